@@ -1,0 +1,37 @@
+# Every target makes .venv itself, from the first Python 3.10 to 3.13 that works. PYTHON=... chooses another one.
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.10 python3
+FITS := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))
+
+.PHONY: demo test check bench clean
+
+demo: $(STAMP)  ## train about 10 M parameters with parameters and optimizer states on NVMe
+	$(BIN)/python examples/train_lm.py
+
+test: $(STAMP)  ## all tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+check: $(STAMP)  ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## every benchmark script, one after the other
+	@set -e; for script in benchmarks/[a-z]*.py; do \
+	    if [ -e "$$script" ]; then echo "== $$script"; $(BIN)/python "$$script"; fi; done
+
+clean:  ## what builds, tests and runs leave behind; the environment stays
+	rm -rf build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis infinity/_native
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A name on the path may be a shim that does not run, so each candidate is tried.
+$(BIN)/python:
+	@for python in $(CANDIDATES); do \
+	    if "$$python" -c '$(FITS)' >/dev/null 2>&1; then \
+	        echo "$$python -m venv $(VENV)"; exec "$$python" -m venv $(VENV); fi; done; \
+	echo "no Python 3.10 to 3.13 with venv was found among: $(CANDIDATES)" >&2; exit 1
+
+$(STAMP): pyproject.toml setup.py constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	touch $@

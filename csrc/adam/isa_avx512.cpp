@@ -1,0 +1,111 @@
+// Sixteen lanes: AVX-512 Foundation (Skylake server, Zen 4 and later).
+
+#include <cmath>
+#include <cstring>
+
+#include "types.h"
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#if !defined(__clang__)
+// GCC's own header leaves the unused source of its masked built-ins undefined on purpose, and GCC 12 warns about it.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+// After every standard header, so that no inline function of theirs is compiled for this instruction set.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx2,fma,f16c,popcnt"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx2,fma,f16c,popcnt")
+#endif
+
+namespace infinity::adam {
+namespace {
+
+using Vec = __m512;
+constexpr int kLanes = 16;
+
+inline __m512i widen(const void* data) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(data)));
+}
+inline void store_narrow(void* data, __m512i values) {
+    _mm256_storeu_si256(static_cast<__m256i*>(data), _mm512_cvtepi32_epi16(values));
+}
+
+inline Vec load(const float* data) { return _mm512_loadu_ps(data); }
+inline void store(float* data, Vec a) { _mm512_storeu_ps(data, a); }
+inline Vec load_bf16(const uint16_t* data) { return _mm512_castsi512_ps(_mm512_slli_epi32(widen(data), 16)); }
+inline void store_bf16(uint16_t* data, Vec a) {
+    const __m512i bits = _mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(0x8000));
+    store_narrow(data, _mm512_srli_epi32(bits, 16));
+}
+inline Vec load_f16(const uint16_t* data) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)));
+}
+inline void store_f16(uint16_t* data, Vec a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+inline Vec load_split(const uint16_t* param, const int16_t* remainder) {
+    const __m512i low = _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(remainder)));
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(widen(param), 16), low));
+}
+inline void store_split(uint16_t* param, int16_t* remainder, Vec a) {
+    store_bf16(param, a);
+    store_narrow(remainder, _mm512_castps_si512(a));
+}
+
+inline Vec broadcast(float value) { return _mm512_set1_ps(value); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec root(Vec a) { return _mm512_sqrt_ps(a); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+
+struct SumLanes {
+    __m512d low, high;
+
+    static SumLanes zero() { return SumLanes{_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+    uint64_t add_squares(Vec a, int) {
+        const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7FFFFFFF));
+        const __mmask16 finite = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(0x7F800000));
+        const __m512 values = _mm512_maskz_mov_ps(finite, a);
+        const __m512d first = _mm512_cvtps_pd(_mm512_castps512_ps256(values));
+        const __m512d second =
+            _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(values), 1)));
+        // The square is exact in double, so that fusing it changes nothing.
+        low = _mm512_fmadd_pd(first, first, low);
+        high = _mm512_fmadd_pd(second, second, high);
+        return kLanes - static_cast<uint64_t>(__builtin_popcount(finite));
+    }
+    void store(double* out) const {
+        _mm512_storeu_pd(out, low);
+        _mm512_storeu_pd(out + 8, high);
+    }
+};
+
+}  // namespace
+}  // namespace infinity::adam
+
+#include "kernel.inl"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace infinity::adam {
+const Kernels* const kAvx512Kernels = &kKernels;
+}
+
+#else
+
+namespace infinity::adam {
+const Kernels* const kAvx512Kernels = nullptr;
+}
+
+#endif

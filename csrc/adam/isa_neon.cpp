@@ -1,0 +1,81 @@
+// Four lanes: NEON, which every 64-bit ARM processor has.
+
+#include <cmath>
+#include <cstring>
+
+#include "types.h"
+
+#if defined(__aarch64__)
+
+#include <arm_neon.h>
+
+namespace infinity::adam {
+namespace {
+
+using Vec = float32x4_t;
+constexpr int kLanes = 4;
+
+inline Vec load(const float* data) { return vld1q_f32(data); }
+inline void store(float* data, Vec a) { vst1q_f32(data, a); }
+inline Vec load_bf16(const uint16_t* data) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(data), 16)); }
+inline void store_bf16(uint16_t* data, Vec a) {
+    vst1_u16(data, vshrn_n_u32(vaddq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x8000)), 16));
+}
+inline Vec load_f16(const uint16_t* data) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(data))); }
+inline void store_f16(uint16_t* data, Vec a) { vst1_u16(data, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+inline Vec load_split(const uint16_t* param, const int16_t* remainder) {
+    const int32x4_t high = vreinterpretq_s32_u32(vshll_n_u16(vld1_u16(param), 16));
+    return vreinterpretq_f32_s32(vaddw_s16(high, vld1_s16(remainder)));
+}
+inline void store_split(uint16_t* param, int16_t* remainder, Vec a) {
+    store_bf16(param, a);
+    vst1_s16(remainder, vmovn_s32(vreinterpretq_s32_f32(a)));
+}
+
+inline Vec broadcast(float value) { return vdupq_n_f32(value); }
+inline Vec sub(Vec a, Vec b) { return vsubq_f32(a, b); }
+inline Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
+inline Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
+inline Vec root(Vec a) { return vsqrtq_f32(a); }
+inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+
+struct SumLanes {
+    float64x2_t sums[8];
+
+    static SumLanes zero() {
+        SumLanes lanes;
+        for (auto& part : lanes.sums) part = vdupq_n_f64(0.0);
+        return lanes;
+    }
+    uint64_t add_squares(Vec a, int lane) {
+        const uint32x4_t magnitude = vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7FFFFFFF));
+        const uint32x4_t finite = vcltq_u32(magnitude, vdupq_n_u32(0x7F800000));
+        const Vec values = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), finite));
+        const float64x2_t low = vcvt_f64_f32(vget_low_f32(values));
+        const float64x2_t high = vcvt_high_f64_f32(values);
+        // The square is exact in double, so that fusing it changes nothing.
+        sums[lane / 2] = vfmaq_f64(sums[lane / 2], low, low);
+        sums[lane / 2 + 1] = vfmaq_f64(sums[lane / 2 + 1], high, high);
+        return kLanes - vaddvq_u32(vshrq_n_u32(finite, 31));
+    }
+    void store(double* out) const {
+        for (int part = 0; part < 8; ++part) vst1q_f64(out + 2 * part, sums[part]);
+    }
+};
+
+}  // namespace
+}  // namespace infinity::adam
+
+#include "kernel.inl"
+
+namespace infinity::adam {
+const Kernels* const kNeonKernels = &kKernels;
+}
+
+#else
+
+namespace infinity::adam {
+const Kernels* const kNeonKernels = nullptr;
+}
+
+#endif

@@ -1,0 +1,97 @@
+// One lane, no instruction set assumed: runs everywhere, and is the yardstick of the vector paths.
+
+#include <cmath>
+#include <cstring>
+
+#include "types.h"
+
+namespace infinity::adam {
+namespace {
+
+struct Vec {
+    float value;
+};
+constexpr int kLanes = 1;
+
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline Vec load(const float* data) { return {*data}; }
+inline void store(float* data, Vec a) { *data = a.value; }
+inline Vec load_bf16(const uint16_t* data) { return {float_of(static_cast<uint32_t>(*data) << 16)}; }
+inline void store_bf16(uint16_t* data, Vec a) { *data = static_cast<uint16_t>((bits_of(a.value) + 0x8000u) >> 16); }
+
+inline Vec load_f16(const uint16_t* data) {
+    const uint32_t sign = static_cast<uint32_t>(*data & 0x8000u) << 16;
+    const uint32_t exponent = (*data >> 10) & 0x1Fu;
+    const uint32_t fraction = *data & 0x3FFu;
+    if (exponent == 0x1F) return {float_of(sign | 0x7F800000u | fraction << 13)};
+    if (exponent != 0) return {float_of(sign | (exponent + 112) << 23 | fraction << 13)};
+    // Zero or subnormal: fraction * 2^-24, exact in fp32.
+    return {float_of(sign | bits_of(static_cast<float>(fraction) * 0x1p-24f))};
+}
+
+inline void store_f16(uint16_t* data, Vec a) {
+    const uint32_t bits = bits_of(a.value);
+    const uint32_t sign = bits >> 16 & 0x8000u;
+    const uint32_t magnitude = bits & 0x7FFFFFFFu;
+    uint32_t half;
+    if (magnitude > 0x7F800000u) {
+        half = 0x7E00u | (magnitude >> 13 & 0x3FFu);
+    } else if (magnitude >= 0x477FF000u) {
+        // 65520 and above rounds to infinity.
+        half = 0x7C00u;
+    } else if (magnitude >= 0x38800000u) {
+        half = (magnitude - (112u << 23) + 0xFFFu + (magnitude >> 13 & 1u)) >> 13;
+    } else {
+        // Subnormal in fp16: adding 0.5 leaves multiples of 2^-24 in the fraction, rounded to nearest even.
+        half = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
+    }
+    *data = static_cast<uint16_t>(sign | half);
+}
+
+inline Vec load_split(const uint16_t* param, const int16_t* remainder) {
+    return {float_of((static_cast<uint32_t>(*param) << 16) + static_cast<uint32_t>(static_cast<int32_t>(*remainder)))};
+}
+inline void store_split(uint16_t* param, int16_t* remainder, Vec a) {
+    store_bf16(param, a);
+    *remainder = static_cast<int16_t>(bits_of(a.value) & 0xFFFFu);
+}
+
+inline Vec broadcast(float value) { return {value}; }
+inline Vec sub(Vec a, Vec b) { return {a.value - b.value}; }
+inline Vec mul(Vec a, Vec b) { return {a.value * b.value}; }
+inline Vec div(Vec a, Vec b) { return {a.value / b.value}; }
+inline Vec root(Vec a) { return {std::sqrt(a.value)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {__builtin_fmaf(a.value, b.value, c.value)}; }
+
+struct SumLanes {
+    double sums[kSumLanes];
+
+    static SumLanes zero() { return SumLanes{}; }
+    uint64_t add_squares(Vec a, int lane) {
+        const bool finite = (bits_of(a.value) & 0x7FFFFFFFu) < 0x7F800000u;
+        const double value = finite ? static_cast<double>(a.value) : 0.0;
+        sums[lane] += value * value;
+        return finite ? 0 : 1;
+    }
+    void store(double* out) const { std::memcpy(out, sums, sizeof sums); }
+};
+
+}  // namespace
+}  // namespace infinity::adam
+
+#include "kernel.inl"
+
+namespace infinity::adam {
+const Kernels* const kScalarKernels = &kKernels;
+}

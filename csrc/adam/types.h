@@ -1,0 +1,82 @@
+// What crosses the C ABI and the table of functions that every instruction set provides.
+//
+// The arithmetic is defined once, in kernel.inl. All of it is fp32 with explicit fused multiply-adds and IEEE square
+// root and division, so that every instruction set, any number of threads and the plain twin in Python
+// (infinity/ops/reference.py) give the same bits for every input that is not a NaN; a NaN stays a NaN.
+#pragma once
+
+#include <cstdint>
+
+namespace infinity::adam {
+
+enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+// How the fp32 weight is stored.
+enum Storage : int32_t {
+    // PARAM is fp32 and is the weight.
+    kPlain = 0,
+    // PARAM bf16 and REMAINDER int16: bits = (param << 16) + remainder.
+    kSplit = 1,
+    // MASTER fp32 is the weight, PARAM fp16 its copy rounded to nearest even.
+    kMasterHalf = 2,
+    // MASTER fp32 is the weight, PARAM bf16 its copy rounded to nearest, ties away from zero (as in kSplit).
+    kMasterBfloat = 3,
+};
+
+// One contiguous run of elements that share hyper-parameters. Mirrored by a ctypes structure in infinity/ops/adam.py.
+struct Piece {
+    void* param;
+    const void* grad;
+    float* exp_avg;
+    float* exp_avg_sq;
+    int16_t* remainder;
+    float* master;
+    uint64_t numel;
+    Storage storage;
+    Dtype grad_dtype;
+    // Decoupled: p *= decay. Otherwise g += weight_decay * p.
+    int32_t adamw;
+    float grad_scale;
+    float weight_decay;
+    float decay;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
+    float inv_sqrt_bias_correction2;
+    float eps;
+    float minus_step_size;
+};
+
+// A tensor to be summed. Mirrored in infinity/ops/adam.py.
+struct Span {
+    const void* data;
+    uint64_t numel;
+    Dtype dtype;
+};
+
+// Sums are taken over blocks of this many elements, counted from the start of a tensor: the reduction tree depends on
+// the tensor alone.
+constexpr uint64_t kBlockNumel = 4096;
+constexpr int kSumLanes = 16;
+
+struct BlockSum {
+    double sum_of_squares;
+    uint64_t nonfinite;
+};
+
+struct Kernels {
+    void (*step)(const Piece& piece, uint64_t begin, uint64_t end);
+    BlockSum (*sum)(const Span& span, uint64_t begin, uint64_t end);
+    void (*split)(const float* values, uint16_t* param, int16_t* remainder, uint64_t numel);
+    void (*join)(const uint16_t* param, const int16_t* remainder, float* values, uint64_t numel);
+};
+
+enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kNeon = 3, kIsaCount = 4 };
+
+// Null where the library was compiled for another architecture.
+extern const Kernels* const kScalarKernels;
+extern const Kernels* const kAvx2Kernels;
+extern const Kernels* const kAvx512Kernels;
+extern const Kernels* const kNeonKernels;
+
+}  // namespace infinity::adam

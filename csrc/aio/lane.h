@@ -1,0 +1,30 @@
+// A lane moves blocks: a pool of threads with pread and pwrite, or one thread with a queue in the kernel.
+#pragma once
+
+#include <memory>
+
+#include "kernel_queue.h"
+#include "request.h"
+
+namespace infinity::aio {
+
+class Lane {
+  public:
+    virtual ~Lane() = default;
+
+    virtual void push(std::shared_ptr<Request> request) = 0;
+
+    // Moves what has been pushed, for up to `timeout_s`, then ends the threads. False where a thread hangs in a system
+    // call or the kernel keeps a block: those are left behind with the memory they use, requests not begun are
+    // cancelled with ETIMEDOUT, and nothing is ever joined again.
+    virtual bool close(double timeout_s) = 0;
+};
+
+// `threads` threads, started when there is use for them.
+std::unique_ptr<Lane> make_thread_lane(int threads, uint64_t block_nbytes);
+
+// `depth` blocks in flight in the kernel queue that `make` makes. Throws what that throws.
+using KernelQueueMaker = std::unique_ptr<KernelQueue> (*)(uint32_t depth, int event_fd);
+std::unique_ptr<Lane> make_kernel_lane(KernelQueueMaker make, uint32_t depth, uint64_t block_nbytes);
+
+}  // namespace infinity::aio

@@ -1,0 +1,104 @@
+// Threads with pread and pwrite: works everywhere, and carries what the kernel's queues do not take.
+
+#include <cerrno>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "lane.h"
+#include "pending.h"
+
+namespace infinity::aio {
+namespace {
+
+// Shared by the lane and its threads: a thread that hangs keeps it alive when the lane is gone.
+struct State {
+    State(int threads, uint64_t block_nbytes) : threads_max(threads), pending(block_nbytes) {}
+
+    const int threads_max;
+    std::mutex mutex;
+    std::condition_variable work;
+    std::condition_variable changed;
+    Pending pending;
+    int idle = 0;
+    int alive = 0;
+    bool stop = false;
+    // Of threads that wait for the kernel's patience: give up.
+    std::atomic<bool> abandoned{false};
+};
+
+void serve(const std::shared_ptr<State>& state) {
+    std::unique_lock<std::mutex> lock(state->mutex);
+    for (;;) {
+        ++state->idle;
+        state->work.wait(lock, [&] { return state->stop || !state->pending.empty(); });
+        --state->idle;
+        Block block = state->pending.pop();
+        if (block.request) {
+            lock.unlock();
+            move_now(block, state->abandoned);
+            block = Block{};
+            lock.lock();
+        } else if (state->stop) {
+            break;
+        }
+    }
+    --state->alive;
+    state->changed.notify_all();
+}
+
+class ThreadLane final : public Lane {
+  public:
+    ThreadLane(int threads, uint64_t block_nbytes) : state_(std::make_shared<State>(threads, block_nbytes)) {}
+
+    void push(std::shared_ptr<Request> request) override {
+        std::lock_guard<std::mutex> lock(state_->mutex);
+        // Before the push: where no thread can be had at all, the caller learns it and nothing waits for ever.
+        start_threads();
+        state_->pending.push(std::move(request));
+        // A large request has work for all.
+        state_->work.notify_all();
+    }
+
+    bool close(double timeout_s) override {
+        std::unique_lock<std::mutex> lock(state_->mutex);
+        state_->stop = true;
+        state_->work.notify_all();
+        const auto all_gone = [this] { return state_->alive == 0; };
+        const bool clean = state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), all_gone);
+        if (!clean) {
+            state_->pending.cancel(ETIMEDOUT);
+            state_->abandoned = true;
+        }
+        lock.unlock();
+        for (std::thread& thread : threads_) clean ? thread.join() : thread.detach();
+        threads_.clear();
+        return clean;
+    }
+
+  private:
+    void start_threads() {
+        if (state_->idle > 0 || state_->alive >= state_->threads_max) return;
+        const auto wanted = static_cast<size_t>(state_->threads_max);
+        try {
+            while (threads_.size() < wanted) {
+                threads_.emplace_back([state = state_] { serve(state); });
+                ++state_->alive;
+            }
+        } catch (const std::system_error&) {
+            // The system gives no more threads: fewer serve as well, none at all is an error.
+            if (threads_.empty()) throw;
+        }
+    }
+
+    std::shared_ptr<State> state_;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Lane> make_thread_lane(int threads, uint64_t block_nbytes) {
+    return std::make_unique<ThreadLane>(threads, block_nbytes);
+}
+
+}  // namespace infinity::aio

@@ -1,0 +1,358 @@
+"""The public verbs: `initialize`, `Init`, and whole parameters outside the loop.
+
+`initialize` is the whole engine in one reading: configuration -> specification -> plan -> store -> units -> engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from infinity.comm.mesh import Mesh, Ranks, detect
+from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
+from infinity.engine import Engine, Parts
+from infinity.errors import ConfigError
+from infinity.log import logger, start
+from infinity.memory.capacity import capped, free_cpu_nbytes, free_nvme_nbytes
+from infinity.memory.device import Device
+from infinity.memory.host import HostMemory
+from infinity.memory.ledger import Ledger
+from infinity.memory.nvme import NvmeTier
+from infinity.memory.store import TieredStore
+from infinity.ops.aio import Queue
+from infinity.optim.adam import TieredAdam, groups_from_torch
+from infinity.optim.lr import build_scheduler
+from infinity.optim.stepper import Stepper
+from infinity.plan.plan import Capacity, Plan, make_plan
+from infinity.plan.request import plan_request, unit_rules
+from infinity.plan.spec import describe, dtype_name, find_units
+from infinity.plan.topology import Topology
+from infinity.plan.types import Tier
+from infinity.zero import parameter
+from infinity.zero.access import ParameterState, modify, read
+from infinity.zero.coordinator import Coordinator
+from infinity.zero.gradients import Gradients
+from infinity.zero.hooks import ModuleHooks
+from infinity.zero.materialize import Materializer
+from infinity.zero.spool import Spool, spool_of
+from infinity.zero.unit import Unit
+
+__all__ = ["GatheredParameters", "Init", "initialize", "modify", "read", "state"]
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
+
+
+def initialize(
+    model: nn.Module | None = None,
+    config: ConfigSource = None,
+    model_parameters: Iterable[Any] | None = None,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    training_data: Dataset[Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    mesh: None = None,
+    config_params: ConfigSource = None,
+    args: Any = None,
+) -> tuple[Engine, TieredAdam, DataLoader[Any] | None, Any]:
+    """Make a model trainable on the memory that the machine has.
+
+    model: any `nn.Module` with real parameters, ordinary or made under `infinity.Init`; its parameters move to their tiers.
+    config: path, dict or JSON string with DeepSpeed's keys (`config_params` and `args.deepspeed_config` are aliases).
+    model_parameters: parameters or torch-style groups to train; default: all that require a gradient.
+    optimizer: None (from the configuration), or a class, factory or instance of torch's Adam or AdamW.
+    lr_scheduler: None (from the configuration), a factory that takes the optimizer, or an instance.
+
+    Returns (engine, optimizer, dataloader, lr_scheduler); the last two are None without data or scheduler. Raises ConfigError
+    for what the configuration or the arguments cannot mean, CapacityError for a plan that does not fit. Nothing is
+    allocated or written before the plan has been checked.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize(model=...) needs a torch.nn.Module, got {type(model).__name__}")
+    if mesh is not None:
+        raise ConfigError("mesh: pipeline and tensor axes arrive later; leave it out, data parallelism needs none")
+    _check_model(model)
+    ranks = detect()
+    resolved = _resolve(config if config is not None else config_params, args, model, ranks, optimizer)
+    start(ranks.rank, resolved.config.log_level)
+    device = Device.detect(ranks.local_rank)
+    trained = _trained(resolved, model, model_parameters, optimizer)
+    plan = _plan(resolved, model, trained, ranks, device)
+    plan.check(_capacity(resolved, plan, model, ranks, device), rank=ranks.rank)
+    with ExitStack() as undo:
+        parts = _build(resolved, model, plan, ranks, device, trained, undo)
+        engine = Engine(parts)
+        engine.optimizer = TieredAdam(trained.groups, trained.defaults, engine.apply_step)
+        engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
+        loader = _loader(resolved, training_data, collate_fn, ranks)
+        undo.pop_all()
+    for line in resolved.report():
+        logger.info(line)
+    logger.info(_headline(resolved, plan, trained))
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+class Init:
+    """`with infinity.Init(config=config):` builds a model of any size straight into its tiers.
+
+    Values are those that an ordinary construction would give: constructors and initialisers run as they are. Parameters
+    beyond a window of 256 MB go to the NVMe folder that the configuration names; without one they stay in CPU memory.
+    """
+
+    def __init__(self, module: nn.Module | None = None, config: ConfigSource = None, config_dict_or_path: ConfigSource = None,
+                 enabled: bool = True, **unknown: Any) -> None:  # fmt: skip
+        if module is not None or unknown:
+            what = "module" if module is not None else next(iter(unknown))
+            raise ConfigError(f"Init({what}=...) is not supported: build the model inside `with infinity.Init(config=...):`")
+        self._enabled = enabled
+        self._source = config if config is not None else config_dict_or_path
+        self._exit = ExitStack()
+
+    def __enter__(self) -> Init:
+        if not self._enabled:
+            return self
+        config = load_config(self._source)
+        ranks = detect()
+        resolved = resolve(config, ResolveContext(world_size=ranks.world_size))
+        device = Device.detect(ranks.local_rank)
+        mesh = Mesh(ranks, accelerator=device.is_accelerator, timeout_seconds=config.watchdog_seconds)
+        spool = Spool(resolved.nvme_path, mesh=mesh, timeout_seconds=config.watchdog_seconds)
+        hook = register_module_parameter_registration_hook(
+            lambda module, name, param: spool.adopt(param, f"{type(module).__name__}.{name}") if param is not None else None
+        )
+        self._exit.callback(hook.remove)
+        self._exit.push(lambda kind, *_: spool.seal() if kind is None else spool.close())
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._exit.__exit__(*exception)
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802 - DeepSpeed's name
+    params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+) -> Iterator[None]:
+    """DeepSpeed's name: `read(params)`, or `modify(params)` with the values of `modifier_rank`."""
+    if not enabled:
+        yield
+    elif modifier_rank is None:
+        with read(params):
+            yield
+    else:
+        with modify(params, source=modifier_rank):
+            yield
+
+
+def state(param: nn.Parameter) -> ParameterState:
+    """A parameter's full master weight, moments and gradient, from any tier: properties that gather and scatter."""
+    return ParameterState(param)
+
+
+@dataclass(slots=True)
+class _Trained:
+    """Parameter groups of the run, their defaults, and the kind of Adam."""
+
+    groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    decoupled: bool
+    bias_correction: bool
+
+    def group_of(self) -> dict[int, int]:
+        return {id(param): index for index, group in enumerate(self.groups) for param in group["params"]}
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.UninitializedParameter):
+            raise ConfigError(f"{name} is a lazy parameter: run one forward to give it a shape before initialize()")
+        if param.is_meta:
+            raise ConfigError(
+                f"{name} is on the meta device and has no values: build the model under `with infinity.Init(config=...):` instead"
+            )
+        owner = param.__dict__.get("_infinity_owner")
+        if owner is not None and not owner._closed:
+            raise ConfigError(f"{name} belongs to another engine: close() that one first, or give each engine a model of its own")
+
+
+def _resolve(source: ConfigSource, args: Any, model: nn.Module, ranks: Ranks, optimizer: Any) -> ResolvedConfig:
+    if source is None:
+        source = getattr(args, "deepspeed_config", None)
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    dtypes = [dtype_name(param.dtype) for param in model.parameters() if param.is_floating_point()]
+    known = dtypes[0] if dtypes and dtypes[0] in ("fp32", "bf16", "fp16") else None
+    lr = optimizer.defaults.get("lr") if isinstance(optimizer, torch.optim.Optimizer) else None
+    context = ResolveContext(
+        world_size=ranks.world_size, hidden_size=hidden if isinstance(hidden, int) else None,
+        model_dtype=known, optimizer_lr=float(lr) if lr is not None else None,  # type: ignore[arg-type]
+    )  # fmt: skip
+    resolved = resolve(load_config(source), context)
+    paths = {path for path in (resolved.param_nvme_path, resolved.optimizer_nvme_path) if path is not None}
+    if len(paths) > 1:
+        raise ConfigError(
+            f"offload_param.nvme_path and offload_optimizer.nvme_path differ ({', '.join(sorted(paths))}): several drives arrive "
+            "later; use one folder for both"
+        )
+    return resolved
+
+
+def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | None, optimizer: Any) -> _Trained:
+    """Which parameters are trained, with which hyper-parameters."""
+    groups: list[dict[str, Any]]
+    if chosen is None:
+        groups = [{"params": [param for param in model.parameters() if param.requires_grad]}]
+    else:
+        listed = list(chosen)
+        groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(groups)
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer must be a torch.optim class, factory or instance, got {type(optimizer).__name__}")
+        # A scheduler that watches the program's own optimizer sees that it is stepped, by the engine.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        taken, defaults, decoupled = groups_from_torch(optimizer)
+        trained = _Trained(taken, defaults, decoupled, bias_correction=True)
+    else:
+        section = config.config.optimizer or load_config({"optimizer": {"type": "AdamW"}}).optimizer
+        assert section is not None
+        params = section.params
+        defaults = {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
+        trained = _Trained([dict(group) for group in groups], defaults, section.decoupled, params.bias_correction)
+    for group in trained.groups:
+        group["params"] = [param for param in group["params"] if param.requires_grad]
+    if not any(group["params"] for group in trained.groups):
+        raise ConfigError("no parameter requires a gradient: there is nothing to train")
+    mine = {id(param) for param in model.parameters()}
+    if any(id(param) not in mine for group in trained.groups for param in group["params"]):
+        raise ConfigError("model_parameters (or the optimizer) name a parameter that is not in the model")
+    return trained
+
+
+def _plan(config: ResolvedConfig, model: nn.Module, trained: _Trained, ranks: Ranks, device: Device) -> Plan:
+    node = describe(model, compute_dtype=config.compute_dtype, groups=trained.group_of())
+    blocks = tuple(getattr(model, "_no_split_modules", None) or ())
+    spec = find_units(node, unit_rules(config, blocks))
+    topology = Topology(dp=ranks.world_size, local_size=ranks.local_size)
+    return make_plan(spec, topology, plan_request(config, accelerator=device.is_accelerator))
+
+
+def _capacity(config: ResolvedConfig, plan: Plan, model: nn.Module, ranks: Ranks, device: Device) -> Capacity:
+    """What this rank may use of each tier. The model's own memory is given back while its partitions are made."""
+    limits = config.config.memory
+    own = sum(p.numel() * p.element_size() for p in model.parameters() if not parameter.is_released(p))
+    cpu = free_cpu_nbytes() + own * ranks.local_size
+    free = device.free_nbytes()
+    if free is None:
+        # Without an accelerator both tiers are the process's memory: each may have what the other leaves.
+        table = {tier: sum(kinds.values()) for tier, kinds in plan.bytes_by_tier().items()}
+        share = cpu // ranks.local_size
+        gpu = capped((share - table[Tier.CPU]) * ranks.local_size, limits.gpu.max_bytes, ranks.local_size)
+        cpu_limit = capped((share - table[Tier.GPU]) * ranks.local_size, limits.cpu.max_bytes, ranks.local_size)
+    else:
+        gpu = capped(free, limits.gpu.max_bytes, 1)
+        cpu_limit = capped(cpu, limits.cpu.max_bytes, ranks.local_size)
+    path = config.nvme_path
+    nvme = capped(free_nvme_nbytes(path), limits.nvme.max_bytes, ranks.local_size) if path is not None else None
+    return Capacity(gpu=gpu, cpu=cpu_limit, nvme=nvme)
+
+
+def _build(
+    config: ResolvedConfig, model: nn.Module, plan: Plan, ranks: Ranks, device: Device, trained: _Trained, undo: ExitStack
+) -> Parts:
+    """Allocate what the plan says and move the model into it. What was built is taken down again when a later part fails."""
+    timeout = config.config.watchdog_seconds
+    mesh = Mesh(ranks, accelerator=device.is_accelerator, timeout_seconds=timeout)
+    undo.callback(mesh.close)
+    ledger = Ledger()
+    sections = (config.zero.offload_param, config.zero.offload_optimizer)
+    host = HostMemory(device, pin=all(section is None or section.pin_memory for section in sections), ledger=ledger)
+    nvme = _nvme(config, plan, ranks) if plan.nvme_nbytes else None
+    if nvme is not None:
+        undo.callback(nvme.close)
+    overlap = config.config.overlap
+    store = TieredStore(
+        plan.partitions, device=device, host=host, ledger=ledger, pools=plan.pools, nvme=nvme, rank=ranks.rank, overlap=overlap
+    )
+    undo.callback(store.close)
+    spool = spool_of(list(model.parameters()))
+    by_name = dict(model.named_parameters())
+    units = [
+        Unit(layout, placed, [by_name[slot.name] for slot in layout.slots], store=store, device=device, mesh=mesh, ledger=ledger)
+        for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
+    ]
+    Materializer(units, plan=plan, store=store, mesh=mesh, spool=spool).run()
+    if spool is not None:
+        spool.close()
+    gradients = Gradients(units, plan=plan, store=store, device=device, mesh=mesh, ledger=ledger)
+    ahead = overlap and (ranks.world_size > 1 or device.is_accelerator)
+    coordinator = Coordinator(units, plan=plan, store=store, gradients=gradients, ahead=ahead)
+    for unit in units:
+        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
+            parameter.adopt(param, coordinator, slot.name)
+    for buffer_owner in model.modules():
+        for name, buffer in buffer_owner._buffers.items():
+            if buffer is not None:
+                buffer_owner._buffers[name] = buffer.to(device.torch)
+    hooks = ModuleHooks(model, units, coordinator)
+    undo.callback(hooks.remove)
+    stepper = Stepper(
+        plan, store, index=ranks.rank, decoupled=trained.decoupled, bias_correction=trained.bias_correction
+    )
+    return Parts(
+        module=model, config=config, plan=plan, device=device, mesh=mesh, ledger=ledger, store=store, units=units,
+        gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper,
+    )  # fmt: skip
+
+
+def _nvme(config: ResolvedConfig, plan: Plan, ranks: Ranks) -> NvmeTier:
+    aio = config.config.aio
+    threads = aio.intra_op_parallelism or 4
+    assert config.nvme_path is not None
+    queue = Queue(
+        depth=aio.queue_depth * threads, threads=threads, timeout_s=config.config.watchdog_seconds, block_nbytes=aio.block_size
+    )
+    try:
+        return NvmeTier(config.nvme_path, nbytes=plan.nvme_nbytes, rank=ranks.rank, queue=queue)
+    except BaseException:
+        queue.close()
+        raise
+
+
+def _scheduler(config: ResolvedConfig, given: Any, optimizer: TieredAdam) -> Any:
+    if given is not None:
+        is_factory = callable(given) and not hasattr(given, "step")
+        return given(optimizer) if is_factory else given
+    section = config.config.scheduler
+    return None if section is None else build_scheduler(section.type, section.params.model_dump(), optimizer)
+
+
+def _loader(config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, ranks: Ranks) -> DataLoader[Any] | None:
+    if data is None:
+        return None
+    drop_last = config.config.dataloader_drop_last
+    sampler = None
+    if ranks.world_size > 1:
+        sampler = DistributedSampler(data, num_replicas=ranks.world_size, rank=ranks.rank, drop_last=drop_last)
+    return DataLoader(
+        data, batch_size=config.micro_batch, sampler=sampler, shuffle=sampler is None, collate_fn=collate, drop_last=drop_last
+    )
+
+
+def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
+    """The one line that says what was decided, defaults that people trip over included."""
+    clip = config.clip_norm
+    default = " (default)" if config.sources["gradient_clipping"] == "default" else ""
+    kind = "AdamW" if trained.decoupled else "Adam"
+    return (
+        f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {config.compute_dtype}, {plan.topology.dp} rank(s), "
+        f"{kind}; parameters on {config.param_tier}, optimizer states on {config.optimizer_tier}; "
+        f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "
+        + (f"clipping at {clip:g}{default}" if clip else "no clipping")
+    )

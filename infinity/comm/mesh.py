@@ -1,0 +1,77 @@
+"""Who this rank is, and the process groups it needs.
+
+World size 1 needs no launcher, no environment variables and no process group. With more ranks (torchrun, or a group that
+the program has opened itself) gathers and reductions run in groups of their own, so that their mutual order is free, and
+small decisions are exchanged through a CPU group that never waits for the device.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from infinity.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among all."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+def detect() -> Ranks:
+    """Read an open process group, or the environment that torchrun sets; without both this is the only rank."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if world_size > 1 and name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"WORLD_SIZE is {world_size} but {' and '.join(missing)} is not set: start the program with torchrun, or unset "
+                "WORLD_SIZE to train on one rank"
+            )
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    return Ranks(rank=rank, world_size=world_size, local_rank=local_rank, local_size=local_size)
+
+
+class Mesh:
+    """The process groups of the data-parallel axis. All groups are None at world size 1."""
+
+    def __init__(self, ranks: Ranks, *, accelerator: bool, timeout_seconds: float) -> None:
+        self.ranks = ranks
+        self.gather: Any = None
+        self.reduce: Any = None
+        self.control: Any = None
+        self._opened_here = False
+        if ranks.world_size == 1:
+            return
+        timeout = timedelta(seconds=timeout_seconds)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if accelerator else "gloo", rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
+            )
+            self._opened_here = True
+        backend = "nccl" if accelerator else "gloo"
+        self.gather = dist.new_group(backend=backend, timeout=timeout)
+        self.reduce = dist.new_group(backend=backend, timeout=timeout)
+        self.control = dist.new_group(backend="gloo", timeout=timeout)
+
+    def close(self) -> None:
+        """Destroy what was opened here; a group that the program opened itself is left to it."""
+        if self.control is None:
+            return
+        for group in (self.gather, self.reduce, self.control):
+            dist.destroy_process_group(group)
+        self.gather = self.reduce = self.control = None
+        if self._opened_here and dist.is_initialized():
+            dist.destroy_process_group()

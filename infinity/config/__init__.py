@@ -1,0 +1,24 @@
+"""The configuration: DeepSpeed's keys, checked strictly, resolved in one place. Imports no torch.
+
+`load_config(source)` checks a file, a dictionary or a JSON text; `resolve(config, context)` settles every "auto" and
+the batch sizes, and what it returns is what the rest of the engine reads.
+"""
+
+from infinity.config.load import Source, load_config
+from infinity.config.resolve import DtypeName, ResolveContext, ResolvedConfig, TierName, resolve
+from infinity.config.schema import Config
+from infinity.config.units import Share, format_bytes, parse_bytes
+
+__all__ = [
+    "Config",
+    "DtypeName",
+    "ResolveContext",
+    "ResolvedConfig",
+    "Share",
+    "Source",
+    "TierName",
+    "format_bytes",
+    "load_config",
+    "parse_bytes",
+    "resolve",
+]

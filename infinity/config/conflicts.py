@@ -1,0 +1,49 @@
+"""Rules between keys: each complaint names both keys and the way out."""
+
+from __future__ import annotations
+
+from infinity.config.schema import Config
+from infinity.config.training import OneCycle, WarmupCosineLR, WarmupDecayLR
+
+
+def conflicts(config: Config) -> list[str]:
+    """One line for each pair of keys that cannot both hold."""
+    complaints = []
+    if config.fp16.enabled and config.bf16.enabled:
+        complaints.append(
+            'fp16.enabled and bf16.enabled are both true: keep one of them, "bf16" unless the device lacks it'
+        )
+    return complaints + _offload(config) + _schedule(config)
+
+
+def _offload(config: Config) -> list[str]:
+    zero = config.zero_optimization
+    complaints = []
+    if zero.offload_param is not None and zero.offload_param.device != "none" and zero.stage != 3:
+        complaints.append(
+            f"zero_optimization.offload_param needs stage 3, but the stage is {zero.stage}: set "
+            "zero_optimization.stage to 3, or offload only the optimizer with offload_optimizer"
+        )
+    for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+        if section is not None and section.device == "nvme" and section.nvme_path is None:
+            complaints.append(
+                f'zero_optimization.{name}.device is "nvme" without a path: set '
+                f"zero_optimization.{name}.nvme_path to a folder on the drive"
+            )
+    return complaints
+
+
+def _schedule(config: Config) -> list[str]:
+    match config.scheduler:
+        case OneCycle(params=params):
+            required = {"cycle_min_lr": params.cycle_min_lr, "cycle_max_lr": params.cycle_max_lr}
+        case WarmupDecayLR(params=steps) | WarmupCosineLR(params=steps):
+            required = {"total_num_steps": steps.total_num_steps}
+        case _:
+            return []
+    postponed = config.provenance.autos
+    return [
+        f"scheduler.params.{name} is required by {config.scheduler.type}: give a number"
+        for name, value in required.items()
+        if value is None and f"scheduler.params.{name}" not in postponed
+    ]

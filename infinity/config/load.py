@@ -1,0 +1,237 @@
+"""From a file, a dictionary or a JSON text to a checked `Config`, or to one error that lists all that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from infinity.config.conflicts import conflicts
+from infinity.config.names import unknown_key
+from infinity.config.schema import Config, Provenance
+from infinity.config.section import (
+    Absent,
+    NoAuto,
+    Refused,
+    Section,
+    dotted,
+    leaves,
+    mark,
+    names_of,
+    reply_of,
+    sections_of,
+)
+from infinity.config.values import read_flag
+from infinity.errors import ConfigError
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+
+
+def load_config(source: Source) -> Config:
+    """Checks a path, a dictionary or a JSON text; None is the configuration in which every key has its default."""
+    if isinstance(source, Config):
+        return source
+    origin, raw = _read(source)
+    found = _Found()
+    found.problems += _repeated(raw)
+    values = _walk(Config, raw, "", found)
+    config = _validate(values, found)
+    if config is not None:
+        config = config.from_source(Provenance(origin, found.given, frozenset(found.autos)))
+        found.problems += _refusals(config) + conflicts(config)
+    if config is None or found.problems:
+        raise complaint(origin, found.problems)
+    return config
+
+
+def complaint(origin: str, problems: list[str]) -> ConfigError:
+    """One error for all problems, one line each."""
+    if len(problems) == 1:
+        return ConfigError(f"{origin}: {problems[0]}")
+    return ConfigError(f"{origin}: {len(problems)} problems:" + "".join(f"\n  {problem}" for problem in problems))
+
+
+# A section that could not be read leaves nothing behind; its problem is on the list.
+_NOTHING = object()
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers the keys it held twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        names = [name for name, _ in pairs]
+        self.repeated = tuple(name for name in self if names.count(name) > 1)
+
+
+@dataclass
+class _Found:
+    problems: list[str] = field(default_factory=list)
+    given: dict[str, Any] = field(default_factory=dict)
+    autos: set[str] = field(default_factory=set)
+
+
+def _read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str, Mapping[str, Any]]:
+    if source is None:
+        return "configuration", {}
+    if isinstance(source, Mapping):
+        return "configuration", source
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"configuration: expected a path, a dictionary or a JSON text, not {type(source).__name__}")
+    if isinstance(source, str) and source.lstrip().startswith(("{", "[")):
+        return "configuration", _parse("configuration", source)
+    origin = os.fspath(source)
+    try:
+        text = Path(origin).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(
+            f"{origin}: the configuration cannot be read: {reason}. Give a path to a JSON file"
+        ) from error
+    return origin, _parse(origin, text)
+
+
+def _parse(origin: str, text: str) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(text, object_pairs_hook=_Object)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{origin}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}"
+        ) from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{origin}: the configuration is a JSON object {{...}}, not {type(raw).__name__}")
+    return raw
+
+
+def _repeated(raw: Any, path: str = "") -> Iterator[str]:
+    if isinstance(raw, _Object):
+        for name in raw.repeated:
+            yield f"{dotted(path, name)}: the key stands twice in the file: keep one"
+    if isinstance(raw, Mapping):
+        for name, value in raw.items():
+            yield from _repeated(value, dotted(path, str(name)))
+
+
+def _walk(section: type[Section], raw: Mapping[Any, Any], path: str, found: _Found) -> dict[str, Any]:
+    """The section under the names of its fields; unknown keys become problems, and "auto" is set aside."""
+    names = names_of(section)
+    values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for key, value in raw.items():
+        name = names.get(key)
+        if name is None:
+            found.problems.append(unknown_key(dotted(path, str(key)), str(key), names, Config))
+        elif name in spelled:
+            found.problems.append(
+                f"{dotted(path, key)}: the same key as {dotted(path, spelled[name])}: keep one of the two"
+            )
+        else:
+            spelled[name] = key
+            value = _value(section.model_fields[name], value, dotted(path, name), found)
+            if value is not _NOTHING:
+                values[name] = value
+    return values
+
+
+def _value(field_info: FieldInfo, value: Any, path: str, found: _Found) -> Any:
+    if absent := mark(field_info, Absent):
+        _absent(field_info, absent, value, path, found)
+        return _NOTHING
+    if sections := sections_of(field_info):
+        return _section(sections, value, path, found)
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        if no_auto := mark(field_info, NoAuto):
+            found.problems.append(f'{path}: "auto" is refused: {no_auto.why}')
+        else:
+            found.autos.add(path)
+        return _NOTHING
+    found.given[path] = value
+    return value
+
+
+def _section(sections: tuple[type[Section], ...], value: Any, path: str, found: _Found) -> Any:
+    if value is None:
+        return _NOTHING
+    try:
+        value = sections[0].rewrite(value)
+    except ValueError as error:
+        found.problems.append(f"{path}: {error}")
+        return _NOTHING
+    if not isinstance(value, Mapping):
+        found.problems.append(f"{path}: {value!r} is not a section: expected an object {{...}}")
+        return _NOTHING
+    if len(sections) == 1:
+        return _walk(sections[0], value, path, found)
+    by_type = {get_args(section.model_fields["type"].annotation)[0]: section for section in sections}
+    kind = value.get("type")
+    if isinstance(kind, str) and kind in by_type:
+        return _walk(by_type[kind], value, path, found)
+    expected = ", ".join(f'"{name}"' for name in by_type)
+    if "type" in value:
+        found.problems.append(f"{path}.type: {kind!r} is not one of {expected}")
+    else:
+        # Without a type only the keys beside it can be checked.
+        _walk(sections[0], {key: None for key in value if key != "params"}, path, _Found(found.problems))
+        found.problems.append(f"{path}.type is required: one of {expected}")
+    return _NOTHING
+
+
+def _absent(field_info: FieldInfo, absent: Absent, value: Any, path: str, found: _Found) -> None:
+    """Judges a feature that infinity does not have: fine when it is off, else as the field's answer says."""
+    keys = value if isinstance(value, Mapping) else {}
+    if absent.keys:
+        unknown = [str(key) for key in keys if key not in absent.keys]
+        found.problems += [unknown_key(dotted(path, key), key, absent.keys, Config) for key in unknown]
+        if unknown:
+            return
+    if not _switched_on(absent, value):
+        return
+    found.given[path] = value
+    reply = reply_of(field_info)
+    if isinstance(reply, Refused):
+        shown = f"{absent.switch} = {keys[absent.switch]!r}" if absent.switch in keys else value
+        found.problems.append(f"{path}: {shown} is refused: {reply.why}. {reply.instead}")
+
+
+def _switched_on(absent: Absent, value: Any) -> bool:
+    if not value:
+        return False
+    switch = value.get(absent.switch, True) if isinstance(value, Mapping) and absent.switch else value
+    try:
+        return read_flag(switch)
+    except ValueError:
+        return True
+
+
+def _validate(values: dict[str, Any], found: _Found) -> Config | None:
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        found.problems += [_sentence(dict(problem)) for problem in error.errors()]
+        return None
+
+
+def _sentence(problem: dict[str, Any]) -> str:
+    # The schedule's type stands in the location as well, because it chose the class.
+    location = [str(part) for part in problem["loc"]]
+    if location[0] == "scheduler":
+        del location[1]
+    path = ".".join(location)
+    if problem["type"] == "missing":
+        return f"{path} is required"
+    return f"{path}: {problem['input']!r} is not usable: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _refusals(config: Config) -> list[str]:
+    problems = []
+    for leaf in leaves(config):
+        reply = None if sections_of(leaf.field) else reply_of(leaf.field)
+        if isinstance(reply, Refused) and not leaf.is_default and leaf.value not in reply.accepted:
+            problems.append(reply.sentence(leaf.path, leaf.value))
+    return problems

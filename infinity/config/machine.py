@@ -1,0 +1,43 @@
+"""The sections about the machine: how its drive is used, and how much of it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from infinity.config.section import HONOURED, Also, NoEffect, Refused, Section
+from infinity.config.values import Count, Flag, Limit
+
+_ASYNCHRONOUS = NoEffect("requests are always submitted in batches and never waited for one by one")
+
+
+class Aio(Section):
+    """How NVMe is read and written. All values are hints: none of them can make a run fail."""
+
+    block_size: Annotated[Count, HONOURED] = 1048576
+    """Bytes of one request to the drive."""
+    queue_depth: Annotated[Count, HONOURED] = 8
+    """Requests in flight for one I/O thread."""
+    intra_op_parallelism: Annotated[Count | None, HONOURED, Also(("thread_count",))] = None
+    """I/O threads; chosen from the machine when absent."""
+    single_submit: Annotated[Flag, _ASYNCHRONOUS] = False
+    """Submit requests one at a time."""
+    overlap_events: Annotated[Flag, _ASYNCHRONOUS] = True
+    """Submit and complete at the same time."""
+    use_gds: Annotated[
+        Flag, Refused("GPUDirect Storage is not used", "Remove the key: bytes go through pinned CPU memory")
+    ] = False
+    """Move bytes between the drive and the accelerator directly."""
+
+
+class Tier(Section):
+    max_bytes: Annotated[Limit, HONOURED] = None
+    """Hard cap of what the plan puts here: bytes, "16GB", "1.5GiB", or a share of what is there such as "80%".
+    Absent: all of it."""
+
+
+class Memory(Section):
+    """Ours. Hard caps: a plan that does not fit is refused before anything is allocated."""
+
+    gpu: Tier = Tier()
+    cpu: Tier = Tier()
+    nvme: Tier = Tier()

@@ -1,0 +1,245 @@
+"""Settling what a file left open: every "auto", and the batch sizes. The one place where this happens.
+
+The result says for each value where it came from: the file, the schema's default, or a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+from infinity.config.batch import Unsolvable, solve_batch
+from infinity.config.conflicts import conflicts
+from infinity.config.load import complaint
+from infinity.config.schema import Config, Provenance
+from infinity.config.section import Absent, NoEffect, Section, leaves, mark, reply_of, sections_of
+from infinity.config.zero import OffloadOptimizer, OffloadParam, ZeroOptimization
+
+DtypeName = Literal["fp32", "bf16", "fp16"]
+TierName = Literal["gpu", "cpu", "nvme"]
+_Section = TypeVar("_Section", bound=Section)
+
+
+@dataclass(frozen=True)
+class ResolveContext:
+    """What the configuration is resolved against; None is "not known"."""
+
+    # Data-parallel ranks.
+    world_size: int = 1
+    hidden_size: int | None = None
+    model_dtype: DtypeName | None = None
+    optimizer_lr: float | None = None
+    total_num_steps: int | None = None
+    warmup_num_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A configuration in which nothing is open any more, and short names for what the engine asks most."""
+
+    config: Config
+    # Dotted path -> "file", "default" or "auto: reason", for every value.
+    sources: Mapping[str, str]
+
+    @property
+    def zero(self) -> ZeroOptimization:
+        return self.config.zero_optimization
+
+    @property
+    def stage(self) -> int:
+        return self.zero.stage
+
+    @property
+    def compute_dtype(self) -> DtypeName:
+        if self.config.bf16.enabled:
+            return "bf16"
+        return "fp16" if self.config.fp16.enabled else "fp32"
+
+    @property
+    def param_tier(self) -> TierName:
+        return _tier(self.zero.offload_param)
+
+    @property
+    def optimizer_tier(self) -> TierName:
+        return _tier(self.zero.offload_optimizer)
+
+    @property
+    def param_nvme_path(self) -> str | None:
+        section = self.zero.offload_param
+        return section.nvme_path if section is not None and section.device == "nvme" else None
+
+    @property
+    def optimizer_nvme_path(self) -> str | None:
+        section = self.zero.offload_optimizer
+        return section.nvme_path if section is not None and section.device == "nvme" else None
+
+    @property
+    def nvme_path(self) -> str | None:
+        """A folder on the drive, if anything lives there; the optimizer's and the parameters' may differ."""
+        return self.optimizer_nvme_path or self.param_nvme_path
+
+    @property
+    def train_batch(self) -> int:
+        return cast(int, self.config.train_batch_size)
+
+    @property
+    def micro_batch(self) -> int:
+        return cast(int, self.config.train_micro_batch_size_per_gpu)
+
+    @property
+    def accumulation(self) -> int:
+        return cast(int, self.config.gradient_accumulation_steps)
+
+    @property
+    def clip_norm(self) -> float:
+        """0 is off."""
+        return self.config.gradient_clipping
+
+    @property
+    def grad_accum_dtype(self) -> DtypeName | None:
+        return self.config.data_types.grad_accum_dtype
+
+    @property
+    def communication_dtype(self) -> DtypeName | None:
+        return self.config.communication_data_type
+
+    def report(self) -> list[str]:
+        """One line for each key that the user set and that has no effect here."""
+        return self.config.report()
+
+    def explain(self) -> str:
+        """Every value with its source, one a line; features that infinity does not have are left out."""
+        lines = []
+        for leaf in leaves(self.config):
+            if mark(leaf.field, Absent):
+                continue
+            idle = not sections_of(leaf.field) and isinstance(reply_of(leaf.field), NoEffect)
+            note = "; no effect here" if idle else ""
+            lines.append(f"{leaf.path} = {_shown(leaf.value)}  ({self.sources[leaf.path]}{note})")
+        return "\n".join(lines)
+
+
+def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
+    """Settles every "auto" and the batch sizes, or says what cannot be settled."""
+    provenance = config.provenance
+    reasons: dict[str, str] = {}
+    settled = config.from_source(Provenance(provenance.origin, provenance.given))
+    # A rule may look at keys that are "auto" themselves, and those stand earlier in the schema.
+    for leaf in [leaf for leaf in leaves(config) if leaf.path in provenance.autos]:
+        value, reason = _RULES.get(leaf.path, _default)(settled, context, leaf.value)
+        settled = _with(settled, leaf.path, value)
+        reasons[leaf.path] = f"auto: {reason}"
+    settled, derived = _settle_batch(settled, context)
+    if problems := conflicts(settled) + _ranks(settled, context):
+        raise complaint(provenance.origin, problems)
+    sources = {
+        leaf.path: derived.get(leaf.path) or reasons.get(leaf.path) or _written(leaf.path, provenance)
+        for leaf in leaves(settled)
+    }
+    return ResolvedConfig(settled, sources)
+
+
+# A rule for one key: (the configuration so far, the context, the default) -> (value, reason).
+_Rule = Callable[[Config, ResolveContext, Any], tuple[Any, str]]
+
+
+def _default(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
+    return default, "chosen from the machine or the model at run time" if default is None else "the default"
+
+
+def _known(name: str, words: str) -> _Rule:
+    def rule(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
+        value = getattr(context, name)
+        return (default, f"the default, {words} is not known") if value is None else (value, words)
+
+    return rule
+
+
+def _from_hidden_size(formula: Callable[[int], int], words: str) -> _Rule:
+    def rule(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
+        if context.hidden_size is None:
+            return default, "the default, the model's hidden size is not known"
+        return formula(context.hidden_size), f"{words} of the model's hidden size {context.hidden_size}"
+
+    return rule
+
+
+def _precision(dtype: DtypeName) -> _Rule:
+    def rule(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
+        return context.model_dtype == dtype, f"the model is {context.model_dtype or 'of a type not known'}"
+
+    return rule
+
+
+def _peak_lr(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
+    if context.optimizer_lr is not None:
+        return context.optimizer_lr, "the optimizer's learning rate"
+    if config.optimizer is not None:
+        return config.optimizer.params.lr, "optimizer.params.lr"
+    return default, "the default, the optimizer's learning rate is not known"
+
+
+_RULES: dict[str, _Rule] = {
+    "bf16.enabled": _precision("bf16"),
+    "fp16.enabled": _precision("fp16"),
+    "optimizer.params.lr": _known("optimizer_lr", "the optimizer's learning rate"),
+    "scheduler.params.warmup_max_lr": _peak_lr,
+    "scheduler.params.cycle_max_lr": _peak_lr,
+    "scheduler.params.warmup_num_steps": _known("warmup_num_steps", "the program's number of warm-up steps"),
+    "scheduler.params.total_num_steps": _known("total_num_steps", "the program's number of steps"),
+    # The sizes that Hugging Face's integration takes for the same word.
+    "zero_optimization.reduce_bucket_size": _from_hidden_size(lambda size: size * size, "square"),
+    "zero_optimization.stage3_prefetch_bucket_size": _from_hidden_size(
+        lambda size: int(0.9 * size * size), "0.9 times the square"
+    ),
+    "zero_optimization.stage3_param_persistence_threshold": _from_hidden_size(lambda size: 10 * size, "10 times"),
+}
+
+
+def _settle_batch(config: Config, context: ResolveContext) -> tuple[Config, dict[str, str]]:
+    given = {
+        "train_batch_size": config.train_batch_size,
+        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+    }
+    total, micro, accumulation = given.values()
+    try:
+        batch = solve_batch(total=total, micro=micro, accumulation=accumulation, ranks=context.world_size)
+    except Unsolvable as error:
+        raise complaint(config.provenance.origin, [str(error)]) from None
+    sizes = dict(zip(given, (batch.total, batch.micro, batch.accumulation), strict=True))
+    reason = (
+        f"auto: {batch.total} = {batch.micro} a rank x {batch.accumulation} accumulated x {context.world_size} ranks"
+    )
+    return config.model_copy(update=sizes), {name: reason for name, value in given.items() if value is None}
+
+
+def _ranks(config: Config, context: ResolveContext) -> list[str]:
+    if config.data_parallel_size in (None, context.world_size):
+        return []
+    return [
+        f"data_parallel_size is {config.data_parallel_size} but {context.world_size} ranks are detected: "
+        f"start {config.data_parallel_size} ranks, or leave the key out"
+    ]
+
+
+def _with(section: _Section, path: str, value: Any) -> _Section:
+    head, _, rest = path.partition(".")
+    return section.model_copy(update={head: _with(getattr(section, head), rest, value) if rest else value})
+
+
+def _written(path: str, provenance: Provenance) -> str:
+    return "file" if path in provenance.given else "default"
+
+
+def _tier(section: OffloadParam | OffloadOptimizer | None) -> TierName:
+    return "gpu" if section is None or section.device == "none" else section.device
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

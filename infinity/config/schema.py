@@ -1,0 +1,350 @@
+"""The whole configuration: DeepSpeed's top-level keys under their own names, and a few of ours.
+
+A key has one of three answers (see `section.Answer`). docs/configuration.md is made from this file and its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field, PrivateAttr
+
+from infinity.config.machine import Aio, Memory
+from infinity.config.section import HONOURED, Absent, Also, NoEffect, Refused, Section, leaves, mark, reply_of
+from infinity.config.training import Amp, Bf16, DataTypes, Fp16, Optimizer, Scheduler, TorchAutocast
+from infinity.config.values import (
+    Count,
+    Dtype,
+    Flag,
+    LogLevel,
+    Natural,
+    Positive,
+    ReduceOp,
+    TagValidation,
+    Text,
+    Weight,
+)
+from infinity.config.zero import ZeroOptimization
+
+_NO_SAVING = NoEffect("there is no saving yet; it arrives with checkpoints")
+_NO_PIPELINE = NoEffect("there is no pipeline parallelism yet")
+_NO_CHECKPOINTING = Refused(
+    "activation checkpointing by configuration arrives later",
+    "Call the model's gradient_checkpointing_enable(), or torch.utils.checkpoint in the model",
+)
+_MONITORS = Refused(
+    "monitors arrive later",
+    "Remove the section and log engine.get_lr() and engine.get_global_grad_norm() in the training loop",
+)
+_CHANGES_MODEL = Refused(
+    "infinity never changes the model or its data", "Remove the section and do this in the program"
+)
+_NO_PARALLEL = Refused(
+    "the only parallel axis for now is data", "Remove the key; stage 3 with offload fits large models"
+)
+
+_ONE_STAGE = Refused(_NO_PARALLEL.why, _NO_PARALLEL.instead, accepted=(1,))
+
+
+def _absent(*keys: str) -> Absent:
+    return Absent(keys=("enabled", *keys))
+
+
+class ActivationCheckpointing(Section):
+    """Recomputing activations in backward."""
+
+    partition_activations: Annotated[Flag, _NO_CHECKPOINTING] = False
+    """Partition saved activations."""
+    contiguous_memory_optimization: Annotated[Flag, _NO_CHECKPOINTING] = False
+    """Save them in one buffer."""
+    cpu_checkpointing: Annotated[Flag, _NO_CHECKPOINTING] = False
+    """Save them in CPU memory."""
+    number_checkpoints: Annotated[Natural | None, NoEffect("the model decides what it recomputes")] = None
+    """Number of checkpoints."""
+    synchronize_checkpoint_boundary: Annotated[Flag, _NO_CHECKPOINTING] = False
+    """Synchronise at every checkpoint."""
+    profile: Annotated[Flag, _NO_CHECKPOINTING] = False
+    """Time every checkpoint."""
+
+
+class Pipeline(Section):
+    """Pipeline parallelism."""
+
+    stages: Annotated[Count | None, _ONE_STAGE] = None
+    """Number of stages."""
+    partition: Annotated[Text, _NO_PIPELINE] = "best"
+    """How layers are divided."""
+    seed_layers: Annotated[Flag, _NO_PIPELINE] = False
+    """Seed every layer."""
+    activation_checkpoint_interval: Annotated[Natural, _NO_PIPELINE] = 0
+    """Layers between checkpoints."""
+    pipe_partitioned: Annotated[Flag, _NO_PIPELINE] = True
+    """Partition activations between stages."""
+    grad_partitioned: Annotated[Flag, _NO_PIPELINE] = True
+    """Partition gradients between stages."""
+    use_reentrant: Annotated[Flag, _NO_PIPELINE] = True
+    """Reentrant checkpoints."""
+
+
+class ParallelWrite(Section):
+    pipeline_stage: Annotated[Flag, _NO_SAVING] = False
+    """Pipeline stages write in parallel."""
+
+
+class Checkpoint(Section):
+    """How checkpoints are written and read."""
+
+    tag_validation: Annotated[TagValidation, _NO_SAVING] = "Warn"
+    """What to do when ranks disagree about the tag."""
+    load_universal: Annotated[Flag, _NO_SAVING] = False
+    """Load the universal format."""
+    use_node_local_storage: Annotated[Flag, _NO_SAVING] = False
+    """Every node writes to its own storage."""
+    parallel_write: ParallelWrite = ParallelWrite()
+    checkpoint_serialization: Annotated[Flag, _NO_SAVING] = True
+    """Serialise with torch."""
+    writer: Annotated[
+        None,
+        _NO_SAVING,
+        Absent(
+            switch=None,
+            keys=(
+                "type",
+                "decoupled",
+                "io_buffer_size",
+                "io_buffer_double",
+                "show_statistics",
+                "data_parallel",
+                "io_multiplier",
+            ),
+        ),
+    ] = None
+    """Choice of the writer."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a configuration came from; two configurations that say the same are equal, wherever they came from."""
+
+    origin: str = field(default="configuration", compare=False)
+    # Dotted paths that the user wrote, with the values as written.
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    # Dotted paths of the keys that are "auto"; until `resolve` their fields hold the default.
+    autos: frozenset[str] = frozenset()
+
+
+class Config(Section):
+    """A checked configuration. Keys that the user set to "auto" are settled by `resolve`."""
+
+    train_batch_size: Annotated[Count | None, HONOURED] = None
+    """Samples in one optimizer step over all ranks. Any of the three batch keys follow from the others."""
+    train_micro_batch_size_per_gpu: Annotated[Count | None, HONOURED] = None
+    """Samples in one forward on one rank."""
+    gradient_accumulation_steps: Annotated[Count | None, HONOURED] = None
+    """Backward passes in one optimizer step."""
+    managed_gradient_accumulation: Annotated[Flag, HONOURED] = True
+    """The engine counts the accumulation; false leaves the boundary to the program."""
+    gradient_clipping: Annotated[Weight, HONOURED] = 1.0
+    """Bound of the global gradient norm. Absent means 1.0; 0 turns clipping off."""
+    steps_per_print: Annotated[Natural | None, HONOURED] = None
+    """Optimizer steps between two progress lines."""
+    gradient_allreduce_op: Annotated[ReduceOp, HONOURED] = "mean"
+    """How gradients of several ranks are combined."""
+    communication_data_type: Annotated[Dtype | None, HONOURED] = None
+    """Type in which gradients travel between ranks; their own when absent."""
+    dataloader_drop_last: Annotated[Flag, HONOURED] = False
+    """Leave out the last, smaller batch."""
+    log_level: Annotated[LogLevel | None, HONOURED] = None
+    """Level of infinity's log lines."""
+    data_parallel_size: Annotated[Count | None, HONOURED] = None
+    """Checked against the number of ranks."""
+    overlap: Annotated[Flag, HONOURED] = True
+    """Ours. Prefetch, flush and move gradients beside the computation; false gives the same bits without overlap."""
+    watchdog_seconds: Annotated[Positive, HONOURED] = 600.0
+    """Ours. Time limit of one I/O request or wait, after which an error says who waited for what."""
+
+    optimizer: Optimizer | None = None
+    scheduler: Annotated[Scheduler | None, Field(discriminator="type")] = None
+    fp16: Fp16 = Fp16()
+    bf16: Annotated[Bf16, Also(("bfloat16",))] = Bf16()
+    data_types: DataTypes = DataTypes()
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    aio: Aio = Aio()
+    memory: Memory = Memory()
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    checkpoint: Checkpoint = Checkpoint()
+    pipeline: Pipeline = Pipeline()
+
+    torch_autocast: TorchAutocast = None
+    """torch.autocast from the configuration."""
+    amp: Amp = None
+    """Mixed precision of apex."""
+    wall_clock_breakdown: Annotated[Flag, NoEffect("the breakdown of a step's time arrives later")] = False
+    """Print where the time of a step goes."""
+    memory_breakdown: Annotated[Flag, NoEffect("the memory ledger arrives later")] = False
+    """Print where memory goes."""
+    dump_state: Annotated[Flag, NoEffect("print the resolved configuration's explain() instead")] = False
+    """Print the engine's state at the start."""
+    disable_allgather: Annotated[Flag, NoEffect("a unit is gathered by one collective that the plan chooses")] = False
+    """Broadcast instead of gathering."""
+    sparse_gradients: Annotated[Flag, NoEffect("gradients travel dense, with the same result")] = False
+    """Send embedding gradients as sparse tensors."""
+    graph_harvesting: Annotated[Flag, NoEffect("optimizer steps are not captured as CUDA graphs")] = False
+    """Capture the optimizer in a CUDA graph."""
+    prescale_gradients: Annotated[Flag, NoEffect("gradients are combined in one way; see gradient_allreduce_op")] = (
+        False
+    )
+    """Divide before the reduction."""
+    gradient_predivide_factor: Annotated[Positive, NoEffect("it only matters to prescale_gradients")] = 1.0
+    """Divisor before the reduction."""
+    zero_allow_untested_optimizer: Annotated[Flag, NoEffect("an optimizer is judged by what it needs")] = False
+    """Accept any optimizer."""
+    zero_force_ds_cpu_optimizer: Annotated[Flag, NoEffect("an optimizer is judged by what it needs")] = True
+    """Insist on the CPU optimizer."""
+    vocabulary_size: Annotated[Natural | None, NoEffect("nothing depends on it")] = None
+    """Size of the vocabulary, for throughput figures."""
+    timers: Annotated[None, NoEffect("the breakdown of a step's time arrives later"), Absent(switch=None)] = None
+    """Throughput timers."""
+    seq_parallel_communication_data_type: Annotated[Dtype, NoEffect("there is no sequence parallelism yet")] = "fp32"
+    """Type in which sequence-parallel ranks talk."""
+    sequence_parallel_size: Annotated[Count, _NO_PARALLEL] = 1
+    """Ranks that share a sequence."""
+    tensor_parallel: Annotated[None, _NO_PARALLEL, Absent(switch="autotp_size")] = None
+    """Tensor parallelism."""
+    expert_parallel: Annotated[None, _NO_PARALLEL, Absent()] = None
+    """Expert parallelism."""
+    use_data_before_expert_parallelism: Annotated[Flag, _NO_PARALLEL] = False
+    """Order of the data and expert axes."""
+    flops_profiler: Annotated[
+        None,
+        NoEffect("profiles arrive later"),
+        _absent("recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file"),
+    ] = None
+    """Profile of floating-point operations."""
+    comms_logger: Annotated[
+        None, NoEffect("profiles arrive later"), _absent("verbose", "prof_all", "debug", "prof_ops")
+    ] = None
+    """Log of collectives."""
+    tensorboard: Annotated[None, _MONITORS, _absent("output_path", "job_name")] = None
+    """TensorBoard monitor."""
+    wandb: Annotated[None, _MONITORS, _absent("group", "team", "project")] = None
+    """Weights & Biases monitor."""
+    comet: Annotated[
+        None,
+        _MONITORS,
+        _absent(
+            "samples_log_interval",
+            "project",
+            "workspace",
+            "api_key",
+            "experiment_name",
+            "experiment_key",
+            "online",
+            "mode",
+        ),
+    ] = None
+    """Comet monitor."""
+    csv_monitor: Annotated[None, _MONITORS, _absent("output_path", "job_name")] = None
+    """Monitor that writes CSV files."""
+    elasticity: Annotated[
+        None,
+        Refused("batch sizes do not change by themselves", "Set the batch keys for the ranks you have"),
+        _absent(
+            "max_train_batch_size",
+            "micro_batch_sizes",
+            "min_gpus",
+            "max_gpus",
+            "min_time",
+            "version",
+            "prefer_larger_batch",
+            "ignore_non_elastic_batch_info",
+            "num_gpus_per_node",
+            "model_parallel_size",
+        ),
+    ] = None
+    """Batch sizes for a changing number of ranks."""
+    curriculum_learning: Annotated[None, _CHANGES_MODEL, Absent()] = None
+    """Growing difficulty."""
+    data_efficiency: Annotated[None, _CHANGES_MODEL, Absent()] = None
+    """Sampling and routing of data."""
+    progressive_layer_drop: Annotated[None, _CHANGES_MODEL, _absent("theta", "gamma")] = None
+    """Dropping layers."""
+    eigenvalue: Annotated[None, _CHANGES_MODEL, Absent()] = None
+    """Curvature for quantisation."""
+    quantize_training: Annotated[None, _CHANGES_MODEL, Absent()] = None
+    """Quantised training."""
+    compression_training: Annotated[None, _CHANGES_MODEL, Absent(switch=None)] = None
+    """Compression during training."""
+    sparse_attention: Annotated[None, _CHANGES_MODEL, Absent(switch=None)] = None
+    """Sparse attention."""
+    weight_quantization: Annotated[None, _CHANGES_MODEL, Absent()] = None
+    """Quantised weights."""
+    hybrid_engine: Annotated[
+        None, Refused("there is no generation engine", "Remove the section and call the module's generate()"), Absent()
+    ] = None
+    """Training and generation in one engine."""
+    compile: Annotated[
+        None,
+        Refused("training runs eagerly", "Remove the section"),
+        Absent(
+            switch="deepcompile",
+            keys=(
+                "deepcompile",
+                "free_activation",
+                "free_activation_threshold",
+                "offload_activation",
+                "offload_activation_pin_memory",
+                "offload_opt_states",
+                "double_buffer",
+                "symmetric_memory",
+                "debug_log",
+                "offload_parameters",
+                "sync_before_reduce",
+                "sync_after_reduce",
+                "sync_before_allgather",
+                "sync_after_allgather",
+                "keep_int_input_tensors",
+                "keep_all_input_tensors",
+                "passes",
+            ),
+        ),
+    ] = None
+    """Compiled training."""
+    nebula: Annotated[None, _NO_SAVING, Absent()] = None
+    """Checkpoints through Nebula."""
+    datastates_ckpt: Annotated[None, _NO_SAVING, Absent(switch=None)] = None
+    """Checkpoints through DataStates."""
+    autotuning: Annotated[
+        None, Refused("there is no tuner", "Remove the section; the plan sizes buffers by itself"), Absent()
+    ] = None
+    """Search for a configuration."""
+
+    _provenance: Provenance = PrivateAttr(default=Provenance())
+
+    @property
+    def provenance(self) -> Provenance:
+        return self._provenance
+
+    def from_source(self, provenance: Provenance) -> Config:
+        """The same configuration, knowing where it came from."""
+        known = self.model_copy()
+        known._provenance = provenance
+        return known
+
+    def report(self) -> list[str]:
+        """One line for each key that the user set and that has no effect here."""
+        given = self._provenance.given
+        lines = []
+        for leaf in leaves(self):
+            if leaf.path not in given or not leaf.in_use:
+                continue
+            reply = reply_of(leaf.field)
+            if not isinstance(reply, NoEffect):
+                continue
+            if mark(leaf.field, Absent):
+                lines.append(f"{leaf.path}: no effect here: {reply.why}")
+            elif not leaf.is_default:
+                lines.append(f"{leaf.path} = {given[leaf.path]!r}: no effect here: {reply.why}")
+        return lines

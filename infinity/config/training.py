@@ -1,0 +1,261 @@
+"""The sections about arithmetic: optimizer, learning-rate schedule, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from infinity.config.section import HONOURED, Absent, NoAuto, NoEffect, Refused, Section
+from infinity.config.values import (
+    Betas,
+    Count,
+    Dtype,
+    Flag,
+    Natural,
+    OptimizerType,
+    Positive,
+    Unusable,
+    WarmupType,
+    Weight,
+)
+
+_NAMED = NoAuto("name the type")
+_KEPT_FP32 = "master weights and moments are kept exactly, split so that they take 12 bytes a parameter in all"
+
+
+class AdamParams(Section):
+    lr: Annotated[Positive, HONOURED] = 1e-3
+    """Learning rate."""
+    betas: Annotated[Betas, HONOURED] = (0.9, 0.999)
+    """Decay of the first and of the second moment."""
+    eps: Annotated[Weight, HONOURED] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[Weight, HONOURED] = 0.0
+    """Weight decay; decoupled from the gradient in AdamW."""
+    bias_correction: Annotated[Flag, HONOURED] = True
+    """Correct the moments for their start at zero."""
+    adam_w_mode: Annotated[Flag, HONOURED] = True
+    """Decoupled weight decay. Type "Adam" is AdamW too unless this is false; "AdamW" is always AdamW."""
+    torch_adam: Annotated[Flag, NoEffect("one optimizer serves every tier, with torch's arithmetic")] = False
+    """Use torch's own Adam."""
+    fp32_optimizer_states: Annotated[
+        Flag, Refused("16-bit moments do not exist here yet", "Leave fp32_optimizer_states out, or set it to true")
+    ] = True
+    """Keep the moments in fp32."""
+    max_grad_norm: Annotated[
+        Weight | None, Refused("the optimizer does not clip", 'Set "gradient_clipping" at the top level instead')
+    ] = None
+    """Clipping bound of some optimizers."""
+
+
+class Optimizer(Section):
+    """The optimizer that infinity builds when the program brings none."""
+
+    type: Annotated[OptimizerType, HONOURED, _NAMED]
+    """"Adam" or "AdamW", in any case of letters."""
+    params: AdamParams = AdamParams()
+    legacy_fusion: Annotated[Flag, NoEffect("the optimizer's kernels are always fused")] = False
+    """Fuse kernels in the older way."""
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether weight decay is AdamW's."""
+        return self.type == "AdamW" or self.params.adam_w_mode
+
+    @classmethod
+    def rewrite(cls, raw: Any) -> Any:
+        kind = raw.get("type") if isinstance(raw, Mapping) else None
+        if isinstance(kind, str) and kind.lower() not in ("adam", "adamw", "auto"):
+            raise Unusable(
+                f"type {kind!r} is refused: offloaded kernels exist for Adam and AdamW, other types come later. "
+                'Set the type to "AdamW"'
+            )
+        return raw
+
+
+class LRRangeTestParams(Section):
+    lr_range_test_min_lr: Annotated[Weight, HONOURED] = 1e-3
+    """Where the sweep starts."""
+    lr_range_test_step_size: Annotated[Count, HONOURED] = 2000
+    """Steps in one interval."""
+    lr_range_test_step_rate: Annotated[Weight, HONOURED] = 1.0
+    """How much an interval adds, in units of the start."""
+    lr_range_test_staircase: Annotated[Flag, HONOURED] = False
+    """Rise once an interval instead of at every step."""
+
+
+class OneCycleParams(Section):
+    cycle_min_lr: Annotated[Weight | None, HONOURED] = None
+    """Learning rate at both ends of the cycle. Required."""
+    cycle_max_lr: Annotated[Weight | None, HONOURED] = None
+    """Learning rate at its top. Required."""
+    decay_lr_rate: Annotated[Weight, HONOURED] = 0.0
+    """How fast the rate falls after the cycle."""
+    cycle_first_step_size: Annotated[Count, HONOURED] = 2000
+    """Steps of the rising half."""
+    cycle_second_step_size: Annotated[Count | None, HONOURED] = None
+    """Steps of the falling half; as many as the rising half when absent."""
+    cycle_first_stair_count: Annotated[Natural, HONOURED] = 0
+    """Stairs in the rising half; 0 is a straight line."""
+    cycle_second_stair_count: Annotated[Natural | None, HONOURED] = None
+    """Stairs in the falling half; as many as in the rising half when absent."""
+    decay_step_size: Annotated[Natural, HONOURED] = 0
+    """Steps of one interval of the decay; 0 turns the decay off."""
+    cycle_momentum: Annotated[Flag, HONOURED] = True
+    """Move betas[0] against the learning rate."""
+    cycle_min_mom: Annotated[Weight, HONOURED] = 0.8
+    """Momentum at the top of the cycle."""
+    cycle_max_mom: Annotated[Weight, HONOURED] = 0.9
+    """Momentum at both ends of the cycle."""
+    decay_mom_rate: Annotated[Weight, HONOURED] = 0.0
+    """How fast the momentum rises after the cycle."""
+
+
+class WarmupLRParams(Section):
+    warmup_min_lr: Annotated[Weight, HONOURED] = 0.0
+    """Where the warm-up starts."""
+    warmup_max_lr: Annotated[Weight | None, HONOURED] = None
+    """Where it ends; the optimizer's own rate when absent."""
+    warmup_num_steps: Annotated[Natural, HONOURED] = 1000
+    """Steps of the warm-up."""
+    warmup_type: Annotated[WarmupType, HONOURED] = "log"
+    """Shape of the warm-up."""
+
+
+class WarmupDecayLRParams(Section):
+    total_num_steps: Annotated[Count | None, HONOURED] = None
+    """Steps of the whole run, warm-up included. Required."""
+    warmup_min_lr: Annotated[Weight, HONOURED] = 0.0
+    """Where the warm-up starts."""
+    warmup_max_lr: Annotated[Weight | None, HONOURED] = 1e-3
+    """Where it ends; null is the optimizer's own rate."""
+    warmup_num_steps: Annotated[Natural, HONOURED] = 1000
+    """Steps of the warm-up."""
+    warmup_type: Annotated[WarmupType, HONOURED] = "log"
+    """Shape of the warm-up."""
+
+
+class WarmupCosineLRParams(Section):
+    total_num_steps: Annotated[Count | None, HONOURED] = None
+    """Steps of the whole run, warm-up included. Required."""
+    warmup_min_ratio: Annotated[Weight, HONOURED] = 0.0
+    """Where the warm-up starts, as a share of the optimizer's rate."""
+    warmup_num_steps: Annotated[Natural, HONOURED] = 1000
+    """Steps of the warm-up."""
+    cos_min_ratio: Annotated[Weight, HONOURED] = 1e-4
+    """Where the cosine ends, as a share of the optimizer's rate."""
+    warmup_type: Annotated[WarmupType, HONOURED] = "log"
+    """Shape of the warm-up."""
+
+
+class LRRangeTest(Section):
+    """A sweep that finds a usable learning rate."""
+
+    type: Annotated[Literal["LRRangeTest"], HONOURED, _NAMED]
+    """Names the schedule."""
+    params: LRRangeTestParams = LRRangeTestParams()
+
+
+class OneCycle(Section):
+    """One rise and fall of the rate, momentum against it, then a decay."""
+
+    type: Annotated[Literal["OneCycle"], HONOURED, _NAMED]
+    """Names the schedule."""
+    params: OneCycleParams = OneCycleParams()
+
+
+class WarmupLR(Section):
+    """A warm-up, then a constant rate."""
+
+    type: Annotated[Literal["WarmupLR"], HONOURED, _NAMED]
+    """Names the schedule."""
+    params: WarmupLRParams = WarmupLRParams()
+
+
+class WarmupDecayLR(Section):
+    """A warm-up, then a straight line to zero."""
+
+    type: Annotated[Literal["WarmupDecayLR"], HONOURED, _NAMED]
+    """Names the schedule."""
+    params: WarmupDecayLRParams = WarmupDecayLRParams()
+
+
+class WarmupCosineLR(Section):
+    """A warm-up, then half a cosine."""
+
+    type: Annotated[Literal["WarmupCosineLR"], HONOURED, _NAMED]
+    """Names the schedule."""
+    params: WarmupCosineLRParams = WarmupCosineLRParams()
+
+
+Scheduler = LRRangeTest | OneCycle | WarmupLR | WarmupDecayLR | WarmupCosineLR
+
+
+class Fp16(Section):
+    """Half precision, with a loss scale."""
+
+    enabled: Annotated[Flag, HONOURED] = False
+    """Compute in fp16."""
+    auto_cast: Annotated[
+        Flag,
+        Refused("inputs are not cast for you", "Cast them in the data loader, or use bf16, and leave auto_cast out"),
+    ] = False
+    """Cast the inputs of forward."""
+    loss_scale: Annotated[Weight, HONOURED] = 0.0
+    """A fixed loss scale; 0 is a dynamic one."""
+    initial_scale_power: Annotated[Natural, HONOURED] = 16
+    """The dynamic scale starts at two to this power."""
+    loss_scale_window: Annotated[Count, HONOURED] = 1000
+    """Steps without overflow after which the scale doubles."""
+    hysteresis: Annotated[Count, HONOURED] = 2
+    """Overflows that are borne before the scale is halved."""
+    consecutive_hysteresis: Annotated[Flag, HONOURED] = False
+    """Forget borne overflows at every good step, not only when the scale doubles."""
+    min_loss_scale: Annotated[Positive, HONOURED] = 1.0
+    """The scale never falls below this."""
+    fp16_master_weights_and_grads: Annotated[
+        Flag, Refused(_KEPT_FP32, "Remove the key; to save memory move the optimizer states to CPU or NVMe")
+    ] = False
+    """Keep master weights and gradients in fp16."""
+
+
+class Bf16(Section):
+    """bfloat16; needs no loss scale."""
+
+    enabled: Annotated[Flag, HONOURED] = False
+    """Compute in bf16."""
+    immediate_grad_update: Annotated[Flag, NoEffect("gradients are always consumed as they arrive")] = False
+    """Accumulate a gradient as soon as it exists."""
+    check_grad_overflow: Annotated[Flag, HONOURED] = True
+    """Skip a step whose gradients are not finite; at every stage."""
+    bf16_master_weights_and_grads: Annotated[
+        Flag, Refused(_KEPT_FP32, "Remove the key; to save memory move the optimizer states to CPU or NVMe")
+    ] = False
+    """Keep master weights and gradients in bf16."""
+    bf16_optimizer_states: Annotated[
+        Flag, Refused("16-bit moments do not exist here yet", "Remove the key; offload_optimizer saves more memory")
+    ] = False
+    """Keep the moments in bf16."""
+
+
+class DataTypes(Section):
+    """Types beside the compute precision."""
+
+    grad_accum_dtype: Annotated[Dtype | None, HONOURED] = None
+    """Type in which gradients are accumulated; the model's when absent."""
+    param_dtype: Annotated[
+        Dtype | None, Refused("the parameters' type follows from the precision section", 'Enable "bf16" or "fp16"')
+    ] = None
+    """Type of the parameters."""
+    buffer_dtype: Annotated[
+        Dtype | None, Refused("a module's buffers keep the type they have", "Cast the buffers in the model")
+    ] = None
+    """Type of the buffers."""
+
+
+_NO_AUTOCAST = Refused(
+    "torch.autocast is not driven from the configuration",
+    'Enable "bf16", or write torch.autocast in the training loop, and remove the section',
+)
+TorchAutocast = Annotated[None, _NO_AUTOCAST, Absent(keys=("enabled", "dtype", "lower_precision_safe_modules"))]
+Amp = Annotated[None, Refused("apex is not used", 'Enable "bf16" or "fp16" and remove the section'), Absent()]

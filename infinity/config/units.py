@@ -1,0 +1,73 @@
+"""Amounts of memory as people write them: 16777216, "16GB", "1.5GiB", "80%"."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3, "kb": 10**3, "kib": 2**10,
+    "m": 10**6, "mb": 10**6, "mib": 2**20,
+    "g": 10**9, "gb": 10**9, "gib": 2**30,
+    "t": 10**12, "tb": 10**12, "tib": 2**40,
+}  # fmt: skip
+_AMOUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)")
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%")
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of what a machine has; it becomes bytes only where the machine is known."""
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.fraction <= 1.0:
+            raise ValueError(f"a share is above 0% and at most 100%, not {100 * self.fraction:g}%")
+
+    def of(self, total_nbytes: int) -> int:
+        return int(total_nbytes * self.fraction)
+
+    def __str__(self) -> str:
+        return f"{100 * self.fraction:g}%"
+
+
+def parse_bytes(amount: int | float | str) -> int:
+    """A whole number of bytes; GB are powers of ten and GiB powers of two, as on a drive's label and in its manual."""
+    if isinstance(amount, bool):
+        raise ValueError(f"{amount} is not an amount of bytes")
+    if isinstance(amount, str):
+        match = _AMOUNT.fullmatch(amount.strip())
+        if match is None or match[2].lower() not in _FACTORS:
+            raise ValueError(f"{amount!r} is not an amount of bytes such as 16777216, '16GB' or '1.5GiB'")
+        digits, factor = match[1].replace("_", ""), _FACTORS[match[2].lower()]
+        # Digits alone stay exact above 2**53, which a float would not.
+        amount = int(digits) * factor if digits.isdigit() else float(digits) * factor
+    if not math.isfinite(amount) or amount < 0:
+        raise ValueError(f"{amount!r} is not an amount of bytes")
+    return round(amount)
+
+
+def parse_limit(limit: int | float | str | Share) -> int | Share:
+    """An absolute amount, or a share of what is there."""
+    if isinstance(limit, Share):
+        return limit
+    if isinstance(limit, str) and (match := _PERCENT.fullmatch(limit.strip())):
+        return Share(float(match[1]) / 100)
+    nbytes = parse_bytes(limit)
+    if nbytes == 0:
+        raise ValueError("a limit of 0 bytes leaves nothing to plan with")
+    return nbytes
+
+
+def format_bytes(nbytes: int) -> str:
+    """For messages: 999 B, 1.5 kB, 118.2 GB."""
+    size, unit = float(nbytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(size) < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,166 @@
+"""How a value in a file becomes a value of a field.
+
+Tools write "8", "false" and 5e8 where 8, false and 500000000 are meant; such spellings are taken as what they mean.
+Each type carries what it expects in words, which is both the error message and the type column of the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, PlainSerializer
+
+from infinity.config.units import Share, parse_limit
+
+
+class Unusable(ValueError):
+    """A value that is understood but cannot be used; the text says why and what to do instead."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Converts what a file holds, or says in words what it expected."""
+
+    expected: str
+    convert: Callable[[Any], Any]
+
+    def __call__(self, value: Any) -> Any:
+        try:
+            return self.convert(value)
+        except Unusable:
+            raise
+        except (ValueError, TypeError, OverflowError):
+            raise ValueError(f"expected {self.expected}") from None
+
+
+def read_flag(value: Any) -> bool:
+    if isinstance(value, str):
+        value = {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower(), value)
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise ValueError(f"{value!r} is neither true nor false")
+
+
+def _number(value: Any) -> int | float:
+    if isinstance(value, str):
+        text = value.strip()
+        try:
+            value = int(text)
+        except ValueError:
+            value = float(text)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(value)
+    return value
+
+
+def _whole(*, least: float = -math.inf) -> Callable[[Any], int]:
+    def convert(value: Any) -> int:
+        number = round(_number(value))
+        if number < least:
+            raise ValueError(value)
+        return number
+
+    return convert
+
+
+def _real(*, least: float = -math.inf, below: float = math.inf, positive: bool = False) -> Callable[[Any], float]:
+    def convert(value: Any) -> float:
+        number = float(_number(value))
+        if not least <= number < below or (positive and number <= 0):
+            raise ValueError(value)
+        return number
+
+    return convert
+
+
+def _one_of(*choices: str, synonyms: dict[str, str] | None = None) -> BeforeValidator:
+    known = {choice.lower(): choice for choice in choices} | (synonyms or {})
+
+    def convert(value: Any) -> str:
+        if not isinstance(value, str) or value.lower() not in known:
+            raise ValueError(value)
+        return known[value.lower()]
+
+    return BeforeValidator(Reader("one of " + ", ".join(f'"{choice}"' for choice in choices), convert))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(value)
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)):
+        raise ValueError(value)
+    return tuple(_text(item) for item in items)
+
+
+def _drive(value: Any) -> str:
+    paths = _texts(value)
+    if len(paths) > 1:
+        raise Unusable(
+            f"{len(paths)} drives are refused: striping over drives arrives later. Give the path of one drive, or of a "
+            "striped volume made by the operating system"
+        )
+    if not paths:
+        raise ValueError(value)
+    return paths[0]
+
+
+def _betas(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError(value)
+    return tuple(_real(least=0.0, below=1.0)(beta) for beta in value)
+
+
+def _stage(value: Any) -> int:
+    stage = _whole(least=0)(value)
+    if stage > 3:
+        raise ValueError(value)
+    return stage
+
+
+def _limit(value: Any) -> int | Share | None:
+    return None if value is None else parse_limit(value)
+
+
+def _expected(words: str, convert: Callable[[Any], Any]) -> BeforeValidator:
+    return BeforeValidator(Reader(words, convert))
+
+
+Flag = Annotated[bool, _expected("true or false", read_flag)]
+Int = Annotated[int, _expected("a whole number", _whole())]
+Natural = Annotated[int, _expected("a whole number of at least 0", _whole(least=0))]
+Count = Annotated[int, _expected("a whole number of at least 1", _whole(least=1))]
+Weight = Annotated[float, _expected("a finite number of at least 0", _real(least=0.0))]
+Positive = Annotated[float, _expected("a finite number above 0", _real(positive=True))]
+Betas = Annotated[tuple[float, float], _expected("two numbers of at least 0 and below 1", _betas)]
+Text = Annotated[str, _expected("a text that is not empty", _text)]
+Texts = Annotated[tuple[str, ...], _expected("a list of texts", _texts)]
+Drive = Annotated[str, _expected("a folder on one drive", _drive)]
+Limit = Annotated[
+    int | Share | None,
+    _expected('an amount of bytes such as 16000000000, "16GB", "1.5GiB", or a share such as "80%"', _limit),
+    PlainSerializer(lambda limit: str(limit) if isinstance(limit, Share) else limit),
+]
+Dtype = Annotated[
+    Literal["fp32", "fp16", "bf16"],
+    _one_of(
+        "fp32", "fp16", "bf16",
+        synonyms={"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"},
+    ),
+]  # fmt: skip
+Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _stage)]
+Device = Annotated[Literal["none", "cpu", "nvme"], _one_of("none", "cpu", "nvme")]
+ReduceOp = Annotated[Literal["mean", "sum"], _one_of("mean", "sum")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error", "critical"], _one_of("debug", "info", "warning", "error", "critical")
+]
+TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], _one_of("Ignore", "Warn", "Fail")]
+WarmupType = Annotated[Literal["log", "linear"], _one_of("log", "linear")]
+OptimizerType = Annotated[Literal["Adam", "AdamW"], _one_of("Adam", "AdamW")]

@@ -1,0 +1,252 @@
+"""The zero_optimization section: what is partitioned, and where it lives."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from infinity.config.section import HONOURED, Absent, Also, NoAuto, NoEffect, Refused, Section
+from infinity.config.values import (
+    Count,
+    Device,
+    Drive,
+    Flag,
+    Int,
+    Natural,
+    Positive,
+    Stage,
+    Texts,
+    Unusable,
+    Weight,
+    read_flag,
+)
+
+_PLANNER = NoAuto("placement by budget arrives with the planner: name a device")
+_BUCKETS = NoEffect("gradients are reduced unit by unit, as the plan cuts them")
+_POOLS = NoEffect("the plan sizes its pools from the model")
+_ALWAYS_PIPELINED = NoEffect("reads and writes always run beside the computation")
+_ONE_GATHER = NoEffect("a unit is gathered by one collective that the plan chooses")
+_QUANTIZED = Refused(
+    "collectives are not quantised here", 'Remove the key; "communication_data_type" halves the traffic'
+)
+_NO_MICS = Refused(
+    "sub-groups of ranks are not built here", "Remove the key: partitions go over all data-parallel ranks"
+)
+
+
+class OffloadParam(Section):
+    """Where parameters live between their uses; needs stage 3."""
+
+    device: Annotated[Device, HONOURED, _PLANNER] = "none"
+    """Home of the parameters: the accelerator ("none"), CPU memory or NVMe."""
+    nvme_path: Annotated[Drive | None, HONOURED, NoAuto("name a folder on the drive")] = None
+    """Folder on the drive; required when the device is nvme."""
+    buffer_count: Annotated[Natural, _POOLS] = 5
+    """Number of staging buffers."""
+    buffer_size: Annotated[Natural, _POOLS] = 10**8
+    """Elements in a staging buffer."""
+    max_in_cpu: Annotated[Natural, NoEffect("placement of single units arrives with the budget planner")] = 10**9
+    """Elements kept in CPU memory when the device is nvme."""
+    pin_memory: Annotated[Flag, HONOURED] = True
+    """Page-lock the CPU memory."""
+
+
+class OffloadOptimizer(Section):
+    """Where master weights and moments live, and are stepped; at every stage."""
+
+    device: Annotated[Device, HONOURED, _PLANNER] = "none"
+    """Home of the optimizer states: the accelerator ("none"), CPU memory or NVMe."""
+    nvme_path: Annotated[Drive | None, HONOURED, NoAuto("name a folder on the drive")] = None
+    """Folder on the drive; required when the device is nvme."""
+    buffer_count: Annotated[Natural, _POOLS] = 4
+    """Number of staging buffers."""
+    pin_memory: Annotated[Flag, HONOURED] = True
+    """Page-lock the CPU memory."""
+    pipeline_read: Annotated[Flag, _ALWAYS_PIPELINED] = False
+    """Read the next sub-group while this one is stepped."""
+    pipeline_write: Annotated[Flag, _ALWAYS_PIPELINED] = False
+    """Write the previous sub-group while this one is stepped."""
+    fast_init: Annotated[Flag, NoEffect("states are written once, straight to their home")] = False
+    """Initialise quickly on NVMe."""
+    ratio: Annotated[
+        Weight,
+        Refused("a part of the optimizer off the device arrives with the budget planner", "Set ratio to 1.0"),
+    ] = 1.0
+    """Share of the optimizer that is stepped on the CPU."""
+    super_offload: Annotated[
+        Flag, Refused("speculative steps do not exist here", "Remove the key: the step already overlaps its transfers")
+    ] = False
+    """Step sub-groups before the norm is known."""
+    cpuadam_cores_perc: Annotated[Positive, NoEffect("the number of optimizer threads is chosen from the machine")] = (
+        0.8
+    )
+    """Share of the cores for the optimizer."""
+
+
+_MOE = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
+class LeafModule(Section):
+    """Modules that are gathered whole, however many modules they contain."""
+
+    classes: Annotated[Texts, HONOURED] = _MOE
+    """Class names, with or without their module."""
+    names: Annotated[Texts, HONOURED] = ()
+    """Full names of modules in the model."""
+    name_suffixes: Annotated[Texts, HONOURED] = ()
+    """Ends of such names."""
+
+
+class ZeroOptimization(Section):
+    """What is partitioned over the ranks, and where it lives. A bare `true` is the older form of stage 1."""
+
+    stage: Annotated[Stage, HONOURED, NoAuto("choose 0, 1, 2 or 3; 3 partitions everything")] = 0
+    """Partitions nothing (0), optimizer states (1), also gradients (2), also parameters (3)."""
+    offload_param: OffloadParam | None = None
+    offload_optimizer: OffloadOptimizer | None = None
+    cpu_offload: Annotated[Flag | None, HONOURED] = None
+    """Older form of offload_optimizer with device cpu."""
+    cpu_offload_param: Annotated[Flag | None, HONOURED] = None
+    """Older form of offload_param with device cpu."""
+    cpu_offload_use_pin_memory: Annotated[Flag | None, HONOURED] = None
+    """Older form of pin_memory in both."""
+    sub_group_size: Annotated[Count, HONOURED] = 10**9
+    """Upper bound of the elements that the optimizer steps at a time."""
+    stage3_prefetch_bucket_size: Annotated[Natural, HONOURED, Also(("prefetch_bucket_size",))] = 50_000_000
+    """Upper bound of the elements gathered ahead of their use."""
+    stage3_param_persistence_threshold: Annotated[Natural, HONOURED, Also(("param_persistence_threshold",))] = 100_000
+    """Units with fewer elements stay gathered."""
+    stage3_model_persistence_threshold: Annotated[Natural, HONOURED, Also(("model_persistence_threshold",))] = (
+        sys.maxsize
+    )
+    """Upper bound of the elements that stay gathered."""
+    stage3_max_live_parameters: Annotated[Natural, HONOURED, Also(("max_live_parameters",))] = 10**9
+    """Upper bound of the elements gathered at a time."""
+    stage3_max_reuse_distance: Annotated[Natural, HONOURED, Also(("max_reuse_distance",))] = 10**9
+    """A unit used again within so many elements stays gathered until then."""
+    leaf_module: LeafModule = LeafModule()
+    contiguous_gradients: Annotated[Flag, NoEffect("gradients are consumed on arrival, never collected")] = True
+    """Copy gradients to one buffer as they are produced."""
+    reduce_scatter: Annotated[Flag, NoEffect("partitioned gradients are always reduce-scattered")] = True
+    """Reduce-scatter instead of all-reduce."""
+    reduce_bucket_size: Annotated[Natural, _BUCKETS] = 5 * 10**8
+    """Elements in a reduction bucket."""
+    use_multi_rank_bucket_allreduce: Annotated[Flag, _BUCKETS] = True
+    """All-reduce a bucket that several ranks own."""
+    allgather_partitions: Annotated[Flag, _ONE_GATHER] = True
+    """All-gather updated parameters instead of broadcasting them."""
+    allgather_bucket_size: Annotated[Natural, _ONE_GATHER] = 5 * 10**8
+    """Elements in one all-gather."""
+    overlap_comm: Annotated[
+        Flag | None, NoEffect('the plan overlaps what it can; the top-level "overlap" switches all of it off')
+    ] = None
+    """Overlap the reduction with backward."""
+    round_robin_gradients: Annotated[Flag, NoEffect("the plan balances partitions over the ranks")] = False
+    """Spread gradient copies over the ranks."""
+    load_from_fp32_weights: Annotated[Flag, NoEffect("there is no loading yet; it arrives with checkpoints")] = True
+    """Start master weights from the checkpoint's fp32 weights."""
+    elastic_checkpoint: Annotated[Flag, Refused("the older elastic format does not exist here", "Remove the key")] = (
+        False
+    )
+    """Older elastic checkpoint format."""
+    stage3_gather_16bit_weights_on_model_save: Annotated[
+        Flag,
+        NoEffect("there is no saving yet; it arrives with checkpoints, and then always writes whole weights"),
+        Also(("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")),
+    ] = False
+    """Whole weights in save_16bit_model."""
+    stage3_module_granularity_threshold: Annotated[
+        Natural, NoEffect("units are cut by their size"), Also(("module_granularity_threshold",))
+    ] = 0
+    """Modules of finer granularity become leaf modules."""
+    stage3_use_all_reduce_for_fetch_params: Annotated[Flag, _ONE_GATHER, Also(("use_all_reduce_for_fetch_params",))] = (
+        False
+    )
+    """Gather by an all-reduce."""
+    stage3_allgather_sequential: Annotated[Flag, _ONE_GATHER, Also(("allgather_sequential",))] = False
+    """Gather one parameter at a time."""
+    ignore_unused_parameters: Annotated[Flag, NoEffect("parameters without a gradient are always allowed")] = True
+    """Allow parameters that a step does not use."""
+    legacy_stage1: Annotated[Flag, Refused("there is one implementation of stage 1", "Remove the key")] = False
+    """Older implementation of stage 1."""
+    memory_efficient_linear: Annotated[Flag, NoEffect("torch's own functions are never patched")] = True
+    """Patch the linear function."""
+    pipeline_loading_checkpoint: Annotated[
+        Flag, NoEffect("there is no loading yet; it arrives with checkpoints, in bounded memory")
+    ] = False
+    """Load on one rank after the other."""
+    override_module_apply: Annotated[Flag, NoEffect("initialisation works unit by unit in any case")] = True
+    """Gather parameters inside Module.apply."""
+    log_trace_cache_warnings: Annotated[Flag, NoEffect("a changed order is fetched on demand and recorded")] = False
+    """Warn when the order of modules changes."""
+    enable_sanity_checks: Annotated[Flag, NoEffect("the checks are always on where they are cheap")] = False
+    """Extra consistency checks."""
+    save_muon_momentum_buffer_in_memory: Annotated[Flag, NoEffect("there is no Muon yet")] = False
+    """Keep Muon's momentum in memory."""
+    zero_hpz_partition_size: Annotated[
+        Count, Refused("a second, local partition does not exist here", "Set zero_hpz_partition_size to 1")
+    ] = 1
+    """Ranks of a secondary partition."""
+    zero_quantized_weights: Annotated[Flag, _QUANTIZED] = False
+    """Quantise weights before a gather."""
+    zero_quantized_nontrainable_weights: Annotated[Flag, _QUANTIZED] = False
+    """Quantise frozen weights."""
+    zero_quantized_gradients: Annotated[Flag, _QUANTIZED] = False
+    """Quantise gradients before a reduction."""
+    zeropp_loco_param: Annotated[None, _QUANTIZED, Absent(switch=None, keys=("err_beta", "reset_T"))] = None
+    """Error feedback of quantised gradients."""
+    mics_shard_size: Annotated[Int, _NO_MICS] = -1
+    """Ranks in a sub-group of partitions."""
+    mics_hierarchical_params_gather: Annotated[Flag, _NO_MICS] = False
+    """Gather in two levels."""
+    zenflow: Annotated[
+        None,
+        Refused("updates that lag behind change the result", "Remove the section; offload_optimizer alone is exact"),
+        Absent(
+            switch=None,
+            keys=(
+                "topk_ratio",
+                "select_strategy",
+                "select_interval",
+                "update_interval",
+                "overlap_step",
+                "offload",
+                "auto_ratio",
+                "full_warm_up_rounds",
+                "pt_reserved_cores_perc",
+                "steps_per_epoch",
+            ),
+        ),
+    ] = None
+    """Importance-based, delayed updates."""
+
+    @classmethod
+    def rewrite(cls, raw: Any) -> Any:
+        if isinstance(raw, bool) or (isinstance(raw, str) and raw.lower() in ("true", "false")):
+            return {"stage": 1 if read_flag(raw) else 0}
+        if not isinstance(raw, Mapping):
+            return raw
+        current = dict(raw)
+        pinned = current.pop("cpu_offload_use_pin_memory", None)
+        pin = {} if pinned is None else {"pin_memory": _flag(pinned, "cpu_offload_use_pin_memory")}
+        for older, name in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            wanted = current.pop(older, None)
+            if wanted is not None and _flag(wanted, older):
+                if current.get(name) is not None:
+                    raise Unusable(f"{older} and {name} are both given: keep {name}, {older} is its older form")
+                current[name] = {"device": "cpu"}
+            if isinstance(current.get(name), Mapping):
+                current[name] = {**pin, **current[name]}
+        return current
+
+
+def _flag(value: Any, key: str) -> bool:
+    try:
+        return read_flag(value)
+    except (ValueError, TypeError):
+        raise Unusable(f"{key} is {value!r}, expected true or false") from None

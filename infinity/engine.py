@@ -1,0 +1,355 @@
+"""The engine: the training loop's verbs in their order. Mechanism lives below; here is only who is called when.
+
+    loss = engine(**batch)        forward: hooks gather and release
+    engine.backward(loss)         gradients go into partitions
+    engine.step()                 at the accumulation boundary: norm, clip, step, refresh, schedule
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from infinity.comm.collectives import exchange
+from infinity.comm.mesh import Mesh
+from infinity.config.resolve import ResolvedConfig
+from infinity.errors import StateError
+from infinity.log import logger
+from infinity.memory.device import Device
+from infinity.memory.ledger import Ledger, MemoryReport
+from infinity.memory.store import TieredStore
+from infinity.ops.adam import shutdown_threads
+from infinity.optim.adam import TieredAdam
+from infinity.optim.clip import clip_factor
+from infinity.optim.loss_scale import LossScaler
+from infinity.optim.stepper import Stepper
+from infinity.plan.plan import Plan
+from infinity.plan.types import Tier
+from infinity.zero import access
+from infinity.zero.coordinator import Coordinator
+from infinity.zero.gradients import Gradients, same_everywhere
+from infinity.zero.hooks import ModuleHooks
+from infinity.zero.unit import Unit
+
+
+@dataclass
+class Parts:
+    """What `initialize` has built: everything that an engine runs."""
+
+    module: nn.Module
+    config: ResolvedConfig
+    plan: Plan
+    device: Device
+    mesh: Mesh
+    ledger: Ledger
+    store: TieredStore
+    units: list[Unit]
+    gradients: Gradients
+    coordinator: Coordinator
+    hooks: ModuleHooks
+    stepper: Stepper
+
+
+class Engine(nn.Module):
+    """Trains a module whose parameters, gradients and optimizer states live on the tiers of a plan.
+
+    Made by `infinity.initialize`. It behaves as the module that it trains: calling it runs forward and returns what the
+    module returns. `close()` (or leaving a `with engine:` block) returns everything that it holds.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.module = parts.module
+        self.config = parts.config
+        self.plan = parts.plan
+        self.mesh = parts.mesh
+        self.store = parts.store
+        self.coordinator = parts.coordinator
+        self.gradients = parts.gradients
+        self.units = parts.units
+        self.optimizer: TieredAdam
+        self.lr_scheduler: Any = None
+        self.global_steps = 0
+        self.micro_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self._device = parts.device
+        self._ledger = parts.ledger
+        self._hooks = parts.hooks
+        self._stepper = parts.stepper
+        self._scaler = _loss_scaler(parts.config)
+        self._norm = 0.0
+        self._applied = False
+        self._grad_scale = 1.0
+        self._ordered = False
+        self._arrived: dict[Unit, list[bool]] = {}
+        self._closed = False
+        self._since = (time.perf_counter(), 0)
+        for unit in self.units:
+            for param in unit.params:
+                param.__dict__["_infinity_owner"] = self
+
+    # The loop.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward; returns what it returns."""
+        self._alive("run forward")
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            self.coordinator.abandon()
+            raise
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Run backward of a scalar loss, scaled for gradient accumulation and for fp16. Returns the unscaled loss.
+
+        May be called several times before a step; the gradients add up. A plain `loss.backward()` works too, without
+        either scaling (and so not with fp16's loss scale).
+        """
+        self._alive("run backward")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise StateError(
+                "engine.backward needs a loss of one element that requires a gradient, got "
+                + (f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else repr(loss))
+            )
+        factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
+        factor *= self._scaler.scale if self._scaler is not None else 1.0
+        scaled = loss if factor == 1.0 else loss.float() * factor
+        self.coordinator.begin_backward()
+        try:
+            scaled.backward(retain_graph=retain_graph)
+            self.coordinator.end_backward()
+        except BaseException:
+            self.coordinator.abandon()
+            raise
+        return loss
+
+    def step(self) -> None:
+        """At the accumulation boundary: average, check, clip and apply the gradients; otherwise only count."""
+        self._alive("step")
+        self._applied = False
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not boundary:
+            return
+        self._settle_gradients()
+        squares, nonfinite = self._global_stats()
+        self.coordinator.next_step()
+        self._norm = math.sqrt(squares) * self.grad_factor if not nonfinite else math.inf
+        if nonfinite:
+            self.skipped_steps += 1
+            if self._scaler is None:
+                logger.warning(
+                    "step %d skipped: %d gradient elements are not finite; weights and moments are unchanged",
+                    self.global_steps, nonfinite,
+                )  # fmt: skip
+        else:
+            self._grad_scale = self.grad_factor * clip_factor(self._norm, self.config.clip_norm)
+            self.optimizer.step()
+            self._applied = True
+        if self._scaler is not None:
+            self._scaler.update(overflow=bool(nonfinite))
+        self.gradients.reset()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        if self.lr_scheduler is not None and self._applied:
+            self.lr_scheduler.step()
+        self._print_progress()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throw away what has accumulated since the last step."""
+        self.gradients.reset()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Legal at every stage. Below stage 2 reductions wait for the boundary anyway; from stage 2 on gradients are
+        partitioned as they arrive, which gives the same sums."""
+        yield
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step()` will apply the gradients."""
+        if not self.config.config.managed_gradient_accumulation:
+            return True
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def was_step_applied(self) -> bool:
+        """Whether the latest `step()` changed the weights: false between boundaries and for a skipped step."""
+        return self._applied
+
+    # What it knows.
+
+    @property
+    def device(self) -> torch.device:
+        return self._device.torch
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.ranks.world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self.mesh.ranks.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.mesh.ranks.local_rank
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale of fp16; 1 in other precisions."""
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    @property
+    def grad_factor(self) -> float:
+        """What accumulated gradients are multiplied by: averaging over ranks, and fp16's unscaling."""
+        ranks = self.world_size if self.config.config.gradient_allreduce_op == "mean" else 1
+        return 1.0 / ranks / self.loss_scale
+
+    def train_batch_size(self) -> int:
+        return self.config.train_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.config.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.config.accumulation
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.stage
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float:
+        """The global gradient norm of the latest step, before clipping; infinite when a gradient was not finite."""
+        return self._norm
+
+    def memory(self) -> MemoryReport:
+        """Where this rank's bytes are: tier x kind, now and at most; prints as a table."""
+        in_process = (Tier.CPU,) if self._device.is_accelerator else (Tier.CPU, Tier.GPU)
+        resident = int(psutil.Process().memory_info().rss)
+        return MemoryReport.of(self._ledger, resident=resident, in_process=in_process)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's full tensors on rank 0's CPU, empty on other ranks; gathered unit by unit. Collective."""
+        wanted = self.global_rank == 0
+        whole: dict[int, Tensor] = {}
+        for unit in self.units:
+            with access.gathered(self, [unit]):
+                if wanted:
+                    whole.update((id(param), param.detach().cpu().clone()) for param in unit.params)
+        names = {name: param for name, param in self.module.named_parameters(remove_duplicate=False)}
+        result: dict[str, Any] = {name: whole[id(param)] for name, param in names.items()} if wanted else {}
+        if wanted:
+            skipped = {
+                f"{path}.{name}" if path else name
+                for path, inner in self.module.named_modules()
+                for name in inner._non_persistent_buffers_set
+            }
+            result.update((name, b.detach().cpu()) for name, b in self.module.named_buffers() if name not in skipped)
+        return result
+
+    # The end.
+
+    def close(self) -> None:
+        """Return memory, files, threads and process groups. Weights that are whole stay usable; call it as often as you like."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hooks.remove()
+        self.coordinator.abandon()
+        self.coordinator.closed = True
+        self.gradients.close()
+        try:
+            self.store.close()
+        finally:
+            for unit in self.units:
+                unit.close()
+            shutdown_threads()
+            self.mesh.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Steps of a step.
+
+    def apply_step(self) -> None:
+        """What `optimizer.step()` runs: step every sub-group, then bring whole units up to date."""
+        arrived = {unit.layout.index: self._arrived[unit] for unit in self._arrived}
+        self._stepper.step(self.optimizer.param_groups, grad_scale=self._grad_scale, arrived=arrived)
+        for unit in self.units:
+            if unit.placed.whole and unit.layout.trainable:
+                unit.refresh()
+
+    def _settle_gradients(self) -> None:
+        """Complete the gradient partitions: late ones first, and agree on which parameters have one at all."""
+        late = self.gradients.leftovers()
+        alone = self.world_size == 1
+        if not alone:
+            flags = [unit.layout.index in late for unit in self.units]
+            late = [index for index, flag in enumerate(same_everywhere(flags, self.mesh)) if flag]
+        self.gradients.boundary(late)
+        self._arrived = dict(self.gradients.arrived)
+        if not alone:
+            mine = [flag for flags in self._arrived.values() for flag in flags]
+            anyone = iter(same_everywhere(mine, self.mesh))
+            self._arrived = {unit: [next(anyone) for _ in flags] for unit, flags in self._arrived.items()}
+            self._agree_on_order()
+
+    def _agree_on_order(self) -> None:
+        """After the first backward, reduce in the order in which rank 0's units really finish."""
+        if self._ordered:
+            return
+        self._ordered = True
+        order = [float(index) for index in self.gradients.seen_order]
+        self.gradients.set_order([int(index) for index in exchange(order, self.mesh.control, self.world_size)[0]])
+
+    def _global_stats(self) -> tuple[float, int]:
+        """Sum of squares and number of non-finite elements of all ranks' gradients; the same bits on every rank."""
+        squares, nonfinite = self._stepper.grad_stats()
+        if self.world_size == 1:
+            return squares, nonfinite
+        rows = exchange([squares, float(nonfinite)], self.mesh.control, self.world_size)
+        if self.config.stage == 0:
+            # Nothing is cut: every rank has counted the same gradients.
+            return rows[0][0], int(rows[0][1])
+        return math.fsum(row[0] for row in rows), int(sum(row[1] for row in rows))
+
+    def _print_progress(self) -> None:
+        every = self.config.config.steps_per_print
+        if not every or self.global_steps % every:
+            return
+        now, (then, steps) = time.perf_counter(), self._since
+        self._since = (now, self.global_steps)
+        rate = (self.global_steps - steps) * self.train_batch_size() / max(now - then, 1e-9)
+        logger.info(
+            "step %d: lr %.3g, gradient norm %.4g, %.3g samples/s, skipped %d%s", self.global_steps, self.get_lr()[0],
+            self._norm, rate, self.skipped_steps, f", loss scale {self.loss_scale:g}" if self._scaler else "",
+        )  # fmt: skip
+
+    def _alive(self, verb: str) -> None:
+        if self._closed:
+            raise StateError(f"cannot {verb}: this engine was closed")
+
+
+def _loss_scaler(config: ResolvedConfig) -> LossScaler | None:
+    fp16 = config.config.fp16
+    if config.compute_dtype != "fp16":
+        return None
+    return LossScaler(
+        loss_scale=fp16.loss_scale, initial_scale_power=fp16.initial_scale_power, loss_scale_window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis, consecutive_hysteresis=fp16.consecutive_hysteresis, min_loss_scale=fp16.min_loss_scale,
+    )  # fmt: skip
+

@@ -1,0 +1,46 @@
+"""The errors a user can meet, each a sentence that says what, where, the numbers and the next step."""
+
+from __future__ import annotations
+
+
+class InfinityError(Exception):
+    """Base of every error that infinity raises on purpose."""
+
+
+class ConfigError(InfinityError, ValueError):
+    """The configuration (or an argument of `initialize`) cannot be honoured; the message names the key path and a fix."""
+
+
+class CapacityError(InfinityError, ValueError):
+    """A plan does not fit the memory or the disk that is there. Raised before anything is allocated or written."""
+
+
+class TierMemoryError(InfinityError, MemoryError):
+    """A tier ran out at run time although the plan fitted: tier, kind, bytes asked, used, limit."""
+
+
+class StateError(InfinityError, RuntimeError):
+    """An illegal move of a partition, or a parameter's data touched while it is partitioned."""
+
+
+class ExtensionError(InfinityError, RuntimeError):
+    """A native library could not be built or loaded although it was asked for by name."""
+
+
+class TransferError(InfinityError, OSError):
+    """A read, write or copy that failed.
+
+    `errno`, `path`, `offset` and `nbytes` (of the request) are attributes, so that a program can act on them.
+    """
+
+    def __init__(self, operation: str, *, path: str, offset: int, nbytes: int, errno: int, reason: str) -> None:
+        super().__init__(errno, f"{operation} of {nbytes} bytes at offset {offset} of {path} failed: {reason}")
+        self.operation = operation
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+        self.errno = errno
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.args[1]} (errno {self.errno})"

@@ -1,0 +1,67 @@
+"""CPU memory of exact size: own anonymous mappings, page-aligned, pinned for the accelerator when there is one.
+
+`Tensor.pin_memory()` rounds up to powers of two and copies; a mapping of our own that is registered with the driver takes
+what the plan says. Registration that fails (RLIMIT_MEMLOCK, driver) falls back to pageable memory with one warning.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from infinity.log import warn_once
+from infinity.memory.device import Device
+from infinity.memory.ledger import Ledger
+from infinity.plan.types import EXTENT_ALIGNMENT, align_up
+
+_HUGE_PAGE = 2 << 20
+
+
+class HostMemory:
+    """Allocates buffers in CPU memory. Buffers go back to the system when the last reference to them goes."""
+
+    def __init__(self, device: Device, *, pin: bool, ledger: Ledger) -> None:
+        self._device = device
+        self._pin = pin and device.is_accelerator
+        self._ledger = ledger
+        self._pinned: dict[int, int] = {}
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """A zeroed uint8 tensor of `nbytes` bytes that starts on a page."""
+        size = max(align_up(nbytes, EXTENT_ALIGNMENT), EXTENT_ALIGNMENT)
+        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if size >= 2 * _HUGE_PAGE:
+            # Large pages cut the cost of the first touch; the rounded-up tail is given back by the kernel as needed.
+            region.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(region, dtype=torch.uint8)
+        if self._pin:
+            self._register(buffer)
+        return buffer[:nbytes]
+
+    def release(self, buffer: Tensor) -> None:
+        """Unpin a buffer that is no longer used."""
+        size = self._pinned.pop(buffer.data_ptr(), 0)
+        if size:
+            self._device.unregister(buffer.data_ptr())
+            self._ledger.pinned_nbytes -= size
+
+    def close(self) -> None:
+        for pointer in self._pinned:
+            self._device.unregister(pointer)
+        self._ledger.pinned_nbytes -= sum(self._pinned.values())
+        self._pinned.clear()
+
+    def _register(self, buffer: Tensor) -> None:
+        reason = self._device.register(buffer.data_ptr(), buffer.numel())
+        if reason is None:
+            self._pinned[buffer.data_ptr()] = buffer.numel()
+            self._ledger.pinned_nbytes += buffer.numel()
+        else:
+            self._pin = False
+            warn_once(
+                "pin-failed",
+                f"pinning {buffer.numel() / 1e6:.0f} MB failed ({reason}); CPU memory stays pageable and copies are slower. "
+                "Raise the locked-memory limit (ulimit -l) or lower what is kept on the CPU.",
+            )

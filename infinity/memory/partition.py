@@ -1,0 +1,191 @@
+"""One partition of this rank and its state machine: what memory holds, what NVMe holds, who uses it.
+
+| state    | memory holds | NVMe holds           | leases                       | left by                   |
+|----------|--------------|----------------------|------------------------------|---------------------------|
+| ABSENT   | nothing      | nothing trusted      | none                         | materialize               |
+| RESIDENT | the value    | the same (NVMe home) | many readers or one writer   | write, drop, discard      |
+| DIRTY    | the value    | an older one, or none| many readers or one writer   | flush, discard            |
+| WRITING  | the value    | being written        | readers only                 | complete, error           |
+| SPILLED  | nothing      | the value            | none                         | fetch, discard            |
+| READING  | being filled | the value            | none (callers wait)          | complete, error           |
+| FAILED   | untrusted    | untrusted            | none                         | discard, then materialize |
+
+A partition whose home is GPU or CPU is ABSENT or RESIDENT only. Invariants, in `check`: (1) a value that exists is in at
+least one place; (3) no drop, flush or discard under a writer, no drop or discard under readers; (4) READING or WRITING
+exactly when a transfer is set; (5) SPILLED has no buffer. The store holds (2), one buffer one partition, and (6), the
+ledger equals the sum over partitions. An illegal move raises `StateError` with partition, rank, state and move.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from infinity.errors import StateError
+from infinity.plan.types import Key, Kind, PartitionSpec, Tier
+from infinity.transfer import Transfer
+
+DTYPES = {
+    "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int64": torch.int64,
+    "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool,
+    "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+class State(Enum):
+    """See the table at the top."""
+
+    ABSENT = "absent"
+    RESIDENT = "resident"
+    DIRTY = "dirty"
+    WRITING = "writing"
+    SPILLED = "spilled"
+    READING = "reading"
+    FAILED = "failed"
+
+
+_MEMORY_MOVES = {(State.ABSENT, State.RESIDENT), (State.RESIDENT, State.ABSENT)}
+_NVME_MOVES = {
+    (State.ABSENT, State.DIRTY),
+    (State.RESIDENT, State.DIRTY), (State.RESIDENT, State.SPILLED), (State.RESIDENT, State.ABSENT),
+    (State.DIRTY, State.WRITING), (State.DIRTY, State.ABSENT),
+    (State.WRITING, State.RESIDENT), (State.WRITING, State.FAILED),
+    (State.SPILLED, State.READING), (State.SPILLED, State.ABSENT),
+    (State.READING, State.RESIDENT), (State.READING, State.FAILED),
+    (State.FAILED, State.ABSENT),
+}  # fmt: skip
+_HAS_BUFFER = {State.RESIDENT, State.DIRTY, State.WRITING, State.READING, State.FAILED}
+
+
+class Partition:
+    """Guards every move of one slice. `buffer` is a uint8 tensor of `spec.nbytes` bytes while memory holds the value."""
+
+    __slots__ = ("awaited", "buffer", "rank", "readers", "spec", "state", "transfer", "used", "writer")
+
+    def __init__(self, spec: PartitionSpec, rank: int = 0) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.state = State.ABSENT
+        self.buffer: Tensor | None = None
+        self.transfer: Transfer | None = None
+        self.readers = 0
+        self.writer = False
+        # Fetched ahead and not used since: the last that the store gives up for space.
+        self.awaited = False
+        # The store's clock at the last use: the oldest is given up first.
+        self.used = 0
+
+    @property
+    def key(self) -> Key:
+        return self.spec.key
+
+    @property
+    def on_nvme(self) -> bool:
+        return self.spec.home is Tier.NVME
+
+    @property
+    def leased(self) -> bool:
+        return self.writer or self.readers > 0
+
+    def view(self, kind: Kind) -> Tensor:
+        """The flat typed array of one kind: shape [numel], dtype as planned. Valid while a lease is held."""
+        if self.buffer is None:
+            raise self.error(f"view {kind.value}")
+        for section in self.spec.sections:
+            if section.kind is kind:
+                return self.buffer[section.offset : section.offset + section.nbytes].view(DTYPES[section.dtype])
+        raise KeyError(f"{self.key} holds no {kind.value}")
+
+    def materialize(self, buffer: Tensor) -> None:
+        """Give an absent partition a buffer whose content is its new value."""
+        self._move(State.DIRTY if self.on_nvme else State.RESIDENT, "materialize")
+        self.buffer = buffer
+
+    def begin_fetch(self, buffer: Tensor, transfer: Transfer) -> None:
+        self._move(State.READING, "fetch")
+        self.buffer, self.transfer = buffer, transfer
+
+    def begin_flush(self, transfer: Transfer) -> None:
+        self._forbid(self.writer, "flush")
+        self._move(State.WRITING, "flush")
+        self.transfer = transfer
+
+    def complete(self) -> None:
+        """Take note that the transfer arrived; on its error the partition is FAILED and the error is raised."""
+        if self.transfer is None:
+            raise self.error("complete")
+        transfer, self.transfer = self.transfer, None
+        try:
+            transfer.wait()
+        except BaseException:
+            self._move(State.FAILED, "fail")
+            raise
+        self._move(State.RESIDENT, "complete")
+
+    def drop(self) -> Tensor:
+        """Free a clean buffer: the value stays on NVMe. Returns the buffer."""
+        self._forbid(self.leased, "drop")
+        self._move(State.SPILLED, "drop")
+        return self._take_buffer()
+
+    def discard(self) -> Tensor | None:
+        """Forget the value. Returns the buffer, if there was one."""
+        self._forbid(self.leased, "discard")
+        if self.state is State.ABSENT:
+            return None
+        self._move(State.ABSENT, "discard")
+        self.awaited = False
+        return self._take_buffer() if self.buffer is not None else None
+
+    def begin_read(self) -> None:
+        if self.state not in (State.RESIDENT, State.DIRTY, State.WRITING) or self.writer:
+            raise self.error("read")
+        self.readers += 1
+
+    def end_read(self) -> None:
+        self.readers -= 1
+
+    def begin_write(self) -> None:
+        if self.state not in (State.RESIDENT, State.DIRTY) or self.leased:
+            raise self.error("write")
+        if self.on_nvme and self.state is State.RESIDENT:
+            self._move(State.DIRTY, "write")
+        self.writer = True
+
+    def end_write(self) -> None:
+        self.writer = False
+
+    def check(self) -> None:
+        """Raise StateError when an invariant of the table does not hold."""
+        broken = [
+            (self.buffer is not None) != (self.state in _HAS_BUFFER),
+            (self.transfer is not None) != (self.state in (State.READING, State.WRITING)),
+            self.writer and self.readers > 0,
+            self.leased and self.state in (State.ABSENT, State.SPILLED, State.READING, State.FAILED),
+            not self.on_nvme and self.state not in (State.ABSENT, State.RESIDENT),
+            self.readers < 0,
+        ]
+        if any(broken):
+            raise self.error(f"pass invariant {broken.index(True) + 1}")
+
+    def error(self, move: str) -> StateError:
+        """The error for a move that this state does not allow."""
+        lease = "a writer" if self.writer else f"{self.readers} readers"
+        return StateError(f"cannot {move}: {self.key}, rank {self.rank}, is {self.state.value} with {lease}")
+
+    def _move(self, to: State, move: str) -> None:
+        if (self.state, to) not in (_NVME_MOVES if self.on_nvme else _MEMORY_MOVES):
+            raise self.error(move)
+        self.state = to
+
+    def _forbid(self, condition: bool, move: str) -> None:
+        if condition:
+            raise self.error(move)
+
+    def _take_buffer(self) -> Tensor:
+        buffer, self.buffer = self.buffer, None
+        if buffer is None:
+            raise self.error("give up a buffer")
+        return buffer

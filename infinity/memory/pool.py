@@ -1,0 +1,56 @@
+"""A bounded arena: one buffer of a size fixed by the plan, handed out in pieces. It never grows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from infinity.plan.types import EXTENT_ALIGNMENT, align_up
+
+
+class Arena:
+    """First-fit allocation inside one uint8 tensor; pieces are aligned for direct I/O and coalesced when returned."""
+
+    def __init__(self, name: str, buffer: Tensor) -> None:
+        self.name = name
+        self.nbytes = buffer.numel()
+        self._buffer: Tensor | None = buffer
+        # Free ranges (offset, nbytes), by offset.
+        self._free: list[tuple[int, int]] = [(0, self.nbytes)]
+        self._taken: dict[int, int] = {}
+
+    @property
+    def taken_nbytes(self) -> int:
+        return sum(self._taken.values())
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """A piece of `nbytes` bytes, or None when no free range is long enough."""
+        if self._buffer is None:
+            return None
+        wanted = max(align_up(nbytes, EXTENT_ALIGNMENT), EXTENT_ALIGNMENT)
+        for index, (offset, length) in enumerate(self._free):
+            if length >= wanted:
+                rest = [(offset + wanted, length - wanted)] if length > wanted else []
+                self._free[index : index + 1] = rest
+                piece = self._buffer[offset : offset + nbytes]
+                self._taken[piece.data_ptr()] = wanted
+                return piece
+        return None
+
+    def give(self, piece: Tensor) -> None:
+        """Return a piece that `take` handed out."""
+        if self._buffer is None:
+            return
+        pointer = piece.data_ptr()
+        length = self._taken.pop(pointer)
+        offset = pointer - self._buffer.data_ptr()
+        merged: list[tuple[int, int]] = []
+        for at, size in sorted([*self._free, (offset, length)]):
+            if merged and merged[-1][0] + merged[-1][1] == at:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((at, size))
+        self._free = merged
+
+    def close(self) -> None:
+        """Let go of the buffer; pieces that are still referenced keep it alive until they go."""
+        self._buffer = None

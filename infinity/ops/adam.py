@@ -1,0 +1,307 @@
+"""Adam and AdamW on CPU memory: one call steps every piece, and gives the same bits however it is run.
+
+The arithmetic is defined once (csrc/adam/kernel.inl; `infinity.ops.reference` says it again in torch): fp32, explicit
+fused multiply-adds, IEEE square root and division. Instruction set, number of threads, native code or plain twin, and
+how a tensor is cut into pieces change nothing, so that placement never changes a result. (Bits of a NaN are not
+defined; that it is one, is.)
+
+    piece = Piece(param, grad, exp_avg, exp_avg_sq, remainder=remainder, hyper=AdamHyper(...))
+    adam_step([piece], step=1, grad_scale=1.0)
+
+A weight is stored in one of three ways: an fp32 PARAM; a bf16 PARAM with an int16 REMAINDER (`split`, `join`); a 16-bit
+PARAM that is the rounded copy of an fp32 MASTER.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from infinity.ops import build, reference
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ISAS = ("scalar", "avx2", "avx512", "neon")
+_PLAIN, _SPLIT, _MASTER_HALF, _MASTER_BFLOAT = range(4)
+_ACCUMULATE_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class AdamHyper:
+    """Hyper-parameters of one step. `weight_decay` is decoupled (AdamW) where `adamw`, else added to the gradient."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    adamw: bool
+    bias_correction: bool = True
+
+
+@dataclass(slots=True)
+class Piece:
+    """Flat contiguous CPU tensors of one numel (0 is allowed) that share hyper-parameters; stepped in place.
+
+    remainder: int16, with a bf16 `param`. master: fp32, with an fp16 or bf16 `param`. Neither: `param` is fp32.
+    """
+
+    param: Tensor  # [numel] fp32, bf16 or fp16
+    grad: Tensor  # [numel] fp32, bf16 or fp16, whatever param is
+    exp_avg: Tensor  # [numel] fp32
+    exp_avg_sq: Tensor  # [numel] fp32
+    remainder: Tensor | None = None  # [numel] int16
+    master: Tensor | None = None  # [numel] fp32
+    hyper: AdamHyper = field(kw_only=True)
+
+
+class GradStats(NamedTuple):
+    """Of one tensor: the sum of squares of its finite elements, in fp64, and the number of the others."""
+
+    sum_of_squares: float
+    nonfinite_count: int
+
+
+def adam_step(pieces: Sequence[Piece], *, step: int, grad_scale: float, native: bool | None = None) -> None:
+    """Step every piece in place: gradients are multiplied by `grad_scale`; `step` counts from 1.
+
+    native: None takes native code where it is there, False the plain twin, True raises ExtensionError without native
+    code. Raises ValueError before anything is written where a tensor does not fit the others.
+    """
+    if step < 1:
+        raise ValueError(f"step counts from 1, got {step}")
+    storages = [_check_piece(index, piece) for index, piece in enumerate(pieces)]
+    constants = [reference.AdamConstants.of(piece.hyper, step=step, grad_scale=grad_scale) for piece in pieces]
+    if not _runtime.uses_native(native):
+        for piece, constant in zip(pieces, constants, strict=True):
+            reference.adam_step(piece, constant)
+        return
+    table = (_PieceC * len(pieces))(*map(_PieceC.of, pieces, storages, constants))
+    _runtime.call("infinity_adam_step", table, ctypes.c_uint64(len(pieces)))
+
+
+def grad_stats(tensors: Sequence[Tensor], native: bool | None = None) -> list[GradStats]:
+    """Sum of squares and count of non-finite elements of each tensor ([numel] fp32, bf16 or fp16, CPU, contiguous).
+
+    The reduction tree depends on the tensor alone: blocks of 4096 elements from its start, in a block 16 fp64 lanes
+    (index % 16) added pairwise, blocks added in order.
+    """
+    for index, tensor in enumerate(tensors):
+        _check_tensor(f"tensors[{index}]", tensor, tuple(_DTYPE_CODES), tensor.numel())
+    if not _runtime.uses_native(native):
+        return [GradStats(*reference.grad_stats(tensor)) for tensor in tensors]
+    count = len(tensors)
+    spans = (_SpanC * count)(*(_SpanC(t.data_ptr(), t.numel(), _DTYPE_CODES[t.dtype]) for t in tensors))
+    sums, nonfinite = (ctypes.c_double * count)(), (ctypes.c_uint64 * count)()
+    _runtime.call("infinity_adam_stats", spans, ctypes.c_uint64(count), sums, nonfinite)
+    return [GradStats(*pair) for pair in zip(sums, nonfinite, strict=True)]
+
+
+def split(values: Tensor, native: bool | None = None) -> tuple[Tensor, Tensor]:
+    """fp32 [numel] -> (bf16 [numel] nearest with ties away from zero, int16 [numel] remainder).
+
+    `join` gives back the very bits of every fp32, NaN payloads included. A finite value that is nearest to a bf16
+    infinity shows as infinity in the bf16 part alone, and a NaN whose upper fraction bits are all ones as a zero.
+    """
+    _check_tensor("values", values, (torch.float32,), values.numel())
+    if not _runtime.uses_native(native):
+        return reference.split(values)
+    param = torch.empty(values.shape, dtype=torch.bfloat16)
+    remainder = torch.empty(values.shape, dtype=torch.int16)
+    numel = ctypes.c_uint64(values.numel())
+    _runtime.call("infinity_adam_split", _address(values), _address(param), _address(remainder), numel)
+    return param, remainder
+
+
+def join(param: Tensor, remainder: Tensor, native: bool | None = None) -> Tensor:
+    """(bf16 [numel], int16 [numel]) of `split` -> the fp32 [numel] that it was given, bit for bit."""
+    _check_tensor("param", param, (torch.bfloat16,), param.numel())
+    _check_tensor("remainder", remainder, (torch.int16,), param.numel())
+    if not _runtime.uses_native(native):
+        return reference.join(param, remainder)
+    values = torch.empty(param.shape, dtype=torch.float32)
+    numel = ctypes.c_uint64(param.numel())
+    _runtime.call("infinity_adam_join", _address(param), _address(remainder), _address(values), numel)
+    return values
+
+
+def accumulate(dst: Tensor, src: Tensor, scale: float = 1.0) -> None:
+    """dst += scale * src, both [numel] fp32, bf16 or fp16 on CPU: in fp32 (two roundings), stored nearest even."""
+    _check_tensor("dst", dst, tuple(_DTYPE_CODES), dst.numel())
+    _check_tensor("src", src, tuple(_DTYPE_CODES), dst.numel())
+    # Product and sum are separate operations: torch's fused one rounds differently in vector bodies and tails.
+    flat_dst, flat_src = dst.view(-1), src.view(-1)
+    for begin in range(0, dst.numel(), _ACCUMULATE_NUMEL):
+        part = flat_dst[begin : begin + _ACCUMULATE_NUMEL]
+        addend = flat_src[begin : begin + _ACCUMULATE_NUMEL].float()
+        if scale != 1.0:
+            addend = addend * scale
+        part.copy_(part.float().add_(addend))
+
+
+def set_threads(count: int | None) -> None:
+    """Use `count` threads (the caller's one of them) from now on; None: as many as this process has cores."""
+    if count is not None and count < 1:
+        raise ValueError(f"at least 1 thread is needed, got {count}")
+    _runtime.set_threads(count)
+
+
+def shutdown_threads() -> None:
+    """End the pool's threads. The next call starts them again."""
+    _runtime.shutdown_threads()
+
+
+def set_simd(name: str | None) -> None:
+    """Force an instruction set ("scalar", "avx2", "avx512", "neon"); None: the best one. ValueError if not runnable."""
+    _runtime.set_simd(name)
+
+
+def simd() -> str:
+    """The instruction set in use: one of those `set_simd` takes, or "reference" without native code."""
+    return _runtime.simd()
+
+
+def simds() -> list[str]:
+    """The instruction sets that `set_simd` takes on this machine."""
+    return _runtime.simds()
+
+
+class _Runtime:
+    """The loaded library with its pool of threads. One per process: a forked child forgets its parent's pool."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ctypes.c_void_p | None = None
+        self._threads: int | None = None
+        self._isa: int | None = None
+
+    def uses_native(self, native: bool | None) -> bool:
+        if native:
+            build.require("adam")
+        return native is not False and build.load("adam") is not None
+
+    def call(self, function: str, *arguments: object) -> None:
+        """Call `function`(pool, isa, *arguments) of the library, one call at a time."""
+        library = build.require("adam")
+        with self._lock:
+            if self._pool is None:
+                library.infinity_adam_pool_new.restype = ctypes.c_void_p
+                threads = self._threads or len(os.sched_getaffinity(0))
+                self._pool = ctypes.c_void_p(library.infinity_adam_pool_new(ctypes.c_int32(threads)))
+                if not self._pool:
+                    raise MemoryError("no memory for the pool of threads of the optimizer")
+            isa = library.infinity_adam_isa_best() if self._isa is None else self._isa
+            errno = getattr(library, function)(self._pool, ctypes.c_int32(isa), *arguments)
+        if errno:
+            raise MemoryError(f"{function} failed: {os.strerror(errno)}")
+
+    def set_threads(self, count: int | None) -> None:
+        self.shutdown_threads()
+        self._threads = count
+
+    def shutdown_threads(self) -> None:
+        with self._lock:
+            if self._pool is not None:
+                build.require("adam").infinity_adam_pool_delete(self._pool)
+                self._pool = None
+
+    def simds(self) -> list[str]:
+        library = build.load("adam")
+        if library is None:
+            return []
+        return [name for code, name in enumerate(_ISAS) if library.infinity_adam_isa_supported(ctypes.c_int32(code))]
+
+    def set_simd(self, name: str | None) -> None:
+        if name is not None and name not in self.simds():
+            raise ValueError(f"instruction set {name!r} does not run here: there are {', '.join(self.simds())}")
+        self._isa = None if name is None else _ISAS.index(name)
+
+    def simd(self) -> str:
+        library = build.load("adam")
+        if library is None:
+            return "reference"
+        return _ISAS[library.infinity_adam_isa_best() if self._isa is None else self._isa]
+
+    def forget(self) -> None:
+        # In a forked child the pool's threads are gone and its locks may be held for ever: it is left behind.
+        self._lock = threading.Lock()
+        self._pool = None
+
+
+_runtime = _Runtime()
+os.register_at_fork(after_in_child=_runtime.forget)
+
+
+class _PieceC(ctypes.Structure):
+    # struct Piece of csrc/adam/types.h
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "remainder", "master")),
+        ("numel", ctypes.c_uint64),
+        *((name, ctypes.c_int32) for name in ("storage", "grad_dtype", "adamw")),
+        *((name, ctypes.c_float) for name in reference.AdamConstants.FLOATS),
+    )
+
+    @classmethod
+    def of(cls, piece: Piece, storage: int, constants: reference.AdamConstants) -> _PieceC:
+        return cls(
+            piece.param.data_ptr(),
+            piece.grad.data_ptr(),
+            piece.exp_avg.data_ptr(),
+            piece.exp_avg_sq.data_ptr(),
+            None if piece.remainder is None else piece.remainder.data_ptr(),
+            None if piece.master is None else piece.master.data_ptr(),
+            piece.param.numel(),
+            storage,
+            _DTYPE_CODES[piece.grad.dtype],
+            piece.hyper.adamw,
+            *constants.floats(),
+        )
+
+
+class _SpanC(ctypes.Structure):
+    # struct Span of csrc/adam/types.h
+    _fields_ = (("data", ctypes.c_void_p), ("numel", ctypes.c_uint64), ("dtype", ctypes.c_int32))
+
+
+def _address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _check_piece(index: int, piece: Piece) -> int:
+    """The storage code of a piece; ValueError where its tensors do not fit each other."""
+    numel = piece.param.numel()
+    say: Callable[[str], str] = lambda field: f"pieces[{index}].{field}"  # noqa: E731
+    _check_tensor(say("param"), piece.param, tuple(_DTYPE_CODES), numel)
+    _check_tensor(say("grad"), piece.grad, tuple(_DTYPE_CODES), numel)
+    _check_tensor(say("exp_avg"), piece.exp_avg, (torch.float32,), numel)
+    _check_tensor(say("exp_avg_sq"), piece.exp_avg_sq, (torch.float32,), numel)
+    if piece.remainder is not None and piece.master is not None:
+        raise ValueError(f"{say('remainder')} and {say('master')} exclude each other")
+    if piece.remainder is not None:
+        _check_tensor(say("param"), piece.param, (torch.bfloat16,), numel)
+        _check_tensor(say("remainder"), piece.remainder, (torch.int16,), numel)
+        return _SPLIT
+    if piece.master is not None:
+        _check_tensor(say("param"), piece.param, (torch.float16, torch.bfloat16), numel)
+        _check_tensor(say("master"), piece.master, (torch.float32,), numel)
+        return _MASTER_HALF if piece.param.dtype == torch.float16 else _MASTER_BFLOAT
+    if piece.param.dtype != torch.float32:
+        raise ValueError(f"{say('param')} is {piece.param.dtype}: a 16-bit param needs a remainder or a master")
+    return _PLAIN
+
+
+def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int) -> None:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}: a CPU tensor is needed")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+    if tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel()} elements, expected {numel}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous: strides {tensor.stride()} for shape {tuple(tensor.shape)}")

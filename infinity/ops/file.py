@@ -1,0 +1,178 @@
+"""Files of a fixed size for direct I/O: created whole or not at all, with the alignment that the system asks for.
+
+A file is opened twice where the file system takes O_DIRECT: requests whose offset, length and address are aligned
+bypass the page cache, all others go through it; the kernel keeps the two coherent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import stat
+from dataclasses import dataclass
+from types import TracebackType
+
+from infinity.errors import TransferError
+
+_ALIGNMENT_FALLBACK = 4096
+_log = logging.getLogger("infinity")
+_told_buffered: set[int] = set()
+
+
+@dataclass(slots=True)
+class Descriptors:
+    """The open descriptors of a file, closed with the last reference: a transfer in flight keeps them open."""
+
+    buffered: int
+    # -1 where the file system refuses O_DIRECT.
+    direct: int
+
+    def __del__(self) -> None:
+        for fd in (self.buffered, self.direct):
+            if fd >= 0:
+                os.close(fd)
+
+
+class File:
+    """An open file of `nbytes` bytes at `path`. Use as a context manager; `close` may be called again.
+
+    direct: whether aligned requests bypass the page cache. alignment: of offset and length, memory_alignment: of the
+    address, both in bytes, for a request to be served directly (others are served through the page cache).
+    """
+
+    def __init__(self, path: str, nbytes: int, descriptors: Descriptors, *, writable: bool) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.writable = writable
+        self.direct = descriptors.direct >= 0
+        self.alignment, self.memory_alignment = _alignments(descriptors)
+        self._descriptors: Descriptors | None = descriptors
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], nbytes: int) -> File:
+        """Make a new file with all its `nbytes` reserved on the drive.
+
+        TransferError where the path exists (EEXIST), where the space is not there (ENOSPC; no file is left) and on
+        any other failure.
+        """
+        if nbytes < 0:
+            raise ValueError(f"a file cannot have {nbytes} bytes")
+        name = os.fspath(path)
+        descriptors = _open("create", name, os.O_RDWR | os.O_CREAT | os.O_EXCL, nbytes)
+        try:
+            if nbytes:
+                os.posix_fallocate(descriptors.buffered, 0, nbytes)
+        except OSError as error:
+            space = os.fstatvfs(descriptors.buffered)
+            os.unlink(name)
+            reason = f"{error.strerror}; {space.f_bavail * space.f_frsize} bytes are free, {nbytes} are needed"
+            raise _failure("create", name, nbytes, error, reason) from error
+        return cls(name, nbytes, descriptors, writable=True)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], writable: bool = False) -> File:
+        """Open an existing regular file at its present size. TransferError where that fails."""
+        name = os.fspath(path)
+        descriptors = _open("open", name, os.O_RDWR if writable else os.O_RDONLY, 0)
+        status = os.fstat(descriptors.buffered)
+        if not stat.S_ISREG(status.st_mode):
+            error = OSError(errno.EINVAL, "not a regular file")
+            raise _failure("open", name, 0, error, "not a regular file")
+        return cls(name, status.st_size, descriptors, writable=writable)
+
+    @property
+    def descriptors(self) -> Descriptors:
+        """What a transfer holds on to. ValueError after `close`."""
+        if self._descriptors is None:
+            raise ValueError(f"{self.path} is closed")
+        return self._descriptors
+
+    def sync(self) -> None:
+        """Return when everything written is on the drive (fdatasync). TransferError where that fails."""
+        try:
+            os.fdatasync(self.descriptors.buffered)
+        except OSError as error:
+            raise _failure("sync", self.path, self.nbytes, error, error.strerror or str(error)) from error
+
+    def close(self) -> None:
+        """Close; descriptors that a transfer in flight still uses are closed when it is done."""
+        self._descriptors = None
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        mode = "direct" if self.direct else "buffered"
+        return f"File({self.path!r}, nbytes={self.nbytes}, {mode}, alignment={self.alignment})"
+
+
+def _open(operation: str, path: str, flags: int, nbytes: int) -> Descriptors:
+    flags |= os.O_CLOEXEC
+    try:
+        descriptors = Descriptors(os.open(path, flags, 0o600), -1)
+    except OSError as error:
+        raise _failure(operation, path, nbytes, error, error.strerror or str(error)) from error
+    try:
+        again = flags & ~(os.O_CREAT | os.O_EXCL) | os.O_DIRECT
+        descriptors.direct = os.open(path, again)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            if operation == "create":
+                os.unlink(path)
+            raise _failure(operation, path, nbytes, error, error.strerror or str(error)) from error
+        device = os.fstat(descriptors.buffered).st_dev
+        if device not in _told_buffered:
+            _told_buffered.add(device)
+            _log.warning("the file system of %s does not take O_DIRECT: its files go through the page cache", path)
+    return descriptors
+
+
+def _failure(operation: str, path: str, nbytes: int, error: OSError, reason: str) -> TransferError:
+    return TransferError(operation, path=path, offset=0, nbytes=nbytes, errno=error.errno or errno.EIO, reason=reason)
+
+
+def _alignments(descriptors: Descriptors) -> tuple[int, int]:
+    """(of offset and length, of address) in bytes, for direct I/O; powers of two."""
+    if descriptors.direct < 0:
+        return 1, 1
+    told = _statx_alignments(descriptors.direct)
+    if told is not None:
+        return told
+    block = _device_block(os.fstat(descriptors.direct))
+    return block, block
+
+
+def _statx_alignments(fd: int) -> tuple[int, int] | None:
+    """What the kernel says (Linux 6.1 and later), or None."""
+    statx = getattr(ctypes.CDLL(None), "statx", None)
+    if statx is None:
+        return None
+    at_empty_path, statx_dioalign = 0x1000, 0x2000
+    reply = (ctypes.c_uint32 * 64)()
+    if statx(ctypes.c_int(fd), b"", ctypes.c_int(at_empty_path), ctypes.c_uint(statx_dioalign), reply) != 0:
+        return None
+    # struct statx: stx_mask at byte 0, stx_dio_mem_align at 152, stx_dio_offset_align at 156.
+    if not reply[0] & statx_dioalign or not reply[39] or not reply[38]:
+        return None
+    return reply[39], reply[38]
+
+
+def _device_block(status: os.stat_result) -> int:
+    """The logical block size of the drive, or else of the file system."""
+    device = f"/sys/dev/block/{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    # A partition has no queue of its own: its drive, one folder up, has.
+    for queue in (f"{device}/queue", f"{device}/../queue"):
+        try:
+            with open(f"{queue}/logical_block_size") as text:
+                return int(text.read())
+        except (OSError, ValueError):
+            continue
+    block = status.st_blksize
+    return block if block and block & (block - 1) == 0 else _ALIGNMENT_FALLBACK

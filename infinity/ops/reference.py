@@ -1,0 +1,172 @@
+"""The plain twins, in torch: the same bits as the native code (`infinity.ops.adam`), slowly. Fallback and oracle.
+
+A fused multiply-add rounds once; torch has none. Here the product of two fp32 values is exact in fp64, the sum with a
+third is rounded to odd (TwoSum gives the error, the last bit takes it up), and what is rounded to odd in fp64 rounds
+to fp32 as the exact value would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from infinity.ops.adam import AdamHyper, Piece
+
+# Bounds the temporaries: an fp64 or two and some masks per element of a chunk.
+_CHUNK_NUMEL = 1 << 18
+_BLOCK_NUMEL = 4096
+_SUM_LANES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AdamConstants:
+    """What one step multiplies by: computed in fp64, each rounded once to fp32. Order and names as in types.h."""
+
+    grad_scale: float
+    weight_decay: float
+    decay: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    inv_sqrt_bias_correction2: float
+    eps: float
+    minus_step_size: float
+
+    FLOATS: ClassVar[tuple[str, ...]] = (
+        "grad_scale",
+        "weight_decay",
+        "decay",
+        "one_minus_beta1",
+        "beta2",
+        "one_minus_beta2",
+        "inv_sqrt_bias_correction2",
+        "eps",
+        "minus_step_size",
+    )
+
+    @classmethod
+    def of(cls, hyper: AdamHyper, *, step: int, grad_scale: float) -> AdamConstants:
+        """Constants of optimizer step `step`, counted from 1."""
+        correction1 = 1.0 - hyper.beta1**step if hyper.bias_correction else 1.0
+        correction2 = 1.0 - hyper.beta2**step if hyper.bias_correction else 1.0
+        return cls(
+            grad_scale=_fp32(grad_scale),
+            weight_decay=_fp32(hyper.weight_decay),
+            decay=_fp32(1.0 - hyper.lr * hyper.weight_decay),
+            one_minus_beta1=_fp32(1.0 - hyper.beta1),
+            beta2=_fp32(hyper.beta2),
+            one_minus_beta2=_fp32(1.0 - hyper.beta2),
+            inv_sqrt_bias_correction2=_fp32(1.0 / math.sqrt(correction2)),
+            eps=_fp32(hyper.eps),
+            minus_step_size=_fp32(-(hyper.lr / correction1)),
+        )
+
+    def floats(self) -> tuple[float, ...]:
+        """The values in the order of FLOATS."""
+        return tuple(getattr(self, name) for name in self.FLOATS)
+
+
+def adam_step(piece: Piece, constants: AdamConstants) -> None:
+    """Step a checked piece in place: `csrc/adam/kernel.inl`, step_lanes, in torch."""
+    for at in _chunks(piece.param.numel()):
+        weight = _load_weight(piece, at)
+        grad = piece.grad.view(-1)[at].float() * constants.grad_scale
+        if piece.hyper.adamw:
+            weight = weight * constants.decay
+        else:
+            grad = fma(constants.weight_decay, weight, grad)
+        exp_avg, exp_avg_sq = piece.exp_avg.view(-1)[at], piece.exp_avg_sq.view(-1)[at]
+        m = fma(constants.one_minus_beta1, grad - exp_avg, exp_avg)
+        v = fma(constants.beta2, exp_avg_sq, (grad * grad) * constants.one_minus_beta2)
+        # Through fp64: torch's fp32 root may be one bit off. An fp32 root is never as close to a rounding boundary as
+        # an fp64 root can err.
+        root = v.double().sqrt().float()
+        denominator = fma(root, constants.inv_sqrt_bias_correction2, torch.tensor(constants.eps))
+        weight = fma(constants.minus_step_size, m / denominator, weight)
+        exp_avg.copy_(m)
+        exp_avg_sq.copy_(v)
+        _store_weight(piece, at, weight)
+
+
+def grad_stats(tensor: Tensor) -> tuple[float, int]:
+    """(sum of squares of the finite elements in fp64, count of the others): kernel.inl, sum_block, in torch."""
+    total, nonfinite = 0.0, 0
+    for at in _chunks(tensor.numel()):
+        values = tensor.view(-1)[at].double()
+        finite = values.isfinite()
+        nonfinite += int(finite.numel() - finite.sum())
+        values = torch.where(finite, values, 0.0)
+        values = torch.nn.functional.pad(values, (0, -values.numel() % _BLOCK_NUMEL))
+        squares = values.view(-1, _BLOCK_NUMEL // _SUM_LANES, _SUM_LANES).square_()
+        lanes = torch.zeros(squares.shape[0], _SUM_LANES, dtype=torch.float64)
+        for row in range(squares.shape[1]):
+            lanes += squares[:, row]
+        while lanes.shape[1] > 1:
+            lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
+        for block in lanes.flatten().tolist():
+            total += block
+    return total, nonfinite
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 -> (bf16 nearest with ties away from zero, int16 remainder), shapes kept."""
+    return round_ties_away(values), values.view(torch.int32).to(torch.int16)
+
+
+def join(param: Tensor, remainder: Tensor) -> Tensor:
+    """(bf16, int16) of `split` -> fp32, shapes kept."""
+    return ((param.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
+
+
+def round_ties_away(values: Tensor) -> Tensor:
+    """fp32 -> bf16, nearest with ties away from zero: half a unit is added to the bits, the lower 16 are cut off."""
+    return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def fma(a: Tensor | float, b: Tensor | float, c: Tensor) -> Tensor:
+    """a * b + c rounded once to fp32. Floats must be fp32 values."""
+    product = torch.as_tensor(a, dtype=torch.float64) * torch.as_tensor(b, dtype=torch.float64)
+    addend = c.double()
+    total = product + addend
+    # TwoSum: total + error is the exact sum.
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(torch.int64)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    inexact_even = (error != 0) & error.isfinite() & (bits & 1 == 0)
+    return torch.where(inexact_even, bits + toward, bits).view(torch.float64).float()
+
+
+def _load_weight(piece: Piece, at: slice) -> Tensor:
+    if piece.remainder is not None:
+        return join(piece.param.view(-1)[at], piece.remainder.view(-1)[at])
+    return (piece.param if piece.master is None else piece.master).view(-1)[at]
+
+
+def _store_weight(piece: Piece, at: slice, weight: Tensor) -> None:
+    param = piece.param.view(-1)[at]
+    if piece.remainder is not None:
+        rounded, remainder = split(weight)
+        param.copy_(rounded)
+        piece.remainder.view(-1)[at].copy_(remainder)
+        return
+    if piece.master is not None:
+        piece.master.view(-1)[at].copy_(weight)
+    param.copy_(round_ties_away(weight) if param.dtype == torch.bfloat16 else weight)
+
+
+def _chunks(numel: int) -> Iterator[slice]:
+    # A multiple of a block, so that grad_stats sees whole blocks.
+    for begin in range(0, numel, _CHUNK_NUMEL):
+        yield slice(begin, min(begin + _CHUNK_NUMEL, numel))
+
+
+def _fp32(value: float) -> float:
+    return ctypes.c_float(value).value

@@ -1,0 +1,74 @@
+"""The loss scale of fp16 training.
+
+Small gradients vanish in fp16, so the loss is multiplied by a scale and the gradients are divided by it again. A
+dynamic scale doubles after `loss_scale_window` good steps in a row and halves at an overflow, but only once
+`hysteresis` overflows have been borne: one odd batch should not cost precision for a thousand steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_FACTOR = 2.0
+
+
+@dataclass(kw_only=True)
+class LossScaler:
+    """`scale` is what the loss is multiplied by; `update` is told after each step whether it overflowed.
+
+    The arguments are the keys of the `fp16` section. A `loss_scale` other than 0 is a fixed scale.
+    """
+
+    loss_scale: float = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = 1.0
+
+    scale: float = field(init=False)
+    # Overflows that lower the scale, counting the one that does; back to `hysteresis` when the scale doubles.
+    _patience: int = field(init=False)
+    # Since the last overflow.
+    _good_steps: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.scale = self.loss_scale or _FACTOR**self.initial_scale_power
+        self._patience = self.hysteresis
+
+    @property
+    def dynamic(self) -> bool:
+        return self.loss_scale == 0.0
+
+    @property
+    def at_minimum(self) -> bool:
+        """Whether an overflow now can no longer be answered by a lower scale."""
+        return self.scale <= self.min_loss_scale or not self.dynamic
+
+    def update(self, overflow: bool) -> None:
+        """Settles the scale of the next step."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self._good_steps = 0
+            if self._patience > 1:
+                self._patience -= 1
+            else:
+                self.scale = max(self.scale / _FACTOR, self.min_loss_scale)
+            return
+        self._good_steps += 1
+        grows = self._good_steps % self.loss_scale_window == 0
+        if grows or self.consecutive_hysteresis:
+            self._patience = self.hysteresis
+        if grows:
+            self.scale *= _FACTOR
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "patience": self._patience, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scale = float(state["scale"])
+        self._patience = int(state["patience"])
+        self._good_steps = int(state["good_steps"])

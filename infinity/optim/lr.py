@@ -1,0 +1,220 @@
+"""The five learning-rate schedules of the configuration.
+
+A schedule is a curve: from a group's own learning rate and the number of the last step to a rate. One scheduler walks
+any of them. Iterations count from -1, which is the time before the first `step()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, Protocol
+
+from infinity.errors import ConfigError
+
+
+class HasGroups(Protocol):
+    """All that a scheduler needs of an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+
+class Curve(Protocol):
+    def lr(self, own_lr: float, iteration: int) -> float:
+        """The rate of a group whose own rate is `own_lr`, after step number `iteration`."""
+
+    def momentum(self, iteration: int) -> float | None:
+        """The first beta, or None where the curve leaves it alone."""
+
+
+class _KeepsMomentum:
+    def momentum(self, iteration: int) -> float | None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRRangeTest(_KeepsMomentum):
+    """The rate grows by `lr_range_test_step_rate` times its start in every interval: a sweep to find usable rates."""
+
+    lr_range_test_min_lr: float = 1e-3
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+
+    def lr(self, own_lr: float, iteration: int) -> float:
+        intervals = (iteration + 1) / self.lr_range_test_step_size
+        if self.lr_range_test_staircase:
+            intervals = math.floor(intervals)
+        return self.lr_range_test_min_lr * (1.0 + self.lr_range_test_step_rate * intervals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneCycle:
+    """The rate rises and falls once while the momentum falls and rises; then the rate decays, the momentum grows."""
+
+    cycle_min_lr: float
+    cycle_max_lr: float
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: float = 0.8
+    cycle_max_mom: float = 0.9
+    decay_mom_rate: float = 0.0
+
+    def lr(self, own_lr: float, iteration: int) -> float:
+        height = self._height(iteration + 1)
+        rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
+        return rate / (1.0 + self.decay_lr_rate * self._decay_intervals(iteration + 1))
+
+    def momentum(self, iteration: int) -> float | None:
+        if not self.cycle_momentum:
+            return None
+        height = self._height(iteration + 1)
+        momentum = self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height
+        return momentum * (1.0 + self.decay_mom_rate * self._decay_intervals(iteration + 1))
+
+    @property
+    def _second_step_size(self) -> int:
+        return self.cycle_second_step_size or self.cycle_first_step_size
+
+    def _height(self, done: int) -> float:
+        """Where the cycle stands after `done` steps: 0 at its ends, 1 at its top, 0 ever after."""
+        first, second = self.cycle_first_step_size, self._second_step_size
+        second_stairs = self.cycle_second_stair_count
+        if done <= first:
+            return _stairs(done / first, self.cycle_first_stair_count)
+        fallen = min((done - first) / second, 1.0)
+        return 1.0 - _stairs(fallen, self.cycle_first_stair_count if second_stairs is None else second_stairs)
+
+    def _decay_intervals(self, done: int) -> float:
+        beyond = done - self.cycle_first_step_size - self._second_step_size
+        return max(beyond, 0) / self.decay_step_size if self.decay_step_size else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupLR(_KeepsMomentum):
+    """The rate rises from `warmup_min_lr` to `warmup_max_lr` and stays there."""
+
+    warmup_min_lr: float = 0.0
+    warmup_max_lr: float | None = None
+    warmup_num_steps: int = 1000
+    warmup_type: Literal["log", "linear"] = "log"
+
+    def lr(self, own_lr: float, iteration: int) -> float:
+        top = own_lr if self.warmup_max_lr is None else self.warmup_max_lr
+        return self.warmup_min_lr + (top - self.warmup_min_lr) * self._share(iteration)
+
+    def _share(self, iteration: int) -> float:
+        return _warmup(iteration, self.warmup_num_steps, self.warmup_type)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupDecayLR(WarmupLR):
+    """The rate rises as in WarmupLR, then falls in a straight line that reaches `warmup_min_lr` at the last step."""
+
+    total_num_steps: int
+    warmup_max_lr: float | None = 1e-3
+
+    def _share(self, iteration: int) -> float:
+        steps = _warmup_steps(self.warmup_num_steps)
+        if iteration < steps:
+            return super()._share(iteration)
+        return max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupCosineLR(_KeepsMomentum):
+    """The rate rises to the group's own, then falls along half a cosine; all in shares of the group's own rate."""
+
+    total_num_steps: int
+    warmup_min_ratio: float = 0.0
+    warmup_num_steps: int = 1000
+    cos_min_ratio: float = 1e-4
+    warmup_type: Literal["log", "linear"] = "log"
+
+    def lr(self, own_lr: float, iteration: int) -> float:
+        steps = _warmup_steps(self.warmup_num_steps)
+        if iteration < steps:
+            share = _warmup(iteration, self.warmup_num_steps, self.warmup_type)
+            return own_lr * (self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * share)
+        # Held at its end: a cosine taken further would rise again.
+        gone = min((iteration - steps + 1) / max(1, self.total_num_steps - steps), 1.0)
+        return own_lr * (self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + math.cos(math.pi * gone)) / 2.0)
+
+
+class LRScheduler:
+    """Sets the groups of an optimizer to a curve. One `step()` after every optimizer step that was applied."""
+
+    curves: ClassVar[dict[str, type]] = {
+        curve.__name__: curve for curve in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+    }
+
+    def __init__(self, curve: Curve, optimizer: HasGroups) -> None:
+        self.curve = curve
+        self.optimizer = optimizer
+        self.last_batch_iteration = -1
+        self._own_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._apply()
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """The curve's rate for every group."""
+        return [self.curve.lr(own_lr, self.last_batch_iteration) for own_lr in self._own_lrs]
+
+    def get_last_lr(self) -> list[float]:
+        """The rate that every group has now."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step(int(state["last_batch_iteration"]))
+
+    def _apply(self) -> None:
+        momentum = self.curve.momentum(self.last_batch_iteration)
+        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = lr
+            if momentum is not None and "betas" in group:
+                group["betas"] = (momentum, *group["betas"][1:])
+
+
+def build_scheduler(type: str, params: Mapping[str, Any], optimizer: HasGroups) -> LRScheduler:
+    """The schedule of a configuration's `scheduler` section."""
+    curve = LRScheduler.curves.get(type)
+    if curve is None:
+        raise ConfigError(f"scheduler.type: {type!r} is not one of {', '.join(LRScheduler.curves)}")
+    try:
+        return LRScheduler(curve(**params), optimizer)
+    except TypeError as error:
+        known = ", ".join(field.name for field in fields(curve))
+        raise ConfigError(f"scheduler.params: {error}; the keys are {known}") from error
+
+
+def _warmup_steps(steps: int) -> int:
+    # The logarithm needs two steps to go from nothing to everything.
+    return max(2, steps)
+
+
+def _warmup(iteration: int, steps: int, shape: str) -> float:
+    """From 0 to 1."""
+    steps = _warmup_steps(steps)
+    if iteration < 0:
+        return 0.0
+    if iteration >= steps:
+        return 1.0
+    return math.log(iteration + 1) / math.log(steps) if shape == "log" else iteration / steps
+
+
+def _stairs(share: float, count: int) -> float:
+    return math.floor(share * count) / count if count else share

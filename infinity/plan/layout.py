@@ -1,0 +1,140 @@
+"""Flat layouts: where each parameter lies in its unit's flat buffer, and how a rank's slice is cut for the optimizer.
+
+The gather's output *is* the parameters: a unit's flat buffer holds them one behind the other, each on a cache line, and
+the tail is padded so that every rank's partition has the same size. Offsets do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infinity.plan.spec import ModelSpec
+from infinity.plan.types import CACHE_LINE, DTYPE_NBYTES, align_up
+
+# Partitions are multiples of this many elements, so that no partition starts in the middle of a cache line.
+PARTITION_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in the unit's flat buffer; `offset` and `numel` in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+    group: int
+
+
+class Overlap(NamedTuple):
+    """Elements that a flat range shares with one parameter."""
+
+    slot: Slot
+    # First shared element, counted from the parameter's own start.
+    slot_start: int
+    # First shared element, counted from the start of the range.
+    range_start: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """A unit's flat buffer: slots, dtype and the padded number of elements (a multiple of the number of ranks)."""
+
+    index: int
+    name: str
+    modules: tuple[str, ...]
+    dtype: str
+    trainable: bool
+    slots: tuple[Slot, ...]
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_NBYTES[self.dtype]
+
+    def partition_numel(self, parts: int) -> int:
+        """Elements of one of `parts` equal partitions."""
+        return self.numel // parts
+
+    def overlaps(self, start: int, stop: int) -> Iterator[Overlap]:
+        """The pieces of parameters that lie in the flat range [start, stop), in order; padding is left out."""
+        for slot in self.slots:
+            first, last = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+            if first < last:
+                yield Overlap(slot, first - slot.offset, first - start, last - first)
+
+
+class Slice(NamedTuple):
+    """A range of one unit's partition: `start` and `numel` in elements from the partition's start."""
+
+    unit: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroup:
+    """What the optimizer steps at once: whole partitions of consecutive units, or one slice of a large partition."""
+
+    index: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for piece in self.slices)
+
+
+def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
+    """Flat layouts of all units, padded for `parts` partitions."""
+    layouts = []
+    for index, unit in enumerate(spec.units):
+        alignment = max(1, CACHE_LINE // DTYPE_NBYTES[unit.dtype])
+        slots = []
+        offset = 0
+        for param in unit.params:
+            slots.append(Slot(param.name, param.shape, offset, param.numel, param.group))
+            offset = align_up(offset + param.numel, alignment)
+        layouts.append(
+            UnitLayout(
+                index=index, name=unit.name, modules=unit.modules, dtype=unit.dtype, trainable=unit.trainable,
+                slots=tuple(slots), numel=align_up(offset, parts * PARTITION_ALIGNMENT),
+            )  # fmt: skip
+        )
+    return tuple(layouts)
+
+
+def cut_sub_groups(layouts: tuple[UnitLayout, ...], parts: int, numel_max: int) -> tuple[SubGroup, ...]:
+    """Cut the trainable partitions into sub-groups of at most `numel_max` elements (rounded up to the alignment).
+
+    Small units are joined while they fit; a partition that is too large alone is cut into near-equal slices.
+    """
+    numel_max = align_up(max(numel_max, 1), PARTITION_ALIGNMENT)
+    groups: list[tuple[Slice, ...]] = []
+    open_slices: list[Slice] = []
+    open_numel = 0
+
+    def close() -> None:
+        nonlocal open_slices, open_numel
+        if open_slices:
+            groups.append(tuple(open_slices))
+        open_slices, open_numel = [], 0
+
+    for layout in layouts:
+        numel = layout.partition_numel(parts)
+        if not layout.trainable or numel == 0:
+            continue
+        if numel > numel_max:
+            close()
+            count = -(-numel // numel_max)
+            size = align_up(-(-numel // count), PARTITION_ALIGNMENT)
+            groups.extend((Slice(layout.index, at, min(size, numel - at)),) for at in range(0, numel, size))
+            continue
+        if open_numel + numel > numel_max:
+            close()
+        open_slices.append(Slice(layout.index, 0, numel))
+        open_numel += numel
+    close()
+    return tuple(SubGroup(index, slices) for index, slices in enumerate(groups))

@@ -1,0 +1,51 @@
+"""Ranks and axes: a pure map between a global rank and its coordinate. Creates no process group.
+
+Pipeline is the outermost axis and tensor the innermost, so that the ranks of one tensor group are neighbours on a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Coordinate(NamedTuple):
+    """Where a rank stands on each axis."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Sizes of the parallel axes; `world_size` is their product. `local_size` is the number of ranks on one node."""
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    local_size: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("dp", "pp", "tp", "local_size"):
+            if getattr(self, axis) < 1:
+                raise ValueError(f"the {axis} axis has size {getattr(self, axis)}; it must be at least 1")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.pp * self.tp
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """The coordinate of global `rank`; raises ValueError when the rank is outside the world."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        return Coordinate(pp=rank // (self.dp * self.tp), dp=rank // self.tp % self.dp, tp=rank % self.tp)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """The global rank at `coordinate`: the inverse of `coordinate()`."""
+        return (coordinate.pp * self.dp + coordinate.dp) * self.tp + coordinate.tp
+
+    def axis_members(self, rank: int, axis: str) -> tuple[int, ...]:
+        """Global ranks that differ from `rank` on `axis` only, in the axis' order."""
+        here = self.coordinate(rank)
+        return tuple(self.rank(here._replace(**{axis: index})) for index in range(getattr(self, axis)))

@@ -1,0 +1,116 @@
+"""The words of the plan: tiers, kinds, dtypes by name, and what one partition is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+# Bytes an element, by the name the plan uses for a dtype.
+DTYPE_NBYTES = {
+    "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "fp8_e4m3fn": 1, "fp8_e5m2": 1,
+}  # fmt: skip
+
+# O_DIRECT wants offsets and lengths in multiples of the logical block; 4 KiB serves 512-byte and 4Kn drives alike.
+EXTENT_ALIGNMENT = 4096
+# Sections of a buffer and parameters of a unit start on a cache line.
+CACHE_LINE = 64
+
+
+def align_up(value: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that is not below `value`."""
+    return -(-value // alignment) * alignment
+
+
+class Tier(Enum):
+    """Where bytes live. On a machine without an accelerator the GPU tier is the process's own memory."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+class Kind(Enum):
+    """What bytes are."""
+
+    # Parameters in compute precision, this rank's partition.
+    PARAM = "param"
+    # Reduced gradients, this rank's partition.
+    GRAD = "grad"
+    # Signed 16-bit difference between the fp32 master and its bf16 rounding: with PARAM it is the master.
+    REMAINDER = "remainder"
+    # The fp32 master, where PARAM is fp16.
+    MASTER = "master"
+    # First moment of Adam, fp32.
+    EXP_AVG = "exp_avg"
+    # Second moment of Adam, fp32.
+    EXP_AVG_SQ = "exp_avg_sq"
+    # All optimizer states of one sub-group, adjacent: REMAINDER or MASTER, EXP_AVG, EXP_AVG_SQ.
+    STATES = "states"
+    # Whole parameters, gathered for compute.
+    FULL = "full"
+    # Whole gradients on the device: inputs of a reduction, or kept until the boundary at stages 0 and 1.
+    FULL_GRAD = "full_grad"
+    # Pools that hold no value of their own: space reserved and not in use.
+    POOL = "pool"
+
+
+class Key(NamedTuple):
+    """Names one partition of this rank: PARAM and GRAD by unit index, STATES by sub-group index."""
+
+    kind: Kind
+    index: int
+
+    def __str__(self) -> str:
+        owner = "sub-group" if self.kind is Kind.STATES else "unit"
+        return f"{self.kind.value} of {owner} {self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One typed array inside a partition's buffer, at a byte offset."""
+
+    kind: Kind
+    dtype: str
+    numel: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A partition's place in this rank's NVMe file."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionSpec:
+    """One rank's slice at rest: what it holds, where its home is, and, on NVMe, which extent is its own."""
+
+    key: Key
+    sections: tuple[Section, ...]
+    home: Tier
+    extent: Extent | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer that holds it in memory, padded so that one aligned transfer moves it."""
+        end = max((section.offset + section.nbytes for section in self.sections), default=0)
+        return align_up(end, EXTENT_ALIGNMENT if self.home is Tier.NVME else CACHE_LINE)
+
+
+def pack_sections(parts: list[tuple[Kind, str, int]]) -> tuple[Section, ...]:
+    """Lay (kind, dtype, numel) arrays one behind the other, each on a cache line."""
+    sections = []
+    offset = 0
+    for kind, dtype, numel in parts:
+        section = Section(kind=kind, dtype=dtype, numel=numel, offset=offset)
+        sections.append(section)
+        offset = align_up(offset + section.nbytes, CACHE_LINE)
+    return tuple(sections)

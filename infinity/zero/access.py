@@ -1,0 +1,264 @@
+"""Whole parameters and whole states, outside the training loop: `read`, `modify`, `state`.
+
+They work on every rank together: a gather is collective, so every rank must enter with the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from infinity.comm import collectives
+from infinity.comm.mesh import Mesh
+from infinity.errors import StateError
+from infinity.memory.store import TieredStore
+from infinity.ops.adam import join, split
+from infinity.plan.plan import Plan
+from infinity.plan.types import Key, Kind
+from infinity.zero.coordinator import Coordinator
+from infinity.zero.gradients import Gradients, same_everywhere
+from infinity.zero.parameter import name_of
+from infinity.zero.unit import Unit
+
+Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
+
+
+class Owner(Protocol):
+    """What an engine offers to this file."""
+
+    plan: Plan
+    store: TieredStore
+    mesh: Mesh
+    coordinator: Coordinator
+    gradients: Gradients
+    units: list[Unit]
+    grad_factor: float
+
+
+def owners_of(params: Params) -> list[tuple[Owner, list[nn.Parameter]]]:
+    """The parameters by the engine that keeps them; those that no engine keeps are ordinary and left out."""
+    if isinstance(params, nn.Module):
+        chosen = list(params.parameters())
+    else:
+        chosen = [params] if isinstance(params, nn.Parameter) else list(params)
+    found: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
+    for param in chosen:
+        owner = param.__dict__.get("_infinity_owner")
+        if owner is not None:
+            found.setdefault(id(owner), (owner, []))[1].append(param)
+    return list(found.values())
+
+
+def units_of(owner: Owner, params: Iterable[nn.Parameter]) -> list[Unit]:
+    """The units that hold `params`, in the plan's order, each once."""
+    wanted = {id(param) for param in params}
+    return [unit for unit in owner.units if any(id(param) in wanted for param in unit.params)]
+
+
+@contextmanager
+def gathered(owner: Owner, units: list[Unit]) -> Iterator[None]:
+    """Keep units whole for the length of the block."""
+    held: list[Unit] = []
+    try:
+        for unit in units:
+            unit.users += 1
+            held.append(unit)
+            unit.finish_gather()
+        yield
+    finally:
+        for unit in held:
+            unit.users -= 1
+            if unit.users <= 0:
+                unit.release()
+
+
+@contextmanager
+def read(params: Params) -> Iterator[None]:
+    """Parameters (a module, a parameter or an iterable) whole and read-only, on every rank.
+
+    Raises StateError on every rank when one of them was changed in place: use `modify` for that.
+    """
+    with ExitStack() as stack:
+        entered = [(owner, chosen) for owner, chosen in owners_of(params)]
+        for owner, chosen in entered:
+            stack.enter_context(gathered(owner, units_of(owner, chosen)))
+        versions = [[param._version for param in chosen] for _, chosen in entered]
+        yield
+        for (owner, chosen), before in zip(entered, versions, strict=True):
+            changed = [param._version != version for param, version in zip(chosen, before, strict=True)]
+            for param, flag in zip(chosen, same_everywhere(changed, owner.mesh), strict=True):
+                if flag:
+                    raise StateError(
+                        f"{name_of(param)} was changed inside infinity.read(), which would be lost: use infinity.modify()"
+                    )
+
+
+@contextmanager
+def modify(params: Params, source: int = 0) -> Iterator[None]:
+    """Parameters whole and writable on every rank; the values of rank `source` win and survive the next step.
+
+    Master weights follow: where a 16-bit value was changed, its master is that value; elsewhere it keeps its precision.
+    """
+    with ExitStack() as stack:
+        entered = []
+        for owner, chosen in owners_of(params):
+            units = units_of(owner, chosen)
+            stack.enter_context(gathered(owner, units))
+            entered.append((owner, units, [unit.own.clone() for unit in units]))
+        with torch.no_grad():
+            yield
+        for owner, units, before in entered:
+            for unit, old in zip(units, before, strict=True):
+                if owner.mesh.ranks.world_size > 1:
+                    collectives.broadcast(unit.full, owner.mesh.gather, source)
+                _write_back(owner, unit, old)
+
+
+def _write_back(owner: Owner, unit: Unit, old: Tensor) -> None:
+    """Put a unit's changed values into its partition and its master."""
+    new = unit.own.clone()
+    with owner.store.write(unit.key) as (partition,):
+        partition.view(Kind.PARAM).copy_(new)
+    owner.store.flush(unit.key)
+    if not unit.layout.trainable or new.dtype is torch.float32:
+        return
+    changed = (new != old).cpu()
+    for key, start, at, numel in _slices(owner.plan, unit):
+        with owner.store.write(key) as (states,):
+            mask = changed[start : start + numel]
+            if new.dtype is torch.bfloat16:
+                states.view(Kind.REMAINDER)[at : at + numel].masked_fill_(mask.to(states.view(Kind.REMAINDER).device), 0)
+            else:
+                master = states.view(Kind.MASTER)[at : at + numel]
+                values = new[start : start + numel].float().to(master.device)
+                master.copy_(torch.where(mask.to(master.device), values, master))
+        owner.store.flush(key)
+
+
+def _slices(plan: Plan, unit: Unit) -> Iterator[tuple[Key, int, int, int]]:
+    """Where a unit's states lie: (sub-group's key, start in the unit's partition, start in the states, numel)."""
+    for group in plan.sub_groups:
+        at = 0
+        for piece in group.slices:
+            if piece.unit == unit.layout.index:
+                yield Key(Kind.STATES, group.index), piece.start, at, piece.numel
+            at += piece.numel
+
+
+class ParameterState:
+    """One parameter's full states from whatever tiers and ranks hold them.
+
+    `master`, `exp_avg`, `exp_avg_sq` and `grad` gather on read (fp32 CPU tensors of the parameter's shape, the same on every
+    rank) and scatter on assignment. Collective: every rank must do the same. A frozen parameter has only `master`.
+    """
+
+    def __init__(self, param: nn.Parameter) -> None:
+        owner = param.__dict__.get("_infinity_owner")
+        if owner is None:
+            raise StateError("infinity.state: this parameter belongs to no engine; pass it to infinity.initialize() first")
+        self._owner: Owner = owner
+        self._param = param
+        (self._unit,) = units_of(owner, [param])
+        index = next(i for i, other in enumerate(self._unit.params) if other is param)
+        self._slot = self._unit.layout.slots[index]
+
+    @property
+    def master(self) -> Tensor:
+        """The fp32 master weight."""
+        return self._gather(self._read_master())
+
+    @master.setter
+    def master(self, value: Tensor) -> None:
+        own = self._replace(self._read_master(), value)
+        dtype = self._unit.full.dtype
+        if not self._unit.layout.trainable or dtype is torch.float32:
+            rounded, extra, kind = own, None, None
+        elif dtype is torch.bfloat16:
+            (rounded, extra), kind = split(own), Kind.REMAINDER
+        else:
+            rounded, extra, kind = own, own, Kind.MASTER
+        with self._owner.store.write(self._unit.key) as (partition,):
+            partition.view(Kind.PARAM).copy_(rounded)
+        self._owner.store.flush(self._unit.key)
+        if kind is not None and extra is not None:
+            self._write_states(kind, extra)
+        if self._unit.placed.whole:
+            self._unit.refresh()
+
+    @property
+    def exp_avg(self) -> Tensor:
+        """The first moment."""
+        return self._gather(self._read_states(Kind.EXP_AVG))
+
+    @exp_avg.setter
+    def exp_avg(self, value: Tensor) -> None:
+        self._write_states(Kind.EXP_AVG, self._replace(self._read_states(Kind.EXP_AVG), value))
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        """The second moment."""
+        return self._gather(self._read_states(Kind.EXP_AVG_SQ))
+
+    @exp_avg_sq.setter
+    def exp_avg_sq(self, value: Tensor) -> None:
+        self._write_states(Kind.EXP_AVG_SQ, self._replace(self._read_states(Kind.EXP_AVG_SQ), value))
+
+    @property
+    def grad(self) -> Tensor:
+        """The accumulated gradient, averaged over ranks and unscaled, before clipping; zeros after a step."""
+        self._needs_training("grad")
+        own = self._owner.gradients.own_sum(self._unit).float().cpu() * self._owner.grad_factor
+        return self._gather(own)
+
+    def _read_master(self) -> Tensor:
+        with self._owner.store.read(self._unit.key) as (partition,):
+            param = partition.view(Kind.PARAM).detach().cpu().clone()
+        if not self._unit.layout.trainable or param.dtype is torch.float32:
+            return param.float()
+        if param.dtype is torch.bfloat16:
+            return join(param, self._read_states(Kind.REMAINDER))
+        return self._read_states(Kind.MASTER)
+
+    def _read_states(self, kind: Kind) -> Tensor:
+        """This rank's partition of one kind of state, put together from the sub-groups, on the CPU."""
+        self._needs_training(kind.value)
+        pieces = []
+        for key, _, at, numel in _slices(self._owner.plan, self._unit):
+            with self._owner.store.read(key) as (states,):
+                pieces.append(states.view(kind)[at : at + numel].cpu().clone())
+        return torch.cat(pieces) if pieces else torch.zeros(0)
+
+    def _write_states(self, kind: Kind, own: Tensor) -> None:
+        for key, start, at, numel in _slices(self._owner.plan, self._unit):
+            with self._owner.store.write(key) as (states,):
+                states.view(kind)[at : at + numel].copy_(own[start : start + numel])
+            self._owner.store.flush(key)
+
+    def _needs_training(self, what: str) -> None:
+        if not self._unit.layout.trainable:
+            raise StateError(f"{self._slot.name} is frozen and has no {what}")
+
+    def _gather(self, own: Tensor) -> Tensor:
+        """The parameter's elements from all ranks' partitions of its unit."""
+        full = own
+        if self._unit.placed.parts > 1:
+            full = own.new_empty(self._unit.layout.numel)
+            collectives.all_gather(full, own, self._owner.mesh.control).wait()
+        return full[self._slot.offset : self._slot.offset + self._slot.numel].clone().view(self._slot.shape)
+
+    def _replace(self, own: Tensor, value: Tensor) -> Tensor:
+        """This rank's partition with its part of the parameter replaced by `value`."""
+        if tuple(value.shape) != self._slot.shape:
+            raise ValueError(f"{self._slot.name} has shape {self._slot.shape}, the new value {tuple(value.shape)}")
+        numel = own.numel()
+        first = self._unit.rank_in_parts * numel
+        flat = value.detach().cpu().float().reshape(-1)
+        for overlap in self._unit.layout.overlaps(first, first + numel):
+            if overlap.slot is self._slot:
+                piece = flat[overlap.slot_start : overlap.slot_start + overlap.numel]
+                own[overlap.range_start : overlap.range_start + overlap.numel] = piece
+        return own

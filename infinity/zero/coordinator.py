@@ -1,0 +1,276 @@
+"""The coordinator: at each use of a unit, submit what comes next, wait for this one, release as planned.
+
+It follows the plan's fetch schedule with a cursor. When the model does something else (a conditional layer, evaluation in
+between, a module called twice) it finds its place again or fetches on demand, and at the end of the pass asks the plan for a
+schedule of what really happened. Schedules of traces seen before are kept, so that alternating between them costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from infinity.errors import StateError
+from infinity.memory.store import TieredStore
+from infinity.plan.fetch import FetchSchedule
+from infinity.plan.plan import Plan
+from infinity.plan.types import Tier
+from infinity.zero.gradients import Gradients
+from infinity.zero.parameter import name_of
+from infinity.zero.unit import Gathered, Unit
+
+# Traces whose schedules are remembered, and the length after which a trace is no longer recorded.
+_SCHEDULES_MAX = 16
+_TRACE_MAX = 100_000
+
+
+class Scope:
+    """One call of a hooked module: the units it needs, in forward and again in its backward."""
+
+    __slots__ = ("counted", "epoch", "held", "in_backward", "units")
+
+    def __init__(self, units: Sequence[Unit], epoch: int) -> None:
+        self.units = list(units)
+        self.epoch = epoch
+        # Between the first gradient of its outputs and the last gradient of its inputs.
+        self.in_backward = False
+        # Whether its units' `pending` counts this call.
+        self.counted = False
+        # Kept gathered from its forward to its backward: recomputation inside a backward pass.
+        self.held = False
+
+
+class Coordinator:
+    """Runs the fetch schedule over a rank's units. See the module's text."""
+
+    def __init__(
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, ahead: bool
+    ) -> None:
+        self._units = list(units)
+        self._plan = plan
+        self._store = store
+        self._gradients = gradients
+        # Gathers run ahead of use where something else can run meanwhile: a collective, or a copy engine.
+        self._ahead = ahead
+        self._unit_of: dict[int, Unit] = {id(param): unit for unit in units for param in unit.params}
+        self._known: dict[tuple[int, ...], FetchSchedule] = {plan.schedule.trace: plan.schedule}
+        self._schedules: dict[str, FetchSchedule] = {"train": plan.schedule, "eval": plan.schedule}
+        self._mode: str | None = None
+        self._trace: list[int] = []
+        self._cursor = -1
+        self._strayed = False
+        self._open: list[Scope] = []
+        self._backward: list[Scope] = []
+        self.in_backward = False
+        self.epoch = 0
+        self.closed = False
+        # How often a pass did not go as scheduled: a figure, not a flood of warnings.
+        self.mismatches = 0
+
+    # Forward.
+
+    def begin_pass(self, mode: str) -> None:
+        """A forward of the whole model begins ("train" or "eval"). A training pass ends with its backward."""
+        if self._mode is None:
+            self._mode, self._trace, self._cursor, self._strayed = mode, [], -1, False
+
+    def open_scope(self, units: Sequence[Unit]) -> Scope:
+        """A hooked module is about to run: gather its units."""
+        scope = Scope(units, self.epoch)
+        self._open.append(scope)
+        for unit in scope.units:
+            self._use(unit)
+        return scope
+
+    def close_scope(self, scope: Scope, *, will_return: bool) -> None:
+        """The module has run. `will_return`: its outputs carry gradients, so that its backward will come through here."""
+        while self._open and self._open[-1] is not scope:
+            # A forward that was left by an exception did not close its inner scopes.
+            self._leave(self._open.pop())
+        if self._open:
+            self._open.pop()
+        if will_return:
+            scope.counted = True
+            for unit in scope.units:
+                unit.pending += 1
+        if will_return and self.in_backward:
+            # Recomputed inside backward, with a backward of its own to come at once: releasing now would gather twice.
+            scope.held = True
+            self._backward.append(scope)
+            return
+        self._leave(scope)
+
+    def needs_backward(self, scope: Scope, replaying: bool) -> bool:
+        """Whether the outputs of this call should announce its backward: not when a saved forward is merely replayed."""
+        return not (self.in_backward and replaying)
+
+    def touch(self, param: nn.Parameter, use: str) -> None:
+        """A partitioned parameter's data is needed: inside a forward its unit joins the innermost module's units."""
+        unit = self._unit_of[id(param)]
+        if self.closed:
+            raise StateError(
+                f"{name_of(param)} was left on its tier when the engine was closed, and {use} needs its data: read it "
+                "before close() with infinity.read(param)"
+            )
+        if self._open:
+            scope = self._open[-1]
+            scope.units.append(unit)
+            self._use(unit)
+        elif self.in_backward:
+            self._use(unit)
+            unit.users -= 1
+        else:
+            raise StateError(
+                f"{name_of(param)} is partitioned, and {use} needs its data: use `with infinity.read(param):` to read it or "
+                "`with infinity.modify(param):` to change it"
+            )
+
+    # Backward.
+
+    def begin_backward(self) -> bool:
+        """True for the first caller of a backward pass, who must see to it that `end_backward` is called."""
+        first = not self.in_backward
+        self.in_backward = True
+        return first
+
+    def enter_backward(self, scope: Scope) -> None:
+        """The first gradient of the module's outputs has arrived: gather its units again."""
+        if scope.in_backward:
+            return
+        scope.in_backward = True
+        if scope.held:
+            return
+        self._backward.append(scope)
+        for unit in scope.units:
+            self._use(unit)
+
+    def leave_backward(self, scope: Scope) -> None:
+        """All gradients of the module's inputs are there, or backward is over: its units are done with this call."""
+        if not scope.in_backward and not scope.held:
+            return
+        scope.in_backward = scope.held = False
+        self._backward.remove(scope)
+        if scope.counted:
+            scope.counted = False
+            if scope.epoch == self.epoch:
+                for unit in scope.units:
+                    unit.pending -= 1
+                    if unit.pending == 0:
+                        self._gradients.ready(unit)
+        self._leave(scope)
+
+    def end_backward(self) -> None:
+        """Backward is over: close what had no input to announce it, collect all gradients, release everything idle."""
+        for scope in reversed(self._backward[:]):
+            self.leave_backward(scope)
+        self.in_backward = False
+        self._gradients.end_backward()
+        self.end_pass()
+
+    def abandon(self) -> None:
+        """Forward or backward raised: forget all open scopes and release every unit."""
+        self._open.clear()
+        self._backward.clear()
+        self.in_backward = False
+        self._mode = None
+        self.epoch += 1
+        self._gradients.abandon_backward()
+        for unit in self._units:
+            unit.users = unit.pending = 0
+            unit.release()
+
+    def end_pass(self, mode: str = "train") -> None:
+        """A pass of this mode is over: learn its trace if it was not the scheduled one, and release what nobody uses."""
+        if self._mode not in (None, mode):
+            return
+        mode_seen, self._mode = self._mode, None
+        if mode_seen is not None and self._trace and len(self._trace) < _TRACE_MAX:
+            schedule = self._schedules[mode]
+            if self._strayed or self._cursor + 1 != len(schedule):
+                self.mismatches += 1
+                self._schedules[mode] = self._schedule(tuple(self._trace))
+        self._release_idle()
+
+    def next_step(self) -> None:
+        """The optimizer is about to change parameters: nothing stays gathered, no forward waits for its backward."""
+        self.epoch += 1
+        self._mode = None
+        for unit in self._units:
+            unit.pending = 0
+        self._release_idle()
+
+    # Use of one unit.
+
+    def _use(self, unit: Unit) -> None:
+        unit.users += 1
+        if unit.placed.whole:
+            return
+        self._advance(unit)
+        unit.start_gather()
+        self._submit_ahead()
+        unit.finish_gather()
+
+    def _leave(self, scope: Scope) -> None:
+        for unit in scope.units:
+            unit.users -= 1
+            if unit.users <= 0 and not unit.placed.whole and not self._keep(unit):
+                unit.release()
+
+    def _advance(self, unit: Unit) -> None:
+        """Move the cursor to this use in the scheduled trace, or find the next place that fits."""
+        index = unit.layout.index
+        if self._mode is None:
+            unit.position = None
+            return
+        if len(self._trace) < _TRACE_MAX:
+            self._trace.append(index)
+        trace = self._schedules[self._mode].trace
+        expected = self._cursor + 1
+        if expected < len(trace) and trace[expected] == index:
+            self._cursor = unit.position = expected
+            return
+        self._strayed = True
+        try:
+            self._cursor = unit.position = trace.index(index, expected)
+        except ValueError:
+            unit.position = None
+
+    def _submit_ahead(self) -> None:
+        if self._mode is None or self._cursor < 0:
+            return
+        schedule = self._schedules[self._mode]
+        if self._strayed and self._live_nbytes() > self._plan.budget.live_nbytes_max:
+            # Off the schedule, what was kept for later uses may be in the way.
+            self._release_idle()
+        self._store.prefetch(*(self._units[index].key for index in schedule.fetch_ahead[self._cursor]))
+        if self._ahead:
+            for index in schedule.gather_ahead[self._cursor]:
+                self._units[index].start_gather()
+        else:
+            keys = [self._units[index].key for index in schedule.gather_ahead[self._cursor]]
+            self._store.prefetch(*(key for key in keys if self._store[key].spec.home is Tier.NVME))
+
+    def _keep(self, unit: Unit) -> bool:
+        if self._mode is None or unit.position is None:
+            return False
+        return self._schedules[self._mode].keep[unit.position]
+
+    def _live_nbytes(self) -> int:
+        return sum(
+            unit.layout.nbytes
+            for unit in self._units
+            if not unit.placed.whole and unit.state is not Gathered.PARTITIONED
+        )
+
+    def _release_idle(self) -> None:
+        for unit in self._units:
+            if unit.users <= 0 and not unit.placed.whole:
+                unit.release()
+
+    def _schedule(self, trace: tuple[int, ...]) -> FetchSchedule:
+        if trace not in self._known:
+            if len(self._known) >= _SCHEDULES_MAX:
+                self._known.pop(next(iter(self._known)))
+            self._known[trace] = self._plan.reschedule(trace)
+        return self._known[trace]

@@ -1,0 +1,245 @@
+"""Gradients on their way from autograd into partitions.
+
+A unit's gradients are collected when the last module call that used it has run backward, are summed over ranks into this
+rank's GRAD partition, and accumulate there until the step. With several ranks the reductions of one backward run in one
+fixed order, so that every rank starts the same collective whatever its own graph looked like; what a rank has no gradient
+for counts as zero. At stages 0 and 1 gradients accumulate whole on the device and are reduced at the boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from infinity.comm import collectives
+from infinity.comm.mesh import Mesh
+from infinity.memory.device import Device
+from infinity.memory.ledger import Ledger
+from infinity.memory.partition import DTYPES
+from infinity.memory.store import TieredStore
+from infinity.plan.plan import Plan
+from infinity.plan.types import Key, Kind, Tier
+from infinity.transfer import WorkTransfer
+from infinity.zero.unit import Unit
+
+
+class Gradients:
+    """Collects, reduces and accumulates the gradients of all trainable units of a rank."""
+
+    def __init__(
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, device: Device, mesh: Mesh, ledger: Ledger
+    ) -> None:
+        self._units = [unit for unit in units if unit.layout.trainable]
+        self._plan = plan
+        self._store = store
+        self._device = device
+        self._mesh = mesh
+        self._ledger = ledger
+        self._alone = mesh.ranks.world_size == 1
+        self._whole = plan.placement.grad_whole
+        self._wire = DTYPES[plan.request.communication_dtype]
+        grad_dtype = DTYPES[plan.request.grad_dtype]
+        self._buffers = {unit: device.empty(unit.layout.numel, grad_dtype) for unit in self._units if self._whole}
+        for buffer in self._buffers.values():
+            ledger.add(Tier.GPU, Kind.FULL_GRAD, buffer.numel() * buffer.element_size())
+        # Which parameters of a unit have had a gradient since the last step, on this rank.
+        self.arrived = {unit: [False] * len(unit.params) for unit in self._units}
+        # Units whose accumulation has begun since the last step.
+        self._begun: set[Unit] = set()
+        # The order of reductions of one backward, how far it has come, and who is ready out of turn.
+        self.order = list(reversed(self._units))
+        self._turn = 0
+        self._ready: set[Unit] = set()
+        self._finished: list[Unit] = []
+        # Unit indices in the order in which the latest backward finished with them: what `order` should become.
+        self.seen_order: list[int] = [unit.layout.index for unit in self.order]
+        self._flying: tuple[Unit, WorkTransfer, Tensor] | None = None
+
+    def ready(self, unit: Unit) -> None:
+        """The last outstanding backward through `unit` has run: collect its gradients, in turn."""
+        if unit not in self.arrived:
+            return
+        if self._alone or self._whole:
+            self._collect(unit)
+            return
+        self._ready.add(unit)
+        self._finished.append(unit)
+        while self._turn < len(self.order) and self.order[self._turn] in self._ready:
+            self._collect(self.order[self._turn])
+            self._turn += 1
+
+    def end_backward(self) -> None:
+        """Collect what no module call announced, and begin a new round."""
+        if self._alone or self._whole:
+            for unit in self.order:
+                self._collect(unit)
+            return
+        for unit in self.order[self._turn :]:
+            self._collect(unit)
+        self._land()
+        rest = [unit for unit in self.order if unit not in self._ready]
+        self.seen_order = [unit.layout.index for unit in [*self._finished, *rest]]
+        self._turn = 0
+        self._ready.clear()
+        self._finished.clear()
+
+    def abandon_backward(self) -> None:
+        """Backward raised: forget its round. Gradients that have arrived stay until `reset`."""
+        self._flying = None
+        self._turn = 0
+        self._ready.clear()
+        self._finished.clear()
+
+    def set_order(self, indices: Sequence[int]) -> None:
+        """Reduce in this order of unit indices from the next backward on. Must be the same on every rank."""
+        by_index = {unit.layout.index: unit for unit in self._units}
+        self.order = [by_index[index] for index in indices]
+
+    def leftovers(self) -> list[int]:
+        """Indices of units with gradients that arrived after their unit's turn."""
+        return [unit.layout.index for unit in self._units if any(param.grad is not None for param in unit.params)]
+
+    def boundary(self, leftovers: Sequence[int] = ()) -> None:
+        """Complete the partitions: collect `leftovers` (the same on every rank), reduce what is still whole."""
+        for unit in self._units:
+            if unit.layout.index in leftovers:
+                self._collect(unit)
+        self._land()
+        if self._whole:
+            for unit in self.order:
+                self._reduce_whole(unit)
+        for unit in self._units:
+            if unit not in self._begun:
+                self._accumulate(unit, None)
+
+    def partition(self, unit: Unit) -> Key:
+        return Key(Kind.GRAD, unit.layout.index)
+
+    def own_sum(self, unit: Unit) -> Tensor:
+        """This rank's partition of the gradients accumulated so far, summed over ranks; zeros when there are none."""
+        self._land()
+        if self._whole:
+            buffer = self._buffers[unit] if unit in self._begun else self._buffers[unit].new_zeros(unit.layout.numel)
+            full = buffer.to(self._wire, copy=True)
+            collectives.all_reduce(full, self._mesh.reduce).wait()
+            numel = unit.layout.partition_numel(unit.placed.parts)
+            return full[unit.rank_in_parts * numel :][:numel]
+        with self._store.read(self.partition(unit)) as (partition,):
+            held = partition.view(Kind.GRAD)
+            return held.clone() if unit in self._begun else held.new_zeros(held.numel())
+
+    def reset(self) -> None:
+        """Forget all gradients: the step is over, or they are not wanted."""
+        self._land()
+        self._begun.clear()
+        for unit in self._units:
+            self.arrived[unit] = [False] * len(unit.params)
+            for param in unit.params:
+                param.grad = None
+
+    def close(self) -> None:
+        self._flying = None
+        for buffer in self._buffers.values():
+            self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -buffer.numel() * buffer.element_size())
+        self._buffers.clear()
+        for unit in self._units:
+            for param in unit.params:
+                param.grad = None
+
+    def _collect(self, unit: Unit) -> None:
+        """Take the gradients that autograd has left on the unit's parameters."""
+        present = [param.grad is not None for param in unit.params]
+        self.arrived[unit] = [old or new for old, new in zip(self.arrived[unit], present, strict=True)]
+        if self._alone:
+            if any(present):
+                self._accumulate(unit, None)
+        elif self._whole:
+            self._add_whole(unit)
+        else:
+            self._start_reduce(unit)
+        for param in unit.params:
+            param.grad = None
+
+    def _accumulate(self, unit: Unit, reduced: Tensor | None) -> None:
+        """Add to the GRAD partition: `reduced` (flat, this rank's slice), or, without it, the gradients on the parameters
+        where this rank is alone. The first arrival of a step replaces what was there; what has no gradient becomes zero.
+        """
+        first = unit not in self._begun
+        self._begun.add(unit)
+        with self._store.write(self.partition(unit)) as (partition,):
+            target = partition.view(Kind.GRAD)
+            if reduced is not None:
+                _put(target, reduced, first)
+            elif not self._alone:
+                target.zero_()
+            else:
+                for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+                    piece = target[slot.offset : slot.offset + slot.numel]
+                    if param.grad is not None:
+                        _put(piece, param.grad.reshape(-1), first)
+                    elif first:
+                        piece.zero_()
+
+    def _add_whole(self, unit: Unit) -> None:
+        """Stages 0 and 1: accumulate whole gradients on the device."""
+        first = unit not in self._begun
+        if first and not any(param.grad is not None for param in unit.params):
+            return
+        self._begun.add(unit)
+        buffer = self._buffers[unit]
+        if first:
+            buffer.zero_()
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            if param.grad is not None:
+                _put(buffer[slot.offset : slot.offset + slot.numel], param.grad.reshape(-1), first)
+
+    def _reduce_whole(self, unit: Unit) -> None:
+        """Stages 0 and 1, at the boundary: sum over ranks; keep this rank's slice, or everything at stage 0."""
+        buffer = self._buffers[unit]
+        if unit not in self._begun:
+            buffer.zero_()
+        self._begun.add(unit)
+        full = buffer.to(self._wire)
+        if unit.placed.parts == 1:
+            collectives.all_reduce(full, self._mesh.reduce).wait()
+            mine = full
+        else:
+            mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
+            collectives.reduce_scatter(mine, full, self._mesh.reduce).wait()
+        with self._store.write(self.partition(unit)) as (partition,):
+            partition.view(Kind.GRAD).copy_(mine)
+
+    def _start_reduce(self, unit: Unit) -> None:
+        """Submit the sum over ranks of one unit's gradients; the one before it lands first, so at most one is in flight."""
+        full = self._device.empty(unit.layout.numel, self._wire).zero_()
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            if param.grad is not None:
+                full[slot.offset : slot.offset + slot.numel].copy_(param.grad.reshape(-1))
+        self._land()
+        mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
+        self._ledger.add(Tier.GPU, Kind.FULL_GRAD, full.numel() * full.element_size())
+        self._flying = (unit, collectives.reduce_scatter(mine, full, self._mesh.reduce), mine)
+
+    def _land(self) -> None:
+        """Wait for the reduction in flight and add its result to the partition."""
+        if self._flying is None:
+            return
+        (unit, transfer, mine), self._flying = self._flying, None
+        transfer.wait()
+        self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -unit.layout.numel * mine.element_size())
+        self._accumulate(unit, mine)
+
+
+def _put(target: Tensor, source: Tensor, first: bool) -> None:
+    """Replace or add, in the target's dtype, across devices."""
+    if first:
+        target.copy_(source)
+    else:
+        target.add_(source.to(target.device))
+
+
+def same_everywhere(mine: Sequence[bool], mesh: Mesh) -> list[bool]:
+    """Element-wise 'on any rank' of a list of flags that has the same length on every rank."""
+    rows = collectives.exchange([float(flag) for flag in mine], mesh.control, mesh.ranks.world_size)
+    return [any(row[index] for row in rows) for index in range(len(mine))]

@@ -1,0 +1,149 @@
+"""Hooks that tell the coordinator when a module runs forward and when its backward passes through.
+
+A forward pre-hook gathers. An identity function on the module's inputs runs backward after everything inside the module:
+it releases and lets gradients be collected. Hooks on the output tensors run before anything inside: they gather again. A
+module none of whose inputs needs a gradient is closed when backward ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.zero.coordinator import Coordinator, Scope
+from infinity.zero.unit import Unit
+
+
+class ModuleHooks:
+    """The hooks of one model; `remove` takes them all away."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], coordinator: Coordinator) -> None:
+        self._model = model
+        self._coordinator = coordinator
+        self._stack: list[tuple[nn.Module, Scope]] = []
+        wanted: dict[str, list[Unit]] = {"": []}
+        for unit in units:
+            for path in unit.layout.modules:
+                wanted.setdefault(path, []).append(unit)
+        self._handles = []
+        for path, needed in wanted.items():
+            module = model.get_submodule(path)
+            self._handles += [
+                module.register_forward_pre_hook(self._before(needed), with_kwargs=True, prepend=True),
+                module.register_forward_hook(self._after, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before(self, units: list[Unit]) -> Callable[..., Any]:
+        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if module is self._model:
+                self._coordinator.begin_pass("train" if torch.is_grad_enabled() and module.training else "eval")
+            scope = self._coordinator.open_scope(units)
+            self._stack.append((module, scope))
+            if not torch.is_grad_enabled():
+                return None
+            return announce_end((args, kwargs), lambda: self._coordinator.leave_backward(scope))
+
+        return before_forward
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not any(entry is module for entry, _ in self._stack):
+            return
+        scope = None
+        while scope is None:
+            entry, candidate = self._stack.pop()
+            scope = candidate if entry is module else None
+        returning = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+        returns = bool(returning) and self._coordinator.needs_backward(scope, replaying())
+        if returns:
+            for tensor in returning:
+                tensor.register_hook(self._entering(scope))
+        self._coordinator.close_scope(scope, will_return=returns)
+        if module is self._model and not torch.is_grad_enabled() and not self._stack:
+            self._coordinator.end_pass("eval")
+
+    def _entering(self, scope: Scope) -> Callable[[Tensor], None]:
+        def before_backward(_: Tensor) -> None:
+            if self._coordinator.begin_backward():
+                # Nobody called engine.backward: a plain loss.backward() ends where autograd says so.
+                torch.autograd.Variable._execution_engine.queue_callback(self._coordinator.end_backward)
+            self._coordinator.enter_backward(scope)
+
+        return before_backward
+
+
+class _AnnounceEnd(torch.autograd.Function):
+    """Identity on tensors; its backward runs when the gradients of all of them are there."""
+
+    @staticmethod
+    def forward(ctx: Any, ended: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ended = ended
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.ended()
+        return (None, *grads)
+
+
+def announce_end(inputs: Any, ended: Callable[[], None]) -> Any:
+    """`inputs` with every tensor that needs a gradient passed through `_AnnounceEnd`; None when there is none."""
+    tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+    if not tensors:
+        return None
+    passed = dict(zip(map(id, tensors), _AnnounceEnd.apply(ended, *tensors), strict=True))
+    return replace_tensors(inputs, lambda tensor: passed.get(id(tensor), tensor))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in a structure of sequences, mappings, dataclasses and plain objects, each once."""
+    found: dict[int, Tensor] = {}
+
+    def visit(inner: Any, depth: int) -> None:
+        if isinstance(inner, Tensor):
+            found.setdefault(id(inner), inner)
+        elif isinstance(inner, Mapping):
+            for item in inner.values():
+                visit(item, depth)
+        elif isinstance(inner, (tuple, list, set)):
+            for item in inner:
+                visit(item, depth)
+        elif depth and hasattr(inner, "__dict__") and not isinstance(inner, (type, nn.Module)):
+            # Dataclasses and other records; one level of plain objects is enough, and callables are left alone.
+            for item in vars(inner).values():
+                visit(item, depth - 1)
+
+    visit(value, 3)
+    return list(found.values())
+
+
+def replace_tensors(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of the structure with every tensor replaced; what contains none is passed on as it is."""
+    if isinstance(value, Tensor):
+        return replace(value)
+    if isinstance(value, tuple):
+        items = [replace_tensors(item, replace) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is list:
+        return [replace_tensors(item, replace) for item in value]
+    if type(value) is dict:
+        return {key: replace_tensors(item, replace) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changed = {name: replace_tensors(item, replace) for name, item in fields.items()}
+        return value if all(changed[name] is fields[name] for name in fields) else dataclasses.replace(value, **changed)
+    return value
+
+
+def replaying() -> bool:
+    """Whether non-reentrant activation checkpointing is recomputing a forward whose own graph is thrown away."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")

@@ -1,0 +1,123 @@
+"""A parameter while it is partitioned: it looks whole, and says what to do when its data is touched.
+
+While released, `param.data` is a NaN scalar expanded to the logical shape, and the parameter's class is
+`ReleasedParameter`, whose `__torch_function__` answers questions about shape, dtype, gradient and hooks, and passes every
+other use to the parameter's keeper. The keeper either makes the parameter whole (a forward is running, or the model is
+being built) or raises an error that names the parameter and the fix. `isinstance(p, nn.Parameter)` stays true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import get_default_nowrap_functions
+
+
+class Keeper(Protocol):
+    """Who is asked when a released parameter's data is needed."""
+
+    def touch(self, param: nn.Parameter, use: str) -> None:
+        """Make `param` whole, or raise an error that says how to."""
+
+
+class ReleasedParameter(nn.Parameter):
+    """The class of a parameter between release and gather; see the module's text."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is Tensor.__repr__:
+            return describe(args[0])
+        for param in _released(args, kwargs):
+            keeper_of(param).touch(param, getattr(func, "__name__", str(func)))
+        return func(*args, **kwargs)
+
+
+_METADATA = {
+    *get_default_nowrap_functions(),
+    Tensor.size, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.ndimension, Tensor.element_size, Tensor.get_device,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.register_hook, Tensor.retain_grad,
+    Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_, Tensor.__len__, Tensor.__hash__,
+    torch.is_floating_point, torch.is_complex, torch.numel,
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "itemsize", "nbytes",
+            "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_cpu", "is_nested", "is_mkldnn", "is_sparse_csr",
+            "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr", "names", "is_xpu", "is_mps",
+        )
+        if hasattr(Tensor, name)
+    ),
+    Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.requires_grad.__set__, Tensor._backward_hooks.__set__,
+    Tensor._post_accumulate_grad_hooks.__set__,
+}  # fmt: skip
+
+
+def keeper_of(param: nn.Parameter) -> Keeper:
+    """The keeper that `adopt` gave to a parameter."""
+    return param.__dict__["_infinity_keeper"]
+
+
+def name_of(param: nn.Parameter) -> str:
+    """The parameter's name in the model, or a description of its shape when it has none yet."""
+    return param.__dict__.get("_infinity_name") or f"a parameter of shape {tuple(param.shape)}"
+
+
+def adopt(param: nn.Parameter, keeper: Keeper, name: str = "") -> None:
+    """Remember who is asked about `param`, and its name for messages."""
+    param.__dict__["_infinity_keeper"] = keeper
+    param.__dict__["_infinity_name"] = name or param.__dict__.get("_infinity_name", "")
+
+
+def forget(param: nn.Parameter) -> None:
+    """Undo `adopt`."""
+    param.__dict__.pop("_infinity_keeper", None)
+    param.__dict__.pop("_infinity_name", None)
+
+
+def is_released(param: nn.Parameter) -> bool:
+    """Whether the parameter's data is away."""
+    return type(param) is ReleasedParameter
+
+
+def release(param: nn.Parameter, placeholder: Tensor) -> None:
+    """Take the data away. `placeholder` is a NaN scalar of the parameter's dtype and device, expanded to its shape."""
+    param.data = placeholder
+    param.__class__ = ReleasedParameter
+
+
+def restore(param: nn.Parameter, data: Tensor) -> None:
+    """Give the parameter its data, a tensor of its logical shape."""
+    param.__class__ = nn.Parameter
+    param.data = data
+
+
+def placeholder(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What stands for the data of a released parameter: logical shape, four bytes of storage, NaN where dtype has one."""
+    floating = dtype.is_floating_point and dtype not in (torch.float8_e4m3fn, torch.float8_e5m2)
+    scalar = torch.full((), float("nan") if floating else 0, dtype=dtype, device=device)
+    return scalar.expand(shape)
+
+
+def describe(param: nn.Parameter) -> str:
+    """What `repr` of a released parameter says: logical shape, and that it is partitioned."""
+    return (
+        f"Parameter(partitioned by infinity: {name_of(param)}, shape={tuple(param.shape)}, dtype={param.dtype}, "
+        f"requires_grad={param.requires_grad})"
+    )
+
+
+def _released(args: Any, kwargs: Any) -> Iterator[nn.Parameter]:
+    for value in (*args, *kwargs.values()):
+        if type(value) is ReleasedParameter:
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _released(value, {})
+        elif isinstance(value, dict):
+            yield from _released((), value)

@@ -1,0 +1,192 @@
+"""Where the values of a model lie while it is being built: `infinity.Init`.
+
+Every parameter that a module registers is adopted. The latest ones stay in memory as they are; beyond a bound the oldest
+are written to the spool, this rank's copy of the values on the tier that the configuration names for parameters, and the
+parameter is released. Code that then initialises it (an in-place function, a copy, an index) finds it whole again, and the
+change is kept. So a model of any size is built by its own constructor, with the very values that an ordinary
+construction would give, in bounded memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from infinity.comm import collectives
+from infinity.comm.mesh import Mesh
+from infinity.errors import ConfigError
+from infinity.memory.nvme import NvmeTier
+from infinity.ops.aio import Queue
+from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up
+from infinity.zero import parameter
+
+# Values in memory at once, in bytes, besides the parameter being worked on.
+WINDOW_NBYTES = 256 << 20
+# Swap files of the spool grow by whole files of at least this many bytes.
+_FILE_NBYTES = 1 << 30
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where one parameter's values are: in memory (`data`), or written to `tier` at `extent`."""
+
+    param: nn.Parameter
+    data: Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
+    tier: NvmeTier | None = None
+    extent: Extent | None = None
+
+
+class Spool:
+    """Adopts parameters and keeps their values. `directory` is where values beyond the window go; None: they stay in memory."""
+
+    def __init__(self, directory: str | None, *, mesh: Mesh, timeout_seconds: float, window_nbytes: int = WINDOW_NBYTES) -> None:
+        self._directory = directory
+        self._mesh = mesh
+        self._timeout = timeout_seconds
+        self._window = window_nbytes
+        self._places: dict[int, _Place] = {}
+        # Parameters whose values are in memory, the one used longest ago first.
+        self._recent: OrderedDict[int, None] = OrderedDict()
+        self._files: list[tuple[NvmeTier, int]] = []
+        # Whether the model is still being built: then touching a parameter makes it whole.
+        self.open = True
+
+    def adopt(self, param: nn.Parameter, name: str) -> None:
+        """Take charge of a parameter that a module has just registered; nothing happens to one that is known."""
+        if id(param) in self._places or param.is_meta or isinstance(param, nn.UninitializedParameter):
+            return
+        data = param.data
+        self._places[id(param)] = _Place(param, data, data.shape, data.dtype)
+        parameter.adopt(param, self, name)
+        self._use(id(param))
+
+    def touch(self, param: nn.Parameter, use: str) -> None:
+        """Make a released parameter whole again."""
+        place = self._places[id(param)]
+        if place.data is None:
+            place.data = self._load(place)
+        parameter.restore(param, place.data)
+        self._use(id(param))
+
+    def holds(self, param: nn.Parameter) -> bool:
+        return id(param) in self._places
+
+    def read(self, param: nn.Parameter, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) of a parameter, flat. One that is on NVMe comes into memory first."""
+        place = self._places[id(param)]
+        if place.data is None:
+            place.data = self._load(place)
+            self._use(id(param))
+        return place.data.detach().reshape(-1)[start : start + numel]
+
+    def forget(self, param: nn.Parameter) -> None:
+        """The engine has taken the values over: free them here."""
+        place = self._places.pop(id(param), None)
+        self._recent.pop(id(param), None)
+        if place is not None and not any(other.tier is place.tier for other in self._places.values()):
+            self._close_file(place.tier)
+
+    def seal(self) -> None:
+        """The model is built: agree on rank 0's values, and from now on answer only the engine."""
+        self.open = False
+        if self._mesh.ranks.world_size > 1:
+            for key in list(self._recent):
+                self._agree(self._places[key])
+
+    def close(self) -> None:
+        for tier, _ in self._files:
+            tier.close()
+        self._files.clear()
+        self._places.clear()
+        self._recent.clear()
+
+    def _use(self, key: int) -> None:
+        """Note a use, and write out what was used longest ago until the window holds again."""
+        self._recent.pop(key, None)
+        self._recent[key] = None
+        if self._directory is None:
+            return
+        held = sum(_nbytes(self._places[other]) for other in self._recent)
+        while held > self._window and len(self._recent) > 1:
+            oldest = next(iter(self._recent))
+            held -= _nbytes(self._places[oldest])
+            self._spill(self._places[oldest])
+            del self._recent[oldest]
+
+    def _spill(self, place: _Place) -> None:
+        """Write a parameter's values if they are new, and release it."""
+        assert place.data is not None
+        if not parameter.is_released(place.param):
+            place.data = place.param.data
+        nbytes = _nbytes(place)
+        if nbytes:
+            if place.extent is None:
+                place.tier, place.extent = self._allocate(align_up(nbytes, EXTENT_ALIGNMENT))
+            self._agree(place)
+            assert place.tier is not None
+            buffer = torch.empty(place.extent.nbytes, dtype=torch.uint8)
+            buffer[:nbytes].copy_(place.data.detach().contiguous().view(-1).view(torch.uint8))
+            place.tier.write(place.extent, buffer).wait()
+        if not parameter.is_released(place.param):
+            parameter.release(place.param, parameter.placeholder(place.shape, place.dtype, place.data.device))
+        place.data = None
+
+    def _load(self, place: _Place) -> Tensor:
+        if place.extent is None or place.tier is None:
+            return torch.empty(place.shape, dtype=place.dtype)
+        buffer = torch.empty(place.extent.nbytes, dtype=torch.uint8)
+        place.tier.read(place.extent, buffer).wait()
+        numel = place.shape.numel()
+        return buffer.view(place.dtype)[:numel].view(place.shape)
+
+    def _agree(self, place: _Place) -> None:
+        if self._mesh.ranks.world_size > 1 and place.shape.numel():
+            data = place.param.data if not parameter.is_released(place.param) else place.data
+            assert data is not None
+            values = data.detach().contiguous()
+            collectives.broadcast(values, self._mesh.control)
+            place.data = values
+            if not parameter.is_released(place.param):
+                place.param.data = values
+
+    def _allocate(self, nbytes: int) -> tuple[NvmeTier, Extent]:
+        """A place in the newest swap file, or in a new one."""
+        assert self._directory is not None
+        if not self._files or self._files[-1][1] + nbytes > self._files[-1][0].nbytes:
+            size = max(_FILE_NBYTES, nbytes)
+            queue = Queue(timeout_s=self._timeout)
+            tier = NvmeTier(Path(self._directory), nbytes=size, rank=self._mesh.ranks.rank, queue=queue)
+            self._files.append((tier, 0))
+        tier, used = self._files[-1]
+        self._files[-1] = (tier, used + nbytes)
+        return tier, Extent(used, nbytes)
+
+    def _close_file(self, tier: NvmeTier | None) -> None:
+        """Remove a swap file nobody needs any more; the newest stays while parameters may still come."""
+        for index, (candidate, _) in enumerate(self._files):
+            if candidate is tier and not self.open:
+                candidate.close()
+                del self._files[index]
+                return
+
+
+def _nbytes(place: _Place) -> int:
+    return place.shape.numel() * place.dtype.itemsize
+
+
+def spool_of(params: list[nn.Parameter]) -> Spool | None:
+    """The spool that keeps a model's parameters, if it was built under `Init`."""
+    spools = {
+        id(keeper): keeper
+        for param in params
+        if isinstance(keeper := param.__dict__.get("_infinity_keeper"), Spool)
+    }
+    if len(spools) > 1:
+        raise ConfigError("the model's parameters were built under different infinity.Init contexts: build it under one")
+    return next(iter(spools.values()), None)

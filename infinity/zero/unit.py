@@ -1,0 +1,162 @@
+"""A unit: parameters gathered by one collective into one flat buffer whose views *are* the parameters.
+
+PARTITIONED -> `start_gather` -> GATHERING -> `finish_gather` -> GATHERED -> `release` -> PARTITIONED. The full buffer keeps
+its storage object for life: release frees its bytes, gather allocates and refills them, so that what autograd saved
+(views of a weight) is valid again when backward runs. A unit that is whole for good is gathered once and refreshed
+after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from infinity.comm.collectives import all_gather
+from infinity.comm.mesh import Mesh
+from infinity.memory.device import Device
+from infinity.memory.ledger import Ledger
+from infinity.memory.partition import DTYPES
+from infinity.memory.store import TieredStore
+from infinity.plan.layout import UnitLayout
+from infinity.plan.placement import UnitPlacement
+from infinity.plan.types import Key, Kind, Tier
+from infinity.transfer import Completed, Transfer
+from infinity.zero import parameter
+
+
+class Gathered(Enum):
+    """What the device holds of a unit; see the module's text."""
+
+    PARTITIONED = "partitioned"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+class Unit:
+    """Gathers and releases one unit's parameters. Reads no configuration and decides nothing."""
+
+    def __init__(
+        self, layout: UnitLayout, placed: UnitPlacement, params: Sequence[nn.Parameter], *, store: TieredStore,
+        device: Device, mesh: Mesh, ledger: Ledger,
+    ) -> None:  # fmt: skip
+        self.layout = layout
+        self.placed = placed
+        self.params = tuple(params)
+        self.state = Gathered.PARTITIONED
+        self.key = Key(Kind.PARAM, layout.index)
+        # Open scopes (forward or backward) that need the unit, and its place in the trace at the latest of them.
+        self.users = 0
+        self.position: int | None = None
+        # Forward calls whose backward has not run.
+        self.pending = 0
+        self._store = store
+        self._device = device
+        self._mesh = mesh
+        self._ledger = ledger
+        self._transfer: Transfer = Completed()
+        self._lease = ExitStack()
+        self._dtype = DTYPES[layout.dtype]
+        self.full = device.empty(layout.numel, self._dtype)
+        self._views = [
+            self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots
+        ]
+        self._placeholders = [parameter.placeholder(slot.shape, self._dtype, device.torch) for slot in layout.slots]
+        if placed.whole:
+            self.full.zero_()
+            self._book(1)
+            if placed.aliased:
+                store.adopt(self.key, self.own.view(torch.uint8))
+        else:
+            self.full.untyped_storage().resize_(0)
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's partition inside the full buffer: [numel / parts]. Valid while the buffer has bytes."""
+        numel = self.layout.partition_numel(self.placed.parts)
+        start = self.rank_in_parts * numel
+        return self.full[start : start + numel]
+
+    @property
+    def rank_in_parts(self) -> int:
+        """Which of the unit's partitions is this rank's."""
+        return self._mesh.ranks.rank if self.placed.parts > 1 else 0
+
+    def start_gather(self) -> None:
+        """Submit the copy and the collective that fill the full buffer. Waits only for this rank's own partition."""
+        if self.state is not Gathered.PARTITIONED:
+            return
+        self.full.untyped_storage().resize_(self.layout.nbytes)
+        self._book(1)
+        self.state = Gathered.GATHERING
+        try:
+            self._transfer = self._fill()
+        except BaseException:
+            self.release()
+            raise
+
+    def finish_gather(self) -> None:
+        """Wait for the bytes and make the parameters whole."""
+        if self.state is Gathered.GATHERED:
+            return
+        self.start_gather()
+        self._transfer.wait()
+        if self.placed.param is Tier.NVME or self.placed.whole:
+            # The partition is about to be written, or its buffer to go back to the pool: the copy out of it must be over.
+            self._device.arrived(self._transfer)
+            self._lease.close()
+        for param, view in zip(self.params, self._views, strict=True):
+            parameter.restore(param, view)
+        self.state = Gathered.GATHERED
+
+    def release(self) -> None:
+        """Free the full buffer; the parameters keep their logical shapes. A unit that is whole for good stays."""
+        if self.placed.whole or self.state is Gathered.PARTITIONED:
+            return
+        if self.state is Gathered.GATHERING:
+            self._transfer.wait()
+        self.hide()
+        self._lease.close()
+        self.full.untyped_storage().resize_(0)
+        self._book(-1)
+        self.state = Gathered.PARTITIONED
+
+    def hide(self) -> None:
+        """Make every parameter of the unit look partitioned."""
+        for param, stand_in in zip(self.params, self._placeholders, strict=True):
+            if not parameter.is_released(param):
+                parameter.release(param, stand_in)
+
+    def refresh(self) -> None:
+        """Bring a whole unit up to date with the partitions that the optimizer has written."""
+        self.state = Gathered.GATHERING
+        self._transfer = self._fill()
+        self.finish_gather()
+
+    def close(self) -> None:
+        """Drop the partition's lease and stop booking; parameters that are whole keep their values."""
+        self._lease.close()
+        if self.state is not Gathered.PARTITIONED:
+            self._book(-1)
+
+    def _fill(self) -> Transfer:
+        """Put this rank's partition into its place in the full buffer and gather the others'."""
+        copied: Transfer = Completed()
+        if not self.placed.aliased:
+            (partition,) = self._lease.enter_context(self._store.read(self.key))
+            copied = self._device.copy(self.own, partition.view(Kind.PARAM))
+            if self.placed.param is not Tier.NVME and not self._device.is_accelerator:
+                self._lease.close()
+        if self.placed.parts == 1:
+            return copied
+        copied.wait()
+        return all_gather(self.full, self.own, self._mesh.gather)
+
+    def _book(self, sign: int) -> None:
+        own = self.own.numel() * self.full.element_size() if self.placed.aliased else 0
+        self._ledger.add(Tier.GPU, Kind.FULL, sign * (self.layout.nbytes - own))
+        if own:
+            self._ledger.add(Tier.GPU, Kind.PARAM, sign * own)

@@ -1,0 +1,1 @@
+"""The tests mirror the packages; `support` holds what several of them need."""

@@ -1,0 +1,252 @@
+"""Everything that a file leaves open is settled in one place, with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
+from infinity.config.batch import Unsolvable, solve_batch
+from infinity.config.schema import Config
+from infinity.config.section import Absent, NoAuto, leaves, mark, sections_of
+from infinity.errors import ConfigError
+
+SHIPPED = sorted(Path(__file__).parents[2].glob("examples/configs/*.json"))
+
+
+def _resolved(raw: Any = None, **context: Any) -> ResolvedConfig:
+    return resolve(load_config(raw), ResolveContext(**context))
+
+
+def test_an_empty_file_trains_in_fp32_on_the_device() -> None:
+    resolved = _resolved()
+    assert (resolved.stage, resolved.compute_dtype, resolved.clip_norm) == (0, "fp32", 1.0)
+    assert (resolved.param_tier, resolved.optimizer_tier, resolved.nvme_path) == ("gpu", "gpu", None)
+    assert (resolved.train_batch, resolved.micro_batch, resolved.accumulation) == (1, 1, 1)
+    assert resolved.grad_accum_dtype is None
+    assert resolved.communication_dtype is None
+
+
+def test_short_names_say_what_the_sections_say() -> None:
+    resolved = _resolved(
+        {
+            "fp16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp16",
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu", "nvme_path": "unused"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "drive"},
+            },
+        }
+    )
+    assert (resolved.stage, resolved.compute_dtype) == (3, "fp16")
+    assert (resolved.param_tier, resolved.optimizer_tier) == ("cpu", "nvme")
+    assert (resolved.param_nvme_path, resolved.optimizer_nvme_path, resolved.nvme_path) == (None, "drive", "drive")
+    assert (resolved.grad_accum_dtype, resolved.communication_dtype) == ("fp32", "fp16")
+
+
+HF = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "sub_group_size": "auto",
+        **dict.fromkeys(
+            ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+        ),
+    },
+    "aio": {"block_size": "auto", "intra_op_parallelism": "auto"},
+    "memory": {"cpu": {"max_bytes": "auto"}},
+}
+
+
+def test_auto_comes_from_the_model_and_the_arguments() -> None:
+    resolved = _resolved(
+        HF,
+        world_size=4,
+        hidden_size=1000,
+        model_dtype="bf16",
+        optimizer_lr=5e-5,
+        total_num_steps=70,
+        warmup_num_steps=7,
+    )
+    zero, scheduler = resolved.zero, resolved.config.scheduler
+    assert resolved.compute_dtype == "bf16"
+    assert not resolved.config.fp16.enabled
+    assert resolved.clip_norm == 1.0
+    assert (zero.reduce_bucket_size, zero.stage3_prefetch_bucket_size) == (1_000_000, 900_000)
+    assert (zero.stage3_param_persistence_threshold, zero.sub_group_size) == (10_000, 10**9)
+    assert resolved.config.optimizer is not None
+    assert resolved.config.optimizer.params.lr == 5e-5
+    assert scheduler is not None
+    assert scheduler.params.model_dump() == {
+        "total_num_steps": 70,
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 5e-5,
+        "warmup_num_steps": 7,
+        "warmup_type": "log",
+    }
+    assert resolved.train_batch == 4
+    assert resolved.config.provenance.autos == frozenset()
+    assert resolved.sources["bf16.enabled"] == "auto: the model is bf16"
+    assert resolved.sources["zero_optimization.stage"] == "file"
+    assert resolved.sources["zero_optimization.legacy_stage1"] == "default"
+    assert resolved.sources["optimizer.params.betas"] == "auto: the default"
+
+
+def test_auto_without_knowledge_is_the_default_or_a_question() -> None:
+    raw = {**HF, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
+    resolved = _resolved(raw)
+    assert resolved.compute_dtype == "fp32"
+    assert resolved.zero.stage3_prefetch_bucket_size == 50_000_000
+    assert resolved.config.scheduler is not None
+    assert resolved.config.scheduler.params.model_dump()["warmup_max_lr"] == 1e-3
+    with pytest.raises(ConfigError, match="total_num_steps is required"):
+        _resolved(HF)
+
+
+def test_a_precision_that_auto_switches_on_still_excludes_the_other() -> None:
+    with pytest.raises(ConfigError, match="both true"):
+        _resolved({"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}, model_dtype="bf16")
+
+
+def test_every_key_takes_auto_or_says_why_not() -> None:
+    def document() -> dict[str, Any]:
+        offload: dict[str, Any] = {"offload_param": {}, "offload_optimizer": {}}
+        return {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}, "zero_optimization": offload}
+
+    for leaf in leaves(load_config(document())):
+        if sections_of(leaf.field) or mark(leaf.field, Absent) is not None:
+            continue
+        *path, name = leaf.path.split(".")
+        raw = place = document()
+        for part in path:
+            place = place.setdefault(part, {})
+        place[name] = "auto"
+        if no_auto := mark(leaf.field, NoAuto):
+            with pytest.raises(ConfigError) as caught:
+                load_config(raw)
+            assert no_auto.why in str(caught.value) or leaf.path == "scheduler.type"
+        elif not leaf.path.startswith("zero_optimization.cpu_offload"):
+            resolved = _resolved(raw)
+            assert resolved.sources[leaf.path].startswith("auto: ")
+
+
+def test_explain_shows_each_value_with_its_source() -> None:
+    lines = _resolved({"bf16": {"enabled": "auto"}, "train_batch_size": 8}, world_size=2, model_dtype="bf16").explain()
+    assert "bf16.enabled = true  (auto: the model is bf16)" in lines
+    assert "train_batch_size = 8  (file)" in lines
+    assert "train_micro_batch_size_per_gpu = 4  (auto: 8 = 4 a rank x 1 accumulated x 2 ranks)" in lines
+    assert "gradient_clipping = 1.0  (default)" in lines
+    assert '"auto"' not in lines
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_resolved_configuration_can_be_written_and_read_again(path: Path) -> None:
+    first = resolve(load_config(path), ResolveContext(world_size=2))
+    again = load_config(first.config.model_dump_json())
+    assert again == first.config
+    assert first.report() == []
+
+
+def test_every_shipped_configuration_is_there() -> None:
+    assert {path.stem for path in SHIPPED} == {"on_device", "cpu_offload", "nvme_offload", "two_ranks"}
+
+
+sizes = st.integers(1, 40)
+
+
+@given(
+    micro=sizes,
+    accumulation=sizes,
+    ranks=st.integers(1, 16),
+    subset=st.sets(st.sampled_from(["total", "micro", "accumulation"])),
+)
+def test_any_part_of_a_consistent_triple_is_completed(
+    micro: int, accumulation: int, ranks: int, subset: set[str]
+) -> None:
+    triple = {"total": micro * accumulation * ranks, "micro": micro, "accumulation": accumulation}
+    asked = {name: value if name in subset else None for name, value in triple.items()}
+    batch = solve_batch(**asked, ranks=ranks)
+    assert batch.total == batch.micro * batch.accumulation * ranks
+    assert all(getattr(batch, name) == triple[name] for name in subset)
+    if len(subset) >= 2:
+        assert (batch.total, batch.micro, batch.accumulation) == tuple(triple.values())
+
+
+@given(total=sizes, micro=st.none() | sizes, accumulation=st.none() | sizes, ranks=st.integers(1, 16))
+def test_whatever_does_not_fit_says_the_ranks_and_what_would(
+    total: int, micro: int | None, accumulation: int | None, ranks: int
+) -> None:
+    complaint = None
+    try:
+        batch = solve_batch(total=total, micro=micro, accumulation=accumulation, ranks=ranks)
+    except Unsolvable as error:
+        complaint = str(error)
+    if complaint is None:
+        assert batch.total == total == batch.micro * batch.accumulation * ranks
+    else:
+        assert f"{ranks} rank" in complaint
+        assert "nearest" in complaint
+
+
+@pytest.mark.parametrize(
+    ("raw", "ranks", "words"),
+    [
+        ({"train_batch_size": 10}, 4, ("10 cannot be divided", "4 ranks detected", "8 or 12")),
+        ({"train_batch_size": 2}, 4, ("nearest train_batch_size is 4",)),
+        (
+            {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2},
+            2,
+            ("train_micro_batch_size_per_gpu 2 x 2 ranks detected = 4", "8 or 12"),
+        ),
+        (
+            {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+            2,
+            (
+                "train_batch_size 8 or gradient_accumulation_steps 4 or train_micro_batch_size_per_gpu 4",
+                "2 ranks detected",
+            ),
+        ),
+        ({"data_parallel_size": 3}, 2, ("data_parallel_size is 3", "2 ranks are detected", "start 3 ranks")),
+    ],
+)
+def test_batch_sizes_that_do_not_fit_name_the_nearest_that_do(
+    raw: dict[str, Any], ranks: int, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _resolved(raw, world_size=ranks)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_the_file_is_named_when_resolving_fails(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 3}')
+    with pytest.raises(ConfigError, match=f"^{path}: "):
+        _resolved(path, world_size=2)
+
+
+def test_plain_adam_is_adamw_unless_told_otherwise() -> None:
+    def decoupled(**optimizer: Any) -> bool:
+        section = load_config({"optimizer": optimizer}).optimizer
+        assert section is not None
+        return section.decoupled
+
+    assert decoupled(type="Adam")
+    assert not decoupled(type="Adam", params={"adam_w_mode": False})
+    assert decoupled(type="AdamW", params={"adam_w_mode": False})
+    assert Config().optimizer is None

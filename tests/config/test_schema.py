@@ -1,0 +1,311 @@
+"""The schema against the facts about DeepSpeed, and the documents against the schema."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from infinity.config import load_config
+from infinity.config.schema import Config
+from infinity.config.section import Absent, Also, Refused, Section, dotted, mark, reply_of, sections_of
+from infinity.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+# Read from DeepSpeed 0.19.6. Absent is None.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "": {
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")),
+        **dict.fromkeys(("steps_per_print", "communication_data_type", "vocabulary_size", "log_level")),
+        "managed_gradient_accumulation": True,
+        "gradient_clipping": 1.0,
+        **dict.fromkeys(("dump_state", "disable_allgather", "sparse_gradients", "graph_harvesting"), False),
+        **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "prescale_gradients"), False),
+        **dict.fromkeys(("dataloader_drop_last", "use_data_before_expert_parallelism"), False),
+        "gradient_predivide_factor": 1.0,
+        "gradient_allreduce_op": "mean",
+        "seq_parallel_communication_data_type": "fp32",
+        "zero_allow_untested_optimizer": False,
+        "zero_force_ds_cpu_optimizer": True,
+        "sequence_parallel_size": 1,
+        "data_parallel_size": None,
+        **dict.fromkeys(("flops_profiler", "comms_logger", "tensorboard", "wandb", "comet", "csv_monitor")),
+        **dict.fromkeys(("elasticity", "curriculum_learning", "data_efficiency", "progressive_layer_drop")),
+        **dict.fromkeys(("eigenvalue", "quantize_training", "compression_training", "sparse_attention")),
+        **dict.fromkeys(("weight_quantization", "hybrid_engine", "tensor_parallel", "expert_parallel", "compile")),
+        **dict.fromkeys(("nebula", "datastates_ckpt", "autotuning", "timers", "amp", "torch_autocast")),
+        "overlap": True,
+        "watchdog_seconds": 600.0,
+    },
+    "zero_optimization": {
+        "stage": 0,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 500_000_000,
+        "use_multi_rank_bucket_allreduce": True,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 500_000_000,
+        "overlap_comm": None,
+        "load_from_fp32_weights": True,
+        "elastic_checkpoint": False,
+        "zenflow": None,
+        "sub_group_size": 1_000_000_000,
+        **dict.fromkeys(("cpu_offload_param", "cpu_offload_use_pin_memory", "cpu_offload")),
+        "stage3_prefetch_bucket_size": 50_000_000,
+        "stage3_param_persistence_threshold": 100_000,
+        "stage3_model_persistence_threshold": sys.maxsize,
+        "stage3_max_live_parameters": 1_000_000_000,
+        "stage3_max_reuse_distance": 1_000_000_000,
+        "stage3_gather_16bit_weights_on_model_save": False,
+        "stage3_module_granularity_threshold": 0,
+        "stage3_use_all_reduce_for_fetch_params": False,
+        "stage3_allgather_sequential": False,
+        "ignore_unused_parameters": True,
+        "legacy_stage1": False,
+        "round_robin_gradients": False,
+        "zero_hpz_partition_size": 1,
+        "zero_quantized_weights": False,
+        "zero_quantized_nontrainable_weights": False,
+        "zero_quantized_gradients": False,
+        "zeropp_loco_param": None,
+        "mics_shard_size": -1,
+        "mics_hierarchical_params_gather": False,
+        "memory_efficient_linear": True,
+        "pipeline_loading_checkpoint": False,
+        "override_module_apply": True,
+        "log_trace_cache_warnings": False,
+        "enable_sanity_checks": False,
+        "save_muon_momentum_buffer_in_memory": False,
+    },
+    "zero_optimization.offload_param": {
+        "device": "none",
+        "nvme_path": None,
+        "buffer_count": 5,
+        "buffer_size": 100_000_000,
+        "max_in_cpu": 1_000_000_000,
+        "pin_memory": True,
+    },
+    "zero_optimization.offload_optimizer": {
+        "device": "none",
+        "nvme_path": None,
+        "buffer_count": 4,
+        "pin_memory": True,
+        "pipeline_read": False,
+        "pipeline_write": False,
+        "fast_init": False,
+        "ratio": 1.0,
+        "super_offload": False,
+        "cpuadam_cores_perc": 0.8,
+    },
+    # The number of I/O threads is ours to choose when the file does not.
+    "aio": {
+        "block_size": 1048576,
+        "queue_depth": 8,
+        "intra_op_parallelism": None,
+        "single_submit": False,
+        "overlap_events": True,
+        "use_gds": False,
+    },
+    "activation_checkpointing": {
+        "partition_activations": False,
+        "contiguous_memory_optimization": False,
+        "cpu_checkpointing": False,
+        "number_checkpoints": None,
+        "synchronize_checkpoint_boundary": False,
+        "profile": False,
+    },
+    "fp16": {
+        "enabled": False,
+        "auto_cast": False,
+        "loss_scale": 0.0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 1.0,
+        "fp16_master_weights_and_grads": False,
+    },
+    "bf16": {
+        "enabled": False,
+        "immediate_grad_update": False,
+        "check_grad_overflow": True,
+        "bf16_master_weights_and_grads": False,
+        "bf16_optimizer_states": False,
+    },
+    "data_types": {"grad_accum_dtype": None, "param_dtype": None, "buffer_dtype": None},
+    "pipeline": {
+        "stages": None,
+        "partition": "best",
+        "seed_layers": False,
+        "activation_checkpoint_interval": 0,
+        "pipe_partitioned": True,
+        "grad_partitioned": True,
+        "use_reentrant": True,
+    },
+    "optimizer": {"legacy_fusion": False},
+    "optimizer.params": {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "bias_correction": True,
+        "torch_adam": False,
+        "adam_w_mode": True,
+        "fp32_optimizer_states": True,
+        "max_grad_norm": None,
+    },
+    "scheduler.params LRRangeTestParams": {
+        "lr_range_test_min_lr": 1e-3,
+        "lr_range_test_step_size": 2000,
+        "lr_range_test_step_rate": 1.0,
+        "lr_range_test_staircase": False,
+    },
+    "scheduler.params OneCycleParams": {
+        "cycle_min_lr": None,
+        "cycle_max_lr": None,
+        "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000,
+        "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0,
+        "cycle_second_stair_count": None,
+        "decay_step_size": 0,
+        "cycle_momentum": True,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+        "decay_mom_rate": 0.0,
+    },
+    "scheduler.params WarmupLRParams": {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": None,
+        "warmup_num_steps": 1000,
+        "warmup_type": "log",
+    },
+    "scheduler.params WarmupDecayLRParams": {
+        "total_num_steps": None,
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 1e-3,
+        "warmup_num_steps": 1000,
+        "warmup_type": "log",
+    },
+    "scheduler.params WarmupCosineLRParams": {
+        "total_num_steps": None,
+        "warmup_min_ratio": 0.0,
+        "warmup_num_steps": 1000,
+        "cos_min_ratio": 1e-4,
+        "warmup_type": "log",
+    },
+    "checkpoint": {
+        "tag_validation": "Warn",
+        "load_universal": False,
+        "use_node_local_storage": False,
+        "checkpoint_serialization": True,
+        "writer": None,
+    },
+    "checkpoint.parallel_write": {"pipeline_stage": False},
+    "zero_optimization.leaf_module": {"names": (), "name_suffixes": ()},
+    "memory.cpu": {"max_bytes": None},
+    "memory.gpu": {"max_bytes": None},
+    "memory.nvme": {"max_bytes": None},
+}
+
+
+def _keys(section: type[Section] = Config, path: str = "") -> Iterator[tuple[str, type[Section], str, FieldInfo]]:
+    """Section path, section class, key and field of every plain key."""
+    for name, field in section.model_fields.items():
+        for inner in sections_of(field):
+            yield from _keys(inner, dotted(path, name))
+        if not sections_of(field):
+            yield path, section, name, field
+
+
+ALL = list(_keys())
+
+
+def test_every_key_has_deepspeeds_default() -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for path, section, name, field in ALL:
+        place = f"{path} {section.__name__}" if path == "scheduler.params" else path
+        if not field.is_required() and name != "classes":
+            found.setdefault(place, {})[name] = field.default
+    assert found == DEFAULTS
+
+
+def test_every_key_has_one_answer_and_a_meaning() -> None:
+    for path, _, name, field in ALL:
+        reply_of(field)
+        assert field.description, dotted(path, name)
+
+
+def test_the_longer_name_has_its_short_twin() -> None:
+    for path, _, name, field in ALL:
+        if name.startswith("stage3_") and path == "zero_optimization":
+            also = mark(field, Also)
+            assert also is not None
+            assert name.removeprefix("stage3_") in also.names
+
+
+REFUSED = [(path, name, field) for path, _, name, field in ALL if isinstance(reply_of(field), Refused)]
+
+# A value that switches the feature on, where it is not the opposite of the default.
+SWITCHED_ON: dict[str, Any] = {
+    "zero_optimization.offload_optimizer.ratio": 0.5,
+    "zero_optimization.zero_hpz_partition_size": 8,
+    "zero_optimization.mics_shard_size": 4,
+    "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
+    "zero_optimization.zenflow": {"topk_ratio": 0.1},
+    "optimizer.params.max_grad_norm": 1.0,
+    "data_types.param_dtype": "bf16",
+    "data_types.buffer_dtype": "fp32",
+    "pipeline.stages": 2,
+    "sequence_parallel_size": 2,
+    "compile": {"deepcompile": True},
+    "compression_training": {"weight_quantization": {}},
+    "sparse_attention": {"mode": "dense"},
+    "tensor_parallel": {"autotp_size": 2},
+}
+
+
+def _nested(path: str, value: Any) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return dict(value)
+
+
+@pytest.mark.parametrize(("path", "name", "field"), REFUSED, ids=[dotted(path, name) for path, name, _ in REFUSED])
+def test_what_is_refused_says_why_and_what_to_do(path: str, name: str, field: FieldInfo) -> None:
+    place = dotted(path, name)
+    reply = reply_of(field)
+    assert isinstance(reply, Refused)
+    on = SWITCHED_ON.get(place, {"enabled": True} if mark(field, Absent) else not field.default)
+    raw = _nested(place, on)
+    if path == "optimizer.params":
+        raw["optimizer"]["type"] = "AdamW"
+    with pytest.raises(ConfigError) as caught:
+        load_config(raw)
+    message = str(caught.value)
+    assert f"{place}: " in message
+    assert reply.why in message
+    assert reply.instead in message
+    assert reply.instead.split()[0] in ("Remove", "Set", "Leave", "Enable", "Cast", "Call"), "a next step is an order"
+    for harmless in (field.default, *reply.accepted):
+        raw = _nested(place, harmless)
+        if path == "optimizer.params":
+            raw["optimizer"]["type"] = "AdamW"
+        load_config(raw)
+
+
+def test_the_reference_is_what_the_schema_says() -> None:
+    spec = importlib.util.spec_from_file_location("make_configuration", ROOT / "docs" / "make_configuration.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == script.render(), "run: python docs/make_configuration.py"
+    assert all(f"`{name}`" in page for _, _, name, _ in ALL)

@@ -1,0 +1,46 @@
+"""What every test can ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.spawn import RankPool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked gpu where torch finds none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+class RankPools:
+    """One `RankPool` a world size, started on first use and shared by the tests of a session."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __getitem__(self, world_size: int) -> RankPool:
+        if world_size not in self._pools:
+            self._pools[world_size] = RankPool(world_size)
+        return self._pools[world_size]
+
+    def close(self) -> None:
+        """End all processes."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[RankPools]:
+    """`rank_pools[2].run(fn, *args)`: see `tests.support.spawn.RankPool`."""
+    pools = RankPools()
+    yield pools
+    pools.close()

@@ -1,0 +1,1 @@
+"""Real processes, tiny models and data for tests."""

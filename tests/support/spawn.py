@@ -1,0 +1,170 @@
+"""Run a function in N real processes with the environment that torchrun would give them.
+
+    values = run_ranks(train, 2, "nvme")              fresh processes, one call
+    with RankPool(4) as pool:                         processes that live for many calls
+        values = pool.run(train, "nvme")
+
+`fn(rank, world_size, *args)` must be a top-level function of an importable module. Its values come back in rank order;
+when a rank raises, dies or is late, all are killed and the caller gets RankError with the remote traceback. A process
+group is the function's own affair: every call gets a fresh MASTER_PORT, and what a function left open is destroyed.
+The default timeout is below pytest's own, which could not say which rank is late.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("spawn")
+# How long ranks that were told to end may take before they are killed.
+_EXIT_SECONDS = 5.0
+
+
+class RankError(AssertionError):
+    """A rank failed: its number and its traceback."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 110) -> list[Any]:
+    """`fn(rank, world_size, *args)` in `world_size` fresh processes; their values in rank order."""
+    with RankPool(world_size) as pool:
+        return pool.run(fn, *args, timeout=timeout)
+
+
+class RankPool:
+    """`world_size` processes that execute one function after the other. After a failure they are replaced."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 110) -> list[Any]:
+        """`fn(rank, world_size, *args)` on every rank; their values in rank order."""
+        # Pickled here, so that a function that cannot travel is this caller's error.
+        task = pickle.dumps((fn, args))
+        if not all(process.is_alive() for process, _ in self._ranks):
+            self._kill()
+        if not self._ranks:
+            self._start()
+        try:
+            port = _free_port()
+            for _, pipe in self._ranks:
+                pipe.send((port, task))
+            return self._collect(getattr(fn, "__qualname__", repr(fn)), time.monotonic() + timeout, timeout)
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """End the processes: asked first, killed when they do not listen."""
+        for _, pipe in self._ranks:
+            try:
+                pipe.send(None)
+            except OSError:
+                continue
+        deadline = time.monotonic() + _EXIT_SECONDS
+        for process, _ in self._ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _start(self) -> None:
+        for rank in range(self.world_size):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(
+                target=_serve, args=(theirs, rank, self.world_size), name=f"rank{rank}", daemon=True
+            )
+            process.start()
+            # The child holds the only other end, so that its death is an EOF here.
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _collect(self, name: str, deadline: float, timeout: float) -> list[Any]:
+        values: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = sorted(waiting.values())
+                raise RankError(f"{name}: rank {late} of {self.world_size} gave no answer within {timeout:g} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    succeeded, value = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    process = self._ranks[rank][0]
+                    process.join(_EXIT_SECONDS)
+                    raise RankError(f"{name}: rank {rank} died with exit code {process.exitcode}") from None
+                if not succeeded:
+                    raise RankError(f"{name}: rank {rank} of {self.world_size} failed:\n{value}")
+                values[rank] = value
+        return [values[rank] for rank in range(self.world_size)]
+
+    def _kill(self) -> None:
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            process.close()
+            pipe.close()
+        self._ranks.clear()
+
+
+def _serve(pipe: Connection, rank: int, world_size: int) -> None:
+    """A rank's life: tasks from the pipe, answers into it, until the other end is closed."""
+    environment = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1,
+    }  # fmt: skip
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            return
+        if message is None:
+            return
+        port, task = message
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            # Unpickling imports the function's module, which can fail like the function itself.
+            fn, args = pickle.loads(task)
+            answer = (True, fn(rank, world_size, *args))
+            _destroy_process_group()
+            pipe.send(answer)
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """A rank that waits for another one inside a collective would not notice that the test run was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _destroy_process_group() -> None:
+    """Close what the function left open: the next call meets at another port."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

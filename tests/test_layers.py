@@ -1,0 +1,341 @@
+"""The layer table of the architecture: who may import whom, held by a walk over the syntax trees.
+
+Each rule is a function from a tree of sources to violations, so that a planted violation shows that the rule bites.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("infinity", "estimators", "examples")
+
+_EVERYTHING = {
+    "infinity.config", "infinity.errors", "infinity.plan", "infinity.log", "infinity.transfer", "infinity.ops", "infinity.comm",
+    "infinity.memory", "infinity.optim", "infinity.zero", "infinity.parallel", "infinity.checkpoint", "infinity.engine",
+}  # fmt: skip
+# What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
+ALLOWED: dict[str, set[str]] = {
+    "infinity": {"infinity.api", "infinity.errors", "infinity.zero"},
+    "infinity.api": _EVERYTHING,
+    "infinity.engine": _EVERYTHING,
+    "infinity.checkpoint": {"infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log"},
+    "infinity.zero": {
+        "infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log", "infinity.transfer",
+    },
+    "infinity.optim": {
+        "infinity.plan", "infinity.memory", "infinity.comm", "infinity.ops", "infinity.errors", "infinity.log",
+        "infinity.transfer",
+    },
+    "infinity.parallel": {"infinity.plan", "infinity.comm", "infinity.ops", "infinity.errors", "infinity.log"},
+    "infinity.memory": {
+        "infinity.config", "infinity.plan", "infinity.ops", "infinity.transfer", "infinity.log", "infinity.errors",
+    },
+    "infinity.comm": {"infinity.plan", "infinity.transfer", "infinity.errors", "infinity.log"},
+    "infinity.ops": {"infinity.errors"},
+    "infinity.transfer": {"infinity.errors"},
+    "infinity.log": {"infinity.errors"},
+    "infinity.plan": {"infinity.config", "infinity.errors"},
+    "infinity.config": {"infinity.errors"},
+    "infinity.errors": set(),
+    "estimators": {"infinity.config", "infinity.plan", "infinity.errors"},
+    # Only what the package itself exports.
+    "examples": {"infinity"},
+}  # fmt: skip
+TORCH_FREE = ("infinity.plan", "infinity.config", "infinity.errors", "estimators")
+CUDA_NAMED_IN = ("infinity.memory.device", "infinity.transfer", "infinity.ops")
+ENVIRONMENT_READ_IN = ("infinity.config.load", "infinity.comm.mesh", "infinity.ops.build")
+DISTRIBUTED_FREE = ("infinity.memory",)
+
+
+# Packages whose `__getattr__` may load public names from the top when they are first used.
+LAZY = {"infinity": "infinity.api", "infinity.zero": "infinity.api"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `target` is a module, or `module.name` where a name is taken from a module."""
+
+    module: str
+    target: str
+    line: int
+    relative: bool
+    nested: bool
+    lazy: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line}: imports {self.target}"
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Parsed modules by dotted name."""
+
+    trees: dict[str, ast.Module]
+
+    @classmethod
+    def read(cls, root: Path) -> Sources:
+        files = [file for folder in FOLDERS for file in sorted((root / folder).rglob("*.py"))]
+        return cls({_dotted(file.relative_to(root)): ast.parse(file.read_text(), str(file)) for file in files})
+
+    @classmethod
+    def of(cls, **texts: str) -> Sources:
+        """From texts: `infinity__plan__x="import torch"`."""
+        return cls({name.replace("__", "."): ast.parse(text) for name, text in texts.items()})
+
+    def imports(self) -> Iterator[Import]:
+        for module, tree in self.trees.items():
+            functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+            nested = {id(inner): outer.name for outer in functions for inner in ast.walk(outer)}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Import):
+                    targets, relative = [alias.name for alias in node.names], False
+                elif isinstance(node, ast.ImportFrom):
+                    targets = [f"{node.module}.{alias.name}" for alias in node.names]
+                    relative = node.level > 0
+                else:
+                    continue
+                for target in targets:
+                    lazy = nested.get(id(node)) == "__getattr__" and _within(target, (LAZY.get(module, "-"),))
+                    yield Import(module, target, node.lineno, relative, id(node) in nested, lazy)
+
+
+def _dotted(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _layer(name: str) -> str:
+    """The package or top-level module that a dotted name belongs to."""
+    top, *rest = name.split(".")
+    return f"infinity.{rest[0]}" if top == "infinity" and rest else top
+
+
+def _within(module: str, places: tuple[str, ...]) -> bool:
+    return any(module == place or module.startswith(place + ".") for place in places)
+
+
+def layer_violations(sources: Sources) -> list[str]:
+    """Imports that the table does not allow, and packages that it does not know."""
+    found = []
+    for item in sources.imports():
+        layer, target = _layer(item.module), _layer(item.target)
+        if layer not in ALLOWED:
+            found.append(f"{item.module}: {layer} is not in the table")
+        if item.target.split(".")[0] not in FOLDERS:
+            continue
+        if layer == "examples":
+            # `import infinity` and `from infinity import Name`, never a submodule.
+            allowed = item.target == "infinity" or (
+                item.target.count(".") == 1 and item.target not in sources.trees and f"{item.target}" not in ALLOWED
+            )
+        else:
+            allowed = item.lazy or target == layer or target in ALLOWED.get(layer, set())
+        if not allowed:
+            found.append(str(item))
+    return found
+
+
+def relative_violations(sources: Sources) -> list[str]:
+    """Imports that are not absolute."""
+    return [str(item) for item in sources.imports() if item.relative]
+
+
+def nested_violations(sources: Sources) -> list[str]:
+    """Imports inside functions, but for lazy names of packages and optional builds in ops."""
+    return [
+        str(item)
+        for item in sources.imports()
+        if item.nested and not item.lazy and not _within(item.module, ("infinity.ops",))
+    ]
+
+
+def cycle_violations(sources: Sources) -> list[str]:
+    """Cycles among modules, each as a path that ends where it began. Names that are loaded on use do not count."""
+    edges: dict[str, set[str]] = {module: set() for module in sources.trees}
+    for item in sources.imports():
+        if item.lazy or item.module == "infinity":
+            continue
+        parent = item.target.rpartition(".")[0]
+        reached = item.target if item.target in sources.trees else parent
+        if reached in sources.trees and reached != "infinity":
+            edges[item.module].add(reached)
+    done: set[str] = set()
+    found = []
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            found.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in done:
+            for following in sorted(edges[module]):
+                visit(following, [*path, module])
+            done.add(module)
+
+    for module in sorted(edges):
+        visit(module, [])
+    return found
+
+
+def torch_violations(sources: Sources) -> list[str]:
+    """torch where it must not be, and torch.distributed in memory."""
+    found = [
+        str(item)
+        for item in sources.imports()
+        if _within(item.module, TORCH_FREE) and _within(item.target, ("torch", "transformers"))
+    ]
+    found += [
+        str(item)
+        for item in sources.imports()
+        if _within(item.module, DISTRIBUTED_FREE) and _within(item.target, ("torch.distributed",))
+    ]
+    return found
+
+
+def _attributes(sources: Sources, allowed: tuple[str, ...], forbidden: tuple[str, ...]) -> list[str]:
+    """Uses of dotted names such as `torch.cuda`, as an attribute or by an import, outside the allowed modules."""
+    found = []
+    for module, tree in sources.trees.items():
+        if _within(module, allowed):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in forbidden:
+                found.append(f"{module}:{node.lineno}: names {ast.unparse(node)}")
+    found += [
+        str(item)
+        for item in sources.imports()
+        if not _within(item.module, allowed) and _within(item.target, forbidden)
+    ]
+    return found
+
+
+def cuda_violations(sources: Sources) -> list[str]:
+    """torch.cuda named where a device is none of the module's business."""
+    return _attributes(sources, CUDA_NAMED_IN, ("torch.cuda",))
+
+
+def environment_violations(sources: Sources) -> list[str]:
+    """Environment variables read outside the three modules that may."""
+    return _attributes(sources, ENVIRONMENT_READ_IN, ("os.environ", "os.environb", "os.getenv", "os.putenv"))
+
+
+RULES: tuple[Callable[[Sources], list[str]], ...] = (
+    layer_violations, relative_violations, nested_violations, cycle_violations, torch_violations, cuda_violations,
+    environment_violations,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    return Sources.read(ROOT)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_sources_obey(rule, sources):
+    assert len(sources.trees) > 20
+    assert rule(sources) == []
+
+
+PLANTED = {
+    "config imports plan": (layer_violations, {"infinity__config__x": "from infinity.plan import types"}),
+    "siblings meet": (layer_violations, {"infinity__zero__x": "from infinity.optim.stepper import Stepper"}),
+    "ops imports memory": (layer_violations, {"infinity__ops__x": "import infinity.memory.store"}),
+    "plan imports the engine": (layer_violations, {"infinity__plan__x": "import infinity.engine"}),
+    "a type-checking import counts": (
+        layer_violations,
+        {"infinity__comm__x": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import infinity.memory.store"},
+    ),
+    "zero loads another name from the top": (
+        layer_violations,
+        {"infinity__zero": "def __getattr__(name):\n    from infinity import engine"},
+    ),
+    "lazy, but not in a package": (
+        nested_violations,
+        {"infinity__zero__x": "def __getattr__(name):\n    from infinity import api"},
+    ),
+    "through the package": (layer_violations, {"infinity__plan__x": "from infinity import engine"}),
+    "an unknown package": (layer_violations, {"infinity__magic__x": "import os"}),
+    "the engine imports estimators": (layer_violations, {"infinity__engine": "import estimators.cli"}),
+    "estimators import memory": (layer_violations, {"estimators__x": "from infinity.memory.ledger import Ledger"}),
+    "an example looks inside": (layer_violations, {"examples__x": "from infinity.zero.unit import Unit"}),
+    "an example imports a package": (layer_violations, {"examples__x": "from infinity import plan"}),
+    "relative": (relative_violations, {"infinity__plan__x": "from . import types"}),
+    "relative, two up": (relative_violations, {"infinity__plan__x": "from ..config import schema"}),
+    "in a function": (nested_violations, {"infinity__zero__x": "def f():\n    import json"}),
+    "in a method": (nested_violations, {"infinity__api": "class A:\n    def f(self):\n        if 1:\n            import os"}),
+    "in an example": (nested_violations, {"examples__x": "def f():\n    import json"}),
+    "a cycle of two": (
+        cycle_violations,
+        {"infinity__plan__a": "import infinity.plan.b", "infinity__plan__b": "from infinity.plan.a import x"},
+    ),
+    "a cycle through a package": (
+        cycle_violations,
+        {"infinity__plan": "from infinity.plan.a import x", "infinity__plan__a": "from infinity.plan import y"},
+    ),
+    "a cycle of three": (
+        cycle_violations,
+        {
+            "infinity__zero__a": "from infinity.zero import b", "infinity__zero__b": "import infinity.zero.c",
+            "infinity__zero__c": "import infinity.zero.a",
+        },
+    ),
+    "torch in plan": (torch_violations, {"infinity__plan__x": "from torch import nn"}),
+    "torch in config": (torch_violations, {"infinity__config__x": "import torch.nn.functional as F"}),
+    "torch in estimators": (torch_violations, {"estimators__x": "import torch"}),
+    "memory speaks to other ranks": (torch_violations, {"infinity__memory__x": "import torch.distributed as dist"}),
+    "cuda by attribute": (cuda_violations, {"infinity__zero__x": "import torch\ntorch.cuda.synchronize()"}),
+    "cuda by import": (cuda_violations, {"infinity__memory__store": "from torch.cuda import Stream"}),
+    "cuda by name": (cuda_violations, {"infinity__engine": "from torch import cuda"}),
+    "environ": (environment_violations, {"infinity__api": "import os\nos.environ['RANK']"}),
+    "getenv": (environment_violations, {"infinity__plan__x": "import os\nos.getenv('RANK')"}),
+    "environ by import": (environment_violations, {"infinity__log": "from os import environ"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_violation_is_found(case):
+    rule, texts = PLANTED[case]
+    assert rule(Sources.of(**texts))
+
+
+CLEAN = {
+    "itself": {"infinity__plan__a": "from infinity.plan.b import x", "infinity__plan__b": "import math"},
+    "downwards": {"infinity__zero__a": "from infinity.memory.store import TieredStore\nimport torch"},
+    "cuda where it belongs": {"infinity__memory__device": "import torch\ntorch.cuda.synchronize()"},
+    "environment where it belongs": {"infinity__comm__mesh": "import os\nos.environ['RANK']"},
+    "lazy public names": {"infinity__zero": "def __getattr__(name):\n    from infinity import api"},
+    "an optional build": {"infinity__ops__build": "def f():\n    import ninja"},
+    "public names": {"examples__a": "import infinity\nfrom infinity import Init"},
+}
+
+
+@pytest.mark.parametrize("case", CLEAN)
+def test_what_is_allowed_is_not_reported(case):
+    assert [found for rule in RULES for found in rule(Sources.of(**CLEAN[case]))] == []
+
+
+def test_a_violation_planted_in_a_copy_of_the_sources_is_found(tmp_path, sources):
+    for folder in FOLDERS:
+        for file in (ROOT / folder).rglob("*.py"):
+            copy = tmp_path / file.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes())
+    planted = tmp_path / "infinity" / "plan" / "layout.py"
+    planted.write_text(planted.read_text() + "\nfrom infinity.plan.plan import Plan\nimport torch\n")
+    broken = Sources.read(tmp_path)
+    assert any("infinity.plan.layout" in cycle for cycle in cycle_violations(broken))
+    assert torch_violations(broken)
+    assert layer_violations(broken) == layer_violations(sources)
+
+
+@pytest.mark.parametrize("package", TORCH_FREE)
+def test_what_must_be_free_of_torch_does_not_load_it_by_a_detour(package, sources):
+    modules = sorted(name for name in sources.trees if _within(name, (package,)) and not name.endswith("__main__"))
+    script = f"import sys, {', '.join(modules)}\nassert not {{'torch', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=60)
