@@ -4,7 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -24,7 +24,7 @@ class BuildWithNative(build_py):
         if self.editable_mode:
             # A checkout builds from csrc/ on first use, so that an edit of a source is seen.
             return
-        package = Path(self.build_lib) / "infinity"
+        package = Path(self.build_lib).resolve() / "infinity"
         # A build folder that was used before may hold sources or libraries that no longer exist.
         shutil.rmtree(package / "_csrc", ignore_errors=True)
         shutil.rmtree(package / "_native", ignore_errors=True)
@@ -39,12 +39,15 @@ class BuildWithNative(build_py):
 class PlatformWheel(bdist_wheel):
     """A wheel for any Python 3 of one platform: the libraries are plain C, they know no Python."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
-
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
-setup(cmdclass={"build_py": BuildWithNative, "bdist_wheel": PlatformWheel})
+class PlatformDistribution(Distribution):
+    """A distribution that belongs where a platform's packages go, although setuptools sees no extension module."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildWithNative, "bdist_wheel": PlatformWheel})

@@ -29,7 +29,9 @@ _PLAIN = {
 _REQUIRED = ("layers", "hidden", "intermediate", "heads", "vocab")
 
 
-def estimate(model: Mapping[str, Any], *, config: str | Mapping[str, Any] | None, ranks: int, accelerator: bool) -> Plan:
+def estimate(
+    model: Mapping[str, Any], *, config: str | Mapping[str, Any] | None, ranks: int, accelerator: bool
+) -> Plan:
     """The plan of the causal language model whose config.json holds `model`, trained with `config` on `ranks` ranks."""
     hidden = model.get("hidden_size", model.get("n_embd"))
     resolved = resolve(load_config(config), ResolveContext(world_size=ranks, hidden_size=hidden))

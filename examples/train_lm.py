@@ -5,8 +5,9 @@
     python examples/train_lm.py --hf path/to/config.json         an unmodified transformers model
     torchrun --nproc-per-node 2 examples/train_lm.py --config examples/configs/two_ranks.json
 
-Without `--data` the text is the documentation that comes with every Python (`pydoc_data.topics`). The loss is in nats per
-byte: a model that knows nothing has ln 256 = 5.55. The run folder receives the losses, the memory by tier and a picture.
+Without `--data` the text is the documentation that comes with every Python (`pydoc_data.topics`). The loss is in nats
+per byte: a model that knows nothing has ln 256 = 5.55. The run folder receives the losses, the memory by tier and a
+picture of both.
 """
 
 from __future__ import annotations
@@ -193,8 +194,9 @@ def on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
 def cycle(loader: Any) -> Iterator[dict[str, Tensor]]:
     """Batches without end, one pass over the data after the other."""
     for epoch in itertools.count():
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(epoch)
+        # With several ranks the sampler shuffles by the epoch's number.
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
         yield from loader
 
 
@@ -203,12 +205,25 @@ def tier_nbytes(engine: Any) -> dict[str, int]:
     return {tier: sum(kinds.values()) for tier, kinds in engine.memory().now.items()}
 
 
-def offload_files(config: dict[str, Any]) -> list[tuple[Path, int]]:
-    """Files under the configuration's NVMe paths, with the bytes that they take on the drive."""
+def offload_files(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Files under the configuration's NVMe paths: their bytes on the drive, and whether O_DIRECT moves them."""
     sections = [config.get("zero_optimization", {}).get(name) or {} for name in ("offload_param", "offload_optimizer")]
     paths = {section["nvme_path"] for section in sections if section.get("device") == "nvme"}
     files = {file for path in paths for file in Path(path).rglob("*") if file.is_file()}
-    return [(file, file.stat().st_blocks * 512) for file in sorted(files)]
+    return [
+        {"path": str(file), "nbytes": file.stat().st_blocks * 512, "direct": opened_direct(file)}
+        for file in sorted(files)
+    ]
+
+
+def opened_direct(file: Path) -> bool:
+    """Whether this process has `file` open past the page cache, as the kernel sees it."""
+    flags = [
+        int((Path("/proc/self/fdinfo") / link.name).read_text().split("flags:")[1].split()[0], 8)
+        for link in Path("/proc/self/fd").iterdir()
+        if link.exists() and link.resolve() == file.resolve()
+    ]
+    return any(flag & os.O_DIRECT for flag in flags)
 
 
 def train(engine: Any, loader: Any, args: argparse.Namespace, quiet: bool) -> list[float]:
@@ -269,7 +284,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", default=str(HERE / "configs" / "nvme_offload.json"), help="configuration (JSON)")
     parser.add_argument("--data", help="text file to train on instead of Python's documentation")
     parser.add_argument("--hf", metavar="CONFIG", help="train the transformers model of this config.json instead")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seq", type=int, default=128, help="bytes in a window")
     parser.add_argument("--batch", type=int, help="micro-batch per rank, instead of the configuration's")
     parser.add_argument("--dim", type=int, default=320)
@@ -293,10 +308,10 @@ def main(argv: list[str] | None = None) -> None:
     training, held_out = Windows(text[:cut], args.seq), Windows(text[cut:], args.seq)
     if not training or not held_out:
         raise SystemExit(f"the text has {len(text)} bytes: too short for windows of {args.seq}")
-    held_out_batches = list(itertools.islice(torch.utils.data.DataLoader(held_out, batch_size=16), 4))
     with infinity.Init(config=config) if args.init else contextlib.nullcontext():
         model = build_model(args)
     engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=training)
+    held_out_batches = list(itertools.islice(torch.utils.data.DataLoader(held_out, batch_size=16), 4))
     with engine:
         first = engine.global_rank == 0
         if first:
@@ -314,7 +329,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def report(
     args: argparse.Namespace, *, losses: list[float], held_out: tuple[float, float], memory: Any,
-    files: list[tuple[Path, int]], seconds: float,
+    files: list[dict[str, Any]], seconds: float,
 ) -> None:  # fmt: skip
     """Write the run folder and print the summary."""
     folder = Path(args.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
@@ -322,14 +337,14 @@ def report(
     before, after = held_out
     record = {
         "arguments": vars(args), "losses": losses, "held_out_before": before, "held_out_after": after,
-        "seconds": seconds, "memory_peak": memory.peak,
-        "nvme_files": [{"path": str(path), "nbytes": nbytes} for path, nbytes in files],
+        "seconds": seconds, "memory_peak": memory.peak, "nvme_files": files,
     }  # fmt: skip
     (folder / "loss.json").write_text(json.dumps(record, indent=2))
     draw(folder / "loss_and_memory.png", losses, held_out, memory.peak)
     print(memory)
-    for path, nbytes in files:
-        print(f"while training, {path} held {nbytes / 1e6:,.1f} MB on the drive")
+    for file in files:
+        how = "O_DIRECT" if file["direct"] else "the page cache"
+        print(f"while training, {file['path']} held {file['nbytes'] / 1e6:,.1f} MB, moved by {how}")
     print(
         f"held-out loss {before:.3f} -> {after:.3f} nats per byte ({after - before:+.3f}) after {args.steps} steps in "
         f"{seconds:.0f} s; results in {folder}{os.sep}"

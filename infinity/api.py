@@ -23,11 +23,10 @@ from infinity.errors import ConfigError
 from infinity.log import logger, start
 from infinity.memory.capacity import capped, free_cpu_nbytes, free_nvme_nbytes
 from infinity.memory.device import Device
-from infinity.memory.host import HostMemory
+from infinity.memory.host import HostMemory, trim
 from infinity.memory.ledger import Ledger
-from infinity.memory.nvme import NvmeTier
+from infinity.memory.nvme import NvmeTier, QueueOptions
 from infinity.memory.store import TieredStore
-from infinity.ops.aio import Queue
 from infinity.optim.adam import TieredAdam, groups_from_torch
 from infinity.optim.lr import build_scheduler
 from infinity.optim.stepper import Stepper
@@ -64,15 +63,15 @@ def initialize(
 ) -> tuple[Engine, TieredAdam, DataLoader[Any] | None, Any]:
     """Make a model trainable on the memory that the machine has.
 
-    model: any `nn.Module` with real parameters, ordinary or made under `infinity.Init`; its parameters move to their tiers.
-    config: path, dict or JSON string with DeepSpeed's keys (`config_params` and `args.deepspeed_config` are aliases).
+    model: any `nn.Module` with real parameters, ordinary or made under `infinity.Init`; they move to their tiers.
+    config: path, dict or JSON string with DeepSpeed's keys (aliases: `config_params`, `args.deepspeed_config`).
     model_parameters: parameters or torch-style groups to train; default: all that require a gradient.
     optimizer: None (from the configuration), or a class, factory or instance of torch's Adam or AdamW.
     lr_scheduler: None (from the configuration), a factory that takes the optimizer, or an instance.
 
-    Returns (engine, optimizer, dataloader, lr_scheduler); the last two are None without data or scheduler. Raises ConfigError
-    for what the configuration or the arguments cannot mean, CapacityError for a plan that does not fit. Nothing is
-    allocated or written before the plan has been checked.
+    Returns (engine, optimizer, dataloader, lr_scheduler); the last two are None without data or scheduler. Raises
+    ConfigError for what the configuration or the arguments cannot mean, CapacityError for a plan that does not fit.
+    Nothing is allocated or written before the plan has been checked.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize(model=...) needs a torch.nn.Module, got {type(model).__name__}")
@@ -93,6 +92,7 @@ def initialize(
         engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
         loader = _loader(resolved, training_data, collate_fn, ranks)
         undo.pop_all()
+    trim()
     for line in resolved.report():
         logger.info(line)
     logger.info(_headline(resolved, plan, trained))
@@ -106,11 +106,19 @@ class Init:
     beyond a window of 256 MB go to the NVMe folder that the configuration names; without one they stay in CPU memory.
     """
 
-    def __init__(self, module: nn.Module | None = None, config: ConfigSource = None, config_dict_or_path: ConfigSource = None,
-                 enabled: bool = True, **unknown: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        config: ConfigSource = None,
+        config_dict_or_path: ConfigSource = None,
+        enabled: bool = True,
+        **unknown: Any,
+    ) -> None:
         if module is not None or unknown:
             what = "module" if module is not None else next(iter(unknown))
-            raise ConfigError(f"Init({what}=...) is not supported: build the model inside `with infinity.Init(config=...):`")
+            raise ConfigError(
+                f"Init({what}=...) is not supported: build the model inside `with infinity.Init(config=...):`"
+            )
         self._enabled = enabled
         self._source = config if config is not None else config_dict_or_path
         self._exit = ExitStack()
@@ -122,10 +130,11 @@ class Init:
         ranks = detect()
         resolved = resolve(config, ResolveContext(world_size=ranks.world_size))
         device = Device.detect(ranks.local_rank)
-        mesh = Mesh(ranks, accelerator=device.is_accelerator, timeout_seconds=config.watchdog_seconds)
-        spool = Spool(resolved.nvme_path, mesh=mesh, timeout_seconds=config.watchdog_seconds)
+        spool = Spool(resolved.nvme_path, mesh=_mesh(resolved, ranks, device), timeout_seconds=config.watchdog_seconds)
         hook = register_module_parameter_registration_hook(
-            lambda module, name, param: spool.adopt(param, f"{type(module).__name__}.{name}") if param is not None else None
+            lambda module, name, param: (
+                spool.adopt(param, f"{type(module).__name__}.{name}") if param is not None else None
+            )
         )
         self._exit.callback(hook.remove)
         self._exit.push(lambda kind, *_: spool.seal() if kind is None else spool.close())
@@ -133,10 +142,11 @@ class Init:
 
     def __exit__(self, *exception: Any) -> None:
         self._exit.__exit__(*exception)
+        trim()
 
 
 @contextmanager
-def GatheredParameters(  # noqa: N802 - DeepSpeed's name
+def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
 ) -> Iterator[None]:
     """DeepSpeed's name: `read(params)`, or `modify(params)` with the values of `modifier_rank`."""
@@ -174,11 +184,14 @@ def _check_model(model: nn.Module) -> None:
             raise ConfigError(f"{name} is a lazy parameter: run one forward to give it a shape before initialize()")
         if param.is_meta:
             raise ConfigError(
-                f"{name} is on the meta device and has no values: build the model under `with infinity.Init(config=...):` instead"
+                f"{name} is on the meta device and has no values: build the model under `with "
+                f"infinity.Init(config=...):` instead"
             )
         owner = param.__dict__.get("_infinity_owner")
         if owner is not None and not owner._closed:
-            raise ConfigError(f"{name} belongs to another engine: close() that one first, or give each engine a model of its own")
+            raise ConfigError(
+                f"{name} belongs to another engine: close() that one first, or give each engine a model of its own"
+            )
 
 
 def _resolve(source: ConfigSource, args: Any, model: nn.Module, ranks: Ranks, optimizer: Any) -> ResolvedConfig:
@@ -196,7 +209,8 @@ def _resolve(source: ConfigSource, args: Any, model: nn.Module, ranks: Ranks, op
     paths = {path for path in (resolved.param_nvme_path, resolved.optimizer_nvme_path) if path is not None}
     if len(paths) > 1:
         raise ConfigError(
-            f"offload_param.nvme_path and offload_optimizer.nvme_path differ ({', '.join(sorted(paths))}): several drives arrive "
+            f"offload_param.nvme_path and offload_optimizer.nvme_path differ ({', '.join(sorted(paths))}): several "
+            f"drives arrive "
             "later; use one folder for both"
         )
     return resolved
@@ -214,7 +228,9 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
         optimizer = optimizer(groups)
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer must be a torch.optim class, factory or instance, got {type(optimizer).__name__}")
+            raise ConfigError(
+                f"optimizer must be a torch.optim class, factory or instance, got {type(optimizer).__name__}"
+            )
         # A scheduler that watches the program's own optimizer sees that it is stepped, by the engine.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         taken, defaults, decoupled = groups_from_torch(optimizer)
@@ -264,34 +280,41 @@ def _capacity(config: ResolvedConfig, plan: Plan, model: nn.Module, ranks: Ranks
 
 
 def _build(
-    config: ResolvedConfig, model: nn.Module, plan: Plan, ranks: Ranks, device: Device, trained: _Trained, undo: ExitStack
+    config: ResolvedConfig,
+    model: nn.Module,
+    plan: Plan,
+    ranks: Ranks,
+    device: Device,
+    trained: _Trained,
+    undo: ExitStack,
 ) -> Parts:
-    """Allocate what the plan says and move the model into it. What was built is taken down again when a later part fails."""
-    timeout = config.config.watchdog_seconds
-    mesh = Mesh(ranks, accelerator=device.is_accelerator, timeout_seconds=timeout)
+    """Allocate what the plan says and move the model into it. What was built is taken down again when a later part
+    fails.
+    """
+    spool = spool_of(list(model.parameters()))
+    mesh = spool.mesh if spool is not None else _mesh(config, ranks, device)
     undo.callback(mesh.close)
     ledger = Ledger()
-    sections = (config.zero.offload_param, config.zero.offload_optimizer)
-    host = HostMemory(device, pin=all(section is None or section.pin_memory for section in sections), ledger=ledger)
-    nvme = _nvme(config, plan, ranks) if plan.nvme_nbytes else None
-    if nvme is not None:
-        undo.callback(nvme.close)
-    overlap = config.config.overlap
-    store = TieredStore(
-        plan.partitions, device=device, host=host, ledger=ledger, pools=plan.pools, nvme=nvme, rank=ranks.rank, overlap=overlap
-    )
+    store = _store(config, plan, ranks, device, ledger)
     undo.callback(store.close)
-    spool = spool_of(list(model.parameters()))
     by_name = dict(model.named_parameters())
     units = [
-        Unit(layout, placed, [by_name[slot.name] for slot in layout.slots], store=store, device=device, mesh=mesh, ledger=ledger)
+        Unit(
+            layout,
+            placed,
+            [by_name[slot.name] for slot in layout.slots],
+            store=store,
+            device=device,
+            mesh=mesh,
+            ledger=ledger,
+        )
         for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
     ]
     Materializer(units, plan=plan, store=store, mesh=mesh, spool=spool).run()
     if spool is not None:
         spool.close()
     gradients = Gradients(units, plan=plan, store=store, device=device, mesh=mesh, ledger=ledger)
-    ahead = overlap and (ranks.world_size > 1 or device.is_accelerator)
+    ahead = config.config.overlap and (ranks.world_size > 1 or device.is_accelerator)
     coordinator = Coordinator(units, plan=plan, store=store, gradients=gradients, ahead=ahead)
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
@@ -311,17 +334,40 @@ def _build(
     )  # fmt: skip
 
 
-def _nvme(config: ResolvedConfig, plan: Plan, ranks: Ranks) -> NvmeTier:
-    aio = config.config.aio
-    threads = aio.intra_op_parallelism or 4
-    assert config.nvme_path is not None
-    queue = Queue(
-        depth=aio.queue_depth * threads, threads=threads, timeout_s=config.config.watchdog_seconds, block_nbytes=aio.block_size
-    )
+def _mesh(config: ResolvedConfig, ranks: Ranks, device: Device) -> Mesh:
+    return Mesh(ranks, accelerator=device.is_accelerator, timeout_seconds=config.config.watchdog_seconds)
+
+
+def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, ledger: Ledger) -> TieredStore:
+    """The partitions' memory and, where the plan has extents, this rank's swap file."""
+    nvme = None
+    if plan.nvme_nbytes:
+        aio = config.config.aio
+        threads = aio.intra_op_parallelism or QueueOptions().threads
+        options = QueueOptions(
+            depth=aio.queue_depth * threads,
+            threads=threads,
+            timeout_seconds=config.config.watchdog_seconds,
+            block_nbytes=aio.block_size,
+        )
+        assert config.nvme_path is not None
+        nvme = NvmeTier.open(config.nvme_path, nbytes=plan.nvme_nbytes, rank=ranks.rank, options=options)
+    sections = (config.zero.offload_param, config.zero.offload_optimizer)
+    pin = all(section is None or section.pin_memory for section in sections)
     try:
-        return NvmeTier(config.nvme_path, nbytes=plan.nvme_nbytes, rank=ranks.rank, queue=queue)
+        return TieredStore(
+            plan.partitions,
+            device=device,
+            host=HostMemory(device, pin=pin, ledger=ledger),
+            ledger=ledger,
+            pools=plan.pools,
+            nvme=nvme,
+            rank=ranks.rank,
+            overlap=config.config.overlap,
+        )
     except BaseException:
-        queue.close()
+        if nvme is not None:
+            nvme.close()
         raise
 
 
@@ -337,11 +383,16 @@ def _loader(config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, ran
     if data is None:
         return None
     drop_last = config.config.dataloader_drop_last
-    sampler = None
+    sampler: DistributedSampler[Any] | None = None
     if ranks.world_size > 1:
         sampler = DistributedSampler(data, num_replicas=ranks.world_size, rank=ranks.rank, drop_last=drop_last)
     return DataLoader(
-        data, batch_size=config.micro_batch, sampler=sampler, shuffle=sampler is None, collate_fn=collate, drop_last=drop_last
+        data,
+        batch_size=config.micro_batch,
+        sampler=sampler,
+        shuffle=sampler is None,
+        collate_fn=collate,
+        drop_last=drop_last,
     )
 
 
@@ -351,7 +402,8 @@ def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
     default = " (default)" if config.sources["gradient_clipping"] == "default" else ""
     kind = "AdamW" if trained.decoupled else "Adam"
     return (
-        f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {config.compute_dtype}, {plan.topology.dp} rank(s), "
+        f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {config.compute_dtype}, {plan.topology.dp} "
+        f"rank(s), "
         f"{kind}; parameters on {config.param_tier}, optimizer states on {config.optimizer_tier}; "
         f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "
         + (f"clipping at {clip:g}{default}" if clip else "no clipping")

@@ -1,8 +1,8 @@
 """The engine: the training loop's verbs in their order. Mechanism lives below; here is only who is called when.
 
-    loss = engine(**batch)        forward: hooks gather and release
-    engine.backward(loss)         gradients go into partitions
-    engine.step()                 at the accumulation boundary: norm, clip, step, refresh, schedule
+loss = engine(**batch)        forward: hooks gather and release
+engine.backward(loss)         gradients go into partitions
+engine.step()                 at the accumulation boundary: norm, clip, step, refresh, schedule
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from infinity.config.resolve import ResolvedConfig
 from infinity.errors import StateError
 from infinity.log import logger
 from infinity.memory.device import Device
+from infinity.memory.host import trim
 from infinity.memory.ledger import Ledger, MemoryReport
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import shutdown_threads
@@ -118,7 +119,11 @@ class Engine(nn.Module):
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise StateError(
                 "engine.backward needs a loss of one element that requires a gradient, got "
-                + (f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else repr(loss))
+                + (
+                    f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+                    if isinstance(loss, Tensor)
+                    else repr(loss)
+                )
             )
         factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         factor *= self._scaler.scale if self._scaler is not None else 1.0
@@ -239,7 +244,7 @@ class Engine(nn.Module):
         resident = int(psutil.Process().memory_info().rss)
         return MemoryReport.of(self._ledger, resident=resident, in_process=in_process)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full tensors on rank 0's CPU, empty on other ranks; gathered unit by unit. Collective."""
         wanted = self.global_rank == 0
         whole: dict[int, Tensor] = {}
@@ -261,7 +266,9 @@ class Engine(nn.Module):
     # The end.
 
     def close(self) -> None:
-        """Return memory, files, threads and process groups. Weights that are whole stay usable; call it as often as you like."""
+        """Return memory, files, threads and process groups. Weights that are whole stay usable; call it as often as
+        you like.
+        """
         if self._closed:
             return
         self._closed = True
@@ -276,6 +283,7 @@ class Engine(nn.Module):
                 unit.close()
             shutdown_threads()
             self.mesh.close()
+            trim()
 
     def __enter__(self) -> Engine:
         return self
@@ -349,7 +357,7 @@ def _loss_scaler(config: ResolvedConfig) -> LossScaler | None:
     if config.compute_dtype != "fp16":
         return None
     return LossScaler(
-        loss_scale=fp16.loss_scale, initial_scale_power=fp16.initial_scale_power, loss_scale_window=fp16.loss_scale_window,
-        hysteresis=fp16.hysteresis, consecutive_hysteresis=fp16.consecutive_hysteresis, min_loss_scale=fp16.min_loss_scale,
+        loss_scale=fp16.loss_scale, initial_scale_power=fp16.initial_scale_power,
+        loss_scale_window=fp16.loss_scale_window, hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis, min_loss_scale=fp16.min_loss_scale,
     )  # fmt: skip
-

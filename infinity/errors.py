@@ -8,7 +8,9 @@ class InfinityError(Exception):
 
 
 class ConfigError(InfinityError, ValueError):
-    """The configuration (or an argument of `initialize`) cannot be honoured; the message names the key path and a fix."""
+    """The configuration (or an argument of `initialize`) cannot be honoured; the message names the key path and a
+    fix.
+    """
 
 
 class CapacityError(InfinityError, ValueError):

@@ -14,7 +14,7 @@ _said: set[str] = set()
 
 
 def start(rank: int, level: str | None) -> None:
-    """Make INFO lines of rank 0 visible, and only warnings of other ranks, unless the program configured logging itself."""
+    """Make INFO lines of rank 0 visible, and only errors of others, unless the program configured logging itself."""
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("[infinity] %(message)s"))

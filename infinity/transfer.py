@@ -1,6 +1,7 @@
 """One future over whatever moves bytes: an I/O request, a CUDA event, a collective.
 
-`done()` never blocks. `wait()` returns when the bytes have arrived and raises the mover's error; it may be called again.
+`done()` never blocks. `wait()` returns when the bytes have arrived and raises the mover's error; it may be called
+again. After an error `done()` says whether the mover has let go of the bytes: one that is late has not.
 """
 
 from __future__ import annotations

@@ -191,5 +191,6 @@ def test_a_planted_violation_is_found(case, tmp_path):
 def test_a_tidy_file_is_not_reported(tmp_path):
     file = tmp_path / "infinity" / "plan" / "a.py"
     file.parent.mkdir(parents=True)
-    file.write_text(DOCUMENTED + '\n\ndef f() -> int:\n    """One."""\n    # Why: a - b == c (see above).\n    return 1\n')
+    function = 'def f() -> int:\n    """One."""\n    # Why: a - b == c (see above).\n    return 1\n'
+    file.write_text(DOCUMENTED + "\n\n" + function)
     assert [found for rule in RULES for found in rule(tmp_path)] == []

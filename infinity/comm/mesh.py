@@ -1,8 +1,8 @@
 """Who this rank is, and the process groups it needs.
 
-World size 1 needs no launcher, no environment variables and no process group. With more ranks (torchrun, or a group that
-the program has opened itself) gathers and reductions run in groups of their own, so that their mutual order is free, and
-small decisions are exchanged through a CPU group that never waits for the device.
+World size 1 needs no launcher, no environment variables and no process group. With more ranks (torchrun, or a group
+that the program has opened itself) gathers and reductions run in groups of their own, so that their mutual order is
+free, and small decisions are exchanged through a CPU group that never waits for the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def detect() -> Ranks:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if world_size > 1 and name not in os.environ]
         if missing:
             raise ConfigError(
-                f"WORLD_SIZE is {world_size} but {' and '.join(missing)} is not set: start the program with torchrun, or unset "
+                f"WORLD_SIZE is {world_size} but {' and '.join(missing)} is not set: start the program with "
+                f"torchrun, or unset "
                 "WORLD_SIZE to train on one rank"
             )
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
@@ -58,7 +59,10 @@ class Mesh:
         timeout = timedelta(seconds=timeout_seconds)
         if not dist.is_initialized():
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if accelerator else "gloo", rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
+                "cpu:gloo,cuda:nccl" if accelerator else "gloo",
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                timeout=timeout,
             )
             self._opened_here = True
         backend = "nccl" if accelerator else "gloo"

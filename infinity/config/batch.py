@@ -12,6 +12,8 @@ _STEPS = "gradient_accumulation_steps"
 
 @dataclass(frozen=True)
 class Batch:
+    """The three batch sizes, settled: `total` = `micro` x `accumulation` x ranks."""
+
     total: int
     micro: int
     accumulation: int

@@ -30,6 +30,8 @@ class Aio(Section):
 
 
 class Tier(Section):
+    """The cap of one tier."""
+
     max_bytes: Annotated[Limit, HONOURED] = None
     """Hard cap of what the plan puts here: bytes, "16GB", "1.5GiB", or a share of what is there such as "80%".
     Absent: all of it."""

@@ -89,6 +89,8 @@ class Pipeline(Section):
 
 
 class ParallelWrite(Section):
+    """Which ranks write at once."""
+
     pipeline_stage: Annotated[Flag, _NO_SAVING] = False
     """Pipeline stages write in parallel."""
 

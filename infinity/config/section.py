@@ -18,6 +18,8 @@ _Kind = TypeVar("_Kind")
 
 
 class Answer(Enum):
+    """What infinity does with a key."""
+
     # The key means here what it means in DeepSpeed.
     HONOURED = "honoured"
     # Accepted; reported once, with the reason, when it is set.
@@ -28,17 +30,23 @@ class Answer(Enum):
 
 @dataclass(frozen=True)
 class Honoured:
+    """The key means what it says."""
+
     answer = Answer.HONOURED
 
 
 @dataclass(frozen=True)
 class NoEffect:
+    """The key is accepted and changes nothing; `why` is reported once when it is set."""
+
     why: str
     answer = Answer.NO_EFFECT
 
 
 @dataclass(frozen=True)
 class Refused:
+    """A value that switches the key on is an error: `why`, and what to do `instead`."""
+
     why: str
     instead: str
     # Values beside the default that switch nothing on.
@@ -96,6 +104,7 @@ def mark(field: FieldInfo, kind: type[_Kind]) -> _Kind | None:
 
 
 def reply_of(field: FieldInfo) -> Reply:
+    """The answer that a field of the schema carries."""
     reply = mark(field, Honoured) or mark(field, NoEffect) or mark(field, Refused)
     assert reply is not None, "every key of the schema has an answer"
     return reply
@@ -149,4 +158,5 @@ def leaves(section: Section, path: str = "") -> Iterator[Leaf]:
 
 
 def dotted(path: str, name: str) -> str:
+    """The path of key `name` inside the section at `path`."""
     return f"{path}.{name}" if path else name

@@ -24,6 +24,8 @@ _KEPT_FP32 = "master weights and moments are kept exactly, split so that they ta
 
 
 class AdamParams(Section):
+    """Hyper-parameters of Adam and AdamW."""
+
     lr: Annotated[Positive, HONOURED] = 1e-3
     """Learning rate."""
     betas: Annotated[Betas, HONOURED] = (0.9, 0.999)
@@ -74,6 +76,8 @@ class Optimizer(Section):
 
 
 class LRRangeTestParams(Section):
+    """A learning-rate range test."""
+
     lr_range_test_min_lr: Annotated[Weight, HONOURED] = 1e-3
     """Where the sweep starts."""
     lr_range_test_step_size: Annotated[Count, HONOURED] = 2000
@@ -85,6 +89,8 @@ class LRRangeTestParams(Section):
 
 
 class OneCycleParams(Section):
+    """One cycle of the learning rate, and its decay."""
+
     cycle_min_lr: Annotated[Weight | None, HONOURED] = None
     """Learning rate at both ends of the cycle. Required."""
     cycle_max_lr: Annotated[Weight | None, HONOURED] = None
@@ -112,6 +118,8 @@ class OneCycleParams(Section):
 
 
 class WarmupLRParams(Section):
+    """A warm-up, then a constant rate."""
+
     warmup_min_lr: Annotated[Weight, HONOURED] = 0.0
     """Where the warm-up starts."""
     warmup_max_lr: Annotated[Weight | None, HONOURED] = None
@@ -123,6 +131,8 @@ class WarmupLRParams(Section):
 
 
 class WarmupDecayLRParams(Section):
+    """A warm-up, then a linear decay to zero."""
+
     total_num_steps: Annotated[Count | None, HONOURED] = None
     """Steps of the whole run, warm-up included. Required."""
     warmup_min_lr: Annotated[Weight, HONOURED] = 0.0
@@ -136,6 +146,8 @@ class WarmupDecayLRParams(Section):
 
 
 class WarmupCosineLRParams(Section):
+    """A warm-up, then a cosine."""
+
     total_num_steps: Annotated[Count | None, HONOURED] = None
     """Steps of the whole run, warm-up included. Required."""
     warmup_min_ratio: Annotated[Weight, HONOURED] = 0.0

@@ -37,6 +37,7 @@ class Reader:
 
 
 def read_flag(value: Any) -> bool:
+    """A boolean, also as tools write it: 0, 1, "true", "False"."""
     if isinstance(value, str):
         value = {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower(), value)
     if isinstance(value, int) and value in (0, 1):

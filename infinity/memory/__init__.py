@@ -1,1 +1,1 @@
-"""The tiered memory manager: partitions with homes on GPU, CPU or NVMe, and the store that is the only mover of bytes."""
+"""The tiered memory manager: partitions with homes on GPU, CPU or NVMe, and the store, their only mover."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import psutil
 
@@ -14,7 +14,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_cpu_nbytes() -> int:
-    """Memory that a new process could take on this node: what the system has available, within the control group's limit."""
+    """Memory that a new process could take on this node: what the system has, within the control groups' limits."""
     available = int(psutil.virtual_memory().available)
     for limit, used in _cgroup_limits():
         available = min(available, max(limit - used, 0))
@@ -22,7 +22,7 @@ def free_cpu_nbytes() -> int:
 
 
 def free_nvme_nbytes(directory: str | os.PathLike[str]) -> int:
-    """Free bytes on the drive of `directory`, which need not exist yet. Swap files of killed processes are removed first."""
+    """Free bytes on the drive of `directory`, which need not exist yet, without what killed processes left there."""
     path = Path(directory).absolute()
     if path.is_dir():
         clean(path)
@@ -33,28 +33,39 @@ def free_nvme_nbytes(directory: str | os.PathLike[str]) -> int:
 
 
 def capped(free_nbytes: int | None, limit: int | Share | None, ranks: int) -> int | None:
-    """A rank's share of what is free on a node, and of the configured limit, whichever is less."""
+    """A rank's share of what is free on a node, and of the configured limit, whichever is less; None where unknown."""
+    if free_nbytes is None:
+        # A share of an unknown amount is unknown.
+        return limit // ranks if isinstance(limit, int) else None
     if limit is None:
-        return None if free_nbytes is None else free_nbytes // ranks
-    nbytes = limit if isinstance(limit, int) else limit.of(free_nbytes or 0)
-    return min(nbytes, free_nbytes if free_nbytes is not None else nbytes) // ranks
+        return free_nbytes // ranks
+    nbytes = limit if isinstance(limit, int) else limit.of(free_nbytes)
+    return min(nbytes, free_nbytes) // ranks
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, used without reclaimable cache) of the memory control groups of this process, versions 1 and 2."""
+    """(limit, used without reclaimable cache) of the control groups of this process, versions 1 and 2.
+
+    A limit holds for everything below, so those of the groups above count. In a container the path may be the host's
+    and only the top of the mounted tree be there, which is then the container's own group.
+    """
     found = []
     for controllers, path in _cgroup_paths():
         if "memory" in controllers:
-            folder = _CGROUP / "memory" / path
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            top, prefix = _CGROUP / "memory", "total_"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         elif not controllers:
-            folder = _CGROUP / path
-            names = ("memory.max", "memory.current", "inactive_file")
+            top, prefix = _CGROUP, ""
+            names = ("memory.max", "memory.current")
         else:
             continue
-        limit, used = _number(folder / names[0]), _number(folder / names[1])
-        if limit is not None and used is not None:
-            found.append((limit, max(used - _statistic(folder / "memory.stat", names[2]), 0)))
+        own = PurePosixPath(path if ".." not in path else "")
+        for group in (own, *own.parents):
+            limit, used = (_number(top / group / name) for name in names)
+            if limit is not None and used is not None:
+                statistics = top / group / "memory.stat"
+                cache = sum(_statistic(statistics, prefix + part) for part in ("inactive_file", "active_file"))
+                found.append((limit, max(used - cache, 0)))
     return found
 
 

@@ -35,7 +35,7 @@ class Device:
         return torch.empty(numel, dtype=dtype, device=self.torch)
 
     def copy(self, target: Tensor, source: Tensor) -> Transfer:
-        """Copy between CPU and device: on the side stream, after what the current stream has queued, where there is one."""
+        """Copy between CPU and device; on a side stream, if there is one, after what the current stream has queued."""
         if self._copies is None:
             target.copy_(source)
             return Completed()
@@ -71,6 +71,7 @@ class Device:
         return None if int(status) == 0 else f"cudaHostRegister: {status}"
 
     def unregister(self, pointer: int) -> None:
+        """Undo `register`."""
         torch.cuda.cudart().cudaHostUnregister(pointer)
 
     def scope(self) -> torch.cuda.device | nullcontext[None]:

@@ -1,4 +1,7 @@
-"""Where every byte is: tier x kind -> bytes now and at most. The store and the units book every buffer they take or return."""
+"""Where every byte is: tier x kind -> bytes now and at most.
+
+The store and the units book every buffer that they take or return.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class MemoryReport:
 
         def table(entries: dict[tuple[Tier, Kind], int]) -> dict[str, dict[str, int]]:
             return {
-                tier.value: {kind.value: nbytes for (where, kind), nbytes in entries.items() if where is tier and nbytes}
+                tier.value: {kind.value: size for (where, kind), size in entries.items() if where is tier and size}
                 for tier in Tier
             }
 

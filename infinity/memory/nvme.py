@@ -1,8 +1,9 @@
 """The NVMe tier: one preallocated swap file a rank, moved through the asynchronous queue.
 
-The file's name is unique, its owner holds a lock on it for as long as it lives, and it is unlinked on close. A file whose
-lock is free belongs to a process that was killed: the next start on the same directory removes it. Creation and removal
-happen under a lock on the directory, so that nobody takes a file for stale between its creation and its first lock.
+The file's name is unique, its owner holds a lock on it for as long as it lives, and it is unlinked on close. A file
+whose lock is free belongs to a process that was killed: the next start on the same directory removes it. Creation and
+removal happen under a lock on the directory, so that nobody takes a file for stale between its creation and its first
+lock.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fcntl
 import os
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -24,6 +26,16 @@ from infinity.transfer import Transfer
 
 _PREFIX = "infinity-swap-"
 _SUFFIX = ".bin"
+
+
+@dataclass(frozen=True, slots=True)
+class QueueOptions:
+    """How the drive is used: blocks in flight, I/O threads, the time limit of one request, bytes of a block."""
+
+    depth: int = 64
+    threads: int = 4
+    timeout_seconds: float = 300.0
+    block_nbytes: int = 1 << 20
 
 
 class NvmeTier:
@@ -39,11 +51,32 @@ class NvmeTier:
             remove_stale(self.directory)
             self.path = self.directory / f"{_PREFIX}{uuid.uuid4().hex}-rank{rank}{_SUFFIX}"
             self._file = File.create(self.path, nbytes)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                self._file.close()
+                self.path.unlink()
+                raise
             _try_lock(self._lock)
+
+    @classmethod
+    def open(cls, directory: str | Path, *, nbytes: int, rank: int, options: QueueOptions) -> NvmeTier:
+        """A tier with a queue of its own, closed with it."""
+        queue = Queue(
+            depth=options.depth,
+            threads=options.threads,
+            timeout_s=options.timeout_seconds,
+            block_nbytes=options.block_nbytes,
+        )
+        try:
+            return cls(directory, nbytes=nbytes, rank=rank, queue=queue)
+        except BaseException:
+            queue.close()
+            raise
 
     @property
     def nbytes(self) -> int:
+        """Size of the file."""
         return self._file.nbytes
 
     @property
@@ -56,7 +89,7 @@ class NvmeTier:
         return self._queue.read(self._file, extent.offset, buffer)
 
     def write(self, extent: Extent, buffer: Tensor) -> Transfer:
-        """Submit a write of `buffer` (uint8, `extent.nbytes` long) to one extent; the buffer must not change meanwhile."""
+        """Submit a write of `buffer` (uint8, `extent.nbytes` long), which must not change meanwhile, to one extent."""
         return self._queue.write(self._file, extent.offset, buffer)
 
     def close(self) -> None:
@@ -83,7 +116,8 @@ def remove_stale(directory: Path) -> list[Path]:
     """Remove swap files whose owner is gone; returns their paths. Call it under the directory's lock."""
     removed = []
     for path in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
-        with contextlib.suppress(FileNotFoundError, PermissionError):
+        # What cannot be opened or removed is not ours: another user's, or no file at all.
+        with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 if _try_lock(descriptor):
@@ -109,7 +143,7 @@ def _directory_lock(directory: Path) -> Iterator[None]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Take the exclusive lock if nobody has it. False also where the file system has no locks: then nothing is stale."""
+    """Take the exclusive lock if nobody has it. False also on a file system without locks: then nothing is stale."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -8,16 +8,21 @@
 | WRITING  | the value    | being written        | readers only                 | complete, error           |
 | SPILLED  | nothing      | the value            | none                         | fetch, discard            |
 | READING  | being filled | the value            | none (callers wait)          | complete, error           |
-| FAILED   | untrusted    | untrusted            | none                         | discard, then materialize |
+| FAILED   | untrusted    | untrusted            | readers that began before    | discard, then materialize |
 
-A partition whose home is GPU or CPU is ABSENT or RESIDENT only. Invariants, in `check`: (1) a value that exists is in at
-least one place; (3) no drop, flush or discard under a writer, no drop or discard under readers; (4) READING or WRITING
-exactly when a transfer is set; (5) SPILLED has no buffer. The store holds (2), one buffer one partition, and (6), the
-ledger equals the sum over partitions. An illegal move raises `StateError` with partition, rank, state and move.
+A move that starts a transfer takes a function that submits it, and calls it only when the move is legal. A transfer
+that fails because it is late is still in flight: the state stays, and the buffer is not free.
+
+A partition whose home is GPU or CPU is ABSENT or RESIDENT only. Invariants, in `check`: (1) a value that exists is in
+at least one place; (3) no drop, flush or discard under a writer, no drop or discard under readers; (4) READING or
+WRITING exactly when a transfer is set; (5) SPILLED has no buffer. The store holds (2), one buffer one partition, and
+(6), the ledger equals the sum over partitions. An illegal move raises `StateError` with partition, rank, state and
+move.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -56,11 +61,12 @@ _NVME_MOVES = {
     (State.READING, State.RESIDENT), (State.READING, State.FAILED),
     (State.FAILED, State.ABSENT),
 }  # fmt: skip
-_HAS_BUFFER = {State.RESIDENT, State.DIRTY, State.WRITING, State.READING, State.FAILED}
+# A failed one may have given its buffer back.
+_HAS_BUFFER = {State.RESIDENT, State.DIRTY, State.WRITING, State.READING}
 
 
 class Partition:
-    """Guards every move of one slice. `buffer` is a uint8 tensor of `spec.nbytes` bytes while memory holds the value."""
+    """Guards every move of one slice. `buffer` is uint8, [spec.nbytes], while memory holds the value."""
 
     __slots__ = ("awaited", "buffer", "rank", "readers", "spec", "state", "transfer", "used", "writer")
 
@@ -100,28 +106,37 @@ class Partition:
 
     def materialize(self, buffer: Tensor) -> None:
         """Give an absent partition a buffer whose content is its new value."""
+        # RESIDENT -> DIRTY is a legal move, too, but a writer's.
+        self._forbid(self.state is not State.ABSENT, "materialize")
         self._move(State.DIRTY if self.on_nvme else State.RESIDENT, "materialize")
         self.buffer = buffer
 
-    def begin_fetch(self, buffer: Tensor, transfer: Transfer) -> None:
+    def begin_fetch(self, buffer: Tensor, submit: Callable[[], Transfer]) -> None:
+        """Fill `buffer` from NVMe. When `submit` raises nothing has changed."""
+        self._allow(State.READING, "fetch")
+        self.transfer = submit()
+        self.buffer = buffer
         self._move(State.READING, "fetch")
-        self.buffer, self.transfer = buffer, transfer
 
-    def begin_flush(self, transfer: Transfer) -> None:
+    def begin_flush(self, submit: Callable[[], Transfer]) -> None:
+        """Write the buffer to NVMe. When `submit` raises nothing has changed."""
         self._forbid(self.writer, "flush")
+        self._allow(State.WRITING, "flush")
+        self.transfer = submit()
         self._move(State.WRITING, "flush")
-        self.transfer = transfer
 
     def complete(self) -> None:
-        """Take note that the transfer arrived; on its error the partition is FAILED and the error is raised."""
+        """Wait for the transfer and raise its error; then the partition is FAILED, unless the transfer is only late."""
         if self.transfer is None:
             raise self.error("complete")
-        transfer, self.transfer = self.transfer, None
         try:
-            transfer.wait()
+            self.transfer.wait()
         except BaseException:
-            self._move(State.FAILED, "fail")
+            if self.transfer.done():
+                self.transfer = None
+                self._move(State.FAILED, "fail")
             raise
+        self.transfer = None
         self._move(State.RESIDENT, "complete")
 
     def drop(self) -> Tensor:
@@ -138,6 +153,13 @@ class Partition:
         self._move(State.ABSENT, "discard")
         self.awaited = False
         return self._take_buffer() if self.buffer is not None else None
+
+    def surrender(self) -> Tensor | None:
+        """Free the buffer of a failed partition, once nobody reads it. Returns the buffer, if there was one."""
+        if self.state is not State.FAILED or self.leased or self.buffer is None:
+            return None
+        self.awaited = False
+        return self._take_buffer()
 
     def begin_read(self) -> None:
         if self.state not in (State.RESIDENT, State.DIRTY, State.WRITING) or self.writer:
@@ -160,10 +182,11 @@ class Partition:
     def check(self) -> None:
         """Raise StateError when an invariant of the table does not hold."""
         broken = [
-            (self.buffer is not None) != (self.state in _HAS_BUFFER),
+            (self.buffer is not None) != (self.state in _HAS_BUFFER) and self.state is not State.FAILED,
             (self.transfer is not None) != (self.state in (State.READING, State.WRITING)),
             self.writer and self.readers > 0,
-            self.leased and self.state in (State.ABSENT, State.SPILLED, State.READING, State.FAILED),
+            self.leased and self.state in (State.ABSENT, State.SPILLED, State.READING),
+            self.writer and self.state in (State.WRITING, State.FAILED),
             not self.on_nvme and self.state not in (State.ABSENT, State.RESIDENT),
             self.readers < 0,
         ]
@@ -176,9 +199,12 @@ class Partition:
         return StateError(f"cannot {move}: {self.key}, rank {self.rank}, is {self.state.value} with {lease}")
 
     def _move(self, to: State, move: str) -> None:
+        self._allow(to, move)
+        self.state = to
+
+    def _allow(self, to: State, move: str) -> None:
         if (self.state, to) not in (_NVME_MOVES if self.on_nvme else _MEMORY_MOVES):
             raise self.error(move)
-        self.state = to
 
     def _forbid(self, condition: bool, move: str) -> None:
         if condition:

@@ -7,6 +7,11 @@ from torch import Tensor
 from infinity.plan.types import EXTENT_ALIGNMENT, align_up
 
 
+def piece_nbytes(nbytes: int) -> int:
+    """What a piece of `nbytes` bytes takes of an arena."""
+    return max(align_up(nbytes, EXTENT_ALIGNMENT), EXTENT_ALIGNMENT)
+
+
 class Arena:
     """First-fit allocation inside one uint8 tensor; pieces are aligned for direct I/O and coalesced when returned."""
 
@@ -16,23 +21,25 @@ class Arena:
         self._buffer: Tensor | None = buffer
         # Free ranges (offset, nbytes), by offset.
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]
+        # Offset -> bytes of the pieces that are out.
         self._taken: dict[int, int] = {}
 
     @property
     def taken_nbytes(self) -> int:
+        """Bytes of the pieces that are out, rounded up as `piece_nbytes` does."""
         return sum(self._taken.values())
 
     def take(self, nbytes: int) -> Tensor | None:
         """A piece of `nbytes` bytes, or None when no free range is long enough."""
         if self._buffer is None:
             return None
-        wanted = max(align_up(nbytes, EXTENT_ALIGNMENT), EXTENT_ALIGNMENT)
+        wanted = piece_nbytes(nbytes)
         for index, (offset, length) in enumerate(self._free):
             if length >= wanted:
                 rest = [(offset + wanted, length - wanted)] if length > wanted else []
                 self._free[index : index + 1] = rest
                 piece = self._buffer[offset : offset + nbytes]
-                self._taken[piece.data_ptr()] = wanted
+                self._taken[offset] = wanted
                 return piece
         return None
 
@@ -40,9 +47,8 @@ class Arena:
         """Return a piece that `take` handed out."""
         if self._buffer is None:
             return
-        pointer = piece.data_ptr()
-        length = self._taken.pop(pointer)
-        offset = pointer - self._buffer.data_ptr()
+        offset = int(piece.storage_offset() - self._buffer.storage_offset())
+        length = self._taken.pop(offset)
         merged: list[tuple[int, int]] = []
         for at, size in sorted([*self._free, (offset, length)]):
             if merged and merged[-1][0] + merged[-1][1] == at:

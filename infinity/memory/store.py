@@ -1,27 +1,28 @@
 """The store: the only mover of bytes. It leases partitions, fetches and flushes them, and books every buffer.
 
-Data's way: `prefetch` submits a read from NVMe into an arena; `read` and `write` wait for it (or submit it) and lend typed
-views; `flush` submits the write-back of what was written. Buffers of NVMe partitions stay in their arena, clean, until
-their space is needed: the one used longest ago goes first, one that was fetched ahead and not used yet goes last. The
-store never chooses *what* to prefetch.
+Data's way: `prefetch` submits a read from NVMe into an arena; `read` and `write` wait for it (or submit it) and lend
+typed views; `flush` submits the write-back of what was written. Buffers of NVMe partitions stay in their arena,
+clean, until their space is needed: the one used longest ago goes first, one that was fetched ahead and not used yet
+goes last. The store never chooses *what* to prefetch.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from infinity.errors import TierMemoryError
+from infinity.errors import TierMemoryError, TransferError
 from infinity.memory.device import Device
 from infinity.memory.host import HostMemory
 from infinity.memory.ledger import Ledger
 from infinity.memory.nvme import NvmeTier
 from infinity.memory.partition import Partition, State
-from infinity.memory.pool import Arena
+from infinity.memory.pool import Arena, piece_nbytes
 from infinity.plan.plan import Pools
 from infinity.plan.types import Key, Kind, PartitionSpec, Tier
 
@@ -69,18 +70,19 @@ class TieredStore:
     @contextmanager
     def read(self, *keys: Key) -> Iterator[list[Partition]]:
         """Lend partitions for reading: waits for what is in flight, fetches what is on NVMe."""
-        partitions = self._acquire(keys)
         held: list[Partition] = []
         try:
+            # One hold of the lock: between arrival and lease nobody else may take the buffer away.
             with self._lock:
-                for partition in partitions:
+                for partition in self._acquire(keys):
                     partition.begin_read()
                     held.append(partition)
-            yield partitions
+            yield [*held]
         finally:
             with self._lock:
                 for partition in held:
                     partition.end_read()
+                    self._reclaim(partition)
 
     @contextmanager
     def write(self, *keys: Key, fresh: bool = False) -> Iterator[list[Partition]]:
@@ -88,34 +90,34 @@ class TieredStore:
 
         A partition that was ABSENT comes zeroed.
         """
-        partitions = self._acquire(keys, fresh=fresh)
         held: list[Partition] = []
         try:
             with self._lock:
-                for partition in partitions:
-                    self._settle(partition, wanted=(State.RESIDENT, State.DIRTY))
+                for partition in self._acquire(keys, fresh=fresh):
+                    if not partition.leased:
+                        self._settle(partition)
                     partition.begin_write()
                     held.append(partition)
-            yield partitions
+            yield [*held]
         finally:
             with self._lock:
                 for partition in held:
                     partition.end_write()
 
     def prefetch(self, *keys: Key) -> bool:
-        """Submit the fetches that fit without waiting, in order; False when one did not fit (it is fetched on demand)."""
+        """Submit the fetches that fit without waiting, in order; False when one did not (it is fetched on demand)."""
         if not self._overlap:
             return False
         with self._lock:
             for key in keys:
                 partition = self._partitions[key]
-                if partition.state is not State.SPILLED:
-                    continue
-                buffer = self._take(partition, patient=False)
-                if buffer is None:
-                    return False
-                self._submit_fetch(partition, buffer)
-                partition.awaited = True
+                if partition.state is State.SPILLED:
+                    buffer = self._take(partition, patient=False)
+                    if buffer is None:
+                        return False
+                    self._submit_fetch(partition, buffer)
+                # What is there already is as needed as what is fetched now.
+                partition.awaited = partition.on_nvme and partition.buffer is not None
             return True
 
     def flush(self, *keys: Key) -> None:
@@ -123,18 +125,25 @@ class TieredStore:
         with self._lock:
             for key in keys:
                 partition = self._partitions[key]
-                if partition.state is State.DIRTY and partition.buffer is not None and partition.spec.extent is not None:
+                extent, buffer = partition.spec.extent, partition.buffer
+                if partition.state is State.DIRTY and extent is not None and buffer is not None:
                     assert self._nvme is not None
-                    partition.begin_flush(self._nvme.write(partition.spec.extent, partition.buffer))
+                    partition.begin_flush(partial(self._nvme.write, extent, buffer))
                     if not self._overlap:
-                        partition.complete()
+                        self._settle(partition)
 
     def settle(self) -> None:
-        """Flush everything that is dirty and wait for everything in flight; raises the first error."""
+        """Flush everything that is dirty, wait for everything in flight, and then raise the first error."""
+        errors: list[TransferError] = []
         with self._lock:
             self.flush(*self._partitions)
             for partition in self._partitions.values():
-                self._settle(partition)
+                try:
+                    self._settle(partition)
+                except TransferError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def drop(self, *keys: Key) -> None:
         """Free the buffers of clean NVMe partitions that nobody uses; others are left as they are."""
@@ -160,133 +169,164 @@ class TieredStore:
         with self._lock:
             buffers: set[int] = set()
             sums: dict[tuple[Tier, Kind], int] = {}
+            taken = dict.fromkeys(self._arenas, 0)
             for partition in self._partitions.values():
                 partition.check()
                 if partition.buffer is not None and partition.spec.nbytes:
                     assert partition.buffer.data_ptr() not in buffers, f"{partition.key} shares its buffer"
                     buffers.add(partition.buffer.data_ptr())
+                    if partition.on_nvme:
+                        taken[self._arena_name(partition.key)] += piece_nbytes(partition.spec.nbytes)
                 if partition.key not in self._adopted and (partition.on_nvme or partition.buffer is not None):
                     for section in partition.spec.sections:
                         entry = (partition.spec.home, section.kind)
                         sums[entry] = sums.get(entry, 0) + section.nbytes
-            for entry, nbytes in sums.items():
-                assert self._ledger.now.get(entry, 0) >= nbytes, f"the ledger has less {entry} than the partitions"
+            for name, arena in self._arenas.items():
+                assert arena.taken_nbytes == taken[name], f"the {name} pool has pieces that no partition holds"
+            for entry in sums.keys() | self._ledger.now.keys():
+                booked, held = self._ledger.now.get(entry, 0), sums.get(entry, 0)
+                # Units book on the device, too, and pools are booked as a whole.
+                exact = entry[0] is not Tier.GPU and entry[1] is not Kind.POOL
+                assert booked == held if exact else booked >= held, f"the ledger has {booked} of {entry}, not {held}"
 
     def close(self) -> None:
         """Return every buffer and remove the swap file, whatever state the partitions are in."""
-        with self._lock:
-            try:
-                for partition in self._partitions.values():
-                    if partition.on_nvme:
-                        self._book(partition, Tier.NVME, -1)
-                    elif partition.buffer is not None and partition.key not in self._adopted:
-                        self._book(partition, partition.spec.home, -1)
-                for arena in self._arenas.values():
-                    self._ledger.add(Tier.CPU, Kind.POOL, -arena.nbytes)
-                    arena.close()
-                self._partitions, self._arenas = {}, {}
-            finally:
-                if self._nvme is not None:
-                    self._nvme.close()
-                    self._nvme = None
-                self._host.close()
+        with self._lock, ExitStack() as stack:
+            # Backwards: what is in flight ends first, then memory is unpinned, then buffers go.
+            stack.callback(self._forget)
+            stack.callback(self._host.close)
+            if self._nvme is not None:
+                stack.callback(self._nvme.close)
+
+    def _forget(self) -> None:
+        for partition in self._partitions.values():
+            if partition.on_nvme:
+                self._book(partition, Tier.NVME, -1)
+            elif partition.buffer is not None and partition.key not in self._adopted:
+                self._book(partition, partition.spec.home, -1)
+        for arena in self._arenas.values():
+            self._ledger.add(Tier.CPU, Kind.POOL, -arena.nbytes)
+            arena.close()
+        self._partitions, self._arenas, self._nvme = {}, {}, None
 
     def _acquire(self, keys: Sequence[Key], fresh: bool = False) -> list[Partition]:
         """Bring all partitions into memory. Largest first, so that what is left fits into what is left of the arena."""
         partitions = [self._partitions[key] for key in keys]
-        with self._lock:
-            self._clock += 1
-            for partition in partitions:
-                partition.used = self._clock
-            by_size = sorted(partitions, key=lambda partition: -partition.spec.nbytes)
-            try:
-                for partition in by_size:
-                    self._bring(partition, fresh, set(keys))
-            except TierMemoryError:
-                # What was fetched ahead may lie in the middle of the free space: start from an empty arena, once.
-                for partition in by_size:
-                    self._settle(partition)
-                self.drop(*keys)
-                for partition in by_size:
-                    self._bring(partition, fresh, set(keys))
+        self._clock += 1
+        for partition in partitions:
+            partition.used = self._clock
+        by_size = sorted(partitions, key=lambda partition: -partition.spec.nbytes)
+        try:
             for partition in by_size:
-                if partition.state is State.READING:
-                    partition.complete()
-                partition.awaited = False
+                self._bring(partition, fresh, set(keys))
+        except TierMemoryError:
+            # Earlier buffers may lie in the middle of the free space: start from an empty arena, once.
+            self._clear({self._arena_name(key) for key in keys})
+            for partition in by_size:
+                self._bring(partition, fresh, set(keys))
+        for partition in by_size:
+            if partition.state is State.READING:
+                self._settle(partition)
+            partition.awaited = False
         return partitions
 
     def _bring(self, partition: Partition, fresh: bool, pinned: set[Key]) -> None:
         """Make sure that a partition has its value, or a fetch under way."""
         if partition.state is State.FAILED:
             raise partition.error("use")
-        if fresh and partition.state in (State.SPILLED, State.READING):
-            self.discard(partition.key)
-        if partition.state is State.ABSENT:
-            buffer = self._take(partition, patient=True, pinned=pinned)
-            assert buffer is not None
-            buffer.zero_()
-            partition.materialize(buffer)
-        elif partition.state is State.SPILLED:
-            buffer = self._take(partition, patient=True, pinned=pinned)
-            assert buffer is not None
+        if partition.state not in (State.ABSENT, State.SPILLED):
+            return
+        buffer = self._take(partition, patient=True, pinned=pinned)
+        assert buffer is not None
+        if partition.state is State.SPILLED and not fresh:
             self._submit_fetch(partition, buffer)
+        else:
+            # Not before there is room: the old value is lost now.
+            partition.discard()
+            partition.materialize(buffer.zero_())
 
     def _submit_fetch(self, partition: Partition, buffer: Tensor) -> None:
         assert self._nvme is not None and partition.spec.extent is not None
         try:
-            transfer = self._nvme.read(partition.spec.extent, buffer)
+            partition.begin_fetch(buffer, partial(self._nvme.read, partition.spec.extent, buffer))
         except BaseException:
             self._give(partition, buffer)
             raise
-        partition.begin_fetch(buffer, transfer)
 
-    def _take(self, partition: Partition, *, patient: bool, pinned: set[Key] | None = None) -> Tensor | None:
+    def _take(self, partition: Partition, *, patient: bool, pinned: Collection[Key] = ()) -> Tensor | None:
         """A buffer for a partition: new memory at a GPU or CPU home, a piece of an arena for NVMe.
 
         `patient` waits for transfers and gives up clean buffers until there is room; `pinned` are not given up.
         """
         spec = partition.spec
         if not partition.on_nvme:
-            self._book(partition, spec.home, 1)
-            if spec.home is Tier.GPU:
-                return self._device.empty(spec.nbytes, torch.uint8)
-            return self._host.allocate(spec.nbytes)
+            return self._allocate(partition)
         if not spec.nbytes:
-            return self._host.allocate(0)
+            return torch.empty(0, dtype=torch.uint8)
         arena = self._arenas[self._arena_name(spec.key)]
         while (piece := arena.take(spec.nbytes)) is None:
-            if not self._make_room(spec.key, patient=patient, pinned=pinned or set()):
+            if not self._make_room(arena.name, patient=patient, pinned=pinned):
                 if not patient:
                     return None
-                raise self._no_room(arena, partition)
+                raise self._no_room(arena, partition, pinned)
         return piece
 
-    def _make_room(self, key: Key, *, patient: bool, pinned: set[Key]) -> bool:
-        """Give up one buffer of the same arena, or wait for one transfer; False when nothing is left to do."""
-        others = [
-            other
-            for other in self._partitions.values()
-            if other.on_nvme and other.buffer is not None and other.spec.nbytes and not other.leased
-            and self._arena_name(other.key) == self._arena_name(key) and other.key not in pinned
+    def _allocate(self, partition: Partition) -> Tensor:
+        spec = partition.spec
+        try:
+            if spec.home is Tier.GPU:
+                buffer = self._device.empty(spec.nbytes, torch.uint8)
+            else:
+                buffer = self._host.allocate(spec.nbytes)
+        except (OSError, RuntimeError) as error:
+            raise TierMemoryError(
+                f"no room on {spec.home.value} for {spec.key}: asked {spec.nbytes / 1e6:.1f} MB, "
+                f"used {self._ledger.total(spec.home) / 1e6:.1f} MB, and the system refused more: {error}"
+            ) from error
+        self._book(partition, spec.home, 1)
+        return buffer
+
+    def _in_arena(self, name: str) -> list[Partition]:
+        """Partitions whose buffers lie in one arena and are not leased: the one used longest ago first."""
+        found = [
+            partition
+            for partition in self._partitions.values()
+            if partition.on_nvme and partition.spec.nbytes and partition.buffer is not None
+            and not partition.leased and self._arena_name(partition.key) == name
         ]  # fmt: skip
-        others.sort(key=lambda other: (other.awaited, other.used))
-        for other in others:
+        return sorted(found, key=lambda partition: partition.used)
+
+    def _make_room(self, name: str, *, patient: bool, pinned: Collection[Key]) -> bool:
+        """Give up one buffer of an arena; False when there is none to give up.
+
+        Clean ones go first, then those that must be written before, then what was fetched ahead and not used yet.
+        """
+        others = [other for other in self._in_arena(name) if other.key not in pinned]
+        spare = [other for other in others if not other.awaited]
+        for other in spare:
             if other.state is State.WRITING and other.transfer is not None and other.transfer.done():
-                other.complete()
-            if other.state is State.RESIDENT and (patient or not other.awaited):
-                self._give(other, other.drop())
-                other.awaited = False
+                self._settle(other)
+            if other.state is State.RESIDENT:
+                self.drop(other.key)
                 return True
-        if patient:
-            for other in others:
-                if other.state is State.DIRTY:
-                    self.flush(other.key)
-                if other.state in (State.WRITING, State.READING):
-                    other.complete()
-                    return True
-                if other.state is State.RESIDENT:
-                    return True
+        if not patient:
+            return False
+        for other in [*spare, *(other for other in others if other.awaited)]:
+            self.flush(other.key)
+            self._settle(other)
+            if other.state is State.RESIDENT:
+                self.drop(other.key)
+                return True
         return False
+
+    def _clear(self, names: set[str]) -> None:
+        """Give up every buffer of some arenas that nobody uses."""
+        for name in names & self._arenas.keys():
+            keys = [partition.key for partition in self._in_arena(name)]
+            self.flush(*keys)
+            for key in keys:
+                self._settle(self._partitions[key])
+            self.drop(*keys)
 
     def _give(self, partition: Partition, buffer: Tensor) -> None:
         """Return a buffer to where `_take` had it from."""
@@ -300,10 +340,18 @@ class TieredStore:
             if partition.spec.home is Tier.CPU:
                 self._host.release(buffer)
 
-    def _settle(self, partition: Partition, wanted: tuple[State, ...] = ()) -> None:
-        """Wait for a transfer in flight, unless the state is one of `wanted`."""
-        if partition.transfer is not None and partition.state not in wanted:
-            partition.complete()
+    def _settle(self, partition: Partition) -> None:
+        """Wait for a transfer in flight. A partition that fails gives its buffer back, and the error is raised."""
+        if partition.transfer is not None:
+            try:
+                partition.complete()
+            finally:
+                self._reclaim(partition)
+
+    def _reclaim(self, partition: Partition) -> None:
+        buffer = partition.surrender()
+        if buffer is not None:
+            self._give(partition, buffer)
 
     def _arena_name(self, key: Key) -> str:
         return "states" if key.kind is Kind.STATES else "param"
@@ -312,11 +360,16 @@ class TieredStore:
         for section in partition.spec.sections:
             self._ledger.add(tier, section.kind, sign * section.nbytes)
 
-    def _no_room(self, arena: Arena, partition: Partition) -> TierMemoryError:
+    def _no_room(self, arena: Arena, partition: Partition, pinned: Collection[Key]) -> TierMemoryError:
         owners = sorted(
-            (other for other in self._partitions.values() if other.buffer is not None and other.leased),
+            (
+                other
+                for other in self._partitions.values()
+                if other.on_nvme and other.buffer is not None and self._arena_name(other.key) == arena.name
+                and (other.leased or other.key in pinned)
+            ),
             key=lambda other: -other.spec.nbytes,
-        )[:3]
+        )[:3]  # fmt: skip
         held = ", ".join(f"{other.key} {other.spec.nbytes / 1e6:.1f} MB" for other in owners) or "nobody"
         return TierMemoryError(
             f"no room on cpu for {partition.key}: asked {partition.spec.nbytes / 1e6:.1f} MB of the {arena.name} pool, "

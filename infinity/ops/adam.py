@@ -17,48 +17,36 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from infinity.ops import build, reference
+from infinity.ops.piece import AdamConstants, AdamHyper, Piece
+
+__all__ = [
+    "AdamHyper",
+    "GradStats",
+    "Piece",
+    "accumulate",
+    "adam_step",
+    "grad_stats",
+    "join",
+    "set_simd",
+    "set_threads",
+    "shutdown_threads",
+    "simd",
+    "simds",
+    "split",
+]
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FLOATS = tuple(_DTYPE_CODES)
 _ISAS = ("scalar", "avx2", "avx512", "neon")
 _PLAIN, _SPLIT, _MASTER_HALF, _MASTER_BFLOAT = range(4)
 _ACCUMULATE_NUMEL = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class AdamHyper:
-    """Hyper-parameters of one step. `weight_decay` is decoupled (AdamW) where `adamw`, else added to the gradient."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    adamw: bool
-    bias_correction: bool = True
-
-
-@dataclass(slots=True)
-class Piece:
-    """Flat contiguous CPU tensors of one numel (0 is allowed) that share hyper-parameters; stepped in place.
-
-    remainder: int16, with a bf16 `param`. master: fp32, with an fp16 or bf16 `param`. Neither: `param` is fp32.
-    """
-
-    param: Tensor  # [numel] fp32, bf16 or fp16
-    grad: Tensor  # [numel] fp32, bf16 or fp16, whatever param is
-    exp_avg: Tensor  # [numel] fp32
-    exp_avg_sq: Tensor  # [numel] fp32
-    remainder: Tensor | None = None  # [numel] int16
-    master: Tensor | None = None  # [numel] fp32
-    hyper: AdamHyper = field(kw_only=True)
 
 
 class GradStats(NamedTuple):
@@ -77,12 +65,18 @@ def adam_step(pieces: Sequence[Piece], *, step: int, grad_scale: float, native: 
     if step < 1:
         raise ValueError(f"step counts from 1, got {step}")
     storages = [_check_piece(index, piece) for index, piece in enumerate(pieces)]
-    constants = [reference.AdamConstants.of(piece.hyper, step=step, grad_scale=grad_scale) for piece in pieces]
+    # Most pieces share theirs.
+    constants = {
+        hyper: AdamConstants.of(hyper, step=step, grad_scale=grad_scale) for hyper in {piece.hyper for piece in pieces}
+    }
     if not _runtime.uses_native(native):
-        for piece, constant in zip(pieces, constants, strict=True):
-            reference.adam_step(piece, constant)
+        for piece in pieces:
+            reference.adam_step(piece, constants[piece.hyper])
         return
-    table = (_PieceC * len(pieces))(*map(_PieceC.of, pieces, storages, constants))
+    floats = {hyper: constant.floats() for hyper, constant in constants.items()}
+    table = (_PieceC * len(pieces))(
+        *(_PieceC.of(piece, storage, floats[piece.hyper]) for piece, storage in zip(pieces, storages, strict=True))
+    )
     _runtime.call("infinity_adam_step", table, ctypes.c_uint64(len(pieces)))
 
 
@@ -93,7 +87,7 @@ def grad_stats(tensors: Sequence[Tensor], native: bool | None = None) -> list[Gr
     (index % 16) added pairwise, blocks added in order.
     """
     for index, tensor in enumerate(tensors):
-        _check_tensor(f"tensors[{index}]", tensor, tuple(_DTYPE_CODES), tensor.numel())
+        _check_tensor(f"tensors[{index}]", tensor, _FLOATS, tensor.numel())
     if not _runtime.uses_native(native):
         return [GradStats(*reference.grad_stats(tensor)) for tensor in tensors]
     count = len(tensors)
@@ -133,8 +127,8 @@ def join(param: Tensor, remainder: Tensor, native: bool | None = None) -> Tensor
 
 def accumulate(dst: Tensor, src: Tensor, scale: float = 1.0) -> None:
     """dst += scale * src, both [numel] fp32, bf16 or fp16 on CPU: in fp32 (two roundings), stored nearest even."""
-    _check_tensor("dst", dst, tuple(_DTYPE_CODES), dst.numel())
-    _check_tensor("src", src, tuple(_DTYPE_CODES), dst.numel())
+    _check_tensor("dst", dst, _FLOATS, dst.numel())
+    _check_tensor("src", src, _FLOATS, dst.numel())
     # Product and sum are separate operations: torch's fused one rounds differently in vector bodies and tails.
     flat_dst, flat_src = dst.view(-1), src.view(-1)
     for begin in range(0, dst.numel(), _ACCUMULATE_NUMEL):
@@ -244,11 +238,11 @@ class _PieceC(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "remainder", "master")),
         ("numel", ctypes.c_uint64),
         *((name, ctypes.c_int32) for name in ("storage", "grad_dtype", "adamw")),
-        *((name, ctypes.c_float) for name in reference.AdamConstants.FLOATS),
+        *((name, ctypes.c_float) for name in AdamConstants.FLOATS),
     )
 
     @classmethod
-    def of(cls, piece: Piece, storage: int, constants: reference.AdamConstants) -> _PieceC:
+    def of(cls, piece: Piece, storage: int, floats: tuple[float, ...]) -> _PieceC:
         return cls(
             piece.param.data_ptr(),
             piece.grad.data_ptr(),
@@ -260,7 +254,7 @@ class _PieceC(ctypes.Structure):
             storage,
             _DTYPE_CODES[piece.grad.dtype],
             piece.hyper.adamw,
-            *constants.floats(),
+            *floats,
         )
 
 
@@ -276,9 +270,12 @@ def _address(tensor: Tensor) -> ctypes.c_void_p:
 def _check_piece(index: int, piece: Piece) -> int:
     """The storage code of a piece; ValueError where its tensors do not fit each other."""
     numel = piece.param.numel()
-    say: Callable[[str], str] = lambda field: f"pieces[{index}].{field}"  # noqa: E731
-    _check_tensor(say("param"), piece.param, tuple(_DTYPE_CODES), numel)
-    _check_tensor(say("grad"), piece.grad, tuple(_DTYPE_CODES), numel)
+
+    def say(field: str) -> str:
+        return f"pieces[{index}].{field}"
+
+    _check_tensor(say("param"), piece.param, _FLOATS, numel)
+    _check_tensor(say("grad"), piece.grad, _FLOATS, numel)
     _check_tensor(say("exp_avg"), piece.exp_avg, (torch.float32,), numel)
     _check_tensor(say("exp_avg_sq"), piece.exp_avg_sq, (torch.float32,), numel)
     if piece.remainder is not None and piece.master is not None:

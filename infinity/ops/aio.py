@@ -149,7 +149,6 @@ class Queue:
             )
         self.timeout_s = timeout_s
         self.abandoned = False
-        self._closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._requests: list[Request] = []
@@ -157,6 +156,8 @@ class Queue:
         self._sweep_least = 2 * depth
         self._engine = _make_engine(backend, depth, threads, block_nbytes)
         self.backend = self._engine.name
+        # Last: `__del__` takes a queue without it for one that was never made.
+        self._closed = False
 
     def read(self, file: File, offset: int, buffer: Tensor, *, priority: int = 0) -> Request:
         """Fill `buffer` (contiguous, CPU, any dtype) from byte `offset` of `file`. Greater priorities go first."""

@@ -187,8 +187,11 @@ def _cached(name: str, sources: Path) -> Path:
 
 def _cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(root) if root else Path("~/.cache").expanduser()) / "infinity" / "native"
+    # Where there is no home the tilde stays, as a relative path that must not be used.
+    folder = Path(root or os.path.expanduser("~/.cache")) / "infinity" / "native"
     try:
+        if not folder.is_absolute():
+            raise OSError("no home")
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder

@@ -29,10 +29,15 @@ class Descriptors:
     # -1 where the file system refuses O_DIRECT.
     direct: int
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Close now. May be called again."""
         for fd in (self.buffered, self.direct):
             if fd >= 0:
                 os.close(fd)
+        self.buffered = self.direct = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class File:
@@ -61,13 +66,19 @@ class File:
             raise ValueError(f"a file cannot have {nbytes} bytes")
         name = os.fspath(path)
         descriptors = _open("create", name, os.O_RDWR | os.O_CREAT | os.O_EXCL, nbytes)
+        space = os.fstatvfs(descriptors.buffered)
+        free_nbytes = space.f_bavail * space.f_frsize
         try:
+            # Looked at first: some file systems fill the drive before they find that it is too small.
+            if nbytes > free_nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if nbytes:
                 os.posix_fallocate(descriptors.buffered, 0, nbytes)
         except OSError as error:
-            space = os.fstatvfs(descriptors.buffered)
             os.unlink(name)
-            reason = f"{error.strerror}; {space.f_bavail * space.f_frsize} bytes are free, {nbytes} are needed"
+            # By hand: the traceback of the error keeps the object alive, and that the space.
+            descriptors.close()
+            reason = f"{error.strerror}; {free_nbytes} bytes were free, {nbytes} are needed"
             raise _failure("create", name, nbytes, error, reason) from error
         return cls(name, nbytes, descriptors, writable=True)
 
@@ -78,8 +89,8 @@ class File:
         descriptors = _open("open", name, os.O_RDWR if writable else os.O_RDONLY, 0)
         status = os.fstat(descriptors.buffered)
         if not stat.S_ISREG(status.st_mode):
-            error = OSError(errno.EINVAL, "not a regular file")
-            raise _failure("open", name, 0, error, "not a regular file")
+            descriptors.close()
+            raise _failure("open", name, 0, OSError(errno.EINVAL, ""), "not a regular file")
         return cls(name, status.st_size, descriptors, writable=writable)
 
     @property
@@ -126,6 +137,7 @@ def _open(operation: str, path: str, flags: int, nbytes: int) -> Descriptors:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             if operation == "create":
                 os.unlink(path)
+            descriptors.close()
             raise _failure(operation, path, nbytes, error, error.strerror or str(error)) from error
         device = os.fstat(descriptors.buffered).st_dev
         if device not in _told_buffered:

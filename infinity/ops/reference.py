@@ -7,70 +7,17 @@ to fp32 as the exact value would.
 
 from __future__ import annotations
 
-import ctypes
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from infinity.ops.adam import AdamHyper, Piece
+from infinity.ops.piece import AdamConstants, Piece
 
 # Bounds the temporaries: an fp64 or two and some masks per element of a chunk.
 _CHUNK_NUMEL = 1 << 18
 _BLOCK_NUMEL = 4096
 _SUM_LANES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class AdamConstants:
-    """What one step multiplies by: computed in fp64, each rounded once to fp32. Order and names as in types.h."""
-
-    grad_scale: float
-    weight_decay: float
-    decay: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    inv_sqrt_bias_correction2: float
-    eps: float
-    minus_step_size: float
-
-    FLOATS: ClassVar[tuple[str, ...]] = (
-        "grad_scale",
-        "weight_decay",
-        "decay",
-        "one_minus_beta1",
-        "beta2",
-        "one_minus_beta2",
-        "inv_sqrt_bias_correction2",
-        "eps",
-        "minus_step_size",
-    )
-
-    @classmethod
-    def of(cls, hyper: AdamHyper, *, step: int, grad_scale: float) -> AdamConstants:
-        """Constants of optimizer step `step`, counted from 1."""
-        correction1 = 1.0 - hyper.beta1**step if hyper.bias_correction else 1.0
-        correction2 = 1.0 - hyper.beta2**step if hyper.bias_correction else 1.0
-        return cls(
-            grad_scale=_fp32(grad_scale),
-            weight_decay=_fp32(hyper.weight_decay),
-            decay=_fp32(1.0 - hyper.lr * hyper.weight_decay),
-            one_minus_beta1=_fp32(1.0 - hyper.beta1),
-            beta2=_fp32(hyper.beta2),
-            one_minus_beta2=_fp32(1.0 - hyper.beta2),
-            inv_sqrt_bias_correction2=_fp32(1.0 / math.sqrt(correction2)),
-            eps=_fp32(hyper.eps),
-            minus_step_size=_fp32(-(hyper.lr / correction1)),
-        )
-
-    def floats(self) -> tuple[float, ...]:
-        """The values in the order of FLOATS."""
-        return tuple(getattr(self, name) for name in self.FLOATS)
 
 
 def adam_step(piece: Piece, constants: AdamConstants) -> None:
@@ -166,7 +113,3 @@ def _chunks(numel: int) -> Iterator[slice]:
     # A multiple of a block, so that grad_stats sees whole blocks.
     for begin in range(0, numel, _CHUNK_NUMEL):
         yield slice(begin, min(begin + _CHUNK_NUMEL, numel))
-
-
-def _fp32(value: float) -> float:
-    return ctypes.c_float(value).value

@@ -1,1 +1,3 @@
-"""The optimizer path: reads GRAD partitions, writes PARAM partitions, sub-group by sub-group. Knows no ranks, no modules."""
+"""The optimizer path: reads GRAD partitions, writes PARAM partitions, sub-group by sub-group. Knows no ranks, no
+modules.
+"""

@@ -22,9 +22,13 @@ class TieredAdam(torch.optim.Optimizer):
         super().__init__(groups, defaults)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step once from the gradients that the engine has accumulated. A closure is refused: backward is the engine's."""
+        """Step once from the gradients that the engine has accumulated. A closure is refused: backward is the
+        engine's.
+        """
         if closure is not None:
-            raise ConfigError("the optimizer of an engine takes no closure: call engine.backward(loss), then engine.step()")
+            raise ConfigError(
+                "the optimizer of an engine takes no closure: call engine.backward(loss), then engine.step()"
+            )
         self._run()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -32,10 +36,13 @@ class TieredAdam(torch.optim.Optimizer):
 
 
 def groups_from_torch(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
-    """Parameter groups, defaults and whether weight decay is decoupled, of a torch Adam or AdamW that has not stepped."""
+    """Parameter groups, defaults and whether weight decay is decoupled, of a torch Adam or AdamW that has not
+    stepped.
+    """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ConfigError(
-            f"optimizer {type(optimizer).__name__} cannot be run on partitions yet: pass torch.optim.AdamW or Adam, or name one "
+            f"optimizer {type(optimizer).__name__} cannot be run on partitions yet: pass torch.optim.AdamW or Adam, "
+            f"or name one "
             'in the configuration (optimizer.type = "AdamW")'
         )
     if optimizer.state:
@@ -44,7 +51,11 @@ def groups_from_torch(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, 
         wrong = [key for key in ("amsgrad", "maximize") if group.get(key)]
         if wrong:
             raise ConfigError(f"optimizer option {wrong[0]}=True is not supported; leave it out")
-    decoupled = isinstance(optimizer, torch.optim.AdamW) or optimizer.param_groups[0].get("decoupled_weight_decay", False)
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or optimizer.param_groups[0].get(
+        "decoupled_weight_decay", False
+    )
     keep = ("lr", "betas", "eps", "weight_decay")
-    groups = [{"params": list(group["params"]), **{key: group[key] for key in keep}} for group in optimizer.param_groups]
+    groups = [
+        {"params": list(group["params"]), **{key: group[key] for key in keep}} for group in optimizer.param_groups
+    ]
     return groups, {key: optimizer.defaults[key] for key in keep}, bool(decoupled)

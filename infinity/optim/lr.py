@@ -21,6 +21,8 @@ class HasGroups(Protocol):
 
 
 class Curve(Protocol):
+    """A learning rate, and perhaps a momentum, as a function of the step."""
+
     def lr(self, own_lr: float, iteration: int) -> float:
         """The rate of a group whose own rate is `own_lr`, after step number `iteration`."""
 

@@ -39,7 +39,9 @@ class Stepper:
         self._decoupled = decoupled
         self._bias_correction = bias_correction
         # Steps that each parameter has taken: one without a gradient is not stepped, as in torch.
-        self.steps: dict[str, int] = {slot.name: 0 for layout in plan.layouts if layout.trainable for slot in layout.slots}
+        self.steps: dict[str, int] = {
+            slot.name: 0 for layout in plan.layouts if layout.trainable for slot in layout.slots
+        }
 
     def grad_stats(self) -> tuple[float, int]:
         """Sum of squares (fp64) of this rank's accumulated gradients, and the number of non-finite elements."""
@@ -53,11 +55,14 @@ class Stepper:
             nonfinite += stats.nonfinite_count
         return total, nonfinite
 
-    def step(self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float, arrived: Mapping[int, Sequence[bool]]) -> None:
+    def step(
+        self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float, arrived: Mapping[int, Sequence[bool]]
+    ) -> None:
         """Step every parameter that has a gradient.
 
         `groups` are live parameter groups (lr, betas, eps, weight_decay). `arrived` says by unit index which of its
-        parameters have had a gradient. `grad_scale` multiplies every gradient (unscaling, averaging and clipping in one).
+        parameters have had a gradient. `grad_scale` multiplies every gradient (unscaling, averaging and clipping in
+        one).
         """
         hyper = [self._hyper(group) for group in groups]
         for index, flags in arrived.items():

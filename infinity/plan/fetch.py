@@ -1,30 +1,30 @@
 """The fetch schedule: which units to submit ahead at each use, and which to keep gathered for their next use.
 
 A trace is the sequence of units in the order in which modules begin to need them: a forward and its backward. The
-schedule is a pure function of the trace, the units' sizes and the budgets, so that every rank submits its collectives in
-the same order and the peak is known before the first step.
+schedule is a pure function of the trace, the units' sizes and the budgets, so that every rank submits its collectives
+in the same order and the peak is known before the first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class FetchBudget:
-    """Bounds in bytes: of whole units that are gathered at once, of those ahead of use, of a kept unit's reuse distance."""
+    """Bounds in bytes: of units gathered at once, of those gathered ahead of use, of a kept unit's reuse distance."""
 
     live_nbytes_max: int
     prefetch_nbytes_max: int
     reuse_nbytes_max: int
-    # Bytes of this rank's partitions read ahead from NVMe into CPU memory.
+    # Bytes of this rank's partitions in CPU memory that were read from NVMe ahead of use, gathered ahead or not.
     fetch_nbytes_max: int
 
 
 @dataclass(frozen=True, slots=True)
 class FetchSchedule:
-    """For each position of the trace: units to gather ahead, units to read ahead from NVMe, and whether to keep the unit."""
+    """For each position of the trace: units to gather ahead, units to read ahead from NVMe, whether to keep its own."""
 
     trace: tuple[int, ...]
     gather_ahead: tuple[tuple[int, ...], ...]
@@ -41,28 +41,41 @@ def make_schedule(
 ) -> FetchSchedule:
     """Simulate the trace once, greedily.
 
-    `full_nbytes` gives each unit's gathered size on the device and `fetch_nbytes` the size of its partition on NVMe (0 when
-    it is not there). A unit in use is always live, whatever the budget; prefetching and keeping never exceed it.
+    `full_nbytes` gives each unit's gathered size on the device and `fetch_nbytes` the size of its partition on NVMe (0
+    when it is not there). A unit in use is always live, whatever the budget; prefetching and keeping never exceed it.
     """
     keep = _keep(trace, full_nbytes, budget)
     gather_ahead: list[tuple[int, ...]] = []
     fetch_ahead: list[tuple[int, ...]] = []
     live: dict[int, int] = {}
+    # Gathered ahead, and read ahead from NVMe, and not used since. A unit gathered ahead may hold its partition's
+    # buffer until it is used, so it counts there too.
+    gathered: dict[int, int] = {}
     fetched: dict[int, int] = {}
     peak = 0
+    units = len(set(trace))
     for position, unit in enumerate(trace):
         live[unit] = full_nbytes[unit]
+        gathered.pop(unit, None)
         fetched.pop(unit, None)
-        room = min(budget.live_nbytes_max - sum(live.values()), budget.prefetch_nbytes_max)
-        ahead = _ahead(trace, position, full_nbytes, live, room)
-        for other in ahead:
-            live[other] = full_nbytes[other]
-            fetched.pop(other, None)
-        room = budget.fetch_nbytes_max - sum(fetched.values())
-        reads = [other for other in _ahead(trace, position, fetch_nbytes, {**live, **fetched}, room) if fetch_nbytes[other]]
-        fetched.update((other, fetch_nbytes[other]) for other in reads)
+        reads = []
+        room = min(budget.live_nbytes_max - sum(live.values()), budget.prefetch_nbytes_max - sum(gathered.values()))
+        fetch_room = budget.fetch_nbytes_max - sum(fetched.values())
+        ahead = []
+        for other in _ahead(trace, position, full_nbytes, live, room, units):
+            read_nbytes = 0 if other in fetched else fetch_nbytes[other]
+            if read_nbytes > fetch_room:
+                break
+            fetch_room -= read_nbytes
+            fetched[other] = fetch_nbytes[other]
+            gathered[other] = live[other] = full_nbytes[other]
+            ahead.append(other)
+        for other in _ahead(trace, position, fetch_nbytes, {**live, **fetched}, fetch_room, units):
+            fetched[other] = fetch_nbytes[other]
+            if fetch_nbytes[other]:
+                reads.append(other)
         peak = max(peak, sum(live.values()))
-        gather_ahead.append(ahead)
+        gather_ahead.append(tuple(ahead))
         fetch_ahead.append(tuple(reads))
         if not keep[position]:
             del live[unit]
@@ -70,12 +83,16 @@ def make_schedule(
 
 
 def _ahead(
-    trace: Sequence[int], position: int, nbytes: Sequence[int], present: dict[int, int], room: int
+    trace: Sequence[int], position: int, nbytes: Sequence[int], present: Mapping[int, int], room: int, units: int
 ) -> tuple[int, ...]:
     """Units next in the trace that are not present, as many as fit into `room` bytes, without skipping one."""
     ahead: list[int] = []
-    for unit in trace[position + 1 :]:
+    for at in range(position + 1, len(trace)):
+        unit = trace[at]
         if unit in present or unit in ahead:
+            # All units of the trace are present: a long one need not be walked to its end.
+            if len(present) + len(ahead) >= units:
+                break
             continue
         if nbytes[unit] > room:
             break
@@ -101,7 +118,8 @@ def _keep(trace: Sequence[int], full_nbytes: Sequence[int], budget: FetchBudget)
         unit = trace[first]
         # A unit in use lies beside what is kept: both must fit at every position between.
         fits = all(
-            kept[at] + full_nbytes[unit] + full_nbytes[trace[at]] <= budget.live_nbytes_max for at in range(first + 1, last)
+            kept[at] + full_nbytes[unit] + full_nbytes[trace[at]] <= budget.live_nbytes_max
+            for at in range(first + 1, last)
         )
         if distance <= budget.reuse_nbytes_max and fits:
             keep[first] = True

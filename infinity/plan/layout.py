@@ -99,8 +99,13 @@ def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
             offset = align_up(offset + param.numel, alignment)
         layouts.append(
             UnitLayout(
-                index=index, name=unit.name, modules=unit.modules, dtype=unit.dtype, trainable=unit.trainable,
-                slots=tuple(slots), numel=align_up(offset, parts * PARTITION_ALIGNMENT),
+                index=index,
+                name=unit.name,
+                modules=unit.modules,
+                dtype=unit.dtype,
+                trainable=unit.trainable,
+                slots=tuple(slots),
+                numel=align_up(offset, parts * PARTITION_ALIGNMENT),
             )  # fmt: skip
         )
     return tuple(layouts)

@@ -1,9 +1,9 @@
 """Where each partition lives, and into how many parts it is cut: a ZeRO stage and an offload device as data.
 
-Stage 3 partitions PARAM and releases whole units after use. Stage 2 keeps units whole and partitions GRAD on arrival; stage
-1 also keeps GRAD whole until the boundary; stage 0 cuts nothing. Below stage 3 (and for small units at stage 3) a rank's
-PARAM partition is a view of the whole unit when the optimizer works on the device, and lives beside the optimizer's
-states otherwise, so that the split master is at hand where it is stepped.
+Stage 3 partitions PARAM and releases whole units after use. Stage 2 keeps units whole and partitions GRAD on arrival;
+stage 1 also keeps GRAD whole until the boundary; stage 0 cuts nothing. Below stage 3 (and for small units at stage 3) a
+rank's PARAM partition is a view of the whole unit when the optimizer works on the device, and lives beside the
+optimizer's states otherwise, so that the split master is at hand where it is stepped.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlacement:
-    """One unit's homes. `parts`: ranks that share PARAM (and GRAD, states); `whole`: gathered for good; `aliased`: the PARAM
-    partition is a view of the whole unit and has no bytes of its own."""
+    """One unit's homes. `parts`: ranks that share PARAM (and GRAD, states); `whole`: gathered for good; `aliased`: the
+    PARAM partition is a view of the whole unit and has no bytes of its own."""
 
     parts: int
     param: Tier

@@ -1,7 +1,8 @@
 """The plan: every byte and every move of a training run, decided before the first step.
 
-`make_plan` is a pure function of the model specification, the topology and the request. The engine executes the plan, the
-estimator prints it, tests compare it. All sizes are this rank's; ranks differ in the content of their partitions only.
+`make_plan` is a pure function of the model specification, the topology and the request. The engine executes the plan,
+the estimator prints it, tests compare it. All sizes are this rank's; ranks differ in the content of their partitions
+only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from infinity.plan.topology import Topology
 from infinity.plan.types import (
     CACHE_LINE,
     DTYPE_NBYTES,
+    EXTENT_ALIGNMENT,
     Extent,
     Key,
     Kind,
@@ -34,7 +36,7 @@ STEP_WINDOW = 3
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a plan is asked for: the configuration's decisions in plain values (numbers of elements, tiers, dtype names)."""
+    """What a plan is asked for: the configuration's decisions as numbers of elements, tiers and names of dtypes."""
 
     stage: int = 3
     param_tier: Tier = Tier.GPU
@@ -105,18 +107,15 @@ class Plan:
 
     def full_nbytes(self) -> tuple[int, ...]:
         """Device bytes that gathering each unit takes: 0 for one that is whole for good."""
-        return tuple(
-            0 if placed.whole else layout.nbytes for layout, placed in zip(self.layouts, self.placement.units, strict=True)
-        )
+        return _full_nbytes(self.layouts, self.placement)
 
     def reschedule(self, trace: tuple[int, ...]) -> FetchSchedule:
         """The schedule for a trace that was recorded, within the same budgets."""
-        return make_schedule(
-            trace, full_nbytes=self.full_nbytes(), fetch_nbytes=_fetch_nbytes(self.partitions, self.layouts), budget=self.budget
-        )
+        fetch_nbytes = _fetch_nbytes(self.partitions, self.placement)
+        return make_schedule(trace, full_nbytes=self.full_nbytes(), fetch_nbytes=fetch_nbytes, budget=self.budget)
 
     def bytes_by_tier(self) -> dict[Tier, dict[Kind, int]]:
-        """Bytes that this rank holds on each tier, by kind, at the moment of the most; POOL is space reserved for moves."""
+        """Bytes that this rank holds on each tier, by kind, at the busiest moment; POOL is space reserved for moves."""
         table: dict[Tier, dict[Kind, int]] = {tier: {} for tier in Tier}
 
         def add(tier: Tier, kind: Kind, nbytes: int) -> None:
@@ -140,36 +139,50 @@ class Plan:
 
     def check(self, capacity: Capacity, rank: int = 0) -> None:
         """Raise CapacityError when a tier's planned bytes exceed what it has. Touches nothing."""
-        merged = {tier: sum(kinds.values()) for tier, kinds in self.bytes_by_tier().items()}
         for tier, kinds in self.bytes_by_tier().items():
-            limit = capacity.of(tier)
-            if limit is None or merged[tier] <= limit:
+            limit, planned = capacity.of(tier), sum(kinds.values())
+            if limit is None or planned <= limit:
                 continue
             parts = sorted(kinds.items(), key=lambda item: -item[1])
             detail = ", ".join(f"{_plain(kind)} {_gb(nbytes)}" for kind, nbytes in parts)
             raise CapacityError(
-                f"rank {rank} plans {_gb(merged[tier])} on {tier.value} but {_gb(limit)} are free: {detail}. {self._advice(tier)}"
+                f"rank {rank} plans {_gb(planned)} on {tier.value} but {_gb(limit)} are free: {detail}. "
+                + self._advice(tier)
             )
 
     def _advice(self, tier: Tier) -> str:
+        """What can be changed that is not so already."""
+        request = self.request
         if tier is Tier.NVME:
-            return (
-                "Free space on that drive, choose another nvme_path, put parameters or optimizer states on the CPU "
-                '(offload_param.device / offload_optimizer.device = "cpu"), or use more ranks.'
-            )
-        if tier is Tier.CPU:
-            return 'Put optimizer states or parameters on NVMe (offload_optimizer.device = "nvme"), or use more ranks.'
-        return (
-            'Put optimizer states on the CPU or NVMe (offload_optimizer.device = "cpu"), use stage 3, lower '
-            "stage3_max_live_parameters, or use more ranks."
-        )
+            remedies = [
+                "free space on that drive",
+                "choose another nvme_path",
+                'put parameters (offload_param.device = "cpu") or optimizer states on the CPU',
+            ]
+        elif tier is Tier.CPU:
+            remedies = [
+                'put optimizer states on NVMe (offload_optimizer.device = "nvme")'
+                if request.optimizer_tier is Tier.CPU
+                else "lower sub_group_size",
+                'put parameters on NVMe (offload_param.device = "nvme")'
+                if request.param_tier is Tier.CPU
+                else "lower stage3_prefetch_bucket_size",
+            ]
+        else:
+            remedies = [
+                'put optimizer states on the CPU or NVMe (offload_optimizer.device = "cpu")',
+                "use stage 3" if request.stage < 3 else "lower stage3_max_live_parameters",
+            ][request.optimizer_tier is not Tier.GPU :]
+        text = ", ".join([*remedies, "or use more ranks"])
+        return f"{text[0].upper()}{text[1:]}."
 
     def explain(self) -> str:
         """The plan in words and numbers, for people."""
         request, units = self.request, self.placement.units
         lines = [
-            f"{self.numel / 1e6:,.1f} M parameters in {len(self.layouts)} units, stage {request.stage}, {request.compute_dtype}, "
-            f"{self.topology.dp} rank{'s' if self.topology.dp > 1 else ''}; {len(self.sub_groups)} optimizer sub-groups",
+            f"{self.numel / 1e6:,.1f} M parameters in {len(self.layouts)} units, stage {request.stage}, "
+            f"{request.compute_dtype}, {self.topology.dp} rank{'s' if self.topology.dp > 1 else ''}; "
+            f"{len(self.sub_groups)} optimizer sub-groups",
             f"parameters on {request.param_tier.value}, optimizer states on {request.optimizer_tier.value}, "
             f"gradients ({request.grad_dtype}) on {units[0].grad.value if units else 'gpu'}; "
             f"{sum(placed.whole for placed in units)} units stay gathered",
@@ -178,8 +191,8 @@ class Plan:
             parts = ", ".join(f"{_plain(kind)} {_gb(nbytes)}" for kind, nbytes in kinds.items())
             lines.append(f"  {tier.value:<5} {_gb(sum(kinds.values())):>10}  {parts}")
         lines.append(
-            f"fetch schedule: {len(self.schedule)} uses a step, at most {_gb(self.schedule.peak_nbytes)} gathered at once; "
-            f"NVMe file {_gb(self.nvme_nbytes)}"
+            f"fetch schedule: {len(self.schedule)} uses a step, at most {_gb(self.schedule.peak_nbytes)} gathered at "
+            f"once; NVMe file {_gb(self.nvme_nbytes)}"
         )
         return "\n".join(lines)
 
@@ -202,21 +215,21 @@ def make_plan(spec: ModelSpec, topology: Topology, request: PlanRequest) -> Plan
     )  # fmt: skip
     partitions, nvme_nbytes = _partitions(layouts, groups, placement, request)
     width = DTYPE_NBYTES[request.compute_dtype]
-    fetch_nbytes = _fetch_nbytes(partitions, layouts)
+    fetch_nbytes = _fetch_nbytes(partitions, placement)
     budget = FetchBudget(
         live_nbytes_max=request.live_numel * width, prefetch_nbytes_max=request.prefetch_numel * width,
         reuse_nbytes_max=request.reuse_numel * width,
         fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, 2 * max(fetch_nbytes, default=0)),
     )  # fmt: skip
-    full_nbytes = tuple(
-        0 if placed.whole else layout.nbytes for layout, placed in zip(layouts, placement.units, strict=True)
-    )
     schedule = make_schedule(
-        spec.uses + spec.uses[::-1], full_nbytes=full_nbytes, fetch_nbytes=fetch_nbytes, budget=budget
+        spec.uses + spec.uses[::-1],
+        full_nbytes=_full_nbytes(layouts, placement),
+        fetch_nbytes=fetch_nbytes,
+        budget=budget,
     )
     return Plan(
-        topology=topology, request=request, layouts=layouts, sub_groups=groups, placement=placement, partitions=partitions,
-        nvme_nbytes=nvme_nbytes, budget=budget, schedule=schedule, numel=spec.numel,
+        topology=topology, request=request, layouts=layouts, sub_groups=groups, placement=placement,
+        partitions=partitions, nvme_nbytes=nvme_nbytes, budget=budget, schedule=schedule, numel=spec.numel,
         pools=_pools(layouts, groups, placement, partitions, request, topology, budget, schedule),
     )  # fmt: skip
 
@@ -246,11 +259,17 @@ def _partitions(
     return tuple(specs), at
 
 
-def _fetch_nbytes(partitions: tuple[PartitionSpec, ...], layouts: tuple[UnitLayout, ...]) -> tuple[int, ...]:
-    """Bytes read from NVMe to gather each unit."""
-    sizes = [0] * len(layouts)
+def _full_nbytes(layouts: tuple[UnitLayout, ...], placement: Placement) -> tuple[int, ...]:
+    """Bytes that gathering each unit takes on the device."""
+    units = zip(layouts, placement.units, strict=True)
+    return tuple(0 if placed.whole else layout.nbytes for layout, placed in units)
+
+
+def _fetch_nbytes(partitions: tuple[PartitionSpec, ...], placement: Placement) -> tuple[int, ...]:
+    """Bytes read from NVMe to gather each unit: 0 for one that is whole for good."""
+    sizes = [0] * len(placement.units)
     for spec in partitions:
-        if spec.key.kind is Kind.PARAM and spec.extent is not None:
+        if spec.key.kind is Kind.PARAM and spec.extent is not None and not placement.units[spec.key.index].whole:
             sizes[spec.key.index] = spec.nbytes
     return tuple(sizes)
 
@@ -264,8 +283,8 @@ def _pools(
     on_nvme = {spec.key: spec.nbytes for spec in partitions if spec.home is Tier.NVME}
     params = {key: nbytes for key, nbytes in on_nvme.items() if key.kind is Kind.PARAM}
     states = [nbytes for key, nbytes in on_nvme.items() if key.kind is Kind.STATES]
-    stepped = [sum(params.get(Key(Kind.PARAM, unit), 0) for unit in {piece.unit for piece in group.slices}) for group in groups]
-    largest = max(params.values(), default=0)
+    stepped = [sum(params.get(Key(Kind.PARAM, piece.unit), 0) for piece in group.slices) for group in groups]
+    busiest = max(budget.fetch_nbytes_max + max(params.values(), default=0), STEP_WINDOW * max(stepped, default=0))
     trainable = [layout.numel for layout in layouts if layout.trainable]
     wire = DTYPE_NBYTES[request.communication_dtype]
     whole_grad = max(trainable, default=0) * DTYPE_NBYTES[request.compute_dtype]
@@ -277,7 +296,7 @@ def _pools(
         and any(placement.units[piece.unit].param is Tier.GPU for piece in group.slices)
     ]
     return Pools(
-        param_nbytes=min(sum(params.values()), max(budget.fetch_nbytes_max + largest, STEP_WINDOW * max(stepped, default=0))),
+        param_nbytes=min(sum(params.values()), align_up(busiest, EXTENT_ALIGNMENT)),
         states_nbytes=min(sum(states), STEP_WINDOW * max(states, default=0)),
         staging_nbytes=align_up(max(staged, default=0), CACHE_LINE),
         gathered_nbytes=schedule.peak_nbytes,
@@ -287,9 +306,9 @@ def _pools(
 
 def _plain(kind: Kind) -> str:
     names = {
-        Kind.PARAM: "parameters", Kind.GRAD: "gradients", Kind.REMAINDER: "master remainders", Kind.MASTER: "master weights",
-        Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq", Kind.FULL: "gathered parameters",
-        Kind.FULL_GRAD: "whole gradients", Kind.POOL: "pools",
+        Kind.PARAM: "parameters", Kind.GRAD: "gradients", Kind.REMAINDER: "master remainders",
+        Kind.MASTER: "master weights", Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq",
+        Kind.FULL: "gathered parameters", Kind.FULL_GRAD: "whole gradients", Kind.POOL: "pools",
     }  # fmt: skip
     return names.get(kind, kind.value)
 

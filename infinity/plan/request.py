@@ -10,7 +10,8 @@ from infinity.plan.plan import PlanRequest
 from infinity.plan.spec import UnitRules
 from infinity.plan.types import Tier
 
-# A sub-group on NVMe is one read and one write. This many elements keep the drive at its bandwidth; more only takes memory.
+# A sub-group on NVMe is one read and one write. This many elements keep the drive at its bandwidth; more only takes
+# memory.
 NVME_SUB_GROUP_NUMEL = 1 << 24
 
 
@@ -39,7 +40,8 @@ def unit_rules(config: ResolvedConfig, block_classes: tuple[str, ...] = ()) -> U
     leaf = zero.leaf_module
     return UnitRules(
         # Four units' worth of budget: one in use, one arriving, and two for what the schedule keeps.
-        unit_numel_max=max(zero.stage3_max_live_parameters // 4, 1), merge_numel_max=zero.stage3_param_persistence_threshold,
-        block_classes=block_classes, leaf_classes=tuple(name.rpartition(".")[2] for name in leaf.classes),
+        unit_numel_max=max(zero.stage3_max_live_parameters // 4, 1),
+        merge_numel_max=zero.stage3_param_persistence_threshold, block_classes=block_classes,
+        leaf_classes=tuple(name.rpartition(".")[2] for name in leaf.classes),
         leaf_names=tuple(leaf.names), leaf_suffixes=tuple(leaf.name_suffixes),
     )  # fmt: skip

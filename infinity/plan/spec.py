@@ -1,18 +1,20 @@
 """The model as the plan sees it: parameters, and the units in which they are gathered.
 
-`describe(module)` walks any `nn.Module` (also on the meta device) by duck typing, so that this file needs no torch; the
-estimator builds the same `ModuleNode` tree from hyper-parameters. `find_units` then cuts the tree without a wrap policy:
-repeated blocks first, then recursion until a unit is under its size bound. A data-dependent module (a mixture of
-experts) is never cut, so that no rank waits for a gather that another rank never starts.
+`describe(module)` walks any `nn.Module` (also on the meta device) by duck typing, so that this file needs no torch;
+the estimator builds the same `ModuleNode` tree from hyper-parameters. `find_units` then cuts the tree without a wrap
+policy: repeated blocks first, then recursion until a unit is under its size bound. A data-dependent module (a mixture
+of experts) is never cut, so that no rank waits for a gather that another rank never starts.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from infinity.errors import ConfigError
 
 _DTYPE_NAMES = {
     "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int64": "int64", "int32": "int32",
@@ -22,11 +24,18 @@ _DTYPE_NAMES = {
 _FLOATING = ("fp64", "fp32", "bf16", "fp16")
 # Class names of modules whose forward chooses parameters by the data.
 _DATA_DEPENDENT = re.compile(r"(moe|mixtureofexperts|experts?)(block|layer|mlp|mixer)?$", re.IGNORECASE)
+# Class names of what such a module chooses from: several of one class below a module make that module data-dependent.
+_EXPERT = re.compile(r"expert(block|layer|mlp|mixer)?$", re.IGNORECASE)
+# Nobody calls these: a hook on one would never run, so that no unit can stand on them.
+_CONTAINERS = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
 
 
 def dtype_name(dtype: object) -> str:
-    """The plan's name for a torch dtype (or for its string)."""
-    return _DTYPE_NAMES[str(dtype).removeprefix("torch.")]
+    """The plan's name for a torch dtype (or for its string); ConfigError for one that a plan cannot hold."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPE_NAMES:
+        raise ConfigError(f"parameters of dtype {name} are not supported; there are {', '.join(_DTYPE_NAMES)}")
+    return _DTYPE_NAMES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +59,35 @@ class ParamSpec:
 
 @dataclass(slots=True)
 class ModuleNode:
-    """One module of the tree: its own parameters (by attribute name) and its children."""
+    """One module of the tree: its own parameters (by attribute name) and its children.
+
+    `shared`: it stands in the model more than once; in the tree it has its first path only.
+    """
 
     path: str
     class_name: str
     params: dict[str, ParamSpec] = field(default_factory=dict)
     children: dict[str, ModuleNode] = field(default_factory=dict)
+    shared: bool = False
 
     def walk(self) -> Iterator[ModuleNode]:
         """This node and every one below it, parents first."""
         yield self
         for child in self.children.values():
             yield from child.walk()
+
+    @property
+    def is_container(self) -> bool:
+        """Whether it only holds others and has no forward of its own."""
+        return self.class_name in _CONTAINERS
+
+    def called(self) -> Iterator[ModuleNode]:
+        """The nearest nodes below that have a forward: children, through containers."""
+        for child in self.children.values():
+            if child.is_container:
+                yield from child.called()
+            else:
+                yield child
 
     def all_params(self) -> dict[str, ParamSpec]:
         """Every parameter below, by canonical name: a tied one once."""
@@ -85,11 +111,22 @@ class UnitRules:
 
     def is_leaf(self, node: ModuleNode) -> bool:
         """Whether `node` must stay one unit because its forward chooses parameters by the data."""
+        if node.is_container:
+            # Whoever calls its members is the one.
+            return False
+        lists = [child for child in node.children.values() if child.is_container]
+        experts = [child.class_name for child in node.called() if _EXPERT.search(child.class_name)]
+        return (
+            any(self._is_named(candidate) for candidate in (node, *lists))
+            or _DATA_DEPENDENT.search(node.class_name) is not None
+            or len(experts) != len(set(experts))
+        )
+
+    def _is_named(self, node: ModuleNode) -> bool:
         return (
             node.class_name in self.leaf_classes
             or node.path in self.leaf_names
             or node.path.endswith(self.leaf_suffixes or ("\0",))
-            or _DATA_DEPENDENT.search(node.class_name) is not None
         )
 
 
@@ -162,8 +199,12 @@ def describe(module: Any, *, compute_dtype: str, groups: dict[int, int] | None =
         nodes[id(current)] = node
         node.params = {name: spec_of(param) for name, param in current._parameters.items() if param is not None}
         for name, child in current._modules.items():
-            # A module that stands in the tree twice is one module: it is hooked once, by its first path.
-            if child is not None and id(child) not in nodes:
+            if child is None:
+                continue
+            if id(child) in nodes:
+                # A module that stands in the tree twice is one module: it is hooked once, by its first path.
+                nodes[id(child)].shared = True
+            else:
                 node.children[name] = node_of(child, f"{path}.{name}" if path else name)
         return node
 
@@ -175,31 +216,32 @@ def find_units(root: ModuleNode, rules: UnitRules) -> ModelSpec:
 
     1. A data-dependent module is one unit. 2. Members of a repeated sequence (two or more children of one class) are
     units while under `unit_numel_max`, else they are cut further. 3. Other modules are cut until they are under the
-    bound. 4. What is left over and below `merge_numel_max` (final norms, biases of the root) joins one unit of the root.
+    bound. 4. What is left over and below `merge_numel_max` (final norms, biases of the root) joins one unit of the
+    root, as long as that stays under the bound. A list of modules has no forward: its members are cut as its owner's.
     """
     owners: dict[str, ModuleNode] = {}
     blocks: set[str] = set()
 
-    def own(node: ModuleNode, specs: Iterator[ParamSpec] | list[ParamSpec]) -> None:
+    def own(node: ModuleNode, specs: Iterable[ParamSpec]) -> None:
         for spec in specs:
             owners.setdefault(spec.name, node)
 
-    def visit(node: ModuleNode, repeated: bool) -> None:
+    def visit(node: ModuleNode, caller: ModuleNode, repeated: bool) -> None:
         if not node.all_params():
             return
-        if rules.is_leaf(node) or (
-            node.numel <= rules.unit_numel_max
-            and (repeated or node.class_name in rules.block_classes or not _has_blocks(node, rules))
-        ):
-            blocks.update([node.path] if repeated or rules.is_leaf(node) else [])
-            own(node, list(node.all_params().values()))
+        is_leaf = rules.is_leaf(node)
+        fits = node.numel <= rules.unit_numel_max and not node.is_container
+        if is_leaf or (fits and (repeated or not _has_blocks(node, rules))):
+            blocks.update([node.path] if repeated or is_leaf else [])
+            own(node, node.all_params().values())
             return
-        own(node, list(node.params.values()))
+        caller = caller if node.is_container else node
+        own(caller, node.params.values())
         classes = [child.class_name for child in node.children.values() if child.all_params()]
         for child in node.children.values():
-            visit(child, repeated=classes.count(child.class_name) > 1 or child.class_name in rules.block_classes)
+            visit(child, caller, classes.count(child.class_name) > 1 or child.class_name in rules.block_classes)
 
-    visit(root, repeated=False)
+    visit(root, root, repeated=root.class_name in rules.block_classes)
     return _assemble(root, owners, blocks, rules)
 
 
@@ -217,40 +259,74 @@ def _has_blocks(node: ModuleNode, rules: UnitRules) -> bool:
 def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str], rules: UnitRules) -> ModelSpec:
     """Group parameters by (owner, trainable, dtype); merge small left-overs into the root; find who needs each unit."""
     specs = root.all_params()
-    owned_numel: dict[str, int] = {}
-    for name, node in owners.items():
-        owned_numel[node.path] = owned_numel.get(node.path, 0) + specs[name].numel
-
-    def home_of(node: ModuleNode) -> str:
-        small = node.path not in blocks and owned_numel[node.path] <= rules.merge_numel_max
-        return root.path if small else node.path
-
+    homes = _homes(root, specs, owners, blocks, rules)
     groups: dict[tuple[str, bool, str], list[ParamSpec]] = {}
     for name, spec in specs.items():
-        groups.setdefault((home_of(owners[name]), spec.trainable, spec.dtype), []).append(spec)
-
+        groups.setdefault((homes[owners[name].path], spec.trainable, spec.dtype), []).append(spec)
     order = {node.path: index for index, node in enumerate(root.walk())}
-    holders: dict[str, list[str]] = {}
-    for node in root.walk():
-        for spec in node.params.values():
-            holders.setdefault(spec.name, []).append(node.path)
-
+    hooked = _hooked(root, rules)
     units = []
-    for (path, trainable, dtype), members in sorted(groups.items(), key=lambda item: (order[item[0][0]], not item[0][1])):
+    in_order = sorted(groups.items(), key=lambda item: (order[item[0][0]], not item[0][1]))
+    for (path, trainable, dtype), members in in_order:
         # Parameters of one optimizer group lie next to each other, so that the optimizer sees few long pieces.
         members = sorted(members, key=lambda spec: spec.group)
+        # The root's forward contains every other; a shared module is also called from outside the unit's own.
         outside = [
-            holder
+            point
             for spec in members
-            for holder in holders[spec.name]
-            if path != root.path and holder != path and not holder.startswith(path + ".")
+            for point, shared in hooked[spec.name]
+            if path != root.path and point != path and (shared or not point.startswith(path + "."))
         ]
         suffix = "" if trainable else " (frozen)"
         units.append(
             UnitSpec(
-                name=(path or "(root)") + suffix, modules=(path, *dict.fromkeys(outside)), dtype=dtype,
-                trainable=trainable, params=tuple(members),
+                name=(path or "(root)") + suffix,
+                modules=(path, *dict.fromkeys(outside)),
+                dtype=dtype,
+                trainable=trainable,
+                params=tuple(members),
             )  # fmt: skip
         )
     begins = sorted((order[module], index) for index, unit in enumerate(units) for module in unit.modules)
     return ModelSpec(units=tuple(units), uses=tuple(index for _, index in begins))
+
+
+def _homes(
+    root: ModuleNode, specs: dict[str, ParamSpec], owners: dict[str, ModuleNode], blocks: set[str], rules: UnitRules
+) -> dict[str, str]:
+    """Owner's path -> path of the unit: its own, or the root's for small left-overs, while the root's is not full."""
+    numel: dict[str, int] = {}
+    for name, node in owners.items():
+        numel[node.path] = numel.get(node.path, 0) + specs[name].numel
+    homes = {}
+    root_numel = numel.get(root.path, 0)
+    for path, owned in numel.items():
+        small = path not in blocks and owned <= rules.merge_numel_max
+        joins = path != root.path and small and root_numel + owned <= rules.unit_numel_max
+        root_numel += owned if joins else 0
+        homes[path] = root.path if joins else path
+    return homes
+
+
+def _hooked(root: ModuleNode, rules: UnitRules) -> dict[str, list[tuple[str, bool]]]:
+    """By parameter name, the modules whose forward needs it: (path where a hook can stand, whether it is shared).
+
+    That is a holder itself, the caller of a container, or the data-dependent module that a holder is a part of.
+    """
+    hooked: dict[str, list[tuple[str, bool]]] = {}
+
+    def visit(node: ModuleNode, caller: str, leaf: bool, shared: bool) -> None:
+        shared = shared or node.shared
+        if not leaf:
+            leaf = rules.is_leaf(node)
+            caller = caller if node.is_container else node.path
+            if shared and not node.is_container:
+                for name in node.all_params():
+                    hooked.setdefault(name, []).append((caller, True))
+        for spec in node.params.values():
+            hooked.setdefault(spec.name, []).append((caller, False))
+        for child in node.children.values():
+            visit(child, caller, leaf, shared and node.is_container)
+
+    visit(root, root.path, leaf=False, shared=False)
+    return hooked

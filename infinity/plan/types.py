@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 # Bytes an element, by the name the plan uses for a dtype.
 DTYPE_NBYTES = {
@@ -56,7 +55,8 @@ class Kind(Enum):
     POOL = "pool"
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Key:
     """Names one partition of this rank: PARAM and GRAD by unit index, STATES by sub-group index."""
 
     kind: Kind

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from infinity.comm import collectives
 from infinity.comm.mesh import Mesh
 from infinity.errors import StateError
+from infinity.memory.master import decode, encode
 from infinity.memory.store import TieredStore
-from infinity.ops.adam import join, split
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
 from infinity.zero.coordinator import Coordinator
@@ -36,7 +36,9 @@ class Owner(Protocol):
     coordinator: Coordinator
     gradients: Gradients
     units: list[Unit]
-    grad_factor: float
+
+    @property
+    def grad_factor(self) -> float: ...
 
 
 def owners_of(params: Params) -> list[tuple[Owner, list[nn.Parameter]]]:
@@ -93,7 +95,8 @@ def read(params: Params) -> Iterator[None]:
             for param, flag in zip(chosen, same_everywhere(changed, owner.mesh), strict=True):
                 if flag:
                     raise StateError(
-                        f"{name_of(param)} was changed inside infinity.read(), which would be lost: use infinity.modify()"
+                        f"{name_of(param)} was changed inside infinity.read(), which would be lost: use "
+                        f"infinity.modify()"
                     )
 
 
@@ -131,7 +134,9 @@ def _write_back(owner: Owner, unit: Unit, old: Tensor) -> None:
         with owner.store.write(key) as (states,):
             mask = changed[start : start + numel]
             if new.dtype is torch.bfloat16:
-                states.view(Kind.REMAINDER)[at : at + numel].masked_fill_(mask.to(states.view(Kind.REMAINDER).device), 0)
+                states.view(Kind.REMAINDER)[at : at + numel].masked_fill_(
+                    mask.to(states.view(Kind.REMAINDER).device), 0
+                )
             else:
                 master = states.view(Kind.MASTER)[at : at + numel]
                 values = new[start : start + numel].float().to(master.device)
@@ -152,14 +157,17 @@ def _slices(plan: Plan, unit: Unit) -> Iterator[tuple[Key, int, int, int]]:
 class ParameterState:
     """One parameter's full states from whatever tiers and ranks hold them.
 
-    `master`, `exp_avg`, `exp_avg_sq` and `grad` gather on read (fp32 CPU tensors of the parameter's shape, the same on every
-    rank) and scatter on assignment. Collective: every rank must do the same. A frozen parameter has only `master`.
+    `master`, `exp_avg`, `exp_avg_sq` and `grad` gather on read (fp32 CPU tensors of the parameter's shape, the same
+    on every rank) and scatter on assignment. Collective: every rank must do the same. A frozen parameter has only
+    `master`.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
         owner = param.__dict__.get("_infinity_owner")
         if owner is None:
-            raise StateError("infinity.state: this parameter belongs to no engine; pass it to infinity.initialize() first")
+            raise StateError(
+                "infinity.state: this parameter belongs to no engine; pass it to infinity.initialize() first"
+            )
         self._owner: Owner = owner
         self._param = param
         (self._unit,) = units_of(owner, [param])
@@ -174,18 +182,16 @@ class ParameterState:
     @master.setter
     def master(self, value: Tensor) -> None:
         own = self._replace(self._read_master(), value)
-        dtype = self._unit.full.dtype
-        if not self._unit.layout.trainable or dtype is torch.float32:
-            rounded, extra, kind = own, None, None
-        elif dtype is torch.bfloat16:
-            (rounded, extra), kind = split(own), Kind.REMAINDER
-        else:
-            rounded, extra, kind = own, own, Kind.MASTER
-        with self._owner.store.write(self._unit.key) as (partition,):
-            partition.view(Kind.PARAM).copy_(rounded)
-        self._owner.store.flush(self._unit.key)
-        if kind is not None and extra is not None:
-            self._write_states(kind, extra)
+        store, key = self._owner.store, self._unit.key
+        if not self._unit.layout.trainable:
+            with store.write(key) as (partition,):
+                encode(own, partition.view(Kind.PARAM), None, 0)
+        for states_key, start, at, numel in self._slices():
+            with store.write(key, states_key) as (partition, states):
+                target = partition.view(Kind.PARAM)[start : start + numel]
+                encode(own[start : start + numel], target, states, at)
+            store.flush(states_key)
+        store.flush(key)
         if self._unit.placed.whole:
             self._unit.refresh()
 
@@ -215,28 +221,34 @@ class ParameterState:
         return self._gather(own)
 
     def _read_master(self) -> Tensor:
-        with self._owner.store.read(self._unit.key) as (partition,):
-            param = partition.view(Kind.PARAM).detach().cpu().clone()
-        if not self._unit.layout.trainable or param.dtype is torch.float32:
-            return param.float()
-        if param.dtype is torch.bfloat16:
-            return join(param, self._read_states(Kind.REMAINDER))
-        return self._read_states(Kind.MASTER)
+        """This rank's partition of the masters, on the CPU."""
+        store, key = self._owner.store, self._unit.key
+        if not self._unit.layout.trainable:
+            with store.read(key) as (partition,):
+                return decode(partition.view(Kind.PARAM), None, 0)
+        pieces = []
+        for states_key, start, at, numel in self._slices():
+            with store.read(key, states_key) as (partition, states):
+                pieces.append(decode(partition.view(Kind.PARAM)[start : start + numel], states, at))
+        return torch.cat(pieces) if pieces else torch.zeros(0)
 
     def _read_states(self, kind: Kind) -> Tensor:
         """This rank's partition of one kind of state, put together from the sub-groups, on the CPU."""
         self._needs_training(kind.value)
         pieces = []
-        for key, _, at, numel in _slices(self._owner.plan, self._unit):
+        for key, _, at, numel in self._slices():
             with self._owner.store.read(key) as (states,):
                 pieces.append(states.view(kind)[at : at + numel].cpu().clone())
         return torch.cat(pieces) if pieces else torch.zeros(0)
 
     def _write_states(self, kind: Kind, own: Tensor) -> None:
-        for key, start, at, numel in _slices(self._owner.plan, self._unit):
+        for key, start, at, numel in self._slices():
             with self._owner.store.write(key) as (states,):
                 states.view(kind)[at : at + numel].copy_(own[start : start + numel])
             self._owner.store.flush(key)
+
+    def _slices(self) -> Iterator[tuple[Key, int, int, int]]:
+        return _slices(self._owner.plan, self._unit)
 
     def _needs_training(self, what: str) -> None:
         if not self._unit.layout.trainable:

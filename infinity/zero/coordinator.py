@@ -1,8 +1,9 @@
 """The coordinator: at each use of a unit, submit what comes next, wait for this one, release as planned.
 
-It follows the plan's fetch schedule with a cursor. When the model does something else (a conditional layer, evaluation in
-between, a module called twice) it finds its place again or fetches on demand, and at the end of the pass asks the plan for a
-schedule of what really happened. Schedules of traces seen before are kept, so that alternating between them costs nothing.
+It follows the plan's fetch schedule with a cursor. When the model does something else (a conditional layer,
+evaluation in between, a module called twice) it finds its place again or fetches on demand, and at the end of the
+pass asks the plan for a schedule of what really happened. Schedules of traces seen before are kept, so that
+alternating between them costs nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class Coordinator:
         return scope
 
     def close_scope(self, scope: Scope, *, will_return: bool) -> None:
-        """The module has run. `will_return`: its outputs carry gradients, so that its backward will come through here."""
+        """The module has run. `will_return`: its outputs carry gradients, so that its backward will come through
+        here.
+        """
         while self._open and self._open[-1] is not scope:
             # A forward that was left by an exception did not close its inner scopes.
             self._leave(self._open.pop())
@@ -102,7 +105,9 @@ class Coordinator:
         self._leave(scope)
 
     def needs_backward(self, scope: Scope, replaying: bool) -> bool:
-        """Whether the outputs of this call should announce its backward: not when a saved forward is merely replayed."""
+        """Whether the outputs of this call should announce its backward: not when a saved forward is merely
+        replayed.
+        """
         return not (self.in_backward and replaying)
 
     def touch(self, param: nn.Parameter, use: str) -> None:
@@ -122,7 +127,8 @@ class Coordinator:
             unit.users -= 1
         else:
             raise StateError(
-                f"{name_of(param)} is partitioned, and {use} needs its data: use `with infinity.read(param):` to read it or "
+                f"{name_of(param)} is partitioned, and {use} needs its data: use `with infinity.read(param):` to "
+                f"read it or "
                 "`with infinity.modify(param):` to change it"
             )
 
@@ -181,7 +187,9 @@ class Coordinator:
             unit.release()
 
     def end_pass(self, mode: str = "train") -> None:
-        """A pass of this mode is over: learn its trace if it was not the scheduled one, and release what nobody uses."""
+        """A pass of this mode is over: learn its trace if it was not the scheduled one, and release what nobody
+        uses.
+        """
         if self._mode not in (None, mode):
             return
         mode_seen, self._mode = self._mode, None

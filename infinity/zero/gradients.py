@@ -1,9 +1,10 @@
 """Gradients on their way from autograd into partitions.
 
-A unit's gradients are collected when the last module call that used it has run backward, are summed over ranks into this
-rank's GRAD partition, and accumulate there until the step. With several ranks the reductions of one backward run in one
-fixed order, so that every rank starts the same collective whatever its own graph looked like; what a rank has no gradient
-for counts as zero. At stages 0 and 1 gradients accumulate whole on the device and are reduced at the boundary.
+A unit's gradients are collected when the last module call that used it has run backward, are summed over ranks into
+this rank's GRAD partition, and accumulate there until the step. With several ranks the reductions of one backward run
+in one fixed order, so that every rank starts the same collective whatever its own graph looked like; what a rank has
+no gradient for counts as zero. At stages 0 and 1 gradients accumulate whole on the device and are reduced at the
+boundary.
 """
 
 from __future__ import annotations
@@ -162,8 +163,9 @@ class Gradients:
             param.grad = None
 
     def _accumulate(self, unit: Unit, reduced: Tensor | None) -> None:
-        """Add to the GRAD partition: `reduced` (flat, this rank's slice), or, without it, the gradients on the parameters
-        where this rank is alone. The first arrival of a step replaces what was there; what has no gradient becomes zero.
+        """Add to the GRAD partition: `reduced` (flat, this rank's slice), or, without it, the gradients on the
+        parameters where this rank is alone. The first arrival of a step replaces what was there; what has no gradient
+        becomes zero.
         """
         first = unit not in self._begun
         self._begun.add(unit)
@@ -211,7 +213,9 @@ class Gradients:
             partition.view(Kind.GRAD).copy_(mine)
 
     def _start_reduce(self, unit: Unit) -> None:
-        """Submit the sum over ranks of one unit's gradients; the one before it lands first, so at most one is in flight."""
+        """Submit the sum over ranks of one unit's gradients; the one before it lands first, so at most one is in
+        flight.
+        """
         full = self._device.empty(unit.layout.numel, self._wire).zero_()
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             if param.grad is not None:

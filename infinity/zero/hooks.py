@@ -1,8 +1,8 @@
 """Hooks that tell the coordinator when a module runs forward and when its backward passes through.
 
-A forward pre-hook gathers. An identity function on the module's inputs runs backward after everything inside the module:
-it releases and lets gradients be collected. Hooks on the output tensors run before anything inside: they gather again. A
-module none of whose inputs needs a gradient is closed when backward ends.
+A forward pre-hook gathers. An identity function on the module's inputs runs backward after everything inside the
+module: it releases and lets gradients be collected. Hooks on the output tensors run before anything inside: they
+gather again. A module none of whose inputs needs a gradient is closed when backward ends.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from infinity.comm import collectives
 from infinity.comm.mesh import Mesh
+from infinity.memory.master import encode
 from infinity.memory.partition import DTYPES, Partition
 from infinity.memory.store import TieredStore
-from infinity.ops.adam import split
 from infinity.plan.layout import Slice, SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
@@ -27,7 +27,9 @@ from infinity.zero.unit import Unit
 class Materializer:
     """Fills the store from the model's parameters. `spool` holds the values of a model that was built under `Init`."""
 
-    def __init__(self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, mesh: Mesh, spool: Spool | None) -> None:
+    def __init__(
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, mesh: Mesh, spool: Spool | None
+    ) -> None:
         self._units = list(units)
         self._plan = plan
         self._store = store
@@ -66,7 +68,10 @@ class Materializer:
     def _fill_group(self, group: SubGroup) -> list[Unit]:
         units = [self._units[piece.unit] for piece in group.slices]
         states_key = Key(Kind.STATES, group.index)
-        with self._store.write(states_key, fresh=True) as (states,), self._store.write(*(u.key for u in units)) as params:
+        with (
+            self._store.write(states_key, fresh=True) as (states,),
+            self._store.write(*(u.key for u in units)) as params,
+        ):
             at = 0
             for piece, unit, partition in zip(group.slices, units, params, strict=True):
                 self._fill_slice(unit, piece, partition, states, at)
@@ -84,14 +89,7 @@ class Materializer:
             return
         values = torch.zeros(piece.numel, dtype=torch.float32)
         self._read(unit, piece.start, values)
-        span = slice(at, at + piece.numel)
-        if target.dtype is torch.bfloat16:
-            rounded, remainder = split(values)
-            target.copy_(rounded)
-            states.view(Kind.REMAINDER)[span].copy_(remainder)
-        else:
-            target.copy_(values)
-            states.view(Kind.MASTER)[span].copy_(values)
+        encode(values, target, states, at)
 
     def _read(self, unit: Unit, start: int, target: Tensor) -> None:
         """Copy the elements of this rank's partition from `start` on into `target`; padding becomes zero."""

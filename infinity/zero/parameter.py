@@ -1,9 +1,9 @@
 """A parameter while it is partitioned: it looks whole, and says what to do when its data is touched.
 
 While released, `param.data` is a NaN scalar expanded to the logical shape, and the parameter's class is
-`ReleasedParameter`, whose `__torch_function__` answers questions about shape, dtype, gradient and hooks, and passes every
-other use to the parameter's keeper. The keeper either makes the parameter whole (a forward is running, or the model is
-being built) or raises an error that names the parameter and the fix. `isinstance(p, nn.Parameter)` stays true.
+`ReleasedParameter`, whose `__torch_function__` answers questions about shape, dtype, gradient and hooks, and passes
+every other use to the parameter's keeper. The keeper either makes the parameter whole (a forward is running, or the
+model is being built) or raises an error that names the parameter and the fix. `isinstance(p, nn.Parameter)` stays true.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _METADATA = {
         )
         if hasattr(Tensor, name)
     ),
-    Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.requires_grad.__set__, Tensor._backward_hooks.__set__,
-    Tensor._post_accumulate_grad_hooks.__set__,
+    *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")),
+    Tensor.grad.__delete__,  # type: ignore[union-attr]
 }  # fmt: skip
 
 
@@ -99,7 +99,9 @@ def restore(param: nn.Parameter, data: Tensor) -> None:
 
 
 def placeholder(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What stands for the data of a released parameter: logical shape, four bytes of storage, NaN where dtype has one."""
+    """What stands for the data of a released parameter: logical shape, four bytes of storage, NaN where dtype has
+    one.
+    """
     floating = dtype.is_floating_point and dtype not in (torch.float8_e4m3fn, torch.float8_e5m2)
     scalar = torch.full((), float("nan") if floating else 0, dtype=dtype, device=device)
     return scalar.expand(shape)

@@ -1,17 +1,16 @@
 """Where the values of a model lie while it is being built: `infinity.Init`.
 
-Every parameter that a module registers is adopted. The latest ones stay in memory as they are; beyond a bound the oldest
-are written to the spool, this rank's copy of the values on the tier that the configuration names for parameters, and the
-parameter is released. Code that then initialises it (an in-place function, a copy, an index) finds it whole again, and the
-change is kept. So a model of any size is built by its own constructor, with the very values that an ordinary
-construction would give, in bounded memory.
+Every parameter that a module registers is adopted. The latest ones stay in memory as they are; beyond a bound the
+oldest are written to the spool, this rank's copy of the values on the tier that the configuration names for
+parameters, and the parameter is released. Code that then initialises it (an in-place function, a copy, an index)
+finds it whole again, and the change is kept. So a model of any size is built by its own constructor, with the very
+values that an ordinary construction would give, in bounded memory.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 from infinity.comm import collectives
 from infinity.comm.mesh import Mesh
 from infinity.errors import ConfigError
-from infinity.memory.nvme import NvmeTier
-from infinity.ops.aio import Queue
+from infinity.memory.host import page_aligned
+from infinity.memory.nvme import NvmeTier, QueueOptions
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up
 from infinity.zero import parameter
 
@@ -43,11 +42,16 @@ class _Place:
 
 
 class Spool:
-    """Adopts parameters and keeps their values. `directory` is where values beyond the window go; None: they stay in memory."""
+    """Adopts parameters and keeps their values. `directory` is where values beyond the window go; None: they stay in
+    memory.
+    """
 
-    def __init__(self, directory: str | None, *, mesh: Mesh, timeout_seconds: float, window_nbytes: int = WINDOW_NBYTES) -> None:
+    def __init__(
+        self, directory: str | None, *, mesh: Mesh, timeout_seconds: float, window_nbytes: int = WINDOW_NBYTES
+    ) -> None:
         self._directory = directory
-        self._mesh = mesh
+        # The engine that takes the model over takes the process groups with it.
+        self.mesh = mesh
         self._timeout = timeout_seconds
         self._window = window_nbytes
         self._places: dict[int, _Place] = {}
@@ -95,7 +99,7 @@ class Spool:
     def seal(self) -> None:
         """The model is built: agree on rank 0's values, and from now on answer only the engine."""
         self.open = False
-        if self._mesh.ranks.world_size > 1:
+        if self.mesh.ranks.world_size > 1:
             for key in list(self._recent):
                 self._agree(self._places[key])
 
@@ -130,7 +134,7 @@ class Spool:
                 place.tier, place.extent = self._allocate(align_up(nbytes, EXTENT_ALIGNMENT))
             self._agree(place)
             assert place.tier is not None
-            buffer = torch.empty(place.extent.nbytes, dtype=torch.uint8)
+            buffer = page_aligned(place.extent.nbytes)
             buffer[:nbytes].copy_(place.data.detach().contiguous().view(-1).view(torch.uint8))
             place.tier.write(place.extent, buffer).wait()
         if not parameter.is_released(place.param):
@@ -140,17 +144,17 @@ class Spool:
     def _load(self, place: _Place) -> Tensor:
         if place.extent is None or place.tier is None:
             return torch.empty(place.shape, dtype=place.dtype)
-        buffer = torch.empty(place.extent.nbytes, dtype=torch.uint8)
+        buffer = page_aligned(place.extent.nbytes)
         place.tier.read(place.extent, buffer).wait()
         numel = place.shape.numel()
         return buffer.view(place.dtype)[:numel].view(place.shape)
 
     def _agree(self, place: _Place) -> None:
-        if self._mesh.ranks.world_size > 1 and place.shape.numel():
+        if self.mesh.ranks.world_size > 1 and place.shape.numel():
             data = place.param.data if not parameter.is_released(place.param) else place.data
             assert data is not None
             values = data.detach().contiguous()
-            collectives.broadcast(values, self._mesh.control)
+            collectives.broadcast(values, self.mesh.control)
             place.data = values
             if not parameter.is_released(place.param):
                 place.param.data = values
@@ -160,8 +164,8 @@ class Spool:
         assert self._directory is not None
         if not self._files or self._files[-1][1] + nbytes > self._files[-1][0].nbytes:
             size = max(_FILE_NBYTES, nbytes)
-            queue = Queue(timeout_s=self._timeout)
-            tier = NvmeTier(Path(self._directory), nbytes=size, rank=self._mesh.ranks.rank, queue=queue)
+            options = QueueOptions(timeout_seconds=self._timeout)
+            tier = NvmeTier.open(self._directory, nbytes=size, rank=self.mesh.ranks.rank, options=options)
             self._files.append((tier, 0))
         tier, used = self._files[-1]
         self._files[-1] = (tier, used + nbytes)
@@ -183,10 +187,10 @@ def _nbytes(place: _Place) -> int:
 def spool_of(params: list[nn.Parameter]) -> Spool | None:
     """The spool that keeps a model's parameters, if it was built under `Init`."""
     spools = {
-        id(keeper): keeper
-        for param in params
-        if isinstance(keeper := param.__dict__.get("_infinity_keeper"), Spool)
+        id(keeper): keeper for param in params if isinstance(keeper := param.__dict__.get("_infinity_keeper"), Spool)
     }
     if len(spools) > 1:
-        raise ConfigError("the model's parameters were built under different infinity.Init contexts: build it under one")
+        raise ConfigError(
+            "the model's parameters were built under different infinity.Init contexts: build it under one"
+        )
     return next(iter(spools.values()), None)

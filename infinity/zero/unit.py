@@ -1,9 +1,9 @@
 """A unit: parameters gathered by one collective into one flat buffer whose views *are* the parameters.
 
-PARTITIONED -> `start_gather` -> GATHERING -> `finish_gather` -> GATHERED -> `release` -> PARTITIONED. The full buffer keeps
-its storage object for life: release frees its bytes, gather allocates and refills them, so that what autograd saved
-(views of a weight) is valid again when backward runs. A unit that is whole for good is gathered once and refreshed
-after each step.
+PARTITIONED -> `start_gather` -> GATHERING -> `finish_gather` -> GATHERED -> `release` -> PARTITIONED. The full buffer
+keeps its storage object for life: release frees its bytes, gather allocates and refills them, so that what autograd
+saved (views of a weight) is valid again when backward runs. A unit that is whole for good is gathered once and
+refreshed after each step.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ class Unit:
         self._lease = ExitStack()
         self._dtype = DTYPES[layout.dtype]
         self.full = device.empty(layout.numel, self._dtype)
-        self._views = [
-            self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots
-        ]
+        self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
         self._placeholders = [parameter.placeholder(slot.shape, self._dtype, device.torch) for slot in layout.slots]
         if placed.whole:
             self.full.zero_()
@@ -105,7 +103,8 @@ class Unit:
         self.start_gather()
         self._transfer.wait()
         if self.placed.param is Tier.NVME or self.placed.whole:
-            # The partition is about to be written, or its buffer to go back to the pool: the copy out of it must be over.
+            # The partition is about to be written, or its buffer to go back to the pool: the copy out of it must be
+            # over.
             self._device.arrived(self._transfer)
             self._lease.close()
         for param, view in zip(self.params, self._views, strict=True):

@@ -143,8 +143,10 @@ def test_as_exact_as_torch_after_100_steps(adamw: bool) -> None:
     hyper = AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.05, adamw=adamw)
     kind = torch.optim.AdamW if adamw else torch.optim.Adam
     exact, fused = start.double().requires_grad_(), start.clone().requires_grad_()
-    options = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.05}
-    optimizers = [kind([exact], **options), kind([fused], **options, fused=True)]
+    optimizers = [
+        kind([exact], lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.05),
+        kind([fused], lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.05, fused=True),
+    ]
     moments = [torch.zeros(5000) for _ in range(4)]
     plain = Piece(start.clone(), start, moments[0], moments[1], hyper=hyper)
     param, remainder = split(start)
@@ -168,7 +170,9 @@ def _wide_floats() -> Tensor:
     """All bf16 patterns, each with the remainders that matter and random ones."""
     generator = torch.Generator().manual_seed(2)
     high = torch.arange(1 << 16, dtype=torch.int64) << 16
-    low = torch.cat([torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]), torch.randint(1 << 16, (4,), generator=generator)])
+    low = torch.cat(
+        [torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]), torch.randint(1 << 16, (4,), generator=generator)]
+    )
     patterns = (high[:, None] + low[None, :]).flatten()
     return torch.where(patterns >= 1 << 31, patterns - (1 << 32), patterns).to(torch.int32).view(torch.float32)
 
@@ -180,7 +184,9 @@ def test_split_loses_no_bit_of_any_float(use_native: bool) -> None:
     assert _bits(join(param, remainder, native=use_native)).equal(_bits(values))
     # The bf16 part is the nearest, ties away from zero: no bf16 is nearer.
     finite = values.isfinite() & param.isfinite()
-    ulp_half = torch.ldexp(torch.tensor(1.0, dtype=torch.float64), torch.frexp(values.double())[1].double().clamp_min(-125) - 9)
+    ulp_half = torch.ldexp(
+        torch.tensor(1.0, dtype=torch.float64), torch.frexp(values.double())[1].double().clamp_min(-125) - 9
+    )
     distance = (values.double() - param.double()).abs()
     assert bool((distance <= ulp_half)[finite].all())
     ties = finite & (_bits(values) & 0xFFFF == 0x8000)

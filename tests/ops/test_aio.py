@@ -1,4 +1,4 @@
-"""Bytes arrive as they were sent, on every back end, whatever their size, offset and alignment; errors say what failed."""
+"""Bytes arrive as they were sent, on every back end, whatever size, offset and alignment; errors say what failed."""
 
 from __future__ import annotations
 
@@ -50,6 +50,14 @@ def _fds() -> int:
 
 def _tasks() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+def _threads_return_to(baseline: int) -> bool:
+    # A joined thread may be listed for another moment.
+    deadline = time.monotonic() + 5
+    while _tasks() > baseline and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return _tasks() <= baseline
 
 
 @every_backend
@@ -120,10 +128,14 @@ def test_a_read_beyond_the_end_says_how_much_it_got(tmp_path: Path, backend: str
 def test_a_failure_nobody_waited_for_is_raised_by_close(tmp_path: Path, backend: str) -> None:
     path = tmp_path / "data.bin"
     path.write_bytes(b"x")
-    with File.open(path) as file, pytest.raises(TransferError, match="got 1 of 50 bytes"), Queue(backend, 2) as queue:
+    with File.open(path) as file:
+        queue = Queue(backend, depth=2)
         queue.read(file, 0, torch.empty(50, dtype=torch.uint8))
         for _ in range(50):
             queue.read(file, 0, torch.empty(1, dtype=torch.uint8))
+        with pytest.raises(TransferError, match="got 1 of 50 bytes"):
+            queue.close()
+        queue.close()
 
 
 @every_backend
@@ -165,7 +177,8 @@ def test_threads_and_descriptors_are_given_back(tmp_path: Path, backend: str) ->
             # Dropped at once: the queue holds on to tensor and file until the bytes have moved.
             for offset in range(0, _MIB - data.numel(), 65536):
                 queue.write(file, offset, data.clone())
-        assert (_fds(), _tasks()) == (fds, tasks)
+        assert _fds() == fds
+        assert _threads_return_to(tasks)
         os.unlink(tmp_path / "data.bin")
 
 
@@ -185,10 +198,14 @@ def test_wait_may_be_called_from_several_threads(tmp_path: Path, backend: str) -
 @pytest.mark.parametrize("backend", [b for b in _WORKING if b in ("threads", "python")])
 def test_greater_priorities_go_first(tmp_path: Path, backend: str) -> None:
     with File.create(tmp_path / "data.bin", 8 * _MIB) as file, Queue(backend, threads=1, block_nbytes=65536) as queue:
-        bulk = [queue.write(file, 0, _bytes(8 * _MIB)) for _ in range(6)]
-        urgent = queue.read(file, 0, torch.empty(4096, dtype=torch.uint8), priority=1)
-        urgent.wait()
-        assert not bulk[-1].done()
+        fills = [torch.full((8 * _MIB,), value, dtype=torch.uint8) for value in range(1, 21)]
+        bulk = [queue.write(file, 0, fill) for fill in fills]
+        last = torch.empty(4096, dtype=torch.uint8)
+        queue.read(file, 8 * _MIB - 4096, last, priority=1).wait()
+        # What the urgent read saw was not yet the last of the writes that were there before it.
+        assert last[0] < 20
+        for request in bulk:
+            request.wait()
 
 
 @every_backend
@@ -225,16 +242,18 @@ def test_a_transfer_that_the_kernel_keeps_is_left_behind(tmp_path: Path) -> None
     file, ends = _hanging(tmp_path)
     tasks = _tasks()
     started = time.monotonic()
-    with file, pytest.raises(TransferError, match="not complete after 1.0 s") as caught:
-        with Queue("io_uring", timeout_s=1.0) as queue:
-            request = queue.read(file, 0, torch.empty(4096, dtype=torch.uint8))
-            with pytest.raises(TransferError, match="not complete after 0.1 s"):
-                request.wait(timeout_s=0.1)
+    queue = Queue("io_uring", timeout_s=1.0)
+    request = queue.read(file, 0, torch.empty(4096, dtype=torch.uint8))
+    with pytest.raises(TransferError, match=r"not complete after 0\.1 s"):
+        request.wait(timeout_s=0.1)
+    with pytest.raises(TransferError, match=r"not complete after 1\.\d s") as caught:
+        queue.close()
+    file.close()
     assert caught.value.errno == errno.ETIMEDOUT
     assert time.monotonic() - started < 5
     with pytest.raises(TransferError, match="not complete"):
         request.wait()
-    assert _tasks() == tasks
+    assert _threads_return_to(tasks)
     os.close(ends[0])
 
 
@@ -244,7 +263,7 @@ def test_a_wait_that_ran_out_may_be_repeated_and_interrupted(tmp_path: Path) -> 
     buffer = torch.zeros(4096, dtype=torch.uint8)
     with file, Queue("io_uring", timeout_s=30.0) as queue:
         request = queue.read(file, 0, buffer)
-        with pytest.raises(TransferError, match="not complete after 0.0 s"):
+        with pytest.raises(TransferError, match=r"not complete after 0\.0 s"):
             request.wait(timeout_s=0.0)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -267,7 +286,7 @@ def test_creation_is_whole_or_not_at_all(tmp_path: Path) -> None:
     assert caught.value.errno == errno.EEXIST and path.stat().st_size == 70_000
     File.create(tmp_path / "empty.bin", 0).close()
     free_nbytes = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    with pytest.raises(TransferError, match=r"bytes are free, \d+ are needed") as caught:
+    with pytest.raises(TransferError, match=r"bytes were free, \d+ are needed") as caught:
         File.create(tmp_path / "huge.bin", free_nbytes + (1 << 40))
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
     assert not (tmp_path / "huge.bin").exists()

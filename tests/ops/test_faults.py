@@ -1,4 +1,4 @@
-"""A drive that fails, moves less than asked, hangs or is full: a TransferError that says so, and the process can end."""
+"""A drive that fails, moves too little, hangs or is full: a TransferError that says so, and the process can end."""
 
 from __future__ import annotations
 

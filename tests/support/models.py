@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class TinyLlama(nn.Module):
-    """A Llama-like transformer with learned positions, about 50 thousand parameters; `tied` shares embedding and head."""
+    """Llama-like, with learned positions; about 40 thousand parameters; `tied` shares embedding and head."""
 
     def __init__(self, dim: int = 32, layers: int = 3, heads: int = 2, hidden: int = 80, tied: bool = False) -> None:
         super().__init__()

@@ -1,0 +1,38 @@
+"""fp32 masters as they lie in partitions: PARAM alone, PARAM with REMAINDER (the split master), or MASTER beside PARAM.
+
+`encode` and `decode` are inverse to the bit for every finite value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from infinity.memory.partition import Partition
+from infinity.ops.adam import join, split
+from infinity.plan.types import Kind
+
+
+def encode(values: Tensor, param: Tensor, states: Partition | None, at: int) -> None:
+    """Store masters: `values` [n] (fp32, CPU) into `param` [n] and, from element `at` on, into the states beside it."""
+    if states is None or param.dtype is torch.float32:
+        param.copy_(values)
+        return
+    span = slice(at, at + values.numel())
+    if param.dtype is torch.bfloat16:
+        rounded, remainder = split(values)
+        param.copy_(rounded)
+        states.view(Kind.REMAINDER)[span].copy_(remainder)
+    else:
+        param.copy_(values)
+        states.view(Kind.MASTER)[span].copy_(values)
+
+
+def decode(param: Tensor, states: Partition | None, at: int) -> Tensor:
+    """The masters [n] in fp32 on the CPU, in memory of their own, of `param` [n] and the states beside it."""
+    if states is None or param.dtype is torch.float32:
+        return param.detach().cpu().float().clone()
+    span = slice(at, at + param.numel())
+    if param.dtype is torch.bfloat16:
+        return join(param.cpu().contiguous(), states.view(Kind.REMAINDER)[span].cpu().contiguous())
+    return states.view(Kind.MASTER)[span].cpu().clone()

@@ -1,0 +1,265 @@
+"""What an engine takes it gives back: memory, descriptors, threads, files. Engines and jobs do not disturb each other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity.api
+from infinity.errors import InfinityError
+from infinity.zero.materialize import Materializer
+from tests.support.models import token_batch
+from tests.support.oracle import CLIP, Case, Result, collect, join, settings, swap_files, train
+
+ROOT = Path(__file__).parents[2]
+
+
+def resources() -> dict[str, int]:
+    """What this process holds now."""
+    gc.collect()
+    kinds = {"descriptors": "/proc/self/fd", "threads": "/proc/self/task"}
+    held = {name: len(os.listdir(folder)) for name, folder in kinds.items()}
+    return {**held, "resident": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
+
+
+def cycles(rank: int, world: int, folder: str, count: int) -> list[tuple[dict[str, int], float, str]]:
+    """Resources after each create, train, close; the seconds it took; the digest."""
+    join(world)
+    found = []
+    for _ in range(count):
+        began = time.process_time()
+        config = settings(folder, param="nvme", optimizer="nvme", dtype="bf16", clip=CLIP)
+        digest = train(Case(), config, rank=rank, steps=3).digest
+        found.append((resources(), time.process_time() - began, digest))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_ten_cycles_hold_nothing(rank_pools, tmp_path, world):
+    """Create, train and close; also no step slower than at the start, in seconds of this process."""
+    for rows in rank_pools[world].run(cycles, str(tmp_path), 13):
+        first, last = rows[2], rows[-1]
+        assert abs(last[0]["resident"] - first[0]["resident"]) < 20e6, rows
+        # gloo's own threads end a moment after their group.
+        threads = [row[0]["threads"] for row in rows]
+        assert last[0]["descriptors"] == first[0]["descriptors"], rows
+        assert threads[-1] <= max(threads[:3]), threads
+        assert len({digest for *_, digest in rows}) == 1
+        early, late = sorted(row[1] for row in rows[1:5]), sorted(row[1] for row in rows[-4:])
+        assert late[0] < 3 * early[0] + 0.1, "the same work takes ever longer"
+    assert swap_files(tmp_path) == []
+
+
+def without_own_group(rank: int, world: int, folder: str) -> list[str]:
+    """Engines that open and close the process group themselves, one after the other."""
+    torch.set_num_threads(1)
+    config = settings(folder, param="nvme", optimizer="nvme")
+    digests = [train(Case(), config, rank=rank, steps=1).digest for _ in range(4)]
+    assert not torch.distributed.is_initialized() or torch.distributed.get_world_size() == world
+    return digests
+
+
+@pytest.mark.slow
+def test_ranks_make_engines_one_after_the_other(rank_pools, tmp_path):
+    """Also where the program never opens a process group."""
+    digests = rank_pools[2].run(without_own_group, str(tmp_path), timeout=60)
+    assert len({digest for ranks in digests for digest in ranks}) == 1
+
+
+class Broken(Exception):
+    """Raised on purpose."""
+
+
+@pytest.mark.parametrize("place", ["materialise", "after the file", "scheduler"])
+def test_a_failed_initialize_cleans_up(tmp_path, monkeypatch, place):
+    def fail(*_: Any, **__: Any) -> Any:
+        raise Broken(place)
+
+    def start(**given: Any) -> None:
+        model = Case().model()
+        config = settings(tmp_path, param="nvme", optimizer="nvme")
+        infinity.api.initialize(model=model, config=config, model_parameters=Case().groups(model), **given)[0].close()
+
+    start()
+    before = resources()
+    for _ in range(3):
+        with monkeypatch.context() as patch, pytest.raises(Broken):
+            if place == "materialise":
+                patch.setattr(Materializer, "_fill_group", fail)
+            elif place == "after the file":
+                patch.setattr(infinity.api, "ModuleHooks", fail)
+            start(**({"lr_scheduler": fail} if place == "scheduler" else {}))
+        after = resources()
+        assert swap_files(tmp_path) == []
+        assert (after["descriptors"], after["threads"]) == (before["descriptors"], before["threads"])
+    start()
+
+
+def test_a_model_whose_initialize_failed_is_named(tmp_path, monkeypatch):
+    """Its values are partly gone, so a second try is refused or works; it never trains on garbage."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise Broken
+
+    model = Case().model()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with monkeypatch.context() as patch, pytest.raises(Broken):
+        patch.setattr(infinity.api, "ModuleHooks", fail)
+        infinity.api.initialize(model=model, config=settings(tmp_path, param="nvme", optimizer="nvme"))
+    try:
+        engine, *_ = infinity.api.initialize(model=model, config=settings(tmp_path, param="nvme", optimizer="nvme"))
+    except InfinityError:
+        return
+    with engine:
+        for name, param in model.named_parameters():
+            assert torch.equal(infinity.api.state(param).master, before[name]), name
+
+
+TRAIN_FOR_EVER = """
+import sys
+from tests.support.oracle import Case, settings, train
+def forever(engine, loss):
+    engine.backward(loss)
+    if engine.global_steps == 2:
+        print("training", flush=True)
+train(Case(), settings(sys.argv[1], param="nvme", optimizer="nvme"), steps=10**9, backward=forever)
+"""
+
+
+def background(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """A Python process that can import the tests."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
+    command = [sys.executable, "-c", code, *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_leaves_goes_at_the_next_start(tmp_path):
+    process = background(TRAIN_FOR_EVER, str(tmp_path))
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "training\n"
+        (left,) = swap_files(tmp_path)
+        # A second engine starts beside the living one and leaves its file alone.
+        beside = train(Case(), settings(tmp_path, param="nvme", optimizer="nvme"), steps=2).digest
+        assert swap_files(tmp_path) == [left]
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=20)
+    assert swap_files(tmp_path) == [left], "a killed process cannot clean up"
+    foreign = tmp_path / "notes.bin"
+    foreign.write_text("not ours")
+    during: list[Path] = []
+    config = settings(tmp_path, param="nvme", optimizer="nvme")
+    again = train(Case(), config, steps=2, look=lambda _: during.extend(swap_files(tmp_path)))
+    assert again.digest == beside
+    assert left not in during and foreign in during and len(during) == 2
+    assert swap_files(tmp_path) == [foreign]
+
+
+def test_two_engines_in_one_process_do_not_disturb_each_other(tmp_path):
+    """In turns, on one folder; the second is closed first."""
+    configs = [settings(tmp_path, param="nvme", optimizer="nvme", dtype=dtype) for dtype in ("fp32", "bf16")]
+    alone = [train(Case(), config, steps=4).digest for config in configs]
+    engines = []
+    for config in configs:
+        model = Case().model()
+        engines.append(
+            infinity.api.initialize(model=model, config=config, model_parameters=Case().groups(model))[0]
+        )
+    assert len(swap_files(tmp_path)) == 2
+    for micro in range(4):
+        losses = [engine(**token_batch(0, micro, positions=8)) for engine in engines]
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+        for engine in reversed(engines):
+            engine.step()
+    results = [Result(), Result()]
+    for engine, result in zip(reversed(engines), reversed(results), strict=True):
+        collect(engine, result)
+        engine.close()
+    assert [result.digest for result in results] == alone
+    assert swap_files(tmp_path) == []
+
+
+TRAIN_AND_TELL = """
+import sys
+from tests.support.oracle import Case, settings, train
+print("ready", flush=True)
+sys.stdin.readline()
+print(train(Case(), settings(sys.argv[1], param="nvme", optimizer="nvme"), steps=30).digest)
+"""
+
+
+@pytest.mark.slow
+def test_two_jobs_on_one_folder_do_not_disturb_each_other(tmp_path):
+    """They start at the same time."""
+    alone = train(Case(), settings(tmp_path, param="nvme", optimizer="nvme"), steps=30).digest
+    jobs = [background(TRAIN_AND_TELL, str(tmp_path)) for _ in range(2)]
+    try:
+        for job in jobs:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "ready\n"
+        replies = together(jobs)
+    finally:
+        for job in jobs:
+            job.kill()
+    assert replies == [alone, alone]
+    assert swap_files(tmp_path) == []
+
+
+def together(jobs: list[subprocess.Popen[str]]) -> list[str]:
+    """Let all of them begin, then take their answers."""
+    for job in jobs:
+        assert job.stdin is not None
+        job.stdin.write("go\n")
+        job.stdin.flush()
+    return [job.communicate(timeout=60)[0].strip() for job in jobs]
+
+
+DROPPED = """
+import gc, sys
+import infinity.api
+from tests.support.models import token_batch
+from tests.support.oracle import Case, settings
+def make():
+    model = Case().model()
+    engine, *_ = infinity.api.initialize(model=model, config=settings(sys.argv[1], param="nvme", optimizer="nvme"))
+    for micro in range(2):
+        engine.backward(engine(**token_batch(0, micro)))
+        engine.step()
+    return engine
+engine = make()
+if sys.argv[2] == "in a step":
+    loss = engine(**token_batch(0, 9))
+if sys.argv[2] == "dropped":
+    del engine
+    gc.collect()
+    make().close()
+print("end", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dropped", "alive at the end", "in a step"])
+def test_an_engine_that_is_never_closed_does_not_break_the_exit(tmp_path, how):
+    process = background(DROPPED, str(tmp_path), how)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "end\n"), err
+    assert "Traceback" not in err and "Fatal" not in err and "Exception ignored" not in err, err
+    train(Case(), settings(tmp_path, param="nvme", optimizer="nvme"), steps=1)
+    assert swap_files(tmp_path) == []
