@@ -281,7 +281,7 @@ def draw(path: Path, losses: list[float], held_out: tuple[float, float], memory:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(HERE / "configs" / "nvme_offload.json"), help="configuration (JSON)")
+    parser.add_argument("--config", default=str(HERE / "configs" / "demo.json"), help="configuration (JSON)")
     parser.add_argument("--data", help="text file to train on instead of Python's documentation")
     parser.add_argument("--hf", metavar="CONFIG", help="train the transformers model of this config.json instead")
     parser.add_argument("--steps", type=int, default=60)

@@ -35,7 +35,7 @@ def run(tmp_path, monkeypatch):
     return run_example
 
 
-@pytest.mark.parametrize("name", ["on_device", "cpu_offload", "nvme_offload"])
+@pytest.mark.parametrize("name", ["demo", "on_device", "cpu_offload", "nvme_offload"])
 def test_a_shipped_configuration_trains(name, run, tmp_path):
     record = run("--config", str(CONFIGS / f"{name}.json"), "--nvme-path", str(tmp_path / "drive"))
     assert len(record["losses"]) == 3

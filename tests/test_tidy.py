@@ -30,7 +30,8 @@ PRINTING = ("infinity/ops/build.py",)
 _BANNER = re.compile(r"^\s*(#|//)\s*([-=*#~_─]\s*){4,}|([-=*#~─])\3{5,}\s*$")
 # Written in two parts, so that this file does not report itself.
 _LEFT_OVER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
-_MACHINE_PATH = re.compile(r"(?<![\w./~-])/(home|Users|root|mnt|workspace|work|opt|scratch)/\w")
+# An absolute path of two parts, unless it begins with a folder (or a control group) that every machine may have.
+_MACHINE_PATH = re.compile(r"(?<![\w./~:>)}*-])/(?!(?:bin|dev|docker|etc|proc|sys|tmp|usr)/)[A-Za-z]\w*/\w")
 
 
 def files(root: Path, folders: tuple[str, ...], suffixes: tuple[str, ...] = (".py",)) -> Iterator[tuple[str, Path]]:
@@ -62,7 +63,7 @@ def long_functions(root: Path) -> Iterator[str]:
 def drawers(root: Path) -> Iterator[str]:
     """Modules whose name says nothing, and folders that are too deep."""
     for name, file in files(root, PACKAGES):
-        if file.stem in ("utils", "util", "helpers", "misc", "common"):
+        if file.stem in ("utils", "util", "misc", "common"):
             yield f"{name}: the name says nothing"
         if len(Path(name).parts) > 3:
             yield f"{name}: more than two levels deep"

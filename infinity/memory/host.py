@@ -52,7 +52,7 @@ class HostMemory:
     def allocate(self, nbytes: int) -> Tensor:
         """A zeroed uint8 tensor of `nbytes` bytes that starts on a page."""
         buffer = page_aligned(nbytes)
-        if self._pin:
+        if self._pin and nbytes:
             self._register(buffer)
         return buffer[:nbytes]
 

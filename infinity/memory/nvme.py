@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import uuid
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,8 @@ class NvmeTier:
                 self.path.unlink()
                 raise
             _try_lock(self._lock)
+        # A program that ends without close() leaves no file either.
+        self._remove = weakref.finalize(self, _remove_owned, self.path, self._owner)
 
     @classmethod
     def open(cls, directory: str | Path, *, nbytes: int, rank: int, options: QueueOptions) -> NvmeTier:
@@ -100,8 +103,7 @@ class NvmeTier:
             self._queue.close()
         finally:
             self._file.close()
-            with contextlib.suppress(FileNotFoundError):
-                self.path.unlink()
+            self._remove()
             os.close(self._lock)
             self._lock = -1
 
@@ -128,6 +130,12 @@ def remove_stale(directory: Path) -> list[Path]:
             finally:
                 os.close(descriptor)
     return removed
+
+
+def _remove_owned(path: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
 
 
 @contextlib.contextmanager

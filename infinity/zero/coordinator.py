@@ -18,7 +18,7 @@ from infinity.plan.fetch import FetchSchedule
 from infinity.plan.plan import Plan
 from infinity.plan.types import Tier
 from infinity.zero.gradients import Gradients
-from infinity.zero.parameter import name_of
+from infinity.zero.parameter import is_released, name_of
 from infinity.zero.unit import Gathered, Unit
 
 # Traces whose schedules are remembered, and the length after which a trace is no longer recorded.
@@ -110,27 +110,28 @@ class Coordinator:
         """
         return not (self.in_backward and replaying)
 
-    def touch(self, param: nn.Parameter, use: str) -> None:
-        """A partitioned parameter's data is needed: inside a forward its unit joins the innermost module's units."""
-        unit = self._unit_of[id(param)]
-        if self.closed:
-            raise StateError(
-                f"{name_of(param)} was left on its tier when the engine was closed, and {use} needs its data: read it "
-                "before close() with infinity.read(param)"
-            )
-        if self._open:
-            scope = self._open[-1]
-            scope.units.append(unit)
-            self._use(unit)
-        elif self.in_backward:
-            self._use(unit)
-            unit.users -= 1
-        else:
-            raise StateError(
-                f"{name_of(param)} is partitioned, and {use} needs its data: use `with infinity.read(param):` to "
-                f"read it or "
-                "`with infinity.modify(param):` to change it"
-            )
+    def touch(self, params: Sequence[nn.Parameter], use: str) -> None:
+        """Partitioned parameters' data is needed: inside a forward their units join the innermost module's units."""
+        for param in params:
+            if not is_released(param):
+                continue
+            unit = self._unit_of[id(param)]
+            if self.closed:
+                raise StateError(
+                    f"{name_of(param)} was left on its tier when the engine was closed, and {use} needs its data: read "
+                    "it before close() with infinity.read(param)"
+                )
+            if self._open:
+                self._open[-1].units.append(unit)
+                self._use(unit)
+            elif self.in_backward:
+                self._use(unit)
+                unit.users -= 1
+            else:
+                raise StateError(
+                    f"{name_of(param)} is partitioned, and {use} needs its data: use `with infinity.read(param):` to read "
+                    "it or `with infinity.modify(param):` to change it"
+                )
 
     # Backward.
 

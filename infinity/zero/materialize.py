@@ -34,7 +34,8 @@ class Materializer:
         self._plan = plan
         self._store = store
         self._mesh = mesh
-        self._spool = spool
+        # An empty spool stands for none.
+        self._spool = spool or Spool(None, mesh=mesh, timeout_seconds=1.0)
         self._agreed: set[int] = set()
 
     def run(self) -> None:
@@ -100,29 +101,32 @@ class Materializer:
         for overlap in unit.layout.overlaps(first, first + target.numel()):
             param = by_name[overlap.slot.name]
             piece = target[overlap.range_start : overlap.range_start + overlap.numel]
-            if self._spool is not None and self._spool.holds(param):
-                piece.copy_(self._spool.read(param, overlap.slot_start, overlap.numel))
-            else:
-                flat = param.detach().reshape(-1)
-                piece.copy_(flat[overlap.slot_start : overlap.slot_start + overlap.numel])
+            flat = self._spool.values(param) if self._spooled(param) else param.detach().reshape(-1)
+            piece.copy_(flat[overlap.slot_start : overlap.slot_start + overlap.numel])
 
     def _agree(self, unit: Unit) -> None:
-        """Make every rank start from rank 0's values. What is in a spool has been agreed on already."""
+        """Make every rank start from rank 0's values."""
         if self._mesh.ranks.world_size == 1 or unit.layout.index in self._agreed:
             return
         self._agreed.add(unit.layout.index)
         for param in unit.params:
-            if param.numel() and not (self._spool is not None and self._spool.holds(param)):
+            if not param.numel():
+                continue
+            if self._spooled(param):
+                collectives.broadcast(self._spool.values(param), self._mesh.control)
+            else:
                 values = param.detach().contiguous().cpu()
                 collectives.broadcast(values, self._mesh.control)
                 param.data = values
+
+    def _spooled(self, param: nn.Parameter) -> bool:
+        return self._spool.holds(param)
 
     def _taken(self, unit: Unit) -> None:
         """The unit's values are in its partitions: let the parameters' own memory go."""
         dtype = DTYPES[unit.layout.dtype]
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
-            if self._spool is not None and self._spool.holds(param):
-                self._spool.forget(param)
+            self._spool.forget(param)
             if not parameter.is_released(param) or param.dtype is not dtype:
                 _detach_data(param, slot.shape, dtype, unit.full.device)
 

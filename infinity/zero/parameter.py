@@ -19,8 +19,8 @@ from torch.overrides import get_default_nowrap_functions
 class Keeper(Protocol):
     """Who is asked when a released parameter's data is needed."""
 
-    def touch(self, param: nn.Parameter, use: str) -> None:
-        """Make `param` whole, or raise an error that says how to."""
+    def touch(self, params: list[nn.Parameter], use: str) -> None:
+        """Make all `params` whole at once (some may be), or raise an error that says how to."""
 
 
 class ReleasedParameter(nn.Parameter):
@@ -34,8 +34,9 @@ class ReleasedParameter(nn.Parameter):
                 return func(*args, **kwargs)
         if func is Tensor.__repr__:
             return describe(args[0])
-        for param in _released(args, kwargs):
-            keeper_of(param).touch(param, getattr(func, "__name__", str(func)))
+        used = list(_kept(args, kwargs))
+        for keeper in {id(keeper): keeper for keeper in map(keeper_of, filter(is_released, used))}.values():
+            keeper.touch([param for param in used if keeper_of(param) is keeper], getattr(func, "__name__", str(func)))
         return func(*args, **kwargs)
 
 
@@ -115,11 +116,12 @@ def describe(param: nn.Parameter) -> str:
     )
 
 
-def _released(args: Any, kwargs: Any) -> Iterator[nn.Parameter]:
+def _kept(args: Any, kwargs: Any) -> Iterator[nn.Parameter]:
+    """Every parameter with a keeper among the arguments of a call."""
     for value in (*args, *kwargs.values()):
-        if type(value) is ReleasedParameter:
+        if isinstance(value, nn.Parameter) and "_infinity_keeper" in value.__dict__:
             yield value
         elif isinstance(value, (tuple, list)):
-            yield from _released(value, {})
+            yield from _kept(value, {})
         elif isinstance(value, dict):
-            yield from _released((), value)
+            yield from _kept((), value)

@@ -10,14 +10,14 @@ values that an ordinary construction would give, in bounded memory.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from infinity.comm import collectives
 from infinity.comm.mesh import Mesh
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StateError
 from infinity.memory.host import page_aligned
 from infinity.memory.nvme import NvmeTier, QueueOptions
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up
@@ -46,14 +46,11 @@ class Spool:
     memory.
     """
 
-    def __init__(
-        self, directory: str | None, *, mesh: Mesh, timeout_seconds: float, window_nbytes: int = WINDOW_NBYTES
-    ) -> None:
+    def __init__(self, directory: str | None, *, mesh: Mesh, timeout_seconds: float) -> None:
         self._directory = directory
         # The engine that takes the model over takes the process groups with it.
         self.mesh = mesh
         self._timeout = timeout_seconds
-        self._window = window_nbytes
         self._places: dict[int, _Place] = {}
         # Parameters whose values are in memory, the one used longest ago first.
         self._recent: OrderedDict[int, None] = OrderedDict()
@@ -70,24 +67,35 @@ class Spool:
         parameter.adopt(param, self, name)
         self._use(id(param))
 
-    def touch(self, param: nn.Parameter, use: str) -> None:
-        """Make a released parameter whole again."""
-        place = self._places[id(param)]
-        if place.data is None:
-            place.data = self._load(place)
-        parameter.restore(param, place.data)
-        self._use(id(param))
+    def touch(self, params: Sequence[nn.Parameter], use: str) -> None:
+        """Make released parameters whole again, all of one operation at once, while the model is being built."""
+        if not self.open:
+            raise StateError(
+                f"{parameter.name_of(params[0])} is on its tier since the model was built, and {use} needs its data: "
+                "pass the model to infinity.initialize() first, then use infinity.read() or infinity.modify()"
+            )
+        for param in params:
+            place = self._places[id(param)]
+            if parameter.is_released(param):
+                place.data = self._load(place)
+                parameter.restore(param, place.data)
+            self._recent.pop(id(param), None)
+            self._recent[id(param)] = None
+        self._shrink(keep=len(params))
 
     def holds(self, param: nn.Parameter) -> bool:
         return id(param) in self._places
 
-    def read(self, param: nn.Parameter, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of a parameter, flat. One that is on NVMe comes into memory first."""
+    def values(self, param: nn.Parameter) -> Tensor:
+        """A parameter's values, flat; what is written into them is kept. Valid until the next call."""
         place = self._places[id(param)]
-        if place.data is None:
+        if not parameter.is_released(param):
+            place.data = param.data = param.data.contiguous()
+        elif place.data is None:
             place.data = self._load(place)
-            self._use(id(param))
-        return place.data.detach().reshape(-1)[start : start + numel]
+        self._use(id(param))
+        assert place.data is not None
+        return place.data.detach().view(-1)
 
     def forget(self, param: nn.Parameter) -> None:
         """The engine has taken the values over: free them here."""
@@ -97,13 +105,15 @@ class Spool:
             self._close_file(place.tier)
 
     def seal(self) -> None:
-        """The model is built: agree on rank 0's values, and from now on answer only the engine."""
+        """The model is built: from now on only the engine is answered."""
         self.open = False
-        if self.mesh.ranks.world_size > 1:
-            for key in list(self._recent):
-                self._agree(self._places[key])
+
+    def __del__(self) -> None:
+        # A model that was built and never trained: its files go with it.
+        self.close()
 
     def close(self) -> None:
+        """Remove every file and forget every value."""
         for tier, _ in self._files:
             tier.close()
         self._files.clear()
@@ -114,10 +124,14 @@ class Spool:
         """Note a use, and write out what was used longest ago until the window holds again."""
         self._recent.pop(key, None)
         self._recent[key] = None
+        self._shrink(keep=1)
+
+    def _shrink(self, keep: int) -> None:
+        """Bring the window back to its bound; the latest `keep` parameters stay."""
         if self._directory is None:
             return
-        held = sum(_nbytes(self._places[other]) for other in self._recent)
-        while held > self._window and len(self._recent) > 1:
+        held = sum(_nbytes(self._places[key]) for key in self._recent)
+        while held > WINDOW_NBYTES and len(self._recent) > keep:
             oldest = next(iter(self._recent))
             held -= _nbytes(self._places[oldest])
             self._spill(self._places[oldest])
@@ -132,7 +146,6 @@ class Spool:
         if nbytes:
             if place.extent is None:
                 place.tier, place.extent = self._allocate(align_up(nbytes, EXTENT_ALIGNMENT))
-            self._agree(place)
             assert place.tier is not None
             buffer = page_aligned(place.extent.nbytes)
             buffer[:nbytes].copy_(place.data.detach().contiguous().view(-1).view(torch.uint8))
@@ -148,16 +161,6 @@ class Spool:
         place.tier.read(place.extent, buffer).wait()
         numel = place.shape.numel()
         return buffer.view(place.dtype)[:numel].view(place.shape)
-
-    def _agree(self, place: _Place) -> None:
-        if self.mesh.ranks.world_size > 1 and place.shape.numel():
-            data = place.param.data if not parameter.is_released(place.param) else place.data
-            assert data is not None
-            values = data.detach().contiguous()
-            collectives.broadcast(values, self.mesh.control)
-            place.data = values
-            if not parameter.is_released(place.param):
-                place.param.data = values
 
     def _allocate(self, nbytes: int) -> tuple[NvmeTier, Extent]:
         """A place in the newest swap file, or in a new one."""

@@ -164,7 +164,7 @@ def test_a_resolved_configuration_can_be_written_and_read_again(path: Path) -> N
 
 
 def test_every_shipped_configuration_is_there() -> None:
-    assert {path.stem for path in SHIPPED} == {"on_device", "cpu_offload", "nvme_offload", "two_ranks"}
+    assert {path.stem for path in SHIPPED} == {"demo", "on_device", "cpu_offload", "nvme_offload", "two_ranks"}
 
 
 sizes = st.integers(1, 40)

@@ -86,9 +86,10 @@ def test_pinned_bytes_are_those_of_the_plan_rounded_to_pages():
     memory.close()
 
 
-def test_pinning_may_be_turned_off():
+def test_pinning_may_be_turned_off_and_nothing_is_not_pinned():
     device = FakeAccelerator()
     host(device, pin=False).allocate(4096)
+    host(device).allocate(0)
     assert not device.pinned
 
 

@@ -1,4 +1,4 @@
-"""The swap file: one name a tier, gone on close, gone after a kill at the next start, never taken from a living owner."""
+"""The swap file: one a tier, gone on close, gone at the next start after a kill, never taken from a living owner."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def tier_in(directory: Path, nbytes: int = 1 << 16) -> Iterator[NvmeTier]:
 @contextmanager
 def owner_in(directory: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """Another process that has a tier in `directory`."""
-    process = subprocess.Popen([sys.executable, "-c", OWNER, str(directory)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(directory)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
     try:
         assert process.stdout is not None
         yield process, Path(process.stdout.readline().strip())

@@ -1,7 +1,7 @@
 """Random programs over the store against a dictionary of what every partition must hold.
 
-Partitions, arenas and programs are drawn from a seed. Arenas are as tight as the largest lease of the program allows, so
-that eviction, waiting and the new start from an empty arena happen all the time.
+Partitions, arenas and programs are drawn from a seed. Arenas are as tight as the largest lease of the program allows,
+so that eviction, waiting and the new start from an empty arena happen all the time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ class Program:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         homes = [Tier.NVME] * 6 + [Tier.CPU, Tier.GPU]
-        params = [param(index, self.rng.randint(0, 5), self.rng.choice(homes)) for index in range(self.rng.randint(3, 7))]
-        groups = [states(index, self.rng.randint(1, 4), self.rng.choice(homes)) for index in range(self.rng.randint(1, 3))]
+        params = [
+            param(index, self.rng.randint(0, 5), self.rng.choice(homes)) for index in range(self.rng.randint(3, 7))
+        ]
+        groups = [
+            states(index, self.rng.randint(1, 4), self.rng.choice(homes)) for index in range(self.rng.randint(1, 3))
+        ]
         self.specs: list[PartitionSpec] = [*params, *groups]
         self.sets = [
             self.rng.sample([spec.key for spec in self.specs], self.rng.randint(1, min(3, len(self.specs))))
@@ -96,7 +100,9 @@ class Program:
 
 def run(bench, number: int, steps: int, **options: object) -> tuple[Program, Bench]:
     program = Program(number)
-    made = bench(program.specs, param_pages=program.pages(Kind.PARAM), states_pages=program.pages(Kind.STATES), **options)
+    made = bench(
+        program.specs, param_pages=program.pages(Kind.PARAM), states_pages=program.pages(Kind.STATES), **options
+    )
     for _ in range(steps):
         program.step(made)
     program.finish(made)

@@ -1,10 +1,10 @@
 """A storage tier that is as awkward as a drive may be, and tells who uses it wrongly.
 
-`SimulatedTier` has what the store uses of `NvmeTier`. A request is complete after a seeded number of polls, in any order;
-its bytes move at that moment, so that a buffer that is read too early still holds garbage. Latency is counted in polls
-(every `done` and every `wait` of any request is one), not in seconds. `Misuse` is raised for what a real drive would
-answer with silent corruption: two requests on one extent of which one writes, a buffer in two requests of which one
-fills it, a buffer that changes while it is being written, a request outside the file.
+`SimulatedTier` has what the store uses of `NvmeTier`. A request is complete after a seeded number of polls, in any
+order; its bytes move at that moment, so that a buffer that is read too early still holds garbage. Latency is counted in
+polls (every `done` of any request is one), not in seconds. `Misuse` is raised for what a real drive would answer with
+silent corruption: two requests on one extent of which one writes, a buffer in two requests of which one fills it, a
+buffer that changes while it is being written, a request outside the file.
 """
 
 from __future__ import annotations
@@ -155,10 +155,14 @@ class SimulatedTier:
             raise Misuse(f"{extent} ends outside the file of {self.nbytes} bytes")
         for other in self.flying:
             both_read = not asked.is_write and not other.asked.is_write
-            if not both_read and _meet(extent.offset, extent.nbytes, other.asked.extent.offset, other.asked.extent.nbytes):
+            if not both_read and _meet(
+                extent.offset, extent.nbytes, other.asked.extent.offset, other.asked.extent.nbytes
+            ):
                 raise Misuse(f"{extent} while {other.asked} is in flight")
             both_write = asked.is_write and other.asked.is_write
-            if not both_write and _meet(buffer.data_ptr(), buffer.numel(), other.buffer.data_ptr(), other.buffer.numel()):
+            if not both_write and _meet(
+                buffer.data_ptr(), buffer.numel(), other.buffer.data_ptr(), other.buffer.numel()
+            ):
                 raise Misuse(f"the buffer of {other.asked}, which is in flight, was reused for {asked}")
 
 

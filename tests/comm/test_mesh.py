@@ -1,0 +1,147 @@
+"""Who a rank is: from an open group, from the launcher's environment, or alone; and groups that are closed again."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from infinity.comm import collectives
+from infinity.comm.mesh import Mesh, Ranks, detect
+from infinity.errors import ConfigError
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def launched(monkeypatch, **values: str) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_without_a_launcher_this_is_the_only_rank():
+    assert detect() == Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
+
+
+def test_the_environment_of_a_launcher_is_read(monkeypatch):
+    launched(
+        monkeypatch, RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", MASTER_ADDR="localhost",
+        MASTER_PORT="1",
+    )  # fmt: skip
+    assert detect() == Ranks(rank=5, world_size=8, local_rank=1, local_size=4)
+
+
+def test_one_rank_needs_no_address(monkeypatch):
+    launched(monkeypatch, RANK="0", WORLD_SIZE="1")
+    assert detect().world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "missing"),
+    [
+        ({}, "MASTER_ADDR and MASTER_PORT"),
+        ({"MASTER_PORT": "1"}, "MASTER_ADDR is"),
+        ({"MASTER_ADDR": "x"}, "MASTER_PORT is"),
+    ],
+)
+def test_an_address_that_is_missing_is_named(monkeypatch, values, missing):
+    launched(monkeypatch, RANK="0", WORLD_SIZE="2", **values)
+    with pytest.raises(ConfigError, match=f"WORLD_SIZE is 2 but {missing}.*torchrun"):
+        detect()
+
+
+def test_one_rank_opens_no_group():
+    mesh = Mesh(Ranks(), accelerator=False, timeout_seconds=5)
+    assert mesh.gather is mesh.reduce is mesh.control is None and not dist.is_initialized()
+    assert collectives.exchange([1.0, 2.0], mesh.control, 1) == [[1.0, 2.0]]
+    mesh.close()
+    mesh.close()
+
+
+def talk(rank: int, world_size: int) -> dict[str, object]:
+    """Every collective once, in a mesh of its own."""
+    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    full, own = torch.zeros(6), torch.full((3,), float(rank + 1))
+    gathering = collectives.all_gather(full, own, mesh.gather)
+    gathering.wait()
+    reduced = torch.zeros(3)
+    collectives.reduce_scatter(reduced, torch.arange(6.0) * (rank + 1), mesh.reduce).wait()
+    summed = torch.full((2,), float(rank + 1))
+    collectives.all_reduce(summed, mesh.reduce).wait()
+    sent = torch.full((2,), float(rank + 1))
+    collectives.broadcast(sent, mesh.control, source=1)
+    precise = collectives.exchange([2.0**53 + rank, float(rank)], mesh.control, world_size)
+    # Waited for twice: the second is over at once.
+    gathering.wait()
+    done = gathering.done()
+    mesh.close()
+    mesh.close()
+    return {
+        "gathered": full.tolist(), "reduced": reduced.tolist(), "summed": summed.tolist(), "sent": sent.tolist(),
+        "exchanged": precise, "done": done, "open": dist.is_initialized(), "ranks": mesh.ranks,
+    }  # fmt: skip
+
+
+def test_collectives_do_what_they_say(rank_pools):
+    for rank, heard in enumerate(rank_pools[2].run(talk)):
+        assert heard["gathered"] == [1, 1, 1, 2, 2, 2]
+        assert heard["reduced"] == [[0, 3, 6], [9, 12, 15]][rank]
+        assert heard["summed"] == [3, 3] and heard["sent"] == [2, 2]
+        assert heard["exchanged"] == [[2.0**53, 0.0], [2.0**53, 1.0]]
+        assert heard["done"] is True and heard["open"] is False
+        assert heard["ranks"] == Ranks(rank=rank, world_size=2, local_rank=rank, local_size=2)
+
+
+def both_orders(rank: int, world_size: int) -> list[float]:
+    """Gathers and reductions have groups of their own: ranks may submit them in different orders."""
+    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    full, summed = torch.zeros(2), torch.tensor([float(rank)])
+    submit = [
+        lambda: collectives.all_gather(full, torch.tensor([float(rank)]), mesh.gather),
+        lambda: collectives.all_reduce(summed, mesh.reduce),
+    ]
+    for transfer in [act() for act in (submit if rank == 0 else submit[::-1])]:
+        transfer.wait()
+    mesh.close()
+    return [*full.tolist(), *summed.tolist()]
+
+
+def test_gathers_and_reductions_have_no_mutual_order(rank_pools):
+    assert rank_pools[2].run(both_orders) == [[0, 1, 1], [0, 1, 1]]
+
+
+def inside_of_the_programs_group(rank: int, world_size: int) -> tuple[Ranks, bool]:
+    dist.init_process_group("gloo")
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name)
+    ranks = detect()
+    Mesh(ranks, accelerator=False, timeout_seconds=60).close()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    return ranks, dist.is_initialized()
+
+
+def test_a_group_of_the_program_is_used_and_left_open(rank_pools):
+    for rank, (ranks, still_open) in enumerate(rank_pools[2].run(inside_of_the_programs_group)):
+        assert (ranks.rank, ranks.world_size) == (rank, 2) and still_open
+
+
+def test_a_group_of_one_that_the_program_opened_is_enough():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+        assert mesh.ranks == Ranks() and mesh.control is None
+        mesh.close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,121 @@
+"""The fetch schedule against an independent simulation that executes it as the engine would."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from infinity.plan.fetch import FetchBudget, FetchSchedule, make_schedule
+
+NO_LIMIT = 10**12
+
+
+def execute(schedule: FetchSchedule, full: list[int], fetch: list[int], budget: FetchBudget) -> int:
+    """Follow the schedule use by use, assert what it promises, and return the peak of live bytes."""
+    trace = schedule.trace
+    live: set[int] = set()
+    ahead: set[int] = set()
+    fetched: set[int] = set()
+    peak = 0
+    for position, unit in enumerate(trace):
+        later = trace[position + 1 :]
+        live.add(unit)
+        ahead.discard(unit)
+        fetched.discard(unit)
+        for other in schedule.gather_ahead[position]:
+            assert other not in live, "gathered twice"
+            assert other in later, "gathered for nothing"
+            live.add(other)
+            ahead.add(other)
+            fetched |= {other} if fetch[other] else set()
+        for other in schedule.fetch_ahead[position]:
+            assert fetch[other] > 0 and other not in live and other not in fetched and other in later
+            fetched.add(other)
+        nbytes = sum(full[other] for other in live)
+        peak = max(peak, nbytes)
+        if schedule.gather_ahead[position] or len(live) > 1:
+            assert nbytes <= budget.live_nbytes_max or nbytes == full[unit]
+        assert sum(full[other] for other in ahead) <= budget.prefetch_nbytes_max
+        assert sum(fetch[other] for other in fetched) <= budget.fetch_nbytes_max
+        if schedule.keep[position]:
+            assert unit in later
+            following = trace.index(unit, position + 1)
+            between = set(trace[position + 1 : following]) - {unit}
+            assert sum(full[other] for other in between) <= budget.reuse_nbytes_max
+        else:
+            live.remove(unit)
+    assert not live and not ahead and not fetched, "something was fetched and never used"
+    return peak
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_schedule_keeps_its_promises(seed):
+    rng = random.Random(seed)
+    units = rng.randint(1, 9)
+    full = [rng.choice([0, rng.randint(1, 20), 60]) for _ in range(units)]
+    fetch = [rng.choice([0, rng.randint(1, 10)]) for _ in range(units)]
+    if rng.random() < 0.5:
+        order = rng.sample(range(units), units)
+        trace = [*order, *order[::-1]]
+    else:
+        trace = [rng.randrange(units) for _ in range(rng.randint(0, 40))]
+    budget = FetchBudget(*(rng.choice([0, 5, 20, 50, 100, NO_LIMIT]) for _ in range(4)))
+    schedule = make_schedule(trace, full_nbytes=full, fetch_nbytes=fetch, budget=budget)
+    assert schedule.trace == tuple(trace) and len(schedule) == len(trace)
+    assert execute(schedule, full, fetch, budget) == schedule.peak_nbytes
+
+
+def forward_and_backward(units: int) -> list[int]:
+    return [*range(units), *reversed(range(units))]
+
+
+def test_without_limits_everything_is_gathered_once():
+    budget = FetchBudget(NO_LIMIT, NO_LIMIT, NO_LIMIT, NO_LIMIT)
+    schedule = make_schedule(forward_and_backward(5), full_nbytes=[10] * 5, fetch_nbytes=[5] * 5, budget=budget)
+    assert schedule.gather_ahead[0] == (1, 2, 3, 4) and not any(schedule.gather_ahead[1:])
+    assert schedule.keep == (True,) * 5 + (False,) * 5 and schedule.peak_nbytes == 50
+
+
+def test_a_budget_of_nothing_leaves_the_unit_in_use():
+    schedule = make_schedule(
+        forward_and_backward(4), full_nbytes=[10] * 4, fetch_nbytes=[5] * 4, budget=FetchBudget(0, 0, 0, 0)
+    )
+    assert schedule.peak_nbytes == 10 and not any(schedule.gather_ahead) and not any(schedule.fetch_ahead)
+    # The last unit of the forward is the first of the backward.
+    assert schedule.keep == (False, False, False, True, False, False, False, False)
+
+
+def test_the_bound_on_what_is_ahead_holds_for_all_of_it():
+    budget = FetchBudget(NO_LIMIT, 20, 0, 0)
+    schedule = make_schedule(range(6), full_nbytes=[10] * 6, fetch_nbytes=[0] * 6, budget=budget)
+    assert schedule.gather_ahead == ((1, 2), (3,), (4,), (5,), (), ())
+
+
+def test_a_partition_that_is_gathered_ahead_counts_as_read_ahead():
+    budget = FetchBudget(NO_LIMIT, NO_LIMIT, 0, 10)
+    schedule = make_schedule(range(4), full_nbytes=[10] * 4, fetch_nbytes=[5] * 4, budget=budget)
+    assert schedule.gather_ahead == ((1, 2), (3,), (), ())
+
+
+def test_partitions_are_read_further_ahead_than_units_are_gathered():
+    budget = FetchBudget(20, 10, 0, 15)
+    schedule = make_schedule(range(5), full_nbytes=[10] * 5, fetch_nbytes=[5] * 5, budget=budget)
+    assert schedule.gather_ahead[0] == (1,) and schedule.fetch_ahead[0] == (2, 3)
+
+
+def test_the_shortest_reuse_is_kept_first():
+    budget = FetchBudget(30, 0, NO_LIMIT, 0)
+    schedule = make_schedule(forward_and_backward(4), full_nbytes=[10] * 4, fetch_nbytes=[0] * 4, budget=budget)
+    assert schedule.keep[:4] == (False, True, True, True)
+
+
+@pytest.mark.parametrize(
+    "budget", [FetchBudget(*[NO_LIMIT] * 4), FetchBudget(200, 100, 100, 100), FetchBudget(0, 0, 0, 0)]
+)
+def test_a_long_trace_is_scheduled_quickly(budget):
+    trace = forward_and_backward(50) * 100
+    began = time.perf_counter()
+    make_schedule(trace, full_nbytes=[10] * 50, fetch_nbytes=[5] * 50, budget=budget)
+    assert time.perf_counter() - began < 5

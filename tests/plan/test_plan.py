@@ -1,0 +1,340 @@
+"""The plan as a value: homes, extents, known byte counts, pools, refusals, equality."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import CapacityError
+from infinity.plan.layout import make_layouts
+from infinity.plan.placement import Policy, UnitPlacement, place_units
+from infinity.plan.plan import STEP_WINDOW, Capacity, Plan, PlanRequest, make_plan
+from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, UnitSpec, find_units
+from infinity.plan.topology import Topology
+from infinity.plan.types import DTYPE_NBYTES, EXTENT_ALIGNMENT, Key, Kind, Tier
+from tests.plan.test_fetch import execute
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
+
+
+def model(units: int = 4, numel: int = 1 << 16, *, dtype: str = "bf16", frozen: int = 0) -> ModelSpec:
+    """`units` units of `numel` elements each, the last `frozen` of them frozen."""
+    made = []
+    for index in range(units):
+        group = -1 if index >= units - frozen else 0
+        params = (ParamSpec(f"u{index}.weight", (numel,), dtype, group=group),)
+        made.append(UnitSpec(f"u{index}", (f"u{index}",), dtype, group >= 0, params))
+    return ModelSpec(tuple(made), tuple(range(units)))
+
+
+def llama_70b() -> ModuleNode:
+    """A Llama of 70 billion parameters, from its shapes."""
+    hidden, inner, vocabulary, layers = 8192, 28_672, 128_256, 80
+
+    def linear(path: str, outputs: int, inputs: int) -> ModuleNode:
+        return ModuleNode(path, "Linear", {"weight": ParamSpec(f"{path}.weight", (outputs, inputs), "bf16")})
+
+    def norm(path: str) -> ModuleNode:
+        return ModuleNode(path, "Norm", {"weight": ParamSpec(f"{path}.weight", (hidden,), "bf16")})
+
+    def block(path: str) -> ModuleNode:
+        attention = {"q": (hidden, hidden), "k": (1024, hidden), "v": (1024, hidden), "o": (hidden, hidden)}
+        feed_forward = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        return ModuleNode(
+            path, "Block",
+            children={
+                "norm1": norm(f"{path}.norm1"),
+                **{name: linear(f"{path}.{name}", *shape) for name, shape in (attention | feed_forward).items()},
+                "norm2": norm(f"{path}.norm2"),
+            },
+        )  # fmt: skip
+
+    blocks = ModuleNode("layers", "ModuleList", children={str(at): block(f"layers.{at}") for at in range(layers)})
+    return ModuleNode(
+        "", "Llama",
+        children={
+            "embed": linear("embed", vocabulary, hidden), "layers": blocks, "norm": norm("norm"),
+            "head": linear("head", vocabulary, hidden),
+        },
+    )  # fmt: skip
+
+
+REQUESTS = [
+    PlanRequest(stage=stage, param_tier=param, optimizer_tier=states, compute_dtype=dtype, persistence_numel=persistent,
+                sub_group_numel=50_000, prefetch_numel=100_000, live_numel=300_000, reuse_numel=200_000,
+                accelerator=gpu)
+    for stage, param, states in itertools.product((0, 1, 2, 3), Tier, Tier)
+    for dtype, persistent, gpu in (("bf16", 0, True), ("fp32", 100_000, False))
+    if stage == 3 or param is GPU
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3])
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: f"{r.stage}-{r.param_tier.value}-{r.optimizer_tier.value}")
+def test_every_plan_is_sound(request_, dp):
+    spec = model(5, 40_000, dtype=request_.compute_dtype, frozen=1)
+    plan = make_plan(spec, Topology(dp=dp), request_)
+    extents_are_disjoint(plan)
+    pools_are_bounded(plan)
+    assert (
+        execute(plan.schedule, list(plan.full_nbytes()), fetch_nbytes(plan), plan.budget) == plan.pools.gathered_nbytes
+    )
+    assert plan.reschedule(plan.schedule.trace) == plan.schedule
+    kinds = [spec.key for spec in plan.partitions]
+    assert len(set(kinds)) == len(kinds)
+    assert {key.index for key in kinds if key.kind is Kind.PARAM} == set(range(5))
+    assert {key.index for key in kinds if key.kind is Kind.GRAD} == set(range(4))
+    assert all(plan.partition(key).key == key for key in kinds)
+    with pytest.raises(KeyError):
+        plan.partition(Key(Kind.GRAD, 4))
+    assert request_.compute_dtype in plan.explain()
+
+
+def fetch_nbytes(plan: Plan) -> list[int]:
+    homes = plan.placement.units
+    return [
+        plan.partition(Key(Kind.PARAM, index)).nbytes if placed.param is NVME and not placed.whole else 0
+        for index, placed in enumerate(homes)
+    ]
+
+
+def extents_are_disjoint(plan: Plan) -> None:
+    """Extents lie one behind the other on whole blocks, and the file ends with the last."""
+    at = 0
+    for spec in plan.partitions:
+        assert (spec.extent is not None) == (spec.home is NVME and spec.nbytes > 0)
+        if spec.extent is not None:
+            assert spec.extent.offset == at and at % EXTENT_ALIGNMENT == spec.extent.nbytes % EXTENT_ALIGNMENT == 0
+            assert spec.extent.nbytes == spec.nbytes
+            at += spec.nbytes
+    assert plan.nvme_nbytes == at == sum(plan.bytes_by_tier()[NVME].values())
+
+
+def pools_are_bounded(plan: Plan) -> None:
+    """A pool holds the busiest moment, and never more than everything that could lie there."""
+    params = {
+        spec.key.index: spec.nbytes for spec in plan.partitions if spec.home is NVME and spec.key.kind is Kind.PARAM
+    }
+    groups = [spec.nbytes for spec in plan.partitions if spec.home is NVME and spec.key.kind is Kind.STATES]
+    ahead = plan.budget.fetch_nbytes_max + max(params.values(), default=0)
+    stepped = max((sum(params.get(piece.unit, 0) for piece in group.slices) for group in plan.sub_groups), default=0)
+    total = sum(params.values())
+    assert min(total, max(ahead, STEP_WINDOW * stepped)) <= plan.pools.param_nbytes <= total
+    assert plan.pools.param_nbytes < max(ahead, STEP_WINDOW * stepped) + EXTENT_ALIGNMENT
+    assert plan.pools.states_nbytes == min(sum(groups), STEP_WINDOW * max(groups, default=0))
+    assert plan.pools.param_nbytes % EXTENT_ALIGNMENT == plan.pools.states_nbytes % EXTENT_ALIGNMENT == 0
+    staged = plan.request.accelerator and plan.request.optimizer_tier is not GPU
+    assert plan.pools.staging_nbytes == 0 or staged
+
+
+def placed(
+    stage: int, param: Tier, states: Tier, dp: int, *, small: bool = False, frozen: bool = False
+) -> UnitPlacement:
+    layouts = make_layouts(model(1, 1000, frozen=int(frozen)), dp)
+    persistent = 10_000 if small else 0
+    policy = Policy(stage=stage, dp=dp, param_tier=param, optimizer_tier=states, persistence_numel_max=persistent)
+    return place_units(layouts, policy)[0]
+
+
+PLACEMENTS = [
+    # stage, param, states, dp, how -> parts, param, grad, whole, aliased
+    ((0, GPU, GPU, 2), {}, (1, GPU, GPU, True, True)),
+    ((0, GPU, CPU, 2), {}, (1, CPU, CPU, True, False)),
+    ((1, GPU, GPU, 2), {}, (2, GPU, GPU, True, True)),
+    ((2, GPU, CPU, 2), {}, (2, CPU, CPU, True, False)),
+    ((2, GPU, NVME, 2), {}, (2, NVME, CPU, True, False)),
+    ((3, GPU, GPU, 2), {}, (2, GPU, GPU, False, False)),
+    ((3, GPU, CPU, 2), {}, (2, GPU, CPU, False, False)),
+    ((3, GPU, CPU, 1), {}, (1, GPU, CPU, True, True)),
+    ((3, CPU, CPU, 2), {}, (2, CPU, CPU, False, False)),
+    ((3, NVME, NVME, 1), {}, (1, NVME, CPU, False, False)),
+    ((3, NVME, CPU, 2), {"small": True}, (2, CPU, CPU, True, False)),
+    ((3, NVME, GPU, 2), {"small": True}, (2, GPU, GPU, True, True)),
+    ((2, GPU, CPU, 2), {"frozen": True}, (1, GPU, CPU, True, True)),
+    ((3, NVME, CPU, 2), {"frozen": True}, (2, NVME, CPU, False, False)),
+    ((3, NVME, CPU, 2), {"frozen": True, "small": True}, (1, GPU, CPU, True, True)),
+]
+
+
+@pytest.mark.parametrize(("where", "how", "expected"), PLACEMENTS)
+def test_homes_follow_the_table(where, how, expected):
+    found = placed(*where, **how)
+    assert (found.parts, found.param, found.grad, found.whole, found.aliased) == expected
+
+
+def test_small_units_stay_whole_until_their_total_is_reached():
+    layouts = make_layouts(model(4, 1000), 1)
+    policy = Policy(3, 1, CPU, CPU, persistence_numel_max=2000, persistent_total_numel_max=2 * layouts[0].numel)
+    assert [placed.whole for placed in place_units(layouts, policy)] == [True, True, False, False]
+
+
+def table(plan: Plan, tier: Tier) -> dict[Kind, int]:
+    return plan.bytes_by_tier()[tier]
+
+
+def test_a_parameter_in_bf16_takes_12_bytes_at_rest():
+    numel = 4 << 16
+    request = PlanRequest(param_tier=NVME, optimizer_tier=NVME, compute_dtype="bf16", persistence_numel=0)
+    for dp in (1, 2):
+        plan = make_plan(model(), Topology(dp=dp), request)
+        assert table(plan, NVME) == {
+            Kind.PARAM: 2 * numel // dp, Kind.REMAINDER: 2 * numel // dp, Kind.EXP_AVG: 4 * numel // dp,
+            Kind.EXP_AVG_SQ: 4 * numel // dp,
+        }  # fmt: skip
+        assert plan.nvme_nbytes == 12 * numel // dp
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [("bf16", 12), ("fp16", 14), ("fp32", 12)])
+def test_bytes_at_rest_by_dtype(dtype, nbytes):
+    request = PlanRequest(param_tier=NVME, optimizer_tier=NVME, compute_dtype=dtype, persistence_numel=0)
+    assert make_plan(model(dtype=dtype), Topology(), request).nvme_nbytes == nbytes * (4 << 16)
+
+
+def test_fp32_on_one_device_takes_16_bytes_a_parameter():
+    numel = 4 << 16
+    plan = make_plan(model(dtype="fp32"), Topology(), PlanRequest())
+    assert table(plan, GPU) == {
+        Kind.FULL: 4 * numel, Kind.GRAD: 4 * numel, Kind.EXP_AVG: 4 * numel, Kind.EXP_AVG_SQ: 4 * numel,
+        # As autograd leaves them: of one unit at a time.
+        Kind.FULL_GRAD: 4 * numel // 4,
+    }  # fmt: skip
+    assert not table(plan, CPU) and not table(plan, NVME)
+
+
+@pytest.mark.parametrize(
+    # Bytes a parameter on each of two ranks, in fp32: PARAM or FULL, GRAD, two moments.
+    ("stage", "full", "grad", "moment"), [(0, 4, 4, 4), (1, 4, 2, 2), (2, 4, 2, 2), (3, 2, 2, 2)],
+)  # fmt: skip
+def test_stages_cut_one_kind_after_the_other(stage, full, grad, moment):
+    numel, unit = 4 << 16, 1 << 16
+    request = PlanRequest(stage=stage, persistence_numel=0, live_numel=1, prefetch_numel=0)
+    held = table(make_plan(model(dtype="fp32"), Topology(dp=2), request), GPU)
+    whole = {Kind.FULL: full * numel} if stage < 3 else {Kind.PARAM: full * numel, Kind.FULL: 4 * unit}
+    # One unit's gradients as autograd leaves them and two inputs of a reduction; below stage 2 all of them, too.
+    reducing = 3 * 4 * unit + (4 * numel if stage < 2 else 0)
+    moments = {Kind.EXP_AVG: moment * numel, Kind.EXP_AVG_SQ: moment * numel}
+    assert held == whole | moments | {Kind.GRAD: grad * numel, Kind.FULL_GRAD: reducing}
+
+
+def test_frozen_parameters_have_neither_gradients_nor_states():
+    request = PlanRequest(param_tier=NVME, optimizer_tier=NVME, compute_dtype="bf16", persistence_numel=0)
+    plan = make_plan(model(4, frozen=3), Topology(), request)
+    assert plan.nvme_nbytes == (4 * 2 + 10) << 16
+
+
+def test_padding_is_in_the_books():
+    request = PlanRequest(param_tier=NVME, optimizer_tier=NVME, compute_dtype="bf16", persistence_numel=0)
+    plan = make_plan(model(3, 1000), Topology(), request)
+    assert plan.nvme_nbytes == sum(table(plan, NVME).values()) and table(plan, NVME)[Kind.POOL] > 0
+
+
+def test_a_whole_unit_is_not_fetched_before_its_step():
+    # Its partition waits on NVMe for the optimizer; no forward needs it.
+    request = PlanRequest(
+        stage=3, param_tier=NVME, optimizer_tier=NVME, compute_dtype="bf16", persistence_numel=100_000
+    )
+    plan = make_plan(model(), Topology(dp=2), request)
+    assert all(placed.whole and placed.param is NVME for placed in plan.placement.units)
+    assert not any(plan.schedule.fetch_ahead)
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_numbers_and_a_way_out():
+    big = model(40, 10_000_000)
+    request = PlanRequest(stage=3, param_tier=CPU, optimizer_tier=CPU, compute_dtype="bf16", grad_dtype="bf16")
+    plan = make_plan(big, Topology(), request)
+    with pytest.raises(CapacityError) as caught:
+        plan.check(Capacity(cpu=4_000_000_000), rank=3)
+    text = str(caught.value)
+    for part in ("rank 3 plans 5.60 GB on cpu but 4.00 GB are free", "exp_avg 1.60 GB", "master remainders 0.80 GB"):
+        assert part in text
+    assert 'offload_optimizer.device = "nvme"' in text and text.index("exp_avg") < text.index("remainders")
+    plan.check(Capacity())
+    plan.check(Capacity(cpu=sum(table(plan, CPU).values()), gpu=10**12, nvme=0))
+
+
+@pytest.mark.parametrize(
+    ("tier", "request_", "advice", "vain"),
+    [
+        (CPU, PlanRequest(param_tier=CPU, optimizer_tier=NVME), "offload_param.device", "offload_optimizer"),
+        (CPU, PlanRequest(param_tier=NVME, optimizer_tier=NVME), "sub_group_size", "offload_param"),
+        (GPU, PlanRequest(stage=1), "offload_optimizer.device", "max_live"),
+        (GPU, PlanRequest(stage=2, optimizer_tier=CPU), "Use stage 3", "offload_optimizer"),
+        (GPU, PlanRequest(param_tier=CPU, optimizer_tier=CPU), "stage3_max_live_parameters", "Use stage 3"),
+        (NVME, PlanRequest(param_tier=NVME, optimizer_tier=NVME), "Free space", "sub_group_size"),
+    ],
+)
+def test_advice_is_what_is_not_so_already(tier, request_, advice, vain):
+    plan = make_plan(model(dtype="fp32"), Topology(dp=2), replace(request_, persistence_numel=0))
+    with pytest.raises(CapacityError) as caught:
+        plan.check(Capacity(**{tier.value: 1}))
+    assert advice in str(caught.value) and vain not in str(caught.value)
+
+
+def test_a_plan_for_70_billion_parameters_takes_less_than_a_second():
+    request = PlanRequest(param_tier=NVME, optimizer_tier=NVME, compute_dtype="bf16", sub_group_numel=1 << 24)
+    began = time.perf_counter()
+    spec = find_units(llama_70b(), UnitRules())
+    plan = make_plan(spec, Topology(dp=8), request)
+    plan.bytes_by_tier()
+    took = time.perf_counter() - began
+    assert 70e9 < plan.numel < 71e9
+    # The norms' padding apart, everything is on the eight drives.
+    assert plan.nvme_nbytes == pytest.approx(12 * plan.numel / 8, rel=1e-3)
+    assert took < 1.0, f"{took:.2f} s"
+
+
+def test_plans_are_equal_when_their_questions_are():
+    request = PlanRequest(param_tier=NVME, optimizer_tier=NVME, compute_dtype="bf16", sub_group_numel=50_000)
+    plans = [make_plan(model(), Topology(dp=2), request) for _ in range(2)]
+    assert plans[0] == plans[1] and plans[0].fingerprint() == plans[1].fingerprint()
+    others = [
+        make_plan(model(5), Topology(dp=2), request),
+        make_plan(model(), Topology(dp=1), request),
+        make_plan(model(), Topology(dp=2), replace(request, sub_group_numel=60_000)),
+        make_plan(model(), Topology(dp=2), replace(request, optimizer_tier=CPU)),
+        make_plan(model(), Topology(dp=2), replace(request, live_numel=10)),
+    ]
+    assert len({plan.fingerprint() for plan in [plans[0], *others]}) == 6
+    assert all(other != plans[0] for other in others)
+
+
+FINGERPRINT = """
+import sys
+from infinity.plan.plan import PlanRequest, make_plan
+from infinity.plan.topology import Topology
+from infinity.plan.types import Tier
+from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, find_units
+root = ModuleNode("", "Model")
+for name in "abcdef":
+    spec = ParamSpec(f"{name}.p", (70_000,), "bf16", group=ord(name) % 3)
+    root.children[name] = ModuleNode(name, "Block", {"p": spec})
+request = PlanRequest(param_tier=Tier.NVME, optimizer_tier=Tier.NVME, compute_dtype="bf16", sub_group_numel=100_000)
+plan = make_plan(find_units(root, UnitRules(unit_numel_max=100_000)), Topology(dp=2), request)
+import infinity.plan.request, infinity.config
+assert "torch" not in sys.modules, "the plan imports torch"
+print(plan.fingerprint())
+"""
+
+
+def test_a_fingerprint_is_the_same_in_every_process_and_needs_no_torch():
+    prints = set()
+    for seed in ("0", "1", "2"):
+        finished = subprocess.run(
+            [sys.executable, "-c", FINGERPRINT], env={**os.environ, "PYTHONHASHSEED": seed}, cwd=ROOT, text=True,
+            capture_output=True, timeout=60,
+        )  # fmt: skip
+        assert finished.returncode == 0, finished.stderr
+        prints.add(finished.stdout.strip())
+    assert len(prints) == 1
+
+
+def test_widths_of_all_dtypes_are_known():
+    assert all(nbytes in (1, 2, 4, 8) for nbytes in DTYPE_NBYTES.values())

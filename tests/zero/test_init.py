@@ -1,0 +1,127 @@
+"""`infinity.Init`: constructors run as they are, values are the ordinary ones, memory is bounded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import infinity
+from infinity.errors import ConfigError, StateError
+from infinity.zero import spool
+from infinity.zero.parameter import is_released
+from tests.support.spawn import RankPool
+from tests.zero.test_transformers import config_of
+
+
+def config(folder: str, tier: str = "nvme") -> dict[str, Any]:
+    home = {"device": tier, "nvme_path": folder}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": home, "offload_optimizer": home},
+    }
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that holds a fraction of a tiny model."""
+    monkeypatch.setattr(spool, "WINDOW_NBYTES", 20_000)
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_values_are_those_of_an_ordinary_construction(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config_of(name))
+    torch.manual_seed(0)
+    with infinity.Init(config=config(str(tmp_path))):
+        model = AutoModelForCausalLM.from_config(config_of(name))
+    assert sum(is_released(param) for param in model.parameters()) > len(list(model.parameters())) // 2
+    assert len(os.listdir(tmp_path)) == 1
+    engine, *_ = infinity.initialize(model=model, config=config(str(tmp_path)))
+    with engine:
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(infinity.state(ours).master, theirs.detach())
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("narrow")
+def test_code_that_changes_weights_after_construction_is_heard(tmp_path: Path) -> None:
+    with infinity.Init(config=config(str(tmp_path))):
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+        assert is_released(model[0].weight)
+        nn.init.constant_(model[0].weight, 0.25)
+        with torch.no_grad():
+            model[1].weight[3] = 2.0
+            model[2].weight.copy_(model[1].weight)
+            model[3].bias.data.fill_(1.5)
+        model[4].weight = model[5].weight
+    engine, *_ = infinity.initialize(model=model, config=config(str(tmp_path)))
+    with engine:
+        master = lambda param: infinity.state(param).master  # noqa: E731
+        assert (master(model[0].weight) == 0.25).all()
+        assert (master(model[1].weight)[3] == 2.0).all()
+        assert torch.equal(master(model[2].weight), master(model[1].weight))
+        assert (master(model[3].bias) == 1.5).all()
+        assert model[4].weight is model[5].weight
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_without_a_drive_values_stay_in_memory(tier: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 8)
+    torch.manual_seed(0)
+    with infinity.zero.Init(config_dict_or_path=config(str(tmp_path), tier)):
+        model = nn.Linear(8, 8)
+    engine, *_ = infinity.initialize(model=model, config=config(str(tmp_path), tier))
+    with engine:
+        assert torch.equal(infinity.state(model.weight).master, plain.weight.detach())
+
+
+@pytest.mark.usefixtures("narrow")
+def test_an_error_while_building_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="constructor"), infinity.Init(config=config(str(tmp_path))):
+        nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+        raise RuntimeError("constructor")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("narrow")
+def test_between_init_and_initialize_data_is_not_touched_by_accident(tmp_path: Path) -> None:
+    with infinity.Init(config=config(str(tmp_path))):
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    with pytest.raises(StateError, match="infinity.initialize"):
+        model[0].weight.sum()
+
+
+def test_a_meta_model_is_refused_with_the_way_out() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=r"meta device.*infinity\.Init"):
+        infinity.initialize(model=model, config=None)
+
+
+def build_on_ranks(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
+    spool.WINDOW_NBYTES = 20_000
+    # Ranks that seed differently: rank 0's values win.
+    torch.manual_seed(rank)
+    with infinity.Init(config=config(folder)):
+        model = AutoModelForCausalLM.from_config(config_of("llama"))
+    engine, *_ = infinity.initialize(model=model, config=config(folder))
+    with engine:
+        return [infinity.state(param).master for param in model.parameters()]
+
+
+def test_ranks_build_the_same_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config_of("llama"))
+    with RankPool(2) as pool:
+        for masters in pool.run(build_on_ranks, str(tmp_path)):
+            assert all(torch.equal(a, b.detach()) for a, b in zip(masters, plain.parameters(), strict=True))
+    assert os.listdir(tmp_path) == []
