@@ -46,6 +46,9 @@ from infinity.zero.unit import Unit
 
 __all__ = ["GatheredParameters", "Init", "initialize", "modify", "read", "state"]
 
+# Without an accelerator the two tiers share the process's memory.
+_NEIGHBOURS = {Tier.GPU: Tier.CPU, Tier.CPU: Tier.GPU}
+
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
@@ -241,9 +244,7 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
         params = section.params
         defaults = {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
         trained = _Trained([dict(group) for group in groups], defaults, section.decoupled, params.bias_correction)
-    for group in trained.groups:
-        group["params"] = [param for param in group["params"] if param.requires_grad]
-    if not any(group["params"] for group in trained.groups):
+    if not any(param.requires_grad for group in trained.groups for param in group["params"]):
         raise ConfigError("no parameter requires a gradient: there is nothing to train")
     mine = {id(param) for param in model.parameters()}
     if any(id(param) not in mine for group in trained.groups for param in group["params"]):
@@ -269,8 +270,9 @@ def _capacity(config: ResolvedConfig, plan: Plan, model: nn.Module, ranks: Ranks
         # Without an accelerator both tiers are the process's memory: each may have what the other leaves.
         table = {tier: sum(kinds.values()) for tier, kinds in plan.bytes_by_tier().items()}
         share = cpu // ranks.local_size
-        gpu = capped((share - table[Tier.CPU]) * ranks.local_size, limits.gpu.max_bytes, ranks.local_size)
-        cpu_limit = capped((share - table[Tier.GPU]) * ranks.local_size, limits.cpu.max_bytes, ranks.local_size)
+        rest = {tier: max(share - table[other], 0) * ranks.local_size for tier, other in _NEIGHBOURS.items()}
+        gpu = capped(rest[Tier.GPU], limits.gpu.max_bytes, ranks.local_size)
+        cpu_limit = capped(rest[Tier.CPU], limits.cpu.max_bytes, ranks.local_size)
     else:
         gpu = capped(free, limits.gpu.max_bytes, 1)
         cpu_limit = capped(cpu, limits.cpu.max_bytes, ranks.local_size)

@@ -98,6 +98,15 @@ class Engine(nn.Module):
             for param in unit.params:
                 param.__dict__["_infinity_owner"] = self
 
+    def __getattr__(self, name: str) -> Any:
+        """What the engine has not, the module may have: `engine.generate(...)`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
     # The loop.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +137,7 @@ class Engine(nn.Module):
         factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         factor *= self._scaler.scale if self._scaler is not None else 1.0
         scaled = loss if factor == 1.0 else loss.float() * factor
-        self.coordinator.begin_backward()
+        self.coordinator.begin_backward(scaled=True)
         try:
             scaled.backward(retain_graph=retain_graph)
             self.coordinator.end_backward()
@@ -145,6 +154,8 @@ class Engine(nn.Module):
         self.micro_steps += 1
         if not boundary:
             return
+        if self._scaler is not None and self.coordinator.plain_backward:
+            raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
         self._settle_gradients()
         squares, nonfinite = self._global_stats()
         self.coordinator.next_step()

@@ -6,7 +6,7 @@ again. After an error `done()` says whether the mover has let go of the bytes: o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -62,22 +62,3 @@ class WorkTransfer:
             self._work.wait()
             self._work = None
             self._keep = ()
-
-
-class Joined:
-    """Several transfers as one; `after` runs once, when all have arrived."""
-
-    def __init__(self, parts: Sequence[Transfer], after: Callable[[], None] | None = None) -> None:
-        self._parts = list(parts)
-        self._after = after
-
-    def done(self) -> bool:
-        return all(part.done() for part in self._parts)
-
-    def wait(self) -> None:
-        while self._parts:
-            self._parts[0].wait()
-            self._parts.pop(0)
-        after, self._after = self._after, None
-        if after is not None:
-            after()

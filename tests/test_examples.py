@@ -14,7 +14,7 @@ import pytest
 
 from estimators import cli
 from examples import train_lm
-from tests.support.models import hf_config
+from tests.support.hub import hf_config
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "examples" / "configs"

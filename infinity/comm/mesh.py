@@ -7,6 +7,7 @@ free, and small decisions are exchanged through a CPU group that never waits for
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,7 +54,6 @@ class Mesh:
         self.gather: Any = None
         self.reduce: Any = None
         self.control: Any = None
-        self._opened_here = False
         if ranks.world_size == 1:
             return
         timeout = timedelta(seconds=timeout_seconds)
@@ -64,18 +64,23 @@ class Mesh:
                 world_size=ranks.world_size,
                 timeout=timeout,
             )
-            self._opened_here = True
+            # It stays open for the next engine: ranks that close at different times would meet each other's old store.
+            atexit.register(_end)
         backend = "nccl" if accelerator else "gloo"
         self.gather = dist.new_group(backend=backend, timeout=timeout)
         self.reduce = dist.new_group(backend=backend, timeout=timeout)
         self.control = dist.new_group(backend="gloo", timeout=timeout)
 
     def close(self) -> None:
-        """Destroy what was opened here; a group that the program opened itself is left to it."""
+        """Destroy this mesh's groups. The program's own group stays open, or ends with the process."""
         if self.control is None:
             return
-        for group in (self.gather, self.reduce, self.control):
-            dist.destroy_process_group(group)
+        if dist.is_initialized():
+            for group in (self.gather, self.reduce, self.control):
+                dist.destroy_process_group(group)
         self.gather = self.reduce = self.control = None
-        if self._opened_here and dist.is_initialized():
-            dist.destroy_process_group()
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import TierMemoryError, TransferError
+from infinity.log import logger
 from infinity.memory.device import Device
 from infinity.memory.host import HostMemory
 from infinity.memory.ledger import Ledger
@@ -133,7 +134,10 @@ class TieredStore:
                         self._settle(partition)
 
     def settle(self) -> None:
-        """Flush everything that is dirty, wait for everything in flight, and then raise the first error."""
+        """Flush everything that is dirty, wait for everything in flight, and then raise the first error.
+
+        A transfer that is late is raised at once: waiting as long for each of the others would help nobody.
+        """
         errors: list[TransferError] = []
         with self._lock:
             self.flush(*self._partitions)
@@ -141,6 +145,8 @@ class TieredStore:
                 try:
                     self._settle(partition)
                 except TransferError as error:
+                    if partition.transfer is not None:
+                        raise
                     errors.append(error)
         if errors:
             raise errors[0]
@@ -190,13 +196,19 @@ class TieredStore:
                 assert booked == held if exact else booked >= held, f"the ledger has {booked} of {entry}, not {held}"
 
     def close(self) -> None:
-        """Return every buffer and remove the swap file, whatever state the partitions are in."""
+        """Return every buffer and remove the swap file, whatever state the partitions are in.
+
+        A transfer that fails only now is logged: nobody can read what it moved any more.
+        """
         with self._lock, ExitStack() as stack:
             # Backwards: what is in flight ends first, then memory is unpinned, then buffers go.
             stack.callback(self._forget)
             stack.callback(self._host.close)
             if self._nvme is not None:
-                stack.callback(self._nvme.close)
+                try:
+                    self._nvme.close()
+                except TransferError as error:
+                    logger.error("while closing the store: %s", error)
 
     def _forget(self) -> None:
         for partition in self._partitions.values():

@@ -42,6 +42,7 @@ __all__ = [
     "split",
 ]
 
+_CPU = torch.device("cpu")
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLOATS = tuple(_DTYPE_CODES)
 _ISAS = ("scalar", "avx2", "avx512", "neon")
@@ -69,7 +70,9 @@ def adam_step(pieces: Sequence[Piece], *, step: int, grad_scale: float, native: 
     constants = {
         hyper: AdamConstants.of(hyper, step=step, grad_scale=grad_scale) for hyper in {piece.hyper for piece in pieces}
     }
-    if not _runtime.uses_native(native):
+    # The kernel of an accelerator arrives later: what lies there is stepped by the twin, with the same bits.
+    elsewhere = [piece for piece in pieces if piece.param.device.type != "cpu"]
+    if elsewhere or not _runtime.uses_native(native):
         for piece in pieces:
             reference.adam_step(piece, constants[piece.hyper])
         return
@@ -269,33 +272,35 @@ def _address(tensor: Tensor) -> ctypes.c_void_p:
 
 def _check_piece(index: int, piece: Piece) -> int:
     """The storage code of a piece; ValueError where its tensors do not fit each other."""
-    numel = piece.param.numel()
+    numel, device = piece.param.numel(), piece.param.device
 
     def say(field: str) -> str:
         return f"pieces[{index}].{field}"
 
-    _check_tensor(say("param"), piece.param, _FLOATS, numel)
-    _check_tensor(say("grad"), piece.grad, _FLOATS, numel)
-    _check_tensor(say("exp_avg"), piece.exp_avg, (torch.float32,), numel)
-    _check_tensor(say("exp_avg_sq"), piece.exp_avg_sq, (torch.float32,), numel)
+    _check_tensor(say("param"), piece.param, _FLOATS, numel, device)
+    _check_tensor(say("grad"), piece.grad, _FLOATS, numel, device)
+    _check_tensor(say("exp_avg"), piece.exp_avg, (torch.float32,), numel, device)
+    _check_tensor(say("exp_avg_sq"), piece.exp_avg_sq, (torch.float32,), numel, device)
     if piece.remainder is not None and piece.master is not None:
         raise ValueError(f"{say('remainder')} and {say('master')} exclude each other")
     if piece.remainder is not None:
-        _check_tensor(say("param"), piece.param, (torch.bfloat16,), numel)
-        _check_tensor(say("remainder"), piece.remainder, (torch.int16,), numel)
+        _check_tensor(say("param"), piece.param, (torch.bfloat16,), numel, device)
+        _check_tensor(say("remainder"), piece.remainder, (torch.int16,), numel, device)
         return _SPLIT
     if piece.master is not None:
-        _check_tensor(say("param"), piece.param, (torch.float16, torch.bfloat16), numel)
-        _check_tensor(say("master"), piece.master, (torch.float32,), numel)
+        _check_tensor(say("param"), piece.param, (torch.float16, torch.bfloat16), numel, device)
+        _check_tensor(say("master"), piece.master, (torch.float32,), numel, device)
         return _MASTER_HALF if piece.param.dtype == torch.float16 else _MASTER_BFLOAT
     if piece.param.dtype != torch.float32:
         raise ValueError(f"{say('param')} is {piece.param.dtype}: a 16-bit param needs a remainder or a master")
     return _PLAIN
 
 
-def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int) -> None:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}: a CPU tensor is needed")
+def _check_tensor(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int, device: torch.device = _CPU
+) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}: a tensor on {device} is needed")
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
     if tensor.numel() != numel:

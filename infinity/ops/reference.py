@@ -26,7 +26,7 @@ def adam_step(piece: Piece, constants: AdamConstants) -> None:
         weight = _load_weight(piece, at)
         grad = piece.grad.view(-1)[at].float() * constants.grad_scale
         if piece.hyper.adamw:
-            weight = weight * constants.decay
+            weight = fma(constants.minus_decay, weight, weight)
         else:
             grad = fma(constants.weight_decay, weight, grad)
         exp_avg, exp_avg_sq = piece.exp_avg.view(-1)[at], piece.exp_avg_sq.view(-1)[at]
@@ -35,7 +35,7 @@ def adam_step(piece: Piece, constants: AdamConstants) -> None:
         # Through fp64: torch's fp32 root may be one bit off. An fp32 root is never as close to a rounding boundary as
         # an fp64 root can err.
         root = v.double().sqrt().float()
-        denominator = fma(root, constants.inv_sqrt_bias_correction2, torch.tensor(constants.eps))
+        denominator = fma(root, constants.inv_sqrt_bias_correction2, torch.tensor(constants.eps, device=root.device))
         weight = fma(constants.minus_step_size, m / denominator, weight)
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)

@@ -54,8 +54,6 @@ def groups_from_torch(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, 
     decoupled = isinstance(optimizer, torch.optim.AdamW) or optimizer.param_groups[0].get(
         "decoupled_weight_decay", False
     )
-    keep = ("lr", "betas", "eps", "weight_decay")
-    groups = [
-        {"params": list(group["params"]), **{key: group[key] for key in keep}} for group in optimizer.param_groups
-    ]
-    return groups, {key: optimizer.defaults[key] for key in keep}, bool(decoupled)
+    # The very dictionaries: what a scheduler of the given optimizer writes there is read here.
+    defaults = {key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    return optimizer.param_groups, defaults, bool(decoupled)

@@ -57,7 +57,7 @@ def place_units(layouts: tuple[UnitLayout, ...], policy: Policy) -> tuple[UnitPl
         if policy.stage < 3:
             whole = True
         else:
-            small = layout.numel < policy.persistence_numel_max
+            small = layout.numel < max(policy.persistence_numel_max, 1)
             small = small and persistent_numel + layout.numel <= policy.persistent_total_numel_max
             persistent_numel += layout.numel if small else 0
             whole = small or (policy.dp == 1 and policy.param_tier is Tier.GPU)

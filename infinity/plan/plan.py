@@ -145,8 +145,11 @@ class Plan:
                 continue
             parts = sorted(kinds.items(), key=lambda item: -item[1])
             detail = ", ".join(f"{_plain(kind)} {_gb(nbytes)}" for kind, nbytes in parts)
+            # Amounts that round to the same figure are told apart by the byte.
+            shown = (_gb(planned), _gb(limit))
+            plans, free = shown if shown[0] != shown[1] else (f"{planned:,} bytes", f"{limit:,} bytes")
             raise CapacityError(
-                f"rank {rank} plans {_gb(planned)} on {tier.value} but {_gb(limit)} are free: {detail}. "
+                f"rank {rank} plans {plans} on {tier.value} but {free} are free: {detail}. "
                 + self._advice(tier)
             )
 

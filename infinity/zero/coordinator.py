@@ -64,6 +64,8 @@ class Coordinator:
         self._open: list[Scope] = []
         self._backward: list[Scope] = []
         self.in_backward = False
+        # Whether a backward since the last step was the program's own, with an unscaled loss.
+        self.plain_backward = False
         self.epoch = 0
         self.closed = False
         # How often a pass did not go as scheduled: a figure, not a flood of warnings.
@@ -129,16 +131,20 @@ class Coordinator:
                 unit.users -= 1
             else:
                 raise StateError(
-                    f"{name_of(param)} is partitioned, and {use} needs its data: use `with infinity.read(param):` to read "
-                    "it or `with infinity.modify(param):` to change it"
+                    f"{name_of(param)} is partitioned, and {use} needs its data: use `with infinity.read(param):` to "
+                    "read it or `with infinity.modify(param):` to change it"
                 )
 
     # Backward.
 
-    def begin_backward(self) -> bool:
-        """True for the first caller of a backward pass, who must see to it that `end_backward` is called."""
+    def begin_backward(self, *, scaled: bool = False) -> bool:
+        """True for the first caller of a backward pass, who must see to it that `end_backward` is called.
+
+        `scaled`: the engine runs it, and has scaled the loss.
+        """
         first = not self.in_backward
         self.in_backward = True
+        self.plain_backward = self.plain_backward or (first and not scaled)
         return first
 
     def enter_backward(self, scope: Scope) -> None:
@@ -185,7 +191,7 @@ class Coordinator:
         self._gradients.abandon_backward()
         for unit in self._units:
             unit.users = unit.pending = 0
-            unit.release()
+            unit.abandon()
 
     def end_pass(self, mode: str = "train") -> None:
         """A pass of this mode is over: learn its trace if it was not the scheduled one, and release what nobody
@@ -205,6 +211,7 @@ class Coordinator:
         """The optimizer is about to change parameters: nothing stays gathered, no forward waits for its backward."""
         self.epoch += 1
         self._mode = None
+        self.plain_backward = False
         for unit in self._units:
             unit.pending = 0
         self._release_idle()

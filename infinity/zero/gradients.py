@@ -32,7 +32,10 @@ class Gradients:
         self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, device: Device, mesh: Mesh, ledger: Ledger
     ) -> None:
         self._units = [unit for unit in units if unit.layout.trainable]
-        self._plan = plan
+        # Frozen by the choice of parameter groups, yet autograd fills their gradients: those are dropped.
+        self._unwanted = [
+            param for unit in units if not unit.layout.trainable for param in unit.params if param.requires_grad
+        ]
         self._store = store
         self._device = device
         self._mesh = mesh
@@ -72,6 +75,8 @@ class Gradients:
 
     def end_backward(self) -> None:
         """Collect what no module call announced, and begin a new round."""
+        for param in self._unwanted:
+            param.grad = None
         if self._alone or self._whole:
             for unit in self.order:
                 self._collect(unit)
@@ -152,7 +157,9 @@ class Gradients:
         """Take the gradients that autograd has left on the unit's parameters."""
         present = [param.grad is not None for param in unit.params]
         self.arrived[unit] = [old or new for old, new in zip(self.arrived[unit], present, strict=True)]
-        if self._alone:
+        if not unit.layout.numel:
+            self._begun.add(unit)
+        elif self._alone:
             if any(present):
                 self._accumulate(unit, None)
         elif self._whole:
@@ -198,6 +205,8 @@ class Gradients:
 
     def _reduce_whole(self, unit: Unit) -> None:
         """Stages 0 and 1, at the boundary: sum over ranks; keep this rank's slice, or everything at stage 0."""
+        if not unit.layout.numel:
+            return
         buffer = self._buffers[unit]
         if unit not in self._begun:
             buffer.zero_()

@@ -123,6 +123,14 @@ class Unit:
         self._book(-1)
         self.state = Gathered.PARTITIONED
 
+    def abandon(self) -> None:
+        """Release after an error. A gather that still runs keeps its buffer: waiting for it might fail the same way."""
+        if self.state is Gathered.GATHERING:
+            if not self._transfer.done():
+                return
+            self._transfer = Completed()
+        self.release()
+
     def hide(self) -> None:
         """Make every parameter of the unit look partitioned."""
         for param, stand_in in zip(self.params, self._placeholders, strict=True):
@@ -147,9 +155,9 @@ class Unit:
         if not self.placed.aliased:
             (partition,) = self._lease.enter_context(self._store.read(self.key))
             copied = self._device.copy(self.own, partition.view(Kind.PARAM))
-            if self.placed.param is not Tier.NVME and not self._device.is_accelerator:
+            if not self._device.is_accelerator:
                 self._lease.close()
-        if self.placed.parts == 1:
+        if self.placed.parts == 1 or not self.layout.numel:
             return copied
         copied.wait()
         return all_gather(self.full, self.own, self._mesh.gather)

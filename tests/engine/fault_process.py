@@ -1,8 +1,8 @@
 """Run by test_faults.py under its shim: one training after the other, each with a drive that fails at a chosen moment.
 
-A line of JSON in: folder, where (initialize, forward, step, flush or never), mode, watchdog, and optionally the number of
-transfers that still go through. A line of JSON out: the error with its attributes, or the digest; how long it took from
-the fault to the error, how closing went, and the files that are left.
+A line of JSON in: folder, where (initialize, forward, step, flush or never), mode, watchdog, and optionally the number
+of transfers that still go through. A line of JSON out: the error with its attributes, or the digest; how long it took
+from the fault to the error, how closing went, and the files that are left.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Fault:
 def make(case: dict[str, Any]) -> Engine:
     """An engine with everything on NVMe."""
     config = settings(
-        case["folder"], param="nvme", optimizer="nvme", watchdog_seconds=case["watchdog"], overlap=case.get("overlap", True),
+        case["folder"], param="nvme", optimizer="nvme", watchdog_seconds=case["watchdog"],
+        overlap=case.get("overlap", True),
         zero={"sub_group_size": 2000}, aio={"intra_op_parallelism": 1},
     )  # fmt: skip
     model = Case().model()

@@ -1,4 +1,4 @@
-"""What an engine takes it gives back: memory, descriptors, threads, files. Engines and jobs do not disturb each other."""
+"""What an engine takes it gives back: memory, descriptors, threads, files. Engines and jobs leave each other alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cycles(rank: int, world: int, folder: str, count: int) -> list[tuple[dict[st
     for _ in range(count):
         began = time.process_time()
         config = settings(folder, param="nvme", optimizer="nvme", dtype="bf16", clip=CLIP)
-        digest = train(Case(), config, rank=rank, steps=3).digest
+        digest = train(Case(), config, rank=rank, steps=2).digest
         found.append((resources(), time.process_time() - began, digest))
     return found
 
@@ -47,12 +47,12 @@ def cycles(rank: int, world: int, folder: str, count: int) -> list[tuple[dict[st
 @pytest.mark.parametrize("world", [1, 2])
 def test_ten_cycles_hold_nothing(rank_pools, tmp_path, world):
     """Create, train and close; also no step slower than at the start, in seconds of this process."""
-    for rows in rank_pools[world].run(cycles, str(tmp_path), 13):
-        first, last = rows[2], rows[-1]
+    for rows in rank_pools[world].run(cycles, str(tmp_path), 11):
+        first, last = rows[0], rows[-1]
         assert abs(last[0]["resident"] - first[0]["resident"]) < 20e6, rows
         # gloo's own threads end a moment after their group.
         threads = [row[0]["threads"] for row in rows]
-        assert last[0]["descriptors"] == first[0]["descriptors"], rows
+        assert last[0]["descriptors"] <= first[0]["descriptors"], rows
         assert threads[-1] <= max(threads[:3]), threads
         assert len({digest for *_, digest in rows}) == 1
         early, late = sorted(row[1] for row in rows[1:5]), sorted(row[1] for row in rows[-4:])
@@ -64,8 +64,11 @@ def without_own_group(rank: int, world: int, folder: str) -> list[str]:
     """Engines that open and close the process group themselves, one after the other."""
     torch.set_num_threads(1)
     config = settings(folder, param="nvme", optimizer="nvme")
-    digests = [train(Case(), config, rank=rank, steps=1).digest for _ in range(4)]
-    assert not torch.distributed.is_initialized() or torch.distributed.get_world_size() == world
+    digests = []
+    for _ in range(3):
+        # Rank 1 is through first and opens the next group while rank 0 still has the last one.
+        result = train(Case(), config, rank=rank, steps=1, look=lambda _: time.sleep(0.0 if rank else 0.5))
+        digests.append(result.digest)
     return digests
 
 
@@ -93,12 +96,13 @@ def test_a_failed_initialize_cleans_up(tmp_path, monkeypatch, place):
     start()
     before = resources()
     for _ in range(3):
-        with monkeypatch.context() as patch, pytest.raises(Broken):
+        with monkeypatch.context() as patch:
             if place == "materialise":
                 patch.setattr(Materializer, "_fill_group", fail)
             elif place == "after the file":
                 patch.setattr(infinity.api, "ModuleHooks", fail)
-            start(**({"lr_scheduler": fail} if place == "scheduler" else {}))
+            with pytest.raises(Broken):
+                start(**({"lr_scheduler": fail} if place == "scheduler" else {}))
         after = resources()
         assert swap_files(tmp_path) == []
         assert (after["descriptors"], after["threads"]) == (before["descriptors"], before["threads"])
@@ -113,9 +117,10 @@ def test_a_model_whose_initialize_failed_is_named(tmp_path, monkeypatch):
 
     model = Case().model()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    with monkeypatch.context() as patch, pytest.raises(Broken):
+    with monkeypatch.context() as patch:
         patch.setattr(infinity.api, "ModuleHooks", fail)
-        infinity.api.initialize(model=model, config=settings(tmp_path, param="nvme", optimizer="nvme"))
+        with pytest.raises(Broken):
+            infinity.api.initialize(model=model, config=settings(tmp_path, param="nvme", optimizer="nvme"))
     try:
         engine, *_ = infinity.api.initialize(model=model, config=settings(tmp_path, param="nvme", optimizer="nvme"))
     except InfinityError:
@@ -218,6 +223,9 @@ def test_two_jobs_on_one_folder_do_not_disturb_each_other(tmp_path):
     finally:
         for job in jobs:
             job.kill()
+            with job:
+                # Waits, and closes the pipes.
+                pass
     assert replies == [alone, alone]
     assert swap_files(tmp_path) == []
 

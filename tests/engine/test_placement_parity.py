@@ -136,18 +136,12 @@ def digest_of(folder: str) -> str:
 
 @pytest.mark.slow
 def test_optimised_python_gives_the_same_result(tmp_path):
-    """No assert does work: -O and -OO train the same."""
+    """No assert does work: with -O everything is as without."""
     code = f"import sys; from {__name__} import digest_of; print(digest_of(sys.argv[1]), __debug__)"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    found = {}
-    for flag in ("-B", "-O", "-OO"):
-        command = [sys.executable, flag, "-c", code, str(tmp_path / "nvme")]
-        reply = subprocess.run(
-            command, env=environment, cwd=ROOT, timeout=90, check=True, capture_output=True, text=True
-        )
-        found[flag] = reply.stdout.split()
-    assert [debug for _, debug in found.values()] == ["True", "False", "False"]
-    assert len({digest for digest, _ in found.values()}) == 1, found
+    command = [sys.executable, "-O", "-c", code, str(tmp_path)]
+    reply = subprocess.run(command, env=environment, cwd=ROOT, timeout=100, check=True, capture_output=True, text=True)
+    assert reply.stdout.split() == [digest_of(str(tmp_path)), "False"]
 
 
 def test_the_digest_sees_a_single_bit(tmp_path):

@@ -10,7 +10,8 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, UnitSpec, describe, dtype_name, find_units
-from tests.support.models import hf_model, tiny_llama
+from tests.support.hub import hf_model
+from tests.support.models import tiny_llama
 
 CLASSES = ["Linear", "Norm", "Block", "Attention", "ModuleList", "ModuleDict", "SparseMoeBlock", "Stack"]
 

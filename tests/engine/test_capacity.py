@@ -1,0 +1,160 @@
+"""A plan that does not fit is refused by initialize(), with the numbers and a way out, before anything is written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity.api
+from infinity.errors import CapacityError
+from tests.support.oracle import Case, join, settings, swap_files, train
+
+
+def refused(config: dict[str, Any], model: torch.nn.Module | None = None) -> str:
+    """The message of the CapacityError that initialize() raises."""
+    model = model if model is not None else Case().model()
+    with pytest.raises(CapacityError) as caught:
+        infinity.api.initialize(model=model, config=config)
+    return str(caught.value)
+
+
+def nbytes_in(message: str, pattern: str) -> float:
+    """A figure of the message, in bytes."""
+    found = re.search(pattern + r" ([\d.]+) (MB|GB)", message)
+    assert found is not None, message
+    return float(found[1]) * {"MB": 1e6, "GB": 1e9}[found[2]]
+
+
+def planned(config: dict[str, Any], tier: str) -> int:
+    """What an engine of this configuration plans for a tier."""
+    model = Case().model()
+    with infinity.api.initialize(model=model, config=config)[0] as engine:
+        return next(sum(kinds.values()) for name, kinds in engine.plan.bytes_by_tier().items() if name.value == tier)
+
+
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+def test_a_budget_is_kept_to_the_byte(tmp_path, tier):
+    """One byte less than the plan is refused, the plan's own size is not."""
+    folder = tmp_path / "swap"
+    config = settings(folder, param=tier, optimizer=tier, dtype="bf16")
+    nbytes = planned(config, tier)
+    with_budget = {**config, "memory": {tier: {"max_bytes": nbytes}}}
+    assert planned(with_budget, tier) == nbytes
+    message = refused({**config, "memory": {tier: {"max_bytes": nbytes - 1}}})
+    assert f"on {tier}" in message and "rank 0" in message
+    assert nbytes_in(message, "plans") == pytest.approx(nbytes, abs=5001), "megabytes with two digits"
+
+
+@pytest.mark.parametrize(("tier", "way_out"), [("nvme", "nvme_path"), ("cpu", 'offload_optimizer.device = "nvme"')])
+def test_the_message_has_the_numbers_and_the_next_step(tmp_path, tier, way_out):
+    config = settings(tmp_path / "swap", param=tier, optimizer=tier, memory={tier: {"max_bytes": 50_000}})
+    message = refused(config)
+    assert nbytes_in(message, "plans") > 50_000
+    assert "0.05 MB" in message, "what is there"
+    assert nbytes_in(message, "exp_avg") > 0 and nbytes_in(message, "parameters") > 0
+    assert way_out in message
+    assert not (tmp_path / "swap").exists(), "nothing was written, not even the folder"
+
+
+def test_the_model_is_untouched_and_trains_with_what_fits(tmp_path):
+    """After the refusal the same model goes to another tier."""
+    model = Case().model()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    refused(settings(tmp_path, param="nvme", optimizer="nvme", memory={"nvme": {"max_bytes": 1000}}), model)
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+    with infinity.api.initialize(model=model, config=settings(tmp_path, param="cpu", optimizer="cpu"))[0]:
+        for name, param in model.named_parameters():
+            assert torch.equal(infinity.api.state(param).master, before[name]), name
+    assert swap_files(tmp_path) == []
+
+
+@pytest.fixture
+def small_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A drive of 64 KiB: a real one where this user may mount, else one that says so of itself."""
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(drive)]
+    mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    if not mounted:
+        real = os.statvfs(tmp_path)
+        small = os.statvfs_result((4096, 4096, 16, 16, 16, *tuple(real)[5:]))
+        monkeypatch.setattr(os, "statvfs", lambda _: small)
+    yield drive
+    if mounted:
+        subprocess.run(["umount", "-l", str(drive)], check=True)
+
+
+def test_a_drive_that_is_too_small_stays_empty(small_drive):
+    """Also below a folder that does not exist yet."""
+    for folder in (small_drive, small_drive / "not" / "there"):
+        message = refused(settings(folder, param="nvme", optimizer="nvme"))
+        assert "on nvme" in message
+        assert nbytes_in(message, "but") <= 64 * 1024 + 5000
+    assert list(small_drive.iterdir()) == []
+
+
+def test_what_others_leave_of_a_drive_counts(small_drive):
+    """A model that fits the empty drive is refused when a file lies there, and trains when it has gone."""
+    config = settings(small_drive, param="cpu", optimizer="nvme", dtype="bf16")
+    config["zero_optimization"]["stage"] = 1
+    config["zero_optimization"].pop("offload_param")
+    model = torch.nn.Linear(32, 64)
+    other = small_drive / "data"
+    if os.path.ismount(small_drive):
+        other.write_bytes(bytes(52 * 1024))
+        refused(config, model)
+        assert list(small_drive.iterdir()) == [other]
+        other.unlink()
+    with infinity.api.initialize(model=model, config=config)[0]:
+        assert len(swap_files(small_drive)) == 1
+
+
+def refused_together(rank: int, world: int, folder: str, nbytes: int) -> list[str]:
+    """Two ranks on one drive: the budget is the node's, each rank has its share. Then both train."""
+    join(world)
+    config = settings(folder, param="nvme", optimizer="nvme")
+    message = refused({**config, "memory": {"nvme": {"max_bytes": nbytes}}})
+    assert not Path(folder).exists()
+    torch.distributed.barrier()
+    return [message, train(Case(), config, rank=rank, steps=1).digest]
+
+
+@pytest.mark.slow
+def test_every_rank_refuses(rank_pools, tmp_path):
+    replies = rank_pools[2].run(refused_together, str(tmp_path / "swap"), 100_000)
+    assert [f"rank {rank} plans" in message for rank, (message, _) in enumerate(replies)] == [True, True]
+    assert all("0.05 MB" in message for message, _ in replies)
+    assert replies[0][1] == replies[1][1]
+
+
+def test_the_refusal_comes_in_seconds_and_takes_no_memory(tmp_path):
+    """120 GB of parameters and states on a drive of 1 GB: said at once, without touching the model's weights."""
+    code = """
+import sys, time, resource, torch, infinity.api
+from infinity.errors import CapacityError
+from tests.support.oracle import settings
+model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(100)))
+for layer in model:
+    layer.weight = torch.nn.Parameter(torch.zeros(1).expand(10_000, 10_000))
+before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+try:
+    infinity.api.initialize(model=model, config=settings(sys.argv[1], param="nvme", optimizer="nvme",
+        memory={"nvme": {"max_bytes": "1GB"}}))
+except CapacityError as error:
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(time.monotonic() - began < 5, grown < 50_000, "120.00 GB" in str(error), "1.00 GB" in str(error))
+"""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", code, str(tmp_path / "swap")]
+    reply = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert reply.stdout.split() == ["True"] * 4, reply
+    assert not (tmp_path / "swap").exists()
