@@ -15,13 +15,13 @@ namespace infinity::adam {
 namespace {
 
 struct Constants {
-    Vec grad_scale, weight_decay, minus_decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps,
+    Vec grad_scale, weight_decay, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps,
         minus_step_size;
 
     explicit Constants(const Piece& piece)
         : grad_scale(broadcast(piece.grad_scale)),
           weight_decay(broadcast(piece.weight_decay)),
-          minus_decay(broadcast(piece.minus_decay)),
+          decay(broadcast(piece.decay)),
           one_minus_beta1(broadcast(piece.one_minus_beta1)),
           beta2(broadcast(piece.beta2)),
           one_minus_beta2(broadcast(piece.one_minus_beta2)),
@@ -83,7 +83,7 @@ inline void step_lanes(const Pointers& at, const Constants& c) {
     Vec p = load_weight<storage>(at);
     Vec g = mul(load_as<grad_dtype>(at.grad), c.grad_scale);
     if constexpr (adamw) {
-        p = fma(c.minus_decay, p, p);
+        p = mul(p, c.decay);
     } else {
         g = fma(c.weight_decay, p, g);
     }

@@ -34,11 +34,11 @@ struct Piece {
     uint64_t numel;
     Storage storage;
     Dtype grad_dtype;
-    // Decoupled: p += minus_decay * p, which keeps the bits that 1 - lr * weight_decay would round away. Otherwise g += weight_decay * p.
+    // Decoupled: p *= decay. Otherwise g += weight_decay * p.
     int32_t adamw;
     float grad_scale;
     float weight_decay;
-    float minus_decay;
+    float decay;
     float one_minus_beta1;
     float beta2;
     float one_minus_beta2;

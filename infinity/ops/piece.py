@@ -45,7 +45,7 @@ class AdamConstants:
 
     grad_scale: float
     weight_decay: float
-    minus_decay: float
+    decay: float
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
@@ -56,7 +56,7 @@ class AdamConstants:
     FLOATS: ClassVar[tuple[str, ...]] = (
         "grad_scale",
         "weight_decay",
-        "minus_decay",
+        "decay",
         "one_minus_beta1",
         "beta2",
         "one_minus_beta2",
@@ -73,7 +73,7 @@ class AdamConstants:
         return cls(
             grad_scale=_fp32(grad_scale),
             weight_decay=_fp32(hyper.weight_decay),
-            minus_decay=_fp32(-(hyper.lr * hyper.weight_decay)),
+            decay=_fp32(1.0 - hyper.lr * hyper.weight_decay),
             one_minus_beta1=_fp32(1.0 - hyper.beta1),
             beta2=_fp32(hyper.beta2),
             one_minus_beta2=_fp32(1.0 - hyper.beta2),

@@ -26,7 +26,7 @@ def adam_step(piece: Piece, constants: AdamConstants) -> None:
         weight = _load_weight(piece, at)
         grad = piece.grad.view(-1)[at].float() * constants.grad_scale
         if piece.hyper.adamw:
-            weight = fma(constants.minus_decay, weight, weight)
+            weight = weight * constants.decay
         else:
             grad = fma(constants.weight_decay, weight, grad)
         exp_avg, exp_avg_sq = piece.exp_avg.view(-1)[at], piece.exp_avg_sq.view(-1)[at]

@@ -16,7 +16,6 @@ from infinity.errors import StateError
 from infinity.memory.store import TieredStore
 from infinity.plan.fetch import FetchSchedule
 from infinity.plan.plan import Plan
-from infinity.plan.types import Tier
 from infinity.zero.gradients import Gradients
 from infinity.zero.parameter import is_released, name_of
 from infinity.zero.unit import Gathered, Unit
@@ -259,13 +258,13 @@ class Coordinator:
         if self._strayed and self._live_nbytes() > self._plan.budget.live_nbytes_max:
             # Off the schedule, what was kept for later uses may be in the way.
             self._release_idle()
-        self._store.prefetch(*(self._units[index].key for index in schedule.fetch_ahead[self._cursor]))
-        if self._ahead:
-            for index in schedule.gather_ahead[self._cursor]:
+        # The nearest first: what comes later waits when there is no room for both.
+        for index in schedule.gather_ahead[self._cursor]:
+            if self._ahead:
                 self._units[index].start_gather()
-        else:
-            keys = [self._units[index].key for index in schedule.gather_ahead[self._cursor]]
-            self._store.prefetch(*(key for key in keys if self._store[key].spec.home is Tier.NVME))
+            else:
+                self._store.prefetch(self._units[index].key)
+        self._store.prefetch(*(self._units[index].key for index in schedule.fetch_ahead[self._cursor]))
 
     def _keep(self, unit: Unit) -> bool:
         if self._mode is None or unit.position is None:

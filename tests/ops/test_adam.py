@@ -162,8 +162,8 @@ def test_as_exact_as_torch_after_100_steps(adamw: bool) -> None:
     def error(result: Tensor) -> float:
         return float((result.detach().double() - exact.detach()).square().mean().sqrt())
 
-    # AdamW keeps more of the decay than torch does; Adam does what torch does, and the rest is noise.
-    assert error(plain.param) <= error(fused) * (1.0 if adamw else 1.01)
+    # Both err by the rounding of the same constants in the main: the rest is noise.
+    assert error(plain.param) <= 1.01 * error(fused)
 
 
 def _wide_floats() -> Tensor:

@@ -96,7 +96,7 @@ def test_an_error_while_building_leaves_no_file(tmp_path: Path) -> None:
 def test_between_init_and_initialize_data_is_not_touched_by_accident(tmp_path: Path) -> None:
     with infinity.Init(config=config(str(tmp_path))):
         model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
-    with pytest.raises(StateError, match="infinity.initialize"):
+    with pytest.raises(StateError, match=r"infinity\.initialize"):
         model[0].weight.sum()
 
 
