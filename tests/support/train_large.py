@@ -39,7 +39,7 @@ def main(nvme: str) -> None:
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(3):
-        tokens = torch.randint(0, LLAMA["vocab_size"], (1, 16), generator=generator)
+        tokens = torch.randint(0, LLAMA["vocab_size"], (1, 4), generator=generator)
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
