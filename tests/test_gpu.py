@@ -1,4 +1,4 @@
-"""What only an accelerator can show: placements on a real device, pinned copies, and the device's own memory figures."""
+"""What only an accelerator can show: placements on a real device, and pinned memory of exact size."""
 
 from __future__ import annotations
 
