@@ -27,6 +27,7 @@ from infinity.memory.host import HostMemory, trim
 from infinity.memory.ledger import Ledger
 from infinity.memory.nvme import NvmeTier, QueueOptions
 from infinity.memory.store import TieredStore
+from infinity.ops.adam import set_threads
 from infinity.optim.adam import TieredAdam, groups_from_torch
 from infinity.optim.lr import build_scheduler
 from infinity.optim.stepper import Stepper
@@ -327,6 +328,8 @@ def _build(
                 buffer_owner._buffers[name] = buffer.to(device.torch)
     hooks = ModuleHooks(model, units, coordinator)
     undo.callback(hooks.remove)
+    # Ranks of one node share its cores; the result does not depend on how many there are.
+    set_threads(max(1, (os.cpu_count() or 1) // ranks.local_size) if ranks.local_size > 1 else None)
     stepper = Stepper(
         plan, store, index=ranks.rank, decoupled=trained.decoupled, bias_correction=trained.bias_correction
     )
