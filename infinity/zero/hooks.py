@@ -86,7 +86,8 @@ class _AnnounceEnd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ended: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.ended = ended
-        return tensors
+        # Not the tensors themselves: autograd would make views of them, which a module may not change in place.
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
