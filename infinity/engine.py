@@ -36,7 +36,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.types import Tier
 from infinity.zero import access
 from infinity.zero.coordinator import Coordinator
-from infinity.zero.gradients import Gradients, same_everywhere
+from infinity.zero.gradients import Gradients, on_any_rank
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.unit import Unit
 
@@ -318,12 +318,12 @@ class Engine(nn.Module):
         alone = self.world_size == 1
         if not alone:
             flags = [unit.layout.index in late for unit in self.units]
-            late = [index for index, flag in enumerate(same_everywhere(flags, self.mesh)) if flag]
+            late = [index for index, flag in enumerate(on_any_rank(flags, self.mesh)) if flag]
         self.gradients.boundary(late)
         self._arrived = dict(self.gradients.arrived)
         if not alone:
             mine = [flag for flags in self._arrived.values() for flag in flags]
-            anyone = iter(same_everywhere(mine, self.mesh))
+            anyone = iter(on_any_rank(mine, self.mesh))
             self._arrived = {unit: [next(anyone) for _ in flags] for unit, flags in self._arrived.items()}
             self._agree_on_order()
 

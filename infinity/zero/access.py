@@ -20,7 +20,7 @@ from infinity.memory.store import TieredStore
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
 from infinity.zero.coordinator import Coordinator
-from infinity.zero.gradients import Gradients, same_everywhere
+from infinity.zero.gradients import Gradients, on_any_rank
 from infinity.zero.parameter import name_of
 from infinity.zero.unit import Unit
 
@@ -92,7 +92,7 @@ def read(params: Params) -> Iterator[None]:
         yield
         for (owner, chosen), before in zip(entered, versions, strict=True):
             changed = [param._version != version for param, version in zip(chosen, before, strict=True)]
-            for param, flag in zip(chosen, same_everywhere(changed, owner.mesh), strict=True):
+            for param, flag in zip(chosen, on_any_rank(changed, owner.mesh), strict=True):
                 if flag:
                     raise StateError(
                         f"{name_of(param)} was changed inside infinity.read(), which would be lost: use "

@@ -92,7 +92,7 @@ class Gradients:
 
     def abandon_backward(self) -> None:
         """Backward raised: forget its round. Gradients that have arrived stay until `reset`."""
-        self._flying = None
+        self._take_flying()
         self._turn = 0
         self._ready.clear()
         self._finished.clear()
@@ -145,7 +145,8 @@ class Gradients:
                 param.grad = None
 
     def close(self) -> None:
-        self._flying = None
+        """Return the buffers of whole gradients and drop what autograd left."""
+        self._take_flying()
         for buffer in self._buffers.values():
             self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -buffer.numel() * buffer.element_size())
         self._buffers.clear()
@@ -236,12 +237,19 @@ class Gradients:
 
     def _land(self) -> None:
         """Wait for the reduction in flight and add its result to the partition."""
-        if self._flying is None:
-            return
-        (unit, transfer, mine), self._flying = self._flying, None
-        transfer.wait()
-        self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -unit.layout.numel * mine.element_size())
-        self._accumulate(unit, mine)
+        flying = self._take_flying()
+        if flying is not None:
+            unit, transfer, mine = flying
+            transfer.wait()
+            self._accumulate(unit, mine)
+
+    def _take_flying(self) -> tuple[Unit, WorkTransfer, Tensor] | None:
+        """The reduction in flight, which is no longer this object's: its whole gradients leave the ledger."""
+        flying, self._flying = self._flying, None
+        if flying is not None:
+            unit, _, mine = flying
+            self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -unit.layout.numel * mine.element_size())
+        return flying
 
 
 def _put(target: Tensor, source: Tensor, first: bool) -> None:
@@ -252,7 +260,7 @@ def _put(target: Tensor, source: Tensor, first: bool) -> None:
         target.add_(source.to(target.device))
 
 
-def same_everywhere(mine: Sequence[bool], mesh: Mesh) -> list[bool]:
+def on_any_rank(mine: Sequence[bool], mesh: Mesh) -> list[bool]:
     """Element-wise 'on any rank' of a list of flags that has the same length on every rank."""
     rows = collectives.exchange([float(flag) for flag in mine], mesh.control, mesh.ranks.world_size)
     return [any(row[index] for row in rows) for index in range(len(mine))]
