@@ -1,9 +1,9 @@
 """Adam and AdamW on CPU memory: one call steps every piece, and gives the same bits however it is run.
 
-The arithmetic is defined once (csrc/adam/kernel.inl; `infinity.ops.reference` says it again in torch): fp32, explicit
-fused multiply-adds, IEEE square root and division. Instruction set, number of threads, native code or plain twin, and
-how a tensor is cut into pieces change nothing, so that placement never changes a result. (Bits of a NaN are not
-defined; that it is one, is.)
+The arithmetic is defined once (csrc/adam/arithmetic.inl; `infinity.ops.reference` says it again in torch): fp32,
+explicit fused multiply-adds, IEEE square root and division. Instruction set, number of threads, native code or plain
+twin, and how a tensor is cut into pieces change nothing, so that placement never changes a result. (Bits of a NaN are
+not defined; that it is one, is.)
 
     piece = Piece(param, grad, exp_avg, exp_avg_sq, remainder=remainder, hyper=AdamHyper(...))
     adam_step([piece], step=1, grad_scale=1.0)

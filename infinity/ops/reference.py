@@ -21,7 +21,7 @@ _SUM_LANES = 16
 
 
 def adam_step(piece: Piece, constants: AdamConstants) -> None:
-    """Step a checked piece in place: `csrc/adam/kernel.inl`, step_lanes, in torch."""
+    """Step a checked piece in place: `csrc/adam/arithmetic.inl`, step_lanes, in torch."""
     for at in _chunks(piece.param.numel()):
         weight = _load_weight(piece, at)
         grad = piece.grad.view(-1)[at].float() * constants.grad_scale
