@@ -28,7 +28,7 @@ inline Pointers pointers(const Piece& piece, uint64_t index) {
                     storage >= kMasterHalf ? piece.master + index : nullptr};
 }
 
-// Steps `count` < kLanes elements through the same lanes in copies, so that an element's bits do not depend on where it
+// Steps `count` <= kLanes elements through the same lanes in copies, so that an element's bits do not depend on where it
 // stands.
 template <Dtype grad_dtype, Storage storage, bool adamw>
 void step_few(const Pointers& at, uint64_t count, const Constants& constants) {
@@ -52,18 +52,23 @@ void step_few(const Pointers& at, uint64_t count, const Constants& constants) {
     if (at.master) __builtin_memcpy(at.master, master, count * sizeof(float));
 }
 
-// The slow way: element by element, leaving out those whose gradient is not finite. Returns how many those are.
+// The slow way, through copies, for what is no whole strip or holds gradients that are not finite: `width` elements at a
+// time, and one by one where one of them must be left out. Returns how many were.
 template <Dtype grad_dtype, Storage storage, bool adamw>
-uint64_t step_finite(const Piece& piece, uint64_t begin, uint64_t end, const Constants& constants) {
+uint64_t step_finite(const Piece& piece, uint64_t begin, uint64_t end, const Constants& constants,
+                     uint64_t width = kLanes) {
     uint64_t left_out = 0;
-    for (uint64_t index = begin; index < end; ++index) {
+    for (uint64_t index = begin; index < end; index += width) {
+        const uint64_t count = end - index < width ? end - index : width;
         const Pointers at = pointers<grad_dtype, storage>(piece, index);
         alignas(64) char grad[kLanes * 4] = {};
-        __builtin_memcpy(grad, at.grad, dtype_nbytes<grad_dtype>());
-        if (nonfinite_lanes<grad_dtype>(grad, constants)) {
+        __builtin_memcpy(grad, at.grad, count * dtype_nbytes<grad_dtype>());
+        if (nonfinite_lanes<grad_dtype>(grad, constants) == 0) {
+            step_few<grad_dtype, storage, adamw>(at, count, constants);
+        } else if (count == 1) {
             ++left_out;
         } else {
-            step_few<grad_dtype, storage, adamw>(at, 1, constants);
+            left_out += step_finite<grad_dtype, storage, adamw>(piece, index, index + count, constants, 1);
         }
     }
     return left_out;
