@@ -244,11 +244,26 @@ def _compare(kind: str, options: argparse.Namespace, loops: ctypes.CDLL) -> None
             rate, limit = nbytes / median, contenders["loop"][0] / loop
             line += f" {rate * numel / 1e9:6.1f} GB/s, {rate / limit:5.2f} of the loop"
         print(line)
+    print(f"  a piece costs a call {_piece_seconds(kind) * 1e6:.2f} us")
     print(f"  infinity norm / loop that reads: {medians['loop that reads gradients'] / medians['infinity norm']:.2f}")
     for rival in ("torch fused", "DeepSpeedCPUAdam"):
         if f"{rival} whole" in medians:
             ratios = [medians[f"{rival} {work}"] / medians[f"infinity {work}"] for work in ("step", "whole")]
             print(f"  {rival} / infinity: step {ratios[0]:.2f}, whole {ratios[1]:.2f}")
+
+
+def _piece_seconds(kind: str, count: int = 500) -> float:
+    """What one more piece costs a call: pieces too small to be anything but overhead."""
+    pieces = []
+    for _ in range(count):
+        weight, remainder = torch.randn(32), None
+        if kind == "split":
+            weight, remainder = split(weight)
+        pieces.append(
+            Piece(weight, torch.randn(32), torch.zeros(32), torch.zeros(32), remainder=remainder, hyper=_HYPER)
+        )
+    run = _timed(lambda: adam_step(pieces, step=10, grad_scale=1.0))
+    return statistics.median(run() for _ in range(100)) / count
 
 
 def _omp(options: argparse.Namespace) -> None:
