@@ -131,13 +131,21 @@ class Partition:
             raise self.error("complete")
         try:
             self.transfer.wait()
-        except BaseException:
-            if self.transfer.done():
-                self.transfer = None
-                self._move(State.FAILED, "fail")
+        except BaseException as error:
+            self.arrive(error)
             raise
-        self.transfer = None
-        self._move(State.RESIDENT, "complete")
+        self.arrive()
+
+    def arrive(self, error: BaseException | None = None) -> None:
+        """The transfer's wait has returned, or raised `error`: one that is late stays in flight."""
+        if self.transfer is None:
+            raise self.error("complete")
+        if error is None:
+            self.transfer = None
+            self._move(State.RESIDENT, "complete")
+        elif self.transfer.done():
+            self.transfer = None
+            self._move(State.FAILED, "fail")
 
     def drop(self) -> Tensor:
         """Free a clean buffer: the value stays on NVMe. Returns the buffer."""
