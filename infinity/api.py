@@ -330,9 +330,13 @@ def _build(
     undo.callback(hooks.remove)
     # Ranks of one node share its cores; the result does not depend on how many there are.
     set_threads(max(1, (os.cpu_count() or 1) // ranks.local_size) if ranks.local_size > 1 else None)
+    # Beside the next forward there is something to gain where bytes move: to a drive, or to a device that computes.
+    moves = device.is_accelerator or Tier.NVME in (plan.request.optimizer_tier, plan.request.param_tier)
     stepper = Stepper(
-        plan, store, index=ranks.rank, decoupled=trained.decoupled, bias_correction=trained.bias_correction
-    )
+        plan, store, index=ranks.rank, decoupled=trained.decoupled, bias_correction=trained.bias_correction,
+        behind=config.config.overlap and moves,
+    )  # fmt: skip
+    undo.callback(stepper.close)
     return Parts(
         module=model, config=config, plan=plan, device=device, mesh=mesh, ledger=ledger, store=store, units=units,
         gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper,

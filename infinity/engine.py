@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,7 @@ class Engine(nn.Module):
         self._arrived: dict[Unit, list[bool]] = {}
         self._closed = False
         self._since = (time.perf_counter(), 0)
+        self.gradients.landed = self._on_landed
         for unit in self.units:
             for param in unit.params:
                 param.__dict__["_infinity_owner"] = self
@@ -179,6 +180,14 @@ class Engine(nn.Module):
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step()
         self._print_progress()
+
+    def synchronize(self) -> None:
+        """Return when everything that `step()` has begun is done: with overlap it may go on beside the next forward.
+
+        Nothing needs this for its result; it is for timing, and for meeting an I/O error here instead of there.
+        """
+        self._alive("synchronize")
+        self._stepper.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away what has accumulated since the last step."""
@@ -277,12 +286,23 @@ class Engine(nn.Module):
     # The end.
 
     def close(self) -> None:
-        """Return memory, files, threads and process groups. Weights that are whole stay usable; call it as often as
-        you like.
+        """Finish the step that goes on behind the program, then return memory, files, threads and process groups.
+
+        Weights that are whole stay usable; call it as often as you like. Raises what went wrong with that step, once
+        everything is returned.
         """
+        self._close(at_once=False)
+
+    def _close(self, *, at_once: bool) -> None:
         if self._closed:
             return
         self._closed = True
+        with ExitStack() as stack:
+            # Backwards.
+            stack.callback(self._return_everything)
+            stack.callback(lambda: self._stepper.close(at_once=at_once))
+
+    def _return_everything(self) -> None:
         self._hooks.remove()
         self.coordinator.abandon()
         self.coordinator.closed = True
@@ -299,18 +319,28 @@ class Engine(nn.Module):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        try:
+            self._close(at_once=error is not None)
+        except Exception as failure:
+            if error is None:
+                raise
+            # The error under way is the one to see.
+            logger.error("while closing the engine: %s", failure)
 
     # Steps of a step.
 
     def apply_step(self) -> None:
         """What `optimizer.step()` runs: step every sub-group, then bring whole units up to date."""
         arrived = {unit.layout.index: self._arrived[unit] for unit in self._arrived}
+        # What goes on behind the next forward begins here; whole units are up to date on return.
         self._stepper.step(self.optimizer.param_groups, grad_scale=self._grad_scale, arrived=arrived)
         for unit in self.units:
             if unit.placed.whole and unit.layout.trainable:
                 unit.refresh()
+
+    def _on_landed(self, unit: Unit) -> None:
+        self._stepper.landed(unit.layout.index, final=self.is_gradient_accumulation_boundary())
 
     def _settle_gradients(self) -> None:
         """Complete the gradient partitions: late ones first, and agree on which parameters have one at all."""
@@ -361,6 +391,7 @@ class Engine(nn.Module):
     def _alive(self, verb: str) -> None:
         if self._closed:
             raise StateError(f"cannot {verb}: this engine was closed")
+        self._stepper.check()
 
 
 def _loss_scaler(config: ResolvedConfig) -> LossScaler | None:

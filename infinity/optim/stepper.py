@@ -1,38 +1,37 @@
 """The stepper: one pass over the sub-groups of a rank. Prefetch the next, step this one in place, flush the previous.
 
-It knows partitions, layouts and hyper-parameters; what a sub-group is and where it lives is the plan's business. The
-gradient norm is summed by unit in a fixed tree, so that its bits depend on neither placement nor threads.
+It knows partitions, layouts and hyper-parameters; what a sub-group is, where it lives and in which order sub-groups are
+stepped is the plan's business. The gradient norm is summed by unit in a fixed tree, so that its bits depend on neither
+placement nor threads.
+
+With `behind`, a thread of its own steps the sub-groups that the program cannot see (their units are gathered before
+use) while the next forward runs, under a reservation: a gather of a unit that is not stepped yet waits in the store.
+[Note: step behind the program]
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from torch import Tensor
 
 from infinity.memory.partition import Partition
-from infinity.memory.store import TieredStore
+from infinity.memory.store import Reservation, TieredStore
 from infinity.ops.adam import AdamHyper, Piece, adam_step, grad_stats
-from infinity.plan.layout import Slice, SubGroup
-from infinity.plan.plan import Plan
+from infinity.optim.sweep import Run, Sweep
+from infinity.plan.layout import SubGroup
+from infinity.plan.plan import STEP_READS, Plan
 from infinity.plan.types import Key, Kind
-
-
-class Run(NamedTuple):
-    """A stretch of a slice that one piece of the optimizer steps: same parameter group, same step count."""
-
-    start: int
-    numel: int
-    group: int
-    step: int
 
 
 class Stepper:
     """Adam over a plan's sub-groups. `index` is this rank's among the ranks that share a unit."""
 
-    def __init__(self, plan: Plan, store: TieredStore, *, index: int, decoupled: bool, bias_correction: bool) -> None:
+    def __init__(
+        self, plan: Plan, store: TieredStore, *, index: int, decoupled: bool, bias_correction: bool, behind: bool
+    ) -> None:
         self._plan = plan
         self._store = store
         self._index = index
@@ -42,45 +41,150 @@ class Stepper:
         self.steps: dict[str, int] = {
             slot.name: 0 for layout in plan.layouts if layout.trainable for slot in layout.slots
         }
+        order = [plan.sub_groups[index] for index in plan.step_order]
+        self._visible = [group for group in order if plan.visible(group) or not behind]
+        self._hidden = [group for group in order if group not in self._visible]
+        # See [Note: step behind the program].
+        self._thread = ThreadPoolExecutor(1, "infinity-step") if behind else None
+        self._under_way: list[tuple[Future[None], Reservation]] = []
+        self._stats: dict[int, tuple[float, int]] = {}
+        self._stopping = False
+
+    # Norms.
+
+    def landed(self, unit: int, *, final: bool) -> None:
+        """A unit's gradients have been accumulated. `final`: probably for the last time before the step."""
+        self._stats.pop(unit, None)
+        if final and self._thread is not None:
+            key = Key(Kind.GRAD, unit)
+            self._go_on(self._measure, [unit], self._store.reserve(key))
 
     def grad_stats(self) -> tuple[float, int]:
         """Sum of squares (fp64) of this rank's accumulated gradients, and the number of non-finite elements."""
+        self.finish()
+        missing = [
+            layout.index for layout in self._plan.layouts if layout.trainable and layout.index not in self._stats
+        ]
+        self._measure(missing, None)
+        # In the plan's order, whatever the order of arrival: a sum's bits depend on it.
+        rows = [self._stats[layout.index] for layout in self._plan.layouts if layout.trainable]
+        self._stats.clear()
         total, nonfinite = 0.0, 0
-        for layout in self._plan.layouts:
-            if not layout.trainable:
-                continue
-            with self._store.read(Key(Kind.GRAD, layout.index)) as (partition,):
-                (stats,) = grad_stats([_on_cpu(partition.view(Kind.GRAD))])
-            total += stats.sum_of_squares
-            nonfinite += stats.nonfinite_count
+        for sum_of_squares, count in rows:
+            total += sum_of_squares
+            nonfinite += count
         return total, nonfinite
+
+    def _measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
+        with self._store.read(*(Key(Kind.GRAD, unit) for unit in units), by=reservation) as partitions:
+            found = grad_stats([_on_cpu(partition.view(Kind.GRAD)) for partition in partitions])
+        self._stats.update((unit, (stats[0], stats[1])) for unit, stats in zip(units, found, strict=True))
+        if reservation is not None:
+            self._store.release(reservation, *reservation.keys)
+
+    # Steps.
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float, arrived: Mapping[int, Sequence[bool]]
     ) -> None:
-        """Step every parameter that has a gradient.
+        """Step every parameter that has a gradient; those that the program can see are stepped on return.
 
         `groups` are live parameter groups (lr, betas, eps, weight_decay). `arrived` says by unit index which of its
         parameters have had a gradient. `grad_scale` multiplies every gradient (unscaling, averaging and clipping in
         one).
         """
-        hyper = [self._hyper(group) for group in groups]
-        for index, flags in arrived.items():
-            for slot, flag in zip(self._plan.layouts[index].slots, flags, strict=True):
-                self.steps[slot.name] += flag
-        groups_in_order = self._plan.sub_groups
-        for group, following in zip_longest(groups_in_order, groups_in_order[1:]):
-            if following is not None:
-                self._store.prefetch(*_moved(following))
-            self._step_group(group, hyper, grad_scale, arrived)
-            later = set(_moved(following)) if following is not None else set()
-            self._store.flush(*(key for key in _moved(group) if key not in later))
+        self.finish()
+        sweep = self._begin(groups, grad_scale, arrived)
+        if self._hidden:
+            everything = [key for group in self._hidden for key in (*_changed(group), *_grads(group))]
+            reservation = self._store.reserve(*everything)
+            # The drive has something to do while the visible ones are stepped.
+            self._prefetch(self._hidden[: STEP_READS - 1])
+            self._sweep(sweep, self._visible, None)
+            self._go_on(self._sweep, sweep, self._resident_first(self._hidden), reservation)
+        else:
+            self._sweep(sweep, self._resident_first(self._visible), None)
 
-    def _step_group(
-        self, group: SubGroup, hyper: Sequence[AdamHyper], grad_scale: float, arrived: Mapping[int, Sequence[bool]]
-    ) -> None:
-        grad_keys = [Key(Kind.GRAD, piece.unit) for piece in group.slices]
-        with self._store.read(*grad_keys) as grads, self._store.write(*_moved(group)) as (states, *params):
+    def finish(self) -> None:
+        """Return when everything begun is done; raises what went wrong with it."""
+        for future, reservation in self._under_way:
+            _look(future, reservation)
+        self._under_way.clear()
+
+    def check(self) -> None:
+        """Raise what has gone wrong behind the program; does not wait."""
+        for future, reservation in self._under_way:
+            if future.done():
+                _look(future, reservation)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Finish what has begun (with `at_once`, only the sub-group in work) and end the thread.
+
+        Raises what went wrong, unless it has been raised before.
+        """
+        if self._thread is None:
+            return
+        self._stopping = self._stopping or at_once
+        self._thread.shutdown(wait=True)
+        unseen = [future for future, reservation in self._under_way if not reservation.seen]
+        self._under_way.clear()
+        for future in unseen:
+            future.result()
+
+    def _begin(
+        self, groups: Sequence[Mapping[str, Any]], grad_scale: float, arrived: Mapping[int, Sequence[bool]]
+    ) -> Sweep:
+        steps: dict[int, list[int]] = {}
+        for index, flags in arrived.items():
+            slots = self._plan.layouts[index].slots
+            for slot, flag in zip(slots, flags, strict=True):
+                self.steps[slot.name] += flag
+            steps[index] = [self.steps[slot.name] for slot in slots]
+        hyper = tuple(self._hyper(group) for group in groups)
+        return Sweep(hyper=hyper, grad_scale=grad_scale, arrived=arrived, steps=steps)
+
+    def _go_on(self, job: Any, *arguments: Any) -> None:
+        """Run `job`, whose last argument is a reservation, behind the program."""
+        reservation: Reservation = arguments[-1]
+
+        def run() -> None:
+            try:
+                job(*arguments)
+            except BaseException as error:
+                self._store.fail(reservation, error)
+                raise
+
+        assert self._thread is not None
+        self._under_way = [each for each in self._under_way if not each[0].done() or each[0].exception()]
+        self._under_way.append((self._thread.submit(run), reservation))
+
+    def _resident_first(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
+        """What the latest step left in memory needs no fetch now, and would have been evicted by those before it."""
+        return sorted(groups, key=lambda group: not self._store.in_memory(_states(group)))
+
+    def _prefetch(self, groups: Sequence[SubGroup]) -> None:
+        for group in groups:
+            if not self._store.prefetch(*_changed(group)):
+                return
+
+    def _sweep(self, sweep: Sweep, groups: Sequence[SubGroup], reservation: Reservation | None) -> None:
+        last_use = {key: at for at, group in enumerate(groups) for key in (*_changed(group), *_grads(group))}
+        for at, group in enumerate(groups):
+            if self._stopping:
+                return
+            self._prefetch(groups[at + 1 : at + 1 + STEP_READS])
+            self._step_group(group, sweep, reservation)
+            done = [key for key in (*_changed(group), *_grads(group)) if last_use[key] == at]
+            self._store.flush(*done)
+            if reservation is not None:
+                self._store.release(reservation, *done)
+
+    def _step_group(self, group: SubGroup, sweep: Sweep, reservation: Reservation | None) -> None:
+        store = self._store
+        with (
+            store.read(*_grads(group), by=reservation) as grads,
+            store.write(*_changed(group), by=reservation) as (states, *params),
+        ):
             by_step: dict[int, list[Piece]] = {}
             copies: list[tuple[Tensor, Tensor]] = []
             at = 0
@@ -93,40 +197,19 @@ class Stepper:
                 local_grad = grad.view(Kind.GRAD)[piece.start : stop].to(state_device)
                 if local is not home:
                     copies.append((home, local))
-                for run in self._runs(piece, arrived[piece.unit]):
+                layout = self._plan.layouts[piece.unit]
+                parts = self._plan.placement.units[piece.unit].parts
+                first = (self._index if parts > 1 else 0) * layout.partition_numel(parts) + piece.start
+                for run in sweep.runs(layout, piece, first):
                     span = slice(run.start, run.start + run.numel)
                     by_step.setdefault(run.step, []).append(
-                        _piece(states, at, local[span], local_grad[span], run, hyper[run.group])
+                        _piece(states, at, local[span], local_grad[span], run, sweep.hyper[run.group])
                     )
                 at += piece.numel
             for step, pieces in by_step.items():
-                adam_step(pieces, step=step, grad_scale=grad_scale)
+                adam_step(pieces, step=step, grad_scale=sweep.grad_scale)
             for home, local in copies:
                 home.copy_(local)
-
-    def _runs(self, piece: Slice, arrived: Sequence[bool]) -> list[Run]:
-        """Cut a slice where the parameter group or the step count changes, and leave out what had no gradient.
-
-        The padding between two parameters of a run is stepped with them: it is zero and stays zero.
-        """
-        layout = self._plan.layouts[piece.unit]
-        parts = self._plan.placement.units[piece.unit].parts
-        first = (self._index if parts > 1 else 0) * layout.partition_numel(parts) + piece.start
-        has_grad = {slot.name: flag for slot, flag in zip(layout.slots, arrived, strict=True)}
-        runs: list[Run] = []
-        joined = False
-        for overlap in layout.overlaps(first, first + piece.numel):
-            slot = overlap.slot
-            if not has_grad[slot.name]:
-                joined = False
-                continue
-            step = self.steps[slot.name]
-            if joined and (runs[-1].group, runs[-1].step) == (slot.group, step):
-                runs[-1] = runs[-1]._replace(numel=overlap.range_start + overlap.numel - runs[-1].start)
-            else:
-                runs.append(Run(overlap.range_start, overlap.numel, slot.group, step))
-            joined = True
-        return runs
 
     def _hyper(self, group: Mapping[str, Any]) -> AdamHyper:
         return AdamHyper(
@@ -136,9 +219,25 @@ class Stepper:
         )  # fmt: skip
 
 
-def _moved(group: SubGroup) -> list[Key]:
+def _look(future: Future[None], reservation: Reservation) -> None:
+    try:
+        future.result()
+    except BaseException:
+        reservation.seen = True
+        raise
+
+
+def _states(group: SubGroup) -> Key:
+    return Key(Kind.STATES, group.index)
+
+
+def _changed(group: SubGroup) -> list[Key]:
     """The partitions that a sub-group's step changes: its states, then its parameters."""
-    return [Key(Kind.STATES, group.index), *(Key(Kind.PARAM, piece.unit) for piece in group.slices)]
+    return [_states(group), *(Key(Kind.PARAM, piece.unit) for piece in group.slices)]
+
+
+def _grads(group: SubGroup) -> list[Key]:
+    return [Key(Kind.GRAD, piece.unit) for piece in group.slices]
 
 
 def _piece(states: Partition, at: int, param: Tensor, grad: Tensor, run: Run, hyper: AdamHyper) -> Piece:

@@ -9,7 +9,7 @@ boundary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -59,6 +59,8 @@ class Gradients:
         # Unit indices in the order in which the latest backward finished with them: what `order` should become.
         self.seen_order: list[int] = [unit.layout.index for unit in self.order]
         self._flying: tuple[Unit, WorkTransfer, Tensor] | None = None
+        # Called when something was added to a unit's partition.
+        self.landed: Callable[[Unit], None] = lambda unit: None
 
     def ready(self, unit: Unit) -> None:
         """The last outstanding backward through `unit` has run: collect its gradients, in turn."""
@@ -190,6 +192,7 @@ class Gradients:
                         _put(piece, param.grad.reshape(-1), first)
                     elif first:
                         piece.zero_()
+        self.landed(unit)
 
     def _add_whole(self, unit: Unit) -> None:
         """Stages 0 and 1: accumulate whole gradients on the device."""
@@ -221,6 +224,7 @@ class Gradients:
             collectives.reduce_scatter(mine, full, self._mesh.reduce).wait()
         with self._store.write(self.partition(unit)) as (partition,):
             partition.view(Kind.GRAD).copy_(mine)
+        self.landed(unit)
 
     def _start_reduce(self, unit: Unit) -> None:
         """Submit the sum over ranks of one unit's gradients; the one before it lands first, so at most one is in
