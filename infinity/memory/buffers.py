@@ -32,6 +32,8 @@ class Buffers:
         self._ledger = ledger
         # Buffers that somebody else owns: aliased views of whole units, not booked and not freed here.
         self._adopted: set[Key] = set()
+        # Whose buffers lie in each arena.
+        self._inside: dict[str, dict[Key, Partition]] = {"param": {}, "states": {}}
         self.arenas = {
             name: Arena(name, host.allocate(nbytes))
             for name, nbytes in (("param", pools.param_nbytes), ("states", pools.states_nbytes))
@@ -53,7 +55,11 @@ class Buffers:
             return self._allocate(partition)
         if not partition.spec.nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        return self.arenas[arena_name(partition.key)].take(partition.spec.nbytes)
+        name = arena_name(partition.key)
+        buffer = self.arenas[name].take(partition.spec.nbytes)
+        if buffer is not None:
+            self._inside[name][partition.key] = partition
+        return buffer
 
     def give(self, partition: Partition, buffer: Tensor) -> None:
         """Return a buffer to where `take` had it from."""
@@ -61,11 +67,17 @@ class Buffers:
             self._adopted.discard(partition.key)
         elif partition.on_nvme:
             if partition.spec.nbytes:
-                self.arenas[arena_name(partition.key)].give(buffer)
+                name = arena_name(partition.key)
+                self.arenas[name].give(buffer)
+                del self._inside[name][partition.key]
         else:
             self.book(partition, -1)
             if partition.spec.home is Tier.CPU:
                 self._host.release(buffer)
+
+    def inside(self, name: str) -> list[Partition]:
+        """Partitions whose buffers lie in one arena."""
+        return [*self._inside[name].values()]
 
     def book(self, partition: Partition, sign: int) -> None:
         """Book a partition's bytes at its home."""
@@ -104,7 +116,7 @@ class Buffers:
         for arena in self.arenas.values():
             self._ledger.add(Tier.CPU, Kind.POOL, -arena.nbytes)
             arena.close()
-        self.arenas = {}
+        self.arenas, self._inside = {}, {}
 
     def _allocate(self, partition: Partition) -> Tensor:
         spec = partition.spec

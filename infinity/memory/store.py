@@ -336,12 +336,7 @@ class TieredStore:
 
     def _spare(self, name: str) -> list[Partition]:
         """Partitions with buffers in one arena that nobody has claimed: the one used longest ago first."""
-        found = [
-            partition
-            for partition in self._partitions.values()
-            if partition.on_nvme and partition.spec.nbytes and partition.buffer is not None
-            and not self._claims[partition.key] and arena_name(partition.key) == name
-        ]  # fmt: skip
+        found = [partition for partition in self._buffers.inside(name) if not self._claims[partition.key]]
         return sorted(found, key=lambda partition: partition.used)
 
     def _drop_one(self, spare: list[Partition]) -> bool:
@@ -418,15 +413,8 @@ class TieredStore:
 
     def _no_room(self, name: str, partition: Partition, asked: Iterable[Key]) -> TierMemoryError:
         arena = self._buffers.arenas[name]
-        owners = sorted(
-            (
-                other
-                for other in self._partitions.values()
-                if other.on_nvme and other.buffer is not None and arena_name(other.key) == name
-                and (other.leased or self._claims[other.key])
-            ),
-            key=lambda other: -other.spec.nbytes,
-        )[:3]  # fmt: skip
+        claimed = [other for other in self._buffers.inside(name) if self._claims[other.key]]
+        owners = sorted(claimed, key=lambda other: -other.spec.nbytes)[:3]
         held = ", ".join(f"{other.key} {other.spec.nbytes / 1e6:.1f} MB" for other in owners) or "nobody"
         return TierMemoryError(
             f"no room on cpu for {partition.key}: asked {partition.spec.nbytes / 1e6:.1f} MB of the {arena.name} pool, "
