@@ -60,6 +60,8 @@ class Coordinator:
         self._trace: list[int] = []
         self._cursor = -1
         self._strayed = False
+        # Units whose copy to the device may still read their partition.
+        self._landing: list[Unit] = []
         self._open: list[Scope] = []
         self._backward: list[Scope] = []
         self.in_backward = False
@@ -214,6 +216,9 @@ class Coordinator:
         for unit in self._units:
             unit.pending = 0
         self._release_idle()
+        for unit in self._units:
+            unit.let_go(wait=True)
+        self._landing.clear()
 
     # Use of one unit.
 
@@ -222,9 +227,20 @@ class Coordinator:
         if unit.placed.whole:
             return
         self._advance(unit)
-        unit.start_gather()
+        self._gather(unit)
         self._submit_ahead()
         unit.finish_gather()
+
+    def _gather(self, unit: Unit) -> None:
+        """Start a gather. It may have to wait for the optimizer: what that might need is returned before."""
+        if unit.state is not Gathered.PARTITIONED:
+            return
+        if self._landing:
+            waits = self._store.reserved(unit.key)
+            self._landing = [other for other in self._landing if not other.let_go(wait=waits)]
+        unit.start_gather()
+        if unit.leasing:
+            self._landing.append(unit)
 
     def _leave(self, scope: Scope) -> None:
         for unit in scope.units:
@@ -261,7 +277,7 @@ class Coordinator:
         # The nearest first: what comes later waits when there is no room for both.
         for index in schedule.gather_ahead[self._cursor]:
             if self._ahead:
-                self._units[index].start_gather()
+                self._gather(self._units[index])
             else:
                 self._store.prefetch(self._units[index].key)
         self._store.prefetch(*(self._units[index].key for index in schedule.fetch_ahead[self._cursor]))

@@ -10,6 +10,7 @@ boundary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from infinity.memory.partition import DTYPES
 from infinity.memory.store import TieredStore
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind, Tier
-from infinity.transfer import WorkTransfer
+from infinity.transfer import Completed, Transfer, WorkTransfer
 from infinity.zero.unit import Unit
 
 
@@ -59,6 +60,8 @@ class Gradients:
         # Unit indices in the order in which the latest backward finished with them: what `order` should become.
         self.seen_order: list[int] = [unit.layout.index for unit in self.order]
         self._flying: tuple[Unit, WorkTransfer, Tensor] | None = None
+        # A unit whose gradients are on their way from the device, with the lease that they need.
+        self._arriving: tuple[Unit, ExitStack, list[Transfer]] | None = None
         # Called when something was added to a unit's partition.
         self.landed: Callable[[Unit], None] = lambda unit: None
 
@@ -120,6 +123,7 @@ class Gradients:
         for unit in self._units:
             if unit not in self._begun:
                 self._accumulate(unit, None)
+        self._arrive()
 
     def partition(self, unit: Unit) -> Key:
         return Key(Kind.GRAD, unit.layout.index)
@@ -149,6 +153,7 @@ class Gradients:
     def close(self) -> None:
         """Return the buffers of whole gradients and drop what autograd left."""
         self._take_flying()
+        self._arrive()
         for buffer in self._buffers.values():
             self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -buffer.numel() * buffer.element_size())
         self._buffers.clear()
@@ -179,20 +184,42 @@ class Gradients:
         """
         first = unit not in self._begun
         self._begun.add(unit)
-        with self._store.write(self.partition(unit)) as (partition,):
+        self._arrive()
+        copies: list[Transfer] = []
+        with ExitStack() as lease:
+            (partition,) = lease.enter_context(self._store.write(self.partition(unit)))
             target = partition.view(Kind.GRAD)
             if reduced is not None:
-                _put(target, reduced, first)
+                copies.append(self._put(target, reduced, first))
             elif not self._alone:
                 target.zero_()
             else:
                 for slot, param in zip(unit.layout.slots, unit.params, strict=True):
                     piece = target[slot.offset : slot.offset + slot.numel]
                     if param.grad is not None:
-                        _put(piece, param.grad.reshape(-1), first)
+                        copies.append(self._put(piece, param.grad.reshape(-1), first))
                     elif first:
                         piece.zero_()
-        self.landed(unit)
+            self._arriving = (unit, lease.pop_all(), copies)
+        if all(copy.done() for copy in copies):
+            self._arrive()
+
+    def _put(self, target: Tensor, source: Tensor, first: bool) -> Transfer:
+        """Replace or add, in the target's dtype, across devices. What is replaced travels beside the computation."""
+        if first:
+            return self._device.copy(target, source)
+        target.add_(source.to(target.device))
+        return Completed()
+
+    def _arrive(self) -> None:
+        """Wait for the copies from the device that are in flight, of one unit at most, and return their lease."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            unit, lease, copies = arriving
+            with lease:
+                for copy in copies:
+                    self._device.arrived(copy)
+            self.landed(unit)
 
     def _add_whole(self, unit: Unit) -> None:
         """Stages 0 and 1: accumulate whole gradients on the device."""
@@ -205,7 +232,8 @@ class Gradients:
             buffer.zero_()
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             if param.grad is not None:
-                _put(buffer[slot.offset : slot.offset + slot.numel], param.grad.reshape(-1), first)
+                piece = buffer[slot.offset : slot.offset + slot.numel]
+                (piece.copy_ if first else piece.add_)(param.grad.reshape(-1))
 
     def _reduce_whole(self, unit: Unit) -> None:
         """Stages 0 and 1, at the boundary: sum over ranks; keep this rank's slice, or everything at stage 0."""
@@ -246,6 +274,7 @@ class Gradients:
             unit, transfer, mine = flying
             transfer.wait()
             self._accumulate(unit, mine)
+        self._arrive()
 
     def _take_flying(self) -> tuple[Unit, WorkTransfer, Tensor] | None:
         """The reduction in flight, which is no longer this object's: its whole gradients leave the ledger."""
@@ -254,14 +283,6 @@ class Gradients:
             unit, _, mine = flying
             self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -unit.layout.numel * mine.element_size())
         return flying
-
-
-def _put(target: Tensor, source: Tensor, first: bool) -> None:
-    """Replace or add, in the target's dtype, across devices."""
-    if first:
-        target.copy_(source)
-    else:
-        target.add_(source.to(target.device))
 
 
 def on_any_rank(mine: Sequence[bool], mesh: Mesh) -> list[bool]:

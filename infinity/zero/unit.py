@@ -58,7 +58,10 @@ class Unit:
         self._mesh = mesh
         self._ledger = ledger
         self._transfer: Transfer = Completed()
+        # The copy out of this rank's partition, and the lease that it needs.
+        self._copied: Transfer = Completed()
         self._lease = ExitStack()
+        self.leasing = False
         self._dtype = DTYPES[layout.dtype]
         self.full = device.empty(layout.numel, self._dtype)
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
@@ -102,14 +105,25 @@ class Unit:
             return
         self.start_gather()
         self._transfer.wait()
-        if self.placed.param is Tier.NVME or self.placed.whole:
-            # The partition is about to be written, or its buffer to go back to the pool: the copy out of it must be
-            # over.
-            self._device.arrived(self._transfer)
-            self._lease.close()
+        self.let_go(wait=False)
         for param, view in zip(self.params, self._views, strict=True):
             parameter.restore(param, view)
         self.state = Gathered.GATHERED
+
+    def let_go(self, *, wait: bool) -> bool:
+        """Return the partition's lease, if the copy out of it is over; with `wait`, stop the host until it is.
+
+        Before that the partition must not be written, nor its buffer go back to the pool. False: it is still needed.
+        """
+        if not self.leasing:
+            return True
+        if not wait and not self._copied.done():
+            return False
+        self._device.arrived(self._copied)
+        self._copied = Completed()
+        self.leasing = False
+        self._lease.close()
+        return True
 
     def release(self) -> None:
         """Free the full buffer; the parameters keep their logical shapes. A unit that is whole for good stays."""
@@ -118,7 +132,8 @@ class Unit:
         if self.state is Gathered.GATHERING:
             self._transfer.wait()
         self.hide()
-        self._lease.close()
+        # The host does not wait: the allocator keeps the bytes until the copy into them is over.
+        self.let_go(wait=False)
         self.full.untyped_storage().resize_(0)
         self._book(-1)
         self.state = Gathered.PARTITIONED
@@ -128,7 +143,7 @@ class Unit:
         if self.state is Gathered.GATHERING:
             if not self._transfer.done():
                 return
-            self._transfer = Completed()
+            self._transfer = self._copied = Completed()
         self.release()
 
     def hide(self) -> None:
@@ -145,21 +160,22 @@ class Unit:
 
     def close(self) -> None:
         """Drop the partition's lease and stop booking; parameters that are whole keep their values."""
+        self.leasing = False
         self._lease.close()
         if self.state is not Gathered.PARTITIONED:
             self._book(-1)
 
     def _fill(self) -> Transfer:
         """Put this rank's partition into its place in the full buffer and gather the others'."""
-        copied: Transfer = Completed()
         if not self.placed.aliased:
+            self.let_go(wait=True)
             (partition,) = self._lease.enter_context(self._store.read(self.key))
-            copied = self._device.copy(self.own, partition.view(Kind.PARAM))
-            if not self._device.is_accelerator:
-                self._lease.close()
+            self.leasing = True
+            self._copied = self._device.copy(self.own, partition.view(Kind.PARAM))
+            self.let_go(wait=False)
         if self.placed.parts == 1 or not self.layout.numel:
-            return copied
-        copied.wait()
+            return self._copied
+        self._copied.wait()
         return all_gather(self.full, self.own, self._mesh.gather)
 
     def _book(self, sign: int) -> None:
