@@ -92,6 +92,9 @@ class Engine(nn.Module):
         self._grad_scale = 1.0
         self._ordered = False
         self._arrived: dict[Unit, list[bool]] = {}
+        # A gradient that is not finite skips the whole step, or (bf16 on request) leaves its own elements out.
+        self._checked = parts.config.compute_dtype != "bf16" or parts.config.config.bf16.check_grad_overflow
+        self._early = not self._checked and not parts.config.clip_norm and not parts.plan.placement.grad_whole
         self._closed = False
         self._since = (time.perf_counter(), 0)
         self.gradients.landed = self._on_landed
@@ -138,6 +141,8 @@ class Engine(nn.Module):
         factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         factor *= self._scaler.scale if self._scaler is not None else 1.0
         scaled = loss if factor == 1.0 else loss.float() * factor
+        if self._early and self.is_gradient_accumulation_boundary():
+            self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
         self.coordinator.begin_backward(scaled=True)
         try:
             scaled.backward(retain_graph=retain_graph)
@@ -161,7 +166,12 @@ class Engine(nn.Module):
         squares, nonfinite = self._global_stats()
         self.coordinator.next_step()
         self._norm = math.sqrt(squares) * self.grad_factor if not nonfinite else math.inf
-        if nonfinite:
+        if nonfinite and not self._checked:
+            logger.warning(
+                "step %d: %d gradient elements are not finite; their weights and moments are unchanged",
+                self.global_steps, nonfinite,
+            )  # fmt: skip
+        if nonfinite and self._checked:
             self.skipped_steps += 1
             if self._scaler is None:
                 logger.warning(
@@ -340,7 +350,8 @@ class Engine(nn.Module):
                 unit.refresh()
 
     def _on_landed(self, unit: Unit) -> None:
-        self._stepper.landed(unit.layout.index, final=self.is_gradient_accumulation_boundary())
+        final = self.is_gradient_accumulation_boundary()
+        self._stepper.landed(unit.layout.index, self.gradients.arrived[unit], final=final)
 
     def _settle_gradients(self) -> None:
         """Complete the gradient partitions: late ones first, and agree on which parameters have one at all."""

@@ -35,8 +35,7 @@ from infinity.plan.types import Key, PartitionSpec
 class Reservation:
     """What one optimizer step will change. `error` is set when it failed: whoever waits for the rest raises it."""
 
-    def __init__(self, keys: Iterable[Key]) -> None:
-        self.keys = set(keys)
+    def __init__(self) -> None:
         self.error: BaseException | None = None
         # Whether the program has met the error.
         self.seen = False
@@ -123,13 +122,11 @@ class TieredStore:
 
     # Reservations.
 
-    def reserve(self, *keys: Key) -> Reservation:
-        """Promise partitions to a step that goes on behind the caller. Waits for a reservation that holds them."""
-        made = Reservation(keys)
+    def reserve(self, reservation: Reservation, *keys: Key) -> None:
+        """Promise partitions to a step that goes on behind the caller. Waits for another reservation that has them."""
         with self._changed:
-            self._await_unreserved(keys, None)
-            self._reserved.update(dict.fromkeys(made.keys, made))
-        return made
+            self._await_unreserved(keys, reservation)
+            self._reserved.update(dict.fromkeys(keys, reservation))
 
     def release(self, reservation: Reservation, *keys: Key) -> None:
         """The step is done with these partitions."""
@@ -137,7 +134,6 @@ class TieredStore:
             for key in keys:
                 if self._reserved.get(key) is reservation:
                     del self._reserved[key]
-            reservation.keys.difference_update(keys)
             self._changed.notify_all()
 
     def fail(self, reservation: Reservation, error: BaseException) -> None:

@@ -7,23 +7,43 @@ placement nor threads.
 With `behind`, a thread of its own steps the sub-groups that the program cannot see (their units are gathered before
 use) while the next forward runs, under a reservation: a gather of a unit that is not stepped yet waits in the store.
 [Note: step behind the program]
+
+Where nothing has to be known about all gradients before the first is used (no clipping, no check of all for NaN), the
+thread begins during backward: a sub-group is stepped as soon as the gradients of its units are there, each parameter's
+(which of them have one on some rank is only agreed on at the boundary). [Note: step in backward]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from infinity.errors import StateError
 from infinity.memory.partition import Partition
 from infinity.memory.store import Reservation, TieredStore
 from infinity.ops.adam import AdamHyper, Piece, adam_step, grad_stats
 from infinity.optim.sweep import Run, Sweep
-from infinity.plan.layout import SubGroup
+from infinity.plan.layout import Slot, SubGroup
 from infinity.plan.plan import STEP_READS, Plan
 from infinity.plan.types import Key, Kind
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One step that goes on behind the program: what it holds, and which sub-groups still need each partition."""
+
+    hyper: tuple[AdamHyper, ...]
+    grad_scale: float
+    reservation: Reservation
+    uses: Counter[Key]
+    # Units whose gradients are complete, and sub-groups that have been handed to the thread.
+    complete: set[int] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
 
 
 class Stepper:
@@ -48,20 +68,38 @@ class Stepper:
         self._thread = ThreadPoolExecutor(1, "infinity-step") if behind else None
         self._under_way: list[tuple[Future[None], Reservation]] = []
         self._stats: dict[int, tuple[float, int]] = {}
+        # The step that has begun in this backward.
+        self._early: _Pass | None = None
+        self._groups_of: dict[int, list[SubGroup]] = {}
+        for group in self._hidden:
+            for piece in group.slices:
+                self._groups_of.setdefault(piece.unit, []).append(group)
         self._stopping = False
 
-    # Norms.
+    # As gradients arrive.
 
-    def landed(self, unit: int, *, final: bool) -> None:
-        """A unit's gradients have been accumulated. `final`: probably for the last time before the step."""
+    def begin_early(self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float) -> None:
+        """The backward before a step begins: see [Note: step in backward]. Arguments as of `step`."""
+        if self._thread is not None and self._early is None:
+            self._early = self._pass(tuple(map(self._hyper, groups)), grad_scale)
+
+    def landed(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
+        """A unit's gradients have been accumulated, those of `arrived` parameters. `final`: probably the last time
+        before the step.
+        """
         self._stats.pop(unit, None)
-        if final and self._thread is not None:
-            key = Key(Kind.GRAD, unit)
-            self._go_on(self._measure, [unit], self._store.reserve(key))
+        if self._early is not None:
+            self._measure([unit], None)
+            self._step_early(self._early, unit, arrived)
+        elif final and self._thread is not None:
+            reservation = Reservation()
+            self._store.reserve(reservation, Key(Kind.GRAD, unit))
+            self._go_on(reservation, self._measure, [unit], reservation)
 
     def grad_stats(self) -> tuple[float, int]:
         """Sum of squares (fp64) of this rank's accumulated gradients, and the number of non-finite elements."""
-        self.finish()
+        if self._early is None:
+            self.finish()
         missing = [
             layout.index for layout in self._plan.layouts if layout.trainable and layout.index not in self._stats
         ]
@@ -76,11 +114,30 @@ class Stepper:
         return total, nonfinite
 
     def _measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
-        with self._store.read(*(Key(Kind.GRAD, unit) for unit in units), by=reservation) as partitions:
+        keys = [Key(Kind.GRAD, unit) for unit in units]
+        with self._store.read(*keys, by=reservation) as partitions:
             found = grad_stats([_on_cpu(partition.view(Kind.GRAD)) for partition in partitions])
         self._stats.update((unit, (stats[0], stats[1])) for unit, stats in zip(units, found, strict=True))
         if reservation is not None:
-            self._store.release(reservation, *reservation.keys)
+            self._store.release(reservation, *keys)
+
+    def _step_early(self, early: _Pass, unit: int, arrived: Sequence[bool]) -> None:
+        if any(group.index in early.begun for group in self._groups_of.get(unit, ())):
+            raise StateError(
+                f"gradients of {self._plan.layouts[unit].name} arrived after its step had begun: with "
+                "gradient_clipping 0 and bf16.check_grad_overflow false a step begins inside its last backward. Call "
+                "backward once a micro-batch, or set bf16.check_grad_overflow to true"
+            )
+        if not all(arrived):
+            # Another rank may have the others: that is known at the boundary.
+            return
+        early.complete.add(unit)
+        for group in self._groups_of.get(unit, ()):
+            units = {piece.unit for piece in group.slices}
+            if units <= early.complete:
+                steps = {index: [self.steps[slot.name] + 1 for slot in self._slots(index)] for index in units}
+                flags = {index: [True] * len(self._slots(index)) for index in units}
+                self._hand_over(early, Sweep(early.hyper, early.grad_scale, flags, steps), [group])
 
     # Steps.
 
@@ -93,17 +150,25 @@ class Stepper:
         parameters have had a gradient. `grad_scale` multiplies every gradient (unscaling, averaging and clipping in
         one).
         """
-        self.finish()
-        sweep = self._begin(groups, grad_scale, arrived)
-        if self._hidden:
-            everything = [key for group in self._hidden for key in (*_changed(group), *_grads(group))]
-            reservation = self._store.reserve(*everything)
-            # The drive has something to do while the visible ones are stepped.
-            self._prefetch(self._hidden[: STEP_READS - 1])
-            self._sweep(sweep, self._visible, None)
-            self._go_on(self._sweep, sweep, self._resident_first(self._hidden), reservation)
-        else:
-            self._sweep(sweep, self._resident_first(self._visible), None)
+        if self._early is None:
+            self.finish()
+        steps: dict[int, list[int]] = {}
+        for index, flags in arrived.items():
+            for slot, flag in zip(self._slots(index), flags, strict=True):
+                self.steps[slot.name] += flag
+            steps[index] = [self.steps[slot.name] for slot in self._slots(index)]
+        behind = self._early or self._pass(tuple(map(self._hyper, groups)), grad_scale)
+        self._early = None
+        sweep = Sweep(behind.hyper, grad_scale, arrived, steps)
+        rest = [group for group in self._hidden if group.index not in behind.begun]
+        # Reserved at once: the next forward may begin before the thread does.
+        self._store.reserve(behind.reservation, *(key for group in rest for key in (*_changed(group), *_grads(group))))
+        # The drive has something to do while the visible ones are stepped.
+        self._prefetch(rest[: STEP_READS - 1])
+        visible = self._resident_first(self._visible)
+        self._sweep(sweep, visible, Counter(key for group in visible for key in _changed(group)), None)
+        if rest:
+            self._hand_over(behind, sweep, self._resident_first(rest))
 
     def finish(self) -> None:
         """Return when everything begun is done; raises what went wrong with it."""
@@ -131,21 +196,23 @@ class Stepper:
         for future in unseen:
             future.result()
 
-    def _begin(
-        self, groups: Sequence[Mapping[str, Any]], grad_scale: float, arrived: Mapping[int, Sequence[bool]]
-    ) -> Sweep:
-        steps: dict[int, list[int]] = {}
-        for index, flags in arrived.items():
-            slots = self._plan.layouts[index].slots
-            for slot, flag in zip(slots, flags, strict=True):
-                self.steps[slot.name] += flag
-            steps[index] = [self.steps[slot.name] for slot in slots]
-        hyper = tuple(self._hyper(group) for group in groups)
-        return Sweep(hyper=hyper, grad_scale=grad_scale, arrived=arrived, steps=steps)
+    def _slots(self, unit: int) -> Sequence[Slot]:
+        return self._plan.layouts[unit].slots
 
-    def _go_on(self, job: Any, *arguments: Any) -> None:
-        """Run `job`, whose last argument is a reservation, behind the program."""
-        reservation: Reservation = arguments[-1]
+    def _pass(self, hyper: tuple[AdamHyper, ...], grad_scale: float) -> _Pass:
+        uses = Counter(key for group in self._hidden for key in (*_changed(group), *_grads(group)))
+        return _Pass(hyper, grad_scale, Reservation(), uses)
+
+    def _hand_over(self, behind: _Pass, sweep: Sweep, groups: Sequence[SubGroup]) -> None:
+        """Let the thread step these sub-groups."""
+        behind.begun.update(group.index for group in groups)
+        keys = [key for group in groups for key in (*_changed(group), *_grads(group))]
+        self._store.reserve(behind.reservation, *keys)
+        self._prefetch(groups[:1])
+        self._go_on(behind.reservation, self._sweep, sweep, groups, behind.uses, behind.reservation)
+
+    def _go_on(self, reservation: Reservation, job: Callable[..., None], *arguments: Any) -> None:
+        """Run a job behind the program. When it fails, whoever wants what is reserved meets its error."""
 
         def run() -> None:
             try:
@@ -167,14 +234,18 @@ class Stepper:
             if not self._store.prefetch(*_changed(group)):
                 return
 
-    def _sweep(self, sweep: Sweep, groups: Sequence[SubGroup], reservation: Reservation | None) -> None:
-        last_use = {key: at for at, group in enumerate(groups) for key in (*_changed(group), *_grads(group))}
+    def _sweep(
+        self, sweep: Sweep, groups: Sequence[SubGroup], uses: Counter[Key], reservation: Reservation | None
+    ) -> None:
+        """Step sub-groups one after the other. `uses`: how many sub-groups are still to use each partition."""
         for at, group in enumerate(groups):
             if self._stopping:
                 return
             self._prefetch(groups[at + 1 : at + 1 + STEP_READS])
             self._step_group(group, sweep, reservation)
-            done = [key for key in (*_changed(group), *_grads(group)) if last_use[key] == at]
+            keys = [*_changed(group), *_grads(group)]
+            uses.subtract(keys)
+            done = [key for key in keys if uses[key] <= 0]
             self._store.flush(*done)
             if reservation is not None:
                 self._store.release(reservation, *done)
