@@ -1,192 +1,183 @@
-// The kernel text: included once by every isa_*.cpp, after it has defined, in an anonymous namespace,
+// The kernel text: included once by every isa_*.cpp, after it has defined, in an anonymous namespace, what
+// arithmetic.inl asks for and
 //
-//   Vec                       kLanes floats
-//   load, store               fp32
-//   load_bf16, load_f16       16-bit bits -> fp32, exact
-//   store_bf16, store_f16     nearest with ties away from zero; nearest with ties to even
-//   load_split, store_split   fp32 <-> (bf16 bits, int16 remainder)
-//   broadcast, add, sub, mul, div, root, fma(a, b, c) = a * b + c rounded once
-//   SumLanes                  kSumLanes doubles: zero(), add_squares(Vec, first lane) -> count of non-finite, store()
+//   finite_or_zero            lanes that are infinite or not a number replaced by zero
+//   SumLanes                  kSumLanes doubles: zero(), add_squares(Vec, first lane), store()
 //
 // Everything has internal linkage: the same text compiled for two instruction sets must never be merged by the linker.
 // No std template is instantiated here, for the same reason.
 
+#include "arithmetic.inl"
+
 namespace infinity::adam {
 namespace {
 
-struct Constants {
-    Vec grad_scale, weight_decay, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps,
-        minus_step_size;
+// A strip is what one iteration steps: one cache line of every 16-bit array, two of every fp32 array.
+constexpr uint64_t kStripNumel = 32;
+constexpr uint64_t kLineNbytes = 64;
+constexpr uint64_t kPrefetchNbytes = 2048;
+static_assert(kStripNumel % kLanes == 0 && kSumLanes % kLanes == 0, "strips and sums are whole vectors");
 
-    explicit Constants(const Piece& piece)
-        : grad_scale(broadcast(piece.grad_scale)),
-          weight_decay(broadcast(piece.weight_decay)),
-          decay(broadcast(piece.decay)),
-          one_minus_beta1(broadcast(piece.one_minus_beta1)),
-          beta2(broadcast(piece.beta2)),
-          one_minus_beta2(broadcast(piece.one_minus_beta2)),
-          inv_sqrt_bias_correction2(broadcast(piece.inv_sqrt_bias_correction2)),
-          eps(broadcast(piece.eps)),
-          minus_step_size(broadcast(piece.minus_step_size)) {}
-};
-
-struct Pointers {
-    char* param;
-    const char* grad;
-    float* exp_avg;
-    float* exp_avg_sq;
-    int16_t* remainder;
-    float* master;
-};
-
-template <Dtype dtype>
-inline Vec load_as(const void* data) {
-    if constexpr (dtype == kFloat32) return load(static_cast<const float*>(data));
-    if constexpr (dtype == kBfloat16) return load_bf16(static_cast<const uint16_t*>(data));
-    if constexpr (dtype == kFloat16) return load_f16(static_cast<const uint16_t*>(data));
+template <Dtype grad_dtype, Storage storage>
+inline Pointers pointers(const Piece& piece, uint64_t index) {
+    return Pointers{static_cast<char*>(piece.param) + index * param_nbytes<storage>(),
+                    static_cast<const char*>(piece.grad) + index * dtype_nbytes<grad_dtype>(),
+                    piece.exp_avg + index,
+                    piece.exp_avg_sq + index,
+                    storage == kSplit ? piece.remainder + index : nullptr,
+                    storage >= kMasterHalf ? piece.master + index : nullptr};
 }
 
-template <Storage storage>
-constexpr uint64_t param_nbytes() {
-    return storage == kPlain ? 4 : 2;
-}
-
-template <Dtype dtype>
-constexpr uint64_t dtype_nbytes() {
-    return dtype == kFloat32 ? 4 : 2;
-}
-
-template <Storage storage>
-inline Vec load_weight(const Pointers& at) {
-    if constexpr (storage == kPlain) return load(reinterpret_cast<const float*>(at.param));
-    if constexpr (storage == kSplit) return load_split(reinterpret_cast<const uint16_t*>(at.param), at.remainder);
-    if constexpr (storage == kMasterHalf || storage == kMasterBfloat) return load(at.master);
-}
-
-template <Storage storage>
-inline void store_weight(const Pointers& at, Vec weight) {
-    if constexpr (storage == kPlain) store(reinterpret_cast<float*>(at.param), weight);
-    if constexpr (storage == kSplit) store_split(reinterpret_cast<uint16_t*>(at.param), at.remainder, weight);
-    if constexpr (storage == kMasterHalf) {
-        store(at.master, weight);
-        store_f16(reinterpret_cast<uint16_t*>(at.param), weight);
-    }
-    if constexpr (storage == kMasterBfloat) {
-        store(at.master, weight);
-        store_bf16(reinterpret_cast<uint16_t*>(at.param), weight);
-    }
-}
-
-// The definition of Adam. reference.py says the same in torch; change both or neither.
+// Steps `count` < kLanes elements through the same lanes in copies, so that an element's bits do not depend on where it
+// stands.
 template <Dtype grad_dtype, Storage storage, bool adamw>
-inline void step_lanes(const Pointers& at, const Constants& c) {
-    Vec p = load_weight<storage>(at);
-    Vec g = mul(load_as<grad_dtype>(at.grad), c.grad_scale);
-    if constexpr (adamw) {
-        p = mul(p, c.decay);
-    } else {
-        g = fma(c.weight_decay, p, g);
-    }
-    Vec m = load(at.exp_avg);
-    m = fma(c.one_minus_beta1, sub(g, m), m);
-    const Vec v = fma(c.beta2, load(at.exp_avg_sq), mul(c.one_minus_beta2, mul(g, g)));
-    const Vec d = fma(root(v), c.inv_sqrt_bias_correction2, c.eps);
-    p = fma(c.minus_step_size, div(m, d), p);
-    store(at.exp_avg, m);
-    store(at.exp_avg_sq, v);
-    store_weight<storage>(at, p);
-}
-
-template <Dtype grad_dtype, Storage storage, bool adamw>
-void step_range(const Piece& piece, uint64_t begin, uint64_t end) {
-    constexpr uint64_t grad_nbytes = dtype_nbytes<grad_dtype>();
-    const Constants constants(piece);
-    const auto pointers = [&piece](uint64_t index) {
-        return Pointers{static_cast<char*>(piece.param) + index * param_nbytes<storage>(),
-                        static_cast<const char*>(piece.grad) + index * grad_nbytes,
-                        piece.exp_avg + index,
-                        piece.exp_avg_sq + index,
-                        storage == kSplit ? piece.remainder + index : nullptr,
-                        storage >= kMasterHalf ? piece.master + index : nullptr};
-    };
-    uint64_t index = begin;
-    for (; index + kLanes <= end; index += kLanes) {
-        step_lanes<grad_dtype, storage, adamw>(pointers(index), constants);
-    }
-    if (index == end) return;
-    // The tail runs through the same lanes in copies, so that an element's bits do not depend on where it stands.
-    const uint64_t left = end - index;
+void step_few(const Pointers& at, uint64_t count, const Constants& constants) {
     alignas(64) char param[kLanes * 4] = {};
     alignas(64) char grad[kLanes * 4] = {};
     alignas(64) float exp_avg[kLanes] = {};
     alignas(64) float exp_avg_sq[kLanes] = {};
     alignas(64) float master[kLanes] = {};
     alignas(64) int16_t remainder[kLanes] = {};
-    const Pointers at = pointers(index);
-    __builtin_memcpy(param, at.param, left * param_nbytes<storage>());
-    __builtin_memcpy(grad, at.grad, left * grad_nbytes);
-    __builtin_memcpy(exp_avg, at.exp_avg, left * sizeof(float));
-    __builtin_memcpy(exp_avg_sq, at.exp_avg_sq, left * sizeof(float));
-    if (at.remainder) __builtin_memcpy(remainder, at.remainder, left * sizeof(int16_t));
-    if (at.master) __builtin_memcpy(master, at.master, left * sizeof(float));
+    __builtin_memcpy(param, at.param, count * param_nbytes<storage>());
+    __builtin_memcpy(grad, at.grad, count * dtype_nbytes<grad_dtype>());
+    __builtin_memcpy(exp_avg, at.exp_avg, count * sizeof(float));
+    __builtin_memcpy(exp_avg_sq, at.exp_avg_sq, count * sizeof(float));
+    if (at.remainder) __builtin_memcpy(remainder, at.remainder, count * sizeof(int16_t));
+    if (at.master) __builtin_memcpy(master, at.master, count * sizeof(float));
     step_lanes<grad_dtype, storage, adamw>(Pointers{param, grad, exp_avg, exp_avg_sq, remainder, master}, constants);
-    __builtin_memcpy(at.param, param, left * param_nbytes<storage>());
-    __builtin_memcpy(at.exp_avg, exp_avg, left * sizeof(float));
-    __builtin_memcpy(at.exp_avg_sq, exp_avg_sq, left * sizeof(float));
-    if (at.remainder) __builtin_memcpy(at.remainder, remainder, left * sizeof(int16_t));
-    if (at.master) __builtin_memcpy(at.master, master, left * sizeof(float));
+    __builtin_memcpy(at.param, param, count * param_nbytes<storage>());
+    __builtin_memcpy(at.exp_avg, exp_avg, count * sizeof(float));
+    __builtin_memcpy(at.exp_avg_sq, exp_avg_sq, count * sizeof(float));
+    if (at.remainder) __builtin_memcpy(at.remainder, remainder, count * sizeof(int16_t));
+    if (at.master) __builtin_memcpy(at.master, master, count * sizeof(float));
+}
+
+// The slow way: element by element, leaving out those whose gradient is not finite. Returns how many those are.
+template <Dtype grad_dtype, Storage storage, bool adamw>
+uint64_t step_finite(const Piece& piece, uint64_t begin, uint64_t end, const Constants& constants) {
+    uint64_t left_out = 0;
+    for (uint64_t index = begin; index < end; ++index) {
+        const Pointers at = pointers<grad_dtype, storage>(piece, index);
+        alignas(64) char grad[kLanes * 4] = {};
+        __builtin_memcpy(grad, at.grad, dtype_nbytes<grad_dtype>());
+        if (nonfinite_lanes<grad_dtype>(grad, constants)) {
+            ++left_out;
+        } else {
+            step_few<grad_dtype, storage, adamw>(at, 1, constants);
+        }
+    }
+    return left_out;
+}
+
+// Asks for the cache lines of a strip kPrefetchNbytes ahead: the processor's own prefetchers stop at the end of a page.
+// Beyond the end of an array such a request does nothing.
+template <Dtype grad_dtype, Storage storage>
+inline void prefetch_strip(const Pointers& at) {
+    const auto ahead = [](const void* stream, uint64_t nbytes) {
+        for (uint64_t line = 0; line < nbytes; line += kLineNbytes) {
+            __builtin_prefetch(static_cast<const char*>(stream) + kPrefetchNbytes + line);
+        }
+    };
+    ahead(at.param, kStripNumel * param_nbytes<storage>());
+    ahead(at.grad, kStripNumel * dtype_nbytes<grad_dtype>());
+    ahead(at.exp_avg, kStripNumel * sizeof(float));
+    ahead(at.exp_avg_sq, kStripNumel * sizeof(float));
+    if (storage == kSplit) ahead(at.remainder, kStripNumel * sizeof(int16_t));
+    if (storage >= kMasterHalf) ahead(at.master, kStripNumel * sizeof(float));
+}
+
+template <Dtype grad_dtype, Storage storage, bool adamw>
+uint64_t step_range(const Piece& piece, uint64_t begin, uint64_t end) {
+    const Constants constants(piece);
+    uint64_t left_out = 0;
+    uint64_t index = begin;
+    for (; index + kStripNumel <= end; index += kStripNumel) {
+        const Pointers strip = pointers<grad_dtype, storage>(piece, index);
+        prefetch_strip<grad_dtype, storage>(strip);
+        int bad = 0;
+        for (uint64_t lane = 0; lane < kStripNumel; lane += kLanes) {
+            bad += nonfinite_lanes<grad_dtype>(strip.grad + lane * dtype_nbytes<grad_dtype>(), constants);
+        }
+        if (__builtin_expect(bad != 0, 0)) {
+            left_out += step_finite<grad_dtype, storage, adamw>(piece, index, index + kStripNumel, constants);
+            continue;
+        }
+        // Several vectors in flight, so that their divisions and roots overlap.
+        for (uint64_t lane = 0; lane < kStripNumel; lane += kLanes) {
+            step_lanes<grad_dtype, storage, adamw>(pointers<grad_dtype, storage>(piece, index + lane), constants);
+        }
+    }
+    return left_out + step_finite<grad_dtype, storage, adamw>(piece, index, end, constants);
 }
 
 template <Dtype grad_dtype, bool adamw>
-void step_storage(const Piece& piece, uint64_t begin, uint64_t end) {
+uint64_t step_storage(const Piece& piece, uint64_t begin, uint64_t end) {
     switch (piece.storage) {
         case kPlain: return step_range<grad_dtype, kPlain, adamw>(piece, begin, end);
         case kSplit: return step_range<grad_dtype, kSplit, adamw>(piece, begin, end);
         case kMasterHalf: return step_range<grad_dtype, kMasterHalf, adamw>(piece, begin, end);
         case kMasterBfloat: return step_range<grad_dtype, kMasterBfloat, adamw>(piece, begin, end);
     }
+    return 0;
 }
 
 template <bool adamw>
-void step_dtype(const Piece& piece, uint64_t begin, uint64_t end) {
+uint64_t step_dtype(const Piece& piece, uint64_t begin, uint64_t end) {
     switch (piece.grad_dtype) {
         case kFloat32: return step_storage<kFloat32, adamw>(piece, begin, end);
         case kBfloat16: return step_storage<kBfloat16, adamw>(piece, begin, end);
         case kFloat16: return step_storage<kFloat16, adamw>(piece, begin, end);
     }
+    return 0;
 }
 
-void step(const Piece& piece, uint64_t begin, uint64_t end) {
-    piece.adamw ? step_dtype<true>(piece, begin, end) : step_dtype<false>(piece, begin, end);
+uint64_t step(const Piece& piece, uint64_t begin, uint64_t end) {
+    return piece.adamw ? step_dtype<true>(piece, begin, end) : step_dtype<false>(piece, begin, end);
 }
 
-// Squares of finite elements in double, in kSumLanes lanes (lane = index in the block % kSumLanes), lanes then added
+// Adds up the squares of a block in double, in kSumLanes lanes (lane = index in the block % kSumLanes), lanes then added
 // pairwise: i and i + 8, i and i + 4, i and i + 2, i and i + 1. Squares of fp32 values are exact in double.
-template <Dtype dtype>
-BlockSum sum_block(const void* data, uint64_t begin, uint64_t end) {
-    const char* const bytes = static_cast<const char*>(data);
+template <Dtype dtype, class Change>
+double sum_of_squares(const char* bytes, uint64_t begin, uint64_t end, const Change& change) {
     SumLanes lanes = SumLanes::zero();
-    uint64_t nonfinite = 0;
+    const auto add = [&](const char* at) {
+        for (int lane = 0; lane < kSumLanes; lane += kLanes) {
+            lanes.add_squares(change(load_as<dtype>(at + lane * dtype_nbytes<dtype>())), lane);
+        }
+    };
     uint64_t index = begin;
     for (; index + kSumLanes <= end; index += kSumLanes) {
-        for (int lane = 0; lane < kSumLanes; lane += kLanes) {
-            nonfinite += lanes.add_squares(load_as<dtype>(bytes + (index + lane) * dtype_nbytes<dtype>()), lane);
-        }
+        const char* const at = bytes + index * dtype_nbytes<dtype>();
+        __builtin_prefetch(at + kPrefetchNbytes);
+        add(at);
     }
     if (index < end) {
         // Zeros beyond the end add nothing: the sums are never -0.
         alignas(64) char tail[kSumLanes * 4] = {};
         __builtin_memcpy(tail, bytes + index * dtype_nbytes<dtype>(), (end - index) * dtype_nbytes<dtype>());
-        for (int lane = 0; lane < kSumLanes; lane += kLanes) {
-            nonfinite += lanes.add_squares(load_as<dtype>(tail + lane * dtype_nbytes<dtype>()), lane);
-        }
+        add(tail);
     }
     double sums[kSumLanes];
     lanes.store(sums);
     for (int stride = kSumLanes / 2; stride > 0; stride /= 2) {
         for (int lane = 0; lane < stride; ++lane) sums[lane] += sums[lane + stride];
     }
-    return BlockSum{sums[0], nonfinite};
+    return sums[0];
+}
+
+// Squares of the finite elements, and the number of the others. No block of finite fp32 values overflows a double, so
+// that a finite sum says that all were: only a block that holds others is summed again without them.
+template <Dtype dtype>
+BlockSum sum_block(const void* data, uint64_t begin, uint64_t end) {
+    const char* const bytes = static_cast<const char*>(data);
+    const double all = sum_of_squares<dtype>(bytes, begin, end, [](Vec a) { return a; });
+    if (__builtin_isfinite(all)) return BlockSum{all, 0};
+    uint64_t left_out = 0;
+    const double finite = sum_of_squares<dtype>(bytes, begin, end, [&left_out](Vec a) {
+        left_out += static_cast<uint64_t>(nonfinite(a));
+        return finite_or_zero(a);
+    });
+    return BlockSum{finite, left_out};
 }
 
 BlockSum sum(const Span& span, uint64_t begin, uint64_t end) {

@@ -1,6 +1,6 @@
 // What crosses the C ABI and the table of functions that every instruction set provides.
 //
-// The arithmetic is defined once, in kernel.inl. All of it is fp32 with explicit fused multiply-adds and IEEE square
+// The arithmetic is defined once, in arithmetic.inl. All of it is fp32 with explicit fused multiply-adds and IEEE square
 // root and division, so that every instruction set, any number of threads and the plain twin in Python
 // (infinity/ops/reference.py) give the same bits for every input that is not a NaN; a NaN stays a NaN.
 #pragma once
@@ -65,7 +65,8 @@ struct BlockSum {
 };
 
 struct Kernels {
-    void (*step)(const Piece& piece, uint64_t begin, uint64_t end);
+    // Returns the number of elements that were left as they are, because their gradient is not finite.
+    uint64_t (*step)(const Piece& piece, uint64_t begin, uint64_t end);
     BlockSum (*sum)(const Span& span, uint64_t begin, uint64_t end);
     void (*split)(const float* values, uint16_t* param, int16_t* remainder, uint64_t numel);
     void (*join)(const uint16_t* param, const int16_t* remainder, float* values, uint64_t numel);
