@@ -212,10 +212,16 @@ def _resolve(source: ConfigSource, args: Any, model: nn.Module, ranks: Ranks, op
     resolved = resolve(load_config(source), context)
     paths = {path for path in (resolved.param_nvme_path, resolved.optimizer_nvme_path) if path is not None}
     if len(paths) > 1:
+        named = " and ".join(sorted(", ".join(path) for path in paths))
         raise ConfigError(
-            f"offload_param.nvme_path and offload_optimizer.nvme_path differ ({', '.join(sorted(paths))}): several "
-            f"drives arrive "
-            "later; use one folder for both"
+            f"offload_param.nvme_path and offload_optimizer.nvme_path differ ({named}): give both the same folder, or "
+            "the same list of folders"
+        )
+    weights = resolved.config.aio.drive_weights
+    if weights and resolved.nvme_path is not None and len(weights) != len(resolved.nvme_path):
+        raise ConfigError(
+            f"aio.drive_weights has {len(weights)} numbers but nvme_path names {len(resolved.nvme_path)} folders: give "
+            "one number for each folder, or leave it out to have the drives measured"
         )
     return resolved
 
@@ -277,8 +283,10 @@ def _capacity(config: ResolvedConfig, plan: Plan, model: nn.Module, ranks: Ranks
     else:
         gpu = capped(free, limits.gpu.max_bytes, 1)
         cpu_limit = capped(cpu, limits.cpu.max_bytes, ranks.local_size)
-    path = config.nvme_path
-    nvme = capped(free_nvme_nbytes(path), limits.nvme.max_bytes, ranks.local_size) if path is not None else None
+    nvme = None
+    if config.nvme_path is not None:
+        on_drives = free_nvme_nbytes(config.nvme_path, config.config.aio.drive_weights)
+        nvme = capped(on_drives, limits.nvme.max_bytes, ranks.local_size)
     return Capacity(gpu=gpu, cpu=cpu_limit, nvme=nvme)
 
 
@@ -358,6 +366,8 @@ def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, led
             threads=threads,
             timeout_seconds=config.config.watchdog_seconds,
             block_nbytes=aio.block_size,
+            checksum=aio.checksum,
+            weights=aio.drive_weights,
         )
         assert config.nvme_path is not None
         nvme = NvmeTier.open(config.nvme_path, nbytes=plan.nvme_nbytes, rank=ranks.rank, options=options)

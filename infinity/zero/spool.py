@@ -42,11 +42,11 @@ class _Place:
 
 
 class Spool:
-    """Adopts parameters and keeps their values. `directory` is where values beyond the window go; None: they stay in
-    memory.
+    """Adopts parameters and keeps their values. `directory` names the folders that values beyond the window go to;
+    None: they stay in memory.
     """
 
-    def __init__(self, directory: str | None, *, mesh: Mesh, timeout_seconds: float) -> None:
+    def __init__(self, directory: Sequence[str] | None, *, mesh: Mesh, timeout_seconds: float) -> None:
         self._directory = directory
         # The engine that takes the model over takes the process groups with it.
         self.mesh = mesh
