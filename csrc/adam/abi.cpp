@@ -1,6 +1,7 @@
 // The C ABI: what infinity/ops/adam.py calls. Functions return 0, or an errno value; they never throw.
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <new>
 #include <vector>
@@ -87,13 +88,17 @@ INFINITY_EXPORT void* infinity_adam_pool_new(int32_t threads) { return new (std:
 
 INFINITY_EXPORT void infinity_adam_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
 
-INFINITY_EXPORT int32_t infinity_adam_step(void* pool, int32_t isa, const Piece* pieces, uint64_t count) {
+// Writes the number of elements that were left as they are, because their gradient is not finite.
+INFINITY_EXPORT int32_t infinity_adam_step(void* pool, int32_t isa, const Piece* pieces, uint64_t count,
+                                           uint64_t* nonfinite) {
     const Kernels* kernels = kernels_of(isa);
     if (!kernels) return EINVAL;
     return guarded([&] {
+        std::atomic<uint64_t> left_out{0};
         for_chunks(*static_cast<Pool*>(pool), pieces, count, [&](uint64_t run, uint64_t begin, uint64_t end) {
-            kernels->step(pieces[run], begin, end);
+            left_out.fetch_add(kernels->step(pieces[run], begin, end), std::memory_order_relaxed);
         });
+        *nonfinite = left_out.load();
         return 0;
     });
 }

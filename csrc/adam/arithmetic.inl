@@ -8,6 +8,7 @@
 //   store_bf16, store_f16     nearest with ties away from zero; nearest with ties to even
 //   load_split, store_split   fp32 <-> (bf16 bits, int16 remainder)
 //   broadcast, sub, mul, div, root, fma(a, b, c) = a * b + c rounded once, all to nearest even, denormals kept
+//   nonfinite                 the number of lanes that are infinite or not a number
 //
 // and, where functions need another prefix (such as that of an accelerator), the macro INFINITY_FN.
 
@@ -81,24 +82,36 @@ INFINITY_FN void store_weight(const Pointers& at, Vec weight) {
     }
 }
 
+template <Dtype grad_dtype>
+INFINITY_FN Vec scaled_grad(const void* grad, const Constants& c) {
+    return mul(load_as<grad_dtype>(grad), c.grad_scale);
+}
+
+// The number of lanes that step_lanes must not be called for: such an element keeps every bit of its state.
+template <Dtype grad_dtype>
+INFINITY_FN int nonfinite_lanes(const void* grad, const Constants& c) {
+    return nonfinite(scaled_grad<grad_dtype>(grad, c));
+}
+
 // The definition of Adam. reference.py says the same in torch; change both or neither.
+//
+// Decay and update of the weight are one fused operation: it is rounded once a step.
 template <Dtype grad_dtype, Storage storage, bool adamw>
 INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
-    Vec p = load_weight<storage>(at);
-    Vec g = mul(load_as<grad_dtype>(at.grad), c.grad_scale);
-    if constexpr (adamw) {
-        p = mul(p, c.decay);
-    } else {
-        g = fma(c.weight_decay, p, g);
-    }
+    const Vec p = load_weight<storage>(at);
+    Vec g = scaled_grad<grad_dtype>(at.grad, c);
+    if constexpr (!adamw) g = fma(c.weight_decay, p, g);
     Vec m = load(at.exp_avg);
     m = fma(c.one_minus_beta1, sub(g, m), m);
     const Vec v = fma(c.beta2, load(at.exp_avg_sq), mul(c.one_minus_beta2, mul(g, g)));
-    const Vec d = fma(root(v), c.inv_sqrt_bias_correction2, c.eps);
-    p = fma(c.minus_step_size, div(m, d), p);
+    const Vec u = div(m, fma(root(v), c.inv_sqrt_bias_correction2, c.eps));
     store(at.exp_avg, m);
     store(at.exp_avg_sq, v);
-    store_weight<storage>(at, p);
+    if constexpr (adamw) {
+        store_weight<storage>(at, fma(p, c.decay, mul(c.minus_step_size, u)));
+    } else {
+        store_weight<storage>(at, fma(c.minus_step_size, u, p));
+    }
 }
 
 }  // namespace

@@ -61,6 +61,14 @@ inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec root(Vec a) { return _mm256_sqrt_ps(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 
+inline __m256i finite_lanes(Vec a) {
+    const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7FFFFFFF));
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7F800000), magnitude);
+}
+inline int nonfinite(Vec a) {
+    return kLanes - __builtin_popcount(_mm256_movemask_ps(_mm256_castsi256_ps(finite_lanes(a))));
+}
+
 struct SumLanes {
     __m256d sums[4];
 
@@ -69,8 +77,7 @@ struct SumLanes {
         return SumLanes{{none, none, none, none}};
     }
     uint64_t add_squares(Vec a, int lane) {
-        const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7FFFFFFF));
-        const __m256 finite = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(0x7F800000), magnitude));
+        const __m256 finite = _mm256_castsi256_ps(finite_lanes(a));
         const __m256 values = _mm256_and_ps(a, finite);
         const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(values));
         const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1));

@@ -65,13 +65,18 @@ inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec root(Vec a) { return _mm512_sqrt_ps(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 
+inline __mmask16 finite_lanes(Vec a) {
+    const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7FFFFFFF));
+    return _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(0x7F800000));
+}
+inline int nonfinite(Vec a) { return kLanes - __builtin_popcount(finite_lanes(a)); }
+
 struct SumLanes {
     __m512d low, high;
 
     static SumLanes zero() { return SumLanes{_mm512_setzero_pd(), _mm512_setzero_pd()}; }
     uint64_t add_squares(Vec a, int) {
-        const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7FFFFFFF));
-        const __mmask16 finite = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(0x7F800000));
+        const __mmask16 finite = finite_lanes(a);
         const __m512 values = _mm512_maskz_mov_ps(finite, a);
         const __m512d first = _mm512_cvtps_pd(_mm512_castps512_ps256(values));
         const __m512d second =

@@ -39,6 +39,12 @@ inline Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
 inline Vec root(Vec a) { return vsqrtq_f32(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 
+inline uint32x4_t finite_lanes(Vec a) {
+    const uint32x4_t magnitude = vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7FFFFFFF));
+    return vcltq_u32(magnitude, vdupq_n_u32(0x7F800000));
+}
+inline int nonfinite(Vec a) { return kLanes - static_cast<int>(vaddvq_u32(vshrq_n_u32(finite_lanes(a), 31))); }
+
 struct SumLanes {
     float64x2_t sums[8];
 
@@ -48,8 +54,7 @@ struct SumLanes {
         return lanes;
     }
     uint64_t add_squares(Vec a, int lane) {
-        const uint32x4_t magnitude = vandq_u32(vreinterpretq_u32_f32(a), vdupq_n_u32(0x7FFFFFFF));
-        const uint32x4_t finite = vcltq_u32(magnitude, vdupq_n_u32(0x7F800000));
+        const uint32x4_t finite = finite_lanes(a);
         const Vec values = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), finite));
         const float64x2_t low = vcvt_f64_f32(vget_low_f32(values));
         const float64x2_t high = vcvt_high_f64_f32(values);

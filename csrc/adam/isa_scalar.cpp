@@ -72,6 +72,7 @@ inline Vec sub(Vec a, Vec b) { return {a.value - b.value}; }
 inline Vec mul(Vec a, Vec b) { return {a.value * b.value}; }
 inline Vec div(Vec a, Vec b) { return {a.value / b.value}; }
 inline Vec root(Vec a) { return {std::sqrt(a.value)}; }
+inline int nonfinite(Vec a) { return (bits_of(a.value) & 0x7F800000u) == 0x7F800000u; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {__builtin_fmaf(a.value, b.value, c.value)}; }
 
 struct SumLanes {

@@ -11,67 +11,96 @@
 namespace infinity::adam {
 namespace {
 
+template <Dtype grad_dtype, Storage storage>
+inline Pointers pointers(const Piece& piece, uint64_t index) {
+    return Pointers{static_cast<char*>(piece.param) + index * param_nbytes<storage>(),
+                    static_cast<const char*>(piece.grad) + index * dtype_nbytes<grad_dtype>(),
+                    piece.exp_avg + index,
+                    piece.exp_avg_sq + index,
+                    storage == kSplit ? piece.remainder + index : nullptr,
+                    storage >= kMasterHalf ? piece.master + index : nullptr};
+}
+
+// Steps `count` < kLanes elements through the same lanes in copies, so that an element's bits do not depend on where it
+// stands.
 template <Dtype grad_dtype, Storage storage, bool adamw>
-void step_range(const Piece& piece, uint64_t begin, uint64_t end) {
-    constexpr uint64_t grad_nbytes = dtype_nbytes<grad_dtype>();
-    const Constants constants(piece);
-    const auto pointers = [&piece](uint64_t index) {
-        return Pointers{static_cast<char*>(piece.param) + index * param_nbytes<storage>(),
-                        static_cast<const char*>(piece.grad) + index * grad_nbytes,
-                        piece.exp_avg + index,
-                        piece.exp_avg_sq + index,
-                        storage == kSplit ? piece.remainder + index : nullptr,
-                        storage >= kMasterHalf ? piece.master + index : nullptr};
-    };
-    uint64_t index = begin;
-    for (; index + kLanes <= end; index += kLanes) {
-        step_lanes<grad_dtype, storage, adamw>(pointers(index), constants);
-    }
-    if (index == end) return;
-    // The tail runs through the same lanes in copies, so that an element's bits do not depend on where it stands.
-    const uint64_t left = end - index;
+void step_few(const Pointers& at, uint64_t count, const Constants& constants) {
     alignas(64) char param[kLanes * 4] = {};
     alignas(64) char grad[kLanes * 4] = {};
     alignas(64) float exp_avg[kLanes] = {};
     alignas(64) float exp_avg_sq[kLanes] = {};
     alignas(64) float master[kLanes] = {};
     alignas(64) int16_t remainder[kLanes] = {};
-    const Pointers at = pointers(index);
-    __builtin_memcpy(param, at.param, left * param_nbytes<storage>());
-    __builtin_memcpy(grad, at.grad, left * grad_nbytes);
-    __builtin_memcpy(exp_avg, at.exp_avg, left * sizeof(float));
-    __builtin_memcpy(exp_avg_sq, at.exp_avg_sq, left * sizeof(float));
-    if (at.remainder) __builtin_memcpy(remainder, at.remainder, left * sizeof(int16_t));
-    if (at.master) __builtin_memcpy(master, at.master, left * sizeof(float));
+    __builtin_memcpy(param, at.param, count * param_nbytes<storage>());
+    __builtin_memcpy(grad, at.grad, count * dtype_nbytes<grad_dtype>());
+    __builtin_memcpy(exp_avg, at.exp_avg, count * sizeof(float));
+    __builtin_memcpy(exp_avg_sq, at.exp_avg_sq, count * sizeof(float));
+    if (at.remainder) __builtin_memcpy(remainder, at.remainder, count * sizeof(int16_t));
+    if (at.master) __builtin_memcpy(master, at.master, count * sizeof(float));
     step_lanes<grad_dtype, storage, adamw>(Pointers{param, grad, exp_avg, exp_avg_sq, remainder, master}, constants);
-    __builtin_memcpy(at.param, param, left * param_nbytes<storage>());
-    __builtin_memcpy(at.exp_avg, exp_avg, left * sizeof(float));
-    __builtin_memcpy(at.exp_avg_sq, exp_avg_sq, left * sizeof(float));
-    if (at.remainder) __builtin_memcpy(at.remainder, remainder, left * sizeof(int16_t));
-    if (at.master) __builtin_memcpy(at.master, master, left * sizeof(float));
+    __builtin_memcpy(at.param, param, count * param_nbytes<storage>());
+    __builtin_memcpy(at.exp_avg, exp_avg, count * sizeof(float));
+    __builtin_memcpy(at.exp_avg_sq, exp_avg_sq, count * sizeof(float));
+    if (at.remainder) __builtin_memcpy(at.remainder, remainder, count * sizeof(int16_t));
+    if (at.master) __builtin_memcpy(at.master, master, count * sizeof(float));
+}
+
+// The slow way: element by element, leaving out those whose gradient is not finite. Returns how many those are.
+template <Dtype grad_dtype, Storage storage, bool adamw>
+uint64_t step_finite(const Piece& piece, uint64_t begin, uint64_t end, const Constants& constants) {
+    uint64_t left_out = 0;
+    for (uint64_t index = begin; index < end; ++index) {
+        const Pointers at = pointers<grad_dtype, storage>(piece, index);
+        alignas(64) char grad[kLanes * 4] = {};
+        __builtin_memcpy(grad, at.grad, dtype_nbytes<grad_dtype>());
+        if (nonfinite_lanes<grad_dtype>(grad, constants)) {
+            ++left_out;
+        } else {
+            step_few<grad_dtype, storage, adamw>(at, 1, constants);
+        }
+    }
+    return left_out;
+}
+
+template <Dtype grad_dtype, Storage storage, bool adamw>
+uint64_t step_range(const Piece& piece, uint64_t begin, uint64_t end) {
+    const Constants constants(piece);
+    uint64_t left_out = 0;
+    uint64_t index = begin;
+    for (; index + kLanes <= end; index += kLanes) {
+        const Pointers at = pointers<grad_dtype, storage>(piece, index);
+        if (__builtin_expect(nonfinite_lanes<grad_dtype>(at.grad, constants) != 0, 0)) {
+            left_out += step_finite<grad_dtype, storage, adamw>(piece, index, index + kLanes, constants);
+        } else {
+            step_lanes<grad_dtype, storage, adamw>(at, constants);
+        }
+    }
+    return left_out + step_finite<grad_dtype, storage, adamw>(piece, index, end, constants);
 }
 
 template <Dtype grad_dtype, bool adamw>
-void step_storage(const Piece& piece, uint64_t begin, uint64_t end) {
+uint64_t step_storage(const Piece& piece, uint64_t begin, uint64_t end) {
     switch (piece.storage) {
         case kPlain: return step_range<grad_dtype, kPlain, adamw>(piece, begin, end);
         case kSplit: return step_range<grad_dtype, kSplit, adamw>(piece, begin, end);
         case kMasterHalf: return step_range<grad_dtype, kMasterHalf, adamw>(piece, begin, end);
         case kMasterBfloat: return step_range<grad_dtype, kMasterBfloat, adamw>(piece, begin, end);
     }
+    return 0;
 }
 
 template <bool adamw>
-void step_dtype(const Piece& piece, uint64_t begin, uint64_t end) {
+uint64_t step_dtype(const Piece& piece, uint64_t begin, uint64_t end) {
     switch (piece.grad_dtype) {
         case kFloat32: return step_storage<kFloat32, adamw>(piece, begin, end);
         case kBfloat16: return step_storage<kBfloat16, adamw>(piece, begin, end);
         case kFloat16: return step_storage<kFloat16, adamw>(piece, begin, end);
     }
+    return 0;
 }
 
-void step(const Piece& piece, uint64_t begin, uint64_t end) {
-    piece.adamw ? step_dtype<true>(piece, begin, end) : step_dtype<false>(piece, begin, end);
+uint64_t step(const Piece& piece, uint64_t begin, uint64_t end) {
+    return piece.adamw ? step_dtype<true>(piece, begin, end) : step_dtype<false>(piece, begin, end);
 }
 
 // Squares of finite elements in double, in kSumLanes lanes (lane = index in the block % kSumLanes), lanes then added

@@ -65,7 +65,8 @@ struct BlockSum {
 };
 
 struct Kernels {
-    void (*step)(const Piece& piece, uint64_t begin, uint64_t end);
+    // Returns the number of elements that were left as they are, because their gradient is not finite.
+    uint64_t (*step)(const Piece& piece, uint64_t begin, uint64_t end);
     BlockSum (*sum)(const Span& span, uint64_t begin, uint64_t end);
     void (*split)(const float* values, uint16_t* param, int16_t* remainder, uint64_t numel);
     void (*join)(const uint16_t* param, const int16_t* remainder, float* values, uint64_t numel);

@@ -57,8 +57,11 @@ class GradStats(NamedTuple):
     nonfinite_count: int
 
 
-def adam_step(pieces: Sequence[Piece], *, step: int, grad_scale: float, native: bool | None = None) -> None:
+def adam_step(pieces: Sequence[Piece], *, step: int, grad_scale: float, native: bool | None = None) -> int:
     """Step every piece in place: gradients are multiplied by `grad_scale`; `step` counts from 1.
+
+    An element whose gradient, so multiplied, is not finite keeps every bit of its weight and moments. Returns how many
+    those are, over all pieces.
 
     native: None takes native code where it is there, False the plain twin, True raises ExtensionError without native
     code. Raises ValueError before anything is written where a tensor does not fit the others.
@@ -73,14 +76,14 @@ def adam_step(pieces: Sequence[Piece], *, step: int, grad_scale: float, native: 
     # The kernel of an accelerator arrives later: what lies there is stepped by the twin, with the same bits.
     elsewhere = [piece for piece in pieces if piece.param.device.type != "cpu"]
     if elsewhere or not _runtime.uses_native(native):
-        for piece in pieces:
-            reference.adam_step(piece, constants[piece.hyper])
-        return
+        return sum(reference.adam_step(piece, constants[piece.hyper]) for piece in pieces)
     floats = {hyper: constant.floats() for hyper, constant in constants.items()}
     table = (_PieceC * len(pieces))(
         *(_PieceC.of(piece, storage, floats[piece.hyper]) for piece, storage in zip(pieces, storages, strict=True))
     )
-    _runtime.call("infinity_adam_step", table, ctypes.c_uint64(len(pieces)))
+    nonfinite = ctypes.c_uint64()
+    _runtime.call("infinity_adam_step", table, ctypes.c_uint64(len(pieces)), ctypes.byref(nonfinite))
+    return nonfinite.value
 
 
 def grad_stats(tensors: Sequence[Tensor], native: bool | None = None) -> list[GradStats]:

@@ -20,14 +20,17 @@ _BLOCK_NUMEL = 4096
 _SUM_LANES = 16
 
 
-def adam_step(piece: Piece, constants: AdamConstants) -> None:
-    """Step a checked piece in place: `csrc/adam/arithmetic.inl`, step_lanes, in torch."""
+def adam_step(piece: Piece, constants: AdamConstants) -> int:
+    """Step a checked piece in place: `csrc/adam/arithmetic.inl`, step_lanes, in torch.
+
+    Elements whose scaled gradient is not finite keep every bit of their state; returns how many those are.
+    """
+    nonfinite_count = 0
     for at in _chunks(piece.param.numel()):
         weight = _load_weight(piece, at)
         grad = piece.grad.view(-1)[at].float() * constants.grad_scale
-        if piece.hyper.adamw:
-            weight = weight * constants.decay
-        else:
+        finite = grad.isfinite()
+        if not piece.hyper.adamw:
             grad = fma(constants.weight_decay, weight, grad)
         exp_avg, exp_avg_sq = piece.exp_avg.view(-1)[at], piece.exp_avg_sq.view(-1)[at]
         m = fma(constants.one_minus_beta1, grad - exp_avg, exp_avg)
@@ -36,10 +39,20 @@ def adam_step(piece: Piece, constants: AdamConstants) -> None:
         # an fp64 root can err.
         root = v.double().sqrt().float()
         denominator = fma(root, constants.inv_sqrt_bias_correction2, torch.tensor(constants.eps, device=root.device))
-        weight = fma(constants.minus_step_size, m / denominator, weight)
+        update = m / denominator
+        if piece.hyper.adamw:
+            weight = fma(weight, constants.decay, update * constants.minus_step_size)
+        else:
+            weight = fma(constants.minus_step_size, update, weight)
+        (left_out,) = (~finite).nonzero(as_tuple=True)
+        kept = [state[at][left_out] for state in _states(piece)]
         exp_avg.copy_(m)
         exp_avg_sq.copy_(v)
         _store_weight(piece, at, weight)
+        for state, old in zip(_states(piece), kept, strict=True):
+            state[at][left_out] = old
+        nonfinite_count += left_out.numel()
+    return nonfinite_count
 
 
 def grad_stats(tensor: Tensor) -> tuple[float, int]:
@@ -89,6 +102,12 @@ def fma(a: Tensor | float, b: Tensor | float, c: Tensor) -> Tensor:
     toward = torch.where((error > 0) == (total > 0), 1, -1)
     inexact_even = (error != 0) & error.isfinite() & (bits & 1 == 0)
     return torch.where(inexact_even, bits + toward, bits).view(torch.float64).float()
+
+
+def _states(piece: Piece) -> list[Tensor]:
+    """All that a step writes, flat."""
+    tensors = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.remainder, piece.master)
+    return [tensor.view(-1) for tensor in tensors if tensor is not None]
 
 
 def _load_weight(piece: Piece, at: slice) -> Tensor:

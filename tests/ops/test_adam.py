@@ -78,12 +78,15 @@ def test_every_path_gives_the_bits_of_the_twin(storage: str, grad_dtype: torch.d
         hyper = AdamHyper(3e-3, 0.9, 0.95, 1e-8, 0.1, adamw=adamw, bias_correction=bias_correction)
         twin = _piece(9_003, storage, grad_dtype, hyper)
         for step in (1, 2):
-            adam_step([twin], step=step, grad_scale=scale, native=False)
+            nonfinite = adam_step([twin], step=step, grad_scale=scale, native=False)
+        # The edges hold one infinity, and more that are beyond fp16.
+        assert nonfinite == int((twin.grad.float() * scale).isfinite().logical_not().sum()) > 0
         for simd in adam.simds():
             adam.set_simd(simd)
             piece = _piece(9_003, storage, grad_dtype, hyper)
             for step in (1, 2):
-                adam_step([piece], step=step, grad_scale=scale, native=True)
+                count = adam_step([piece], step=step, grad_scale=scale, native=True)
+                assert count == nonfinite
             assert all(map(_same, _state(piece), _state(twin))), (simd, hyper, scale)
 
 
