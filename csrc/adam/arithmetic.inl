@@ -95,23 +95,24 @@ INFINITY_FN int nonfinite_lanes(const void* grad, const Constants& c) {
 
 // The definition of Adam. reference.py says the same in torch; change both or neither.
 //
-// Decay and update of the weight are one fused operation: it is rounded once a step.
+// The decayed weight is rounded before it is updated, as in torch: leaving that out errs less (a fused operation by up to
+// half, decay and update added first by three quarters and more), and is then farther from torch than 1e-6 in 10 steps.
 template <Dtype grad_dtype, Storage storage, bool adamw>
 INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
-    const Vec p = load_weight<storage>(at);
+    Vec p = load_weight<storage>(at);
     Vec g = scaled_grad<grad_dtype>(at.grad, c);
-    if constexpr (!adamw) g = fma(c.weight_decay, p, g);
+    if constexpr (adamw) {
+        p = mul(p, c.decay);
+    } else {
+        g = fma(c.weight_decay, p, g);
+    }
     Vec m = load(at.exp_avg);
     m = fma(c.one_minus_beta1, sub(g, m), m);
     const Vec v = fma(c.beta2, load(at.exp_avg_sq), mul(c.one_minus_beta2, mul(g, g)));
     const Vec u = div(m, fma(root(v), c.inv_sqrt_bias_correction2, c.eps));
     store(at.exp_avg, m);
     store(at.exp_avg_sq, v);
-    if constexpr (adamw) {
-        store_weight<storage>(at, fma(p, c.decay, mul(c.minus_step_size, u)));
-    } else {
-        store_weight<storage>(at, fma(c.minus_step_size, u, p));
-    }
+    store_weight<storage>(at, fma(c.minus_step_size, u, p));
 }
 
 }  // namespace

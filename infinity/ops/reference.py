@@ -30,7 +30,9 @@ def adam_step(piece: Piece, constants: AdamConstants) -> int:
         weight = _load_weight(piece, at)
         grad = piece.grad.view(-1)[at].float() * constants.grad_scale
         finite = grad.isfinite()
-        if not piece.hyper.adamw:
+        if piece.hyper.adamw:
+            weight = weight * constants.decay
+        else:
             grad = fma(constants.weight_decay, weight, grad)
         exp_avg, exp_avg_sq = piece.exp_avg.view(-1)[at], piece.exp_avg_sq.view(-1)[at]
         m = fma(constants.one_minus_beta1, grad - exp_avg, exp_avg)
@@ -39,11 +41,7 @@ def adam_step(piece: Piece, constants: AdamConstants) -> int:
         # an fp64 root can err.
         root = v.double().sqrt().float()
         denominator = fma(root, constants.inv_sqrt_bias_correction2, torch.tensor(constants.eps, device=root.device))
-        update = m / denominator
-        if piece.hyper.adamw:
-            weight = fma(weight, constants.decay, update * constants.minus_step_size)
-        else:
-            weight = fma(constants.minus_step_size, update, weight)
+        weight = fma(constants.minus_step_size, m / denominator, weight)
         (left_out,) = (~finite).nonzero(as_tuple=True)
         kept = [state[at][left_out] for state in _states(piece)]
         exp_avg.copy_(m)
