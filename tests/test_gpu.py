@@ -1,6 +1,6 @@
 """What only an accelerator can show: its kernels' bits, copies beside compute, placements, pinned memory of exact size.
 
-`python -m pytest tests/test_gpu.py` on a machine with one; see docs/internals_device.md.
+`python -m pytest tests/test_gpu.py` on a machine with one; see docs/internals_kernels.md.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ the host.
 Device memory that a copy uses must not be handed to somebody else before the copy is over, and must be given back no
 later than planned, which rules out record_stream (it frees memory when the host happens to look). What goes up is
 written into memory that its owner frees only after `wait()`. What goes down is kept alive here until its event has
-passed; of those still on their way at most two are kept, for then the current stream, which is the one that reuses
+passed; of those still on their way only so many are kept, for then the current stream, which is the one that reuses
 the memory, is made to wait for the oldest.
 """
 
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from infinity.transfer import Completed, StreamTransfer, Transfer
 
-# Tensors on their way down whose memory is not yet given back.
-_HELD_MAX = 2
+# Memory on its way down that is not yet given back: a few milliseconds of a bus, and few enough to look through.
+_HELD_NBYTES_MAX = 64 << 20
+_HELD_COUNT_MAX = 64
 
 
 class Device:
@@ -122,7 +123,7 @@ class Device:
     def _copy_down(self, target: Tensor, source: Tensor) -> Transfer:
         assert self._down is not None
         with self._lock:
-            self._give_back()
+            self._give_back(source.nbytes)
             self._down.wait_stream(torch.cuda.current_stream(self.torch))
             with torch.cuda.stream(self._down):
                 target.copy_(source.to(target.dtype), non_blocking=True)
@@ -130,11 +131,15 @@ class Device:
             self._held.append((transfer, source))
         return transfer
 
-    def _give_back(self) -> None:
-        """Let go of sources that have gone down; with too many on their way, order the reuse of the oldest's memory."""
-        while self._held and (len(self._held) >= _HELD_MAX or self._held[0][0].done()):
+    def _give_back(self, nbytes: int) -> None:
+        """Let go of sources that have gone down; to make room for `nbytes` more, order the reuse of the oldest's."""
+        while self._held and (self._held[0][0].done() or self._is_full(nbytes)):
             transfer, _ = self._held.popleft()
             transfer.wait()
+
+    def _is_full(self, nbytes: int) -> bool:
+        held_nbytes = sum(source.nbytes for _, source in self._held)
+        return len(self._held) >= _HELD_COUNT_MAX or held_nbytes + nbytes > _HELD_NBYTES_MAX
 
     def _mark(self, stream: torch.cuda.Stream) -> StreamTransfer:
         event = torch.cuda.Event()

@@ -59,6 +59,7 @@ class Copied:
 
     def __init__(self, cuda: FakeCuda, values: Tensor, on_device: bool) -> None:
         self._cuda, self.values, self.is_cuda, self.dtype = cuda, values, on_device, values.dtype
+        self.nbytes = values.nbytes
 
     def copy_(self, source: Copied, non_blocking: bool = False) -> None:
         assert non_blocking or source.is_cuda == self.is_cuda, "the host would stop"
@@ -157,16 +158,24 @@ def test_a_copy_on_the_device_stays_on_the_stream_that_computes(cuda: FakeCuda) 
     assert all(stream.log == [] for stream in cuda.side)
 
 
-def test_memory_on_its_way_down_is_bounded_and_given_back_in_order(cuda: FakeCuda) -> None:
+@pytest.mark.parametrize(("count_max", "nbytes_max"), [(2, 1 << 20), (100, 40)])
+def test_memory_on_its_way_down_is_bounded_and_given_back_in_order(
+    count_max: int, nbytes_max: int, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "_HELD_COUNT_MAX", count_max)
+    monkeypatch.setattr(device_module, "_HELD_NBYTES_MAX", nbytes_max)
     device = Device(torch.device("cuda", 0))
     below = Copied(cuda, torch.zeros(4), False)
-    for _ in range(device_module._HELD_MAX):
+    for _ in range(2):
         device.copy(below, Copied(cuda, torch.ones(4), True))
     assert cuda.compute.log == [], "two may be on their way"
     device.copy(below, Copied(cuda, torch.ones(4), True))
     # The stream that will reuse the memory waits; the host does not.
     assert cuda.compute.log == ["after event 1 of down"] and stopped == []
-    assert len(device._held) == device_module._HELD_MAX
+    assert len(device._held) == 2
+    # One that is larger than the bound goes alone.
+    device.copy(Copied(cuda, torch.zeros(99), False), Copied(cuda, torch.ones(99), True))
+    assert len(device._held) == (1 if nbytes_max == 40 else 2)
     Event.over = True
     device.copy(below, Copied(cuda, torch.ones(4), True))
     assert len(device._held) == 1, "what has arrived is let go of"
