@@ -16,7 +16,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def describe(device: torch.device) -> str:
     return "kernels" if reason is None else f"plain twin: {reason}"
 
 
-def adam_step(table: ctypes.Array[ctypes.Structure], device: torch.device) -> Tensor:
+def adam_step(table: ctypes.Array[Any], device: torch.device) -> Tensor:
     """Step the pieces of `table` (struct Piece of csrc/adam/types.h), which all lie on `device`, on its current stream.
 
     Returns how many elements keep their state because their gradient is not finite: int64 [], on the device. Needs
