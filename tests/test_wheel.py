@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from infinity.ops import build as build_module
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "infinity", "estimators", "csrc")
-LIBRARIES = {"infinity/_native/libadam.so", "infinity/_native/libaio.so"}
+# Those of an accelerator where nvcc is at hand.
+NAMES = build_module.NAMES if build_module._compiler("kernels") else build_module.HOST_NAMES
+LIBRARIES = {f"infinity/_native/lib{name}.so" for name in NAMES}
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +50,7 @@ def test_a_wheel_is_for_every_python_of_one_platform(wheel):
 
 def test_a_wheel_carries_libraries_sources_and_packages_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    sources = {f"infinity/_csrc/{file.relative_to(ROOT / 'csrc')}" for file in (ROOT / "csrc").rglob("*.cpp")}
+    sources = {f"infinity/_csrc/{file.relative_to(ROOT / 'csrc')}" for file in (ROOT / "csrc").rglob("*.c*")}
     assert names >= LIBRARIES | sources | {"infinity/py.typed", "infinity/api.py", "estimators/cli.py"}
     assert {name.partition("/")[0] for name in names} == {"infinity", "estimators", "infinity-0.1.0.dist-info"}
 
