@@ -7,7 +7,8 @@ process (one a rank) of its own; rounds alternate; medians. The first one named 
 reference is a bf16 model with fp32 master weights and moments (torch:plain), since that is the work that is done by the
 others; torch:pure keeps everything in bf16 and is shown beside it.
 
-DeepSpeed runs in an environment of its own: `--deepspeed-python` names its interpreter, with cpu_adam and async_io built.
+DeepSpeed runs in an environment of its own: `--deepspeed-python` names its interpreter, with cpu_adam and async_io
+built there (TORCH_EXTENSIONS_DIR says where torch looks for them).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 from typing import Any
 
 from support import compare
-from support.machine import describe
+from support.machine import MIB, describe
+from support.table import Table, claim
 
 CONTENDERS = {
     1: ["torch:plain", "infinity:memory", "infinity:cpu", "infinity:nvme"],
@@ -41,10 +43,7 @@ def main() -> None:
         contenders = given.only.split(",")
     print(describe())
     with compare.task_options(given) as options:
-        print(
-            f"{options['model']}, {given.dtype}, {given.ranks} rank(s), {options['batch']} x {options['positions']} tokens a "
-            f"rank and step, clipping 1.0, {given.rounds} rounds of {given.warmup} + {given.steps} steps"
-        )
+        print(compare.headline(options, given))
         values = compare.alternate(contenders, options, given)
         report(values, options, given.ranks)
     compare.check_losses(values, TOLERANCE[given.dtype])
@@ -55,21 +54,24 @@ def report(values: dict[str, list[list[dict[str, Any]]]], options: dict[str, Any
     speed = {name: compare.tokens_a_second(rounds, options, ranks) for name, rounds in values.items()}
     peak = {name: compare.peak_nbytes(rounds) for name, rounds in values.items()}
     reference = next(iter(values))
-    head = f"{'':24s}{'tokens/s':>9s}{'ratio':>7s}{'step s':>8s}{'optim s':>8s}{'peak MiB':>9s}{'ratio':>7s}{'above base':>11s}"
-    print(f"{head}   peak while built")
+    table = Table(
+        "tokens/s:.0f", "ratio:.2f", "step s:.2f", "optimizer s:.2f", "peak MiB:.0f", "ratio:.2f", "above baseline:.0f",
+        "while built:.0f",
+    )  # fmt: skip
     for name, rounds in values.items():
-        built = max(value["built_peak"] for value in rounds[0])
-        print(
-            f"{name:24s}{speed[name]:9.0f}{speed[name] / speed[reference]:7.2f}{compare.step_seconds(rounds):8.2f}"
-            f"{compare.step_seconds(rounds, 1):8.2f}{compare.mib(peak[name]):>9s}{peak[name] / peak[reference]:7.2f}"
-            f"{compare.mib(compare.above_baseline(rounds)):>11s}{compare.mib(built):>19s}"
-        )
+        table.row(
+            name, speed[name], speed[name] / speed[reference], compare.step_seconds(rounds),
+            compare.step_seconds(rounds, 1), peak[name] / MIB, peak[name] / peak[reference],
+            compare.above_baseline(rounds) / MIB, max(value["built_peak"] for value in rounds[0]) / MIB,
+        )  # fmt: skip
     for ours, other, least, most in CLAIMS:
         if ours in values and other in values:
             ratio, memory = speed[ours] / speed[other], peak[ours] / peak[other]
-            print(f"{ours} / {other}: {ratio:.2f}x tokens/s (claim >= {least}: {'holds' if ratio >= least else 'NO'})", end="")
-            verdict = f" (claim <= {most}: {'holds' if memory <= most else 'NO'})" if most else ""
-            print(f", {memory:.2f}x peak memory{verdict}")
+            claim(f"{ours} / {other}: {ratio:.2f}x tokens/s, claim >= {least}", ratio >= least)
+            if most:
+                claim(f"{ours} / {other}: {memory:.2f}x peak memory, claim <= {most}", memory <= most)
+            else:
+                print(f"  {ours} / {other}: {memory:.2f}x peak memory")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python benchmarks/step.py [--numel 50000000] [--dtype bf16] [--folder DIR] [--deepspeed-python PATH]
 
-The model is made of weights whose forward and backward cost next to nothing. Two measurements in one process by tier: the
-step alone (everything in flight is waited for before and after it), and whole training steps running freely. Bytes are the
-kernel's (/proc/self/io), rates are fio's mixed pattern on the same drive between the contenders of the same run: 1 MiB,
-depth 32, half reads. In that pattern reads and writes run at once, so two bounds are printed:
+The model is made of weights whose forward and backward cost next to nothing. Two measurements in one process by tier:
+the step alone (everything in flight is waited for before and after it), and whole training steps running freely. Bytes
+are the kernel's (/proc/self/io), rates are fio's mixed pattern on the same drive between the contenders of the same
+run: 1 MiB, depth 32, half reads. In that pattern reads and writes run at once, so two bounds are printed:
 
     sum     bytes read / read rate + bytes written / write rate: the claim, step <= 1.10 x this
     max     the longer of the two terms: what a drive that serves both directions at once would allow
@@ -22,6 +22,7 @@ from typing import Any
 from support import compare
 from support.machine import describe, fio_rates, median
 from support.models import BLOCK_NUMEL
+from support.table import Table, claim
 
 CONTENDERS = ["infinity:memory", "infinity:cpu", "infinity:states", "infinity:nvme"]
 RIVALS = ["deepspeed:states", "deepspeed:nvme"]
@@ -62,45 +63,44 @@ def main() -> None:
     read, write = (median(rate[kind] for rate in rates) for kind in ("read", "write"))
     numel = next(value[0][0]["numel"] for value in values.values() if "numel" in value[0][0])
     print(
-        f"{numel / 1e6:.0f} M parameters, {given.dtype}, AdamW, clipping 1.0; fio mixed: {read / 1e9:.2f} GB/s read and "
-        f"{write / 1e9:.2f} GB/s written at once (median of {len(rates)})"
+        f"{numel / 1e6:.0f} M parameters, {given.dtype}, AdamW, clipping at 1; "
+        f"fio mixed: {read / 1e9:.2f} GB/s read and {write / 1e9:.2f} GB/s written at once (median of {len(rates)})"
     )
     report(values, numel, read, write)
 
 
 def report(values: dict[str, list[list[dict[str, Any]]]], numel: int, read_rate: float, write_rate: float) -> None:
     """The step alone, whole steps, and the claims."""
-    print(f"{'':20s}|{'the step alone':^58s}|{'whole training steps':^40s}")
-    head = f"{'':20s}|{'s':>7s}{'ns/param':>9s}{'read':>7s}{'written':>8s}{'sum s':>7s}{'ratio':>7s}{'max s':>7s}{'ratio':>6s}"
-    print(f"{head}|{'s':>7s}{'read':>7s}{'written':>8s}{'in all':>7s}   B/param")
+    print("the step alone (seconds, ns and bytes a parameter, bounds by fio's rates), and whole training steps (free)")
+    table = Table(
+        "s:.2f", "ns:.2f", "read:.2f", "written:.2f", "sum s:.2f", "ratio:.2f", "max s:.2f", "ratio:.2f", "free s:.2f",
+        "read:.2f", "written:.2f", "in all:.2f",
+    )  # fmt: skip
     step = {}
     for name, rounds in values.items():
-        step[name] = compare.step_seconds(rounds, 1)
-        read, written = (median(one["moved"][i][1][k] for (one,) in rounds for i in range(len(one["moved"]))) for k in (0, 1))
-        terms = read / read_rate, written / write_rate
-        total, longest = sum(terms), max(terms)
-        line = f"{name:20s}|{step[name]:7.2f}{step[name] / numel * 1e9:9.2f}{read / numel:7.2f}{written / numel:8.2f}"
+        step[name] = seconds = compare.step_seconds(rounds, 1)
+        alone = [moved[1] for (one,) in rounds for moved in one["moved"]]
+        read, written = (median(moved[kind] for moved in alone) for kind in (0, 1))
         moves = read + written > 0.1 * numel
-        line += f"{total:7.2f}{step[name] / total:7.2f}{longest:7.2f}{step[name] / longest:6.2f}" if moves else " " * 27
+        total, longest = read / read_rate + written / write_rate, max(read / read_rate, written / write_rate)
+        bounds = (total, seconds / total, longest, seconds / longest) if moves else (None,) * 4
         free = [[one["free"]] for (one,) in rounds]
         whole = compare.moved_a_parameter(free, numel)
-        print(f"{line}|{compare.step_seconds(free):7.2f}{whole[0]:7.2f}{whole[1]:8.2f}{sum(whole):7.2f}")
+        figures = (seconds, seconds / numel * 1e9, read / numel, written / numel)
+        table.row(name, *figures, *bounds, compare.step_seconds(free), *whole, sum(whole))
         if moves and name.startswith("infinity"):
-            _claim(f"  step / sum <= {STEP_LIMIT}", step[name] / total <= STEP_LIMIT)
+            claim(f"step / sum <= {STEP_LIMIT}", seconds / total <= STEP_LIMIT)
             most = max(read, written) / numel
-            _claim(f"  step reads and writes <= {STEP_BYTES_LIMIT} a parameter", most <= STEP_BYTES_LIMIT)
+            claim(f"the step reads and writes <= {STEP_BYTES_LIMIT} a parameter", most <= STEP_BYTES_LIMIT)
             limit = WHOLE_BYTES_LIMIT.get(name)
             if limit is not None:
-                _claim(f"  training step moves <= {limit} a parameter", sum(whole) <= limit)
+                claim(f"a training step moves <= {limit} a parameter", sum(whole) <= limit)
     for tier in ("states", "nvme"):
         ours, rival = f"infinity:{tier}", f"deepspeed:{tier}"
         if ours in step and rival in step:
             ratio = step[rival] / step[ours]
-            _claim(f"{rival} / {ours}: {ratio:.2f}x, claim >= {RIVAL_LIMIT}", ratio >= RIVAL_LIMIT)
+            claim(f"{rival} / {ours}: {ratio:.2f}x, claim >= {RIVAL_LIMIT}", ratio >= RIVAL_LIMIT)
 
-
-def _claim(text: str, holds: bool) -> None:
-    print(f"{text}: {'holds' if holds else 'NO'}")
 
 
 if __name__ == "__main__":

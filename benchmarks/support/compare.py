@@ -14,8 +14,6 @@ from typing import Any
 from support.launch import TaskError, run_ranks
 from support.machine import median
 
-_MIB = 1 << 20
-
 
 def arguments(text: str | None) -> argparse.ArgumentParser:
     """A parser with what every training comparison takes."""
@@ -43,6 +41,14 @@ def task_options(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             **{name: getattr(given, name) for name in names},
             "batch": max(1, given.batch // given.ranks), "folder": folder,
         }  # fmt: skip
+
+
+def headline(options: dict[str, Any], given: argparse.Namespace) -> str:
+    """What is trained, in one line."""
+    return (
+        f"{options['model']}, {options['dtype']}, {given.ranks} rank(s), {options['batch']} x {options['positions']} "
+        f"tokens a rank and step, clipping at 1, {given.rounds} rounds of {given.warmup} + {given.steps} steps"
+    )
 
 
 def measure(contender: str, options: dict[str, Any], given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -80,8 +86,8 @@ def step_seconds(rounds: list[list[dict[str, Any]]], phase: int | None = None) -
     """Median over all rounds of a step's seconds (of the slowest rank), or of one phase of it."""
     steps = []
     for ranks in rounds:
-        for each in zip(*(value["seconds"] for value in ranks), strict=True):
-            steps.append(max(sum(parts) if phase is None else parts[phase] for parts in each))
+        each = zip(*(value["seconds"] for value in ranks), strict=True)
+        steps += [max(sum(parts) if phase is None else parts[phase] for parts in step) for step in each]
     return median(steps)
 
 
@@ -110,7 +116,7 @@ def moved_a_parameter(rounds: list[list[dict[str, Any]]], numel: int) -> tuple[f
 
 
 def check_losses(values: dict[str, list[list[dict[str, Any]]]], tolerance: float) -> None:
-    """Print rank 0's first losses and say who does other work: all start from the same weights and see the same data."""
+    """Print rank 0's first losses and say who does other work: all have the same weights and data."""
     first = {name: rounds[0][0]["losses"][:4] for name, rounds in values.items() if rounds}
     reference = next(iter(first.values()))
     print("losses of the first steps (rank 0):")
@@ -119,7 +125,3 @@ def check_losses(values: dict[str, list[list[dict[str, Any]]]], tolerance: float
         note = "" if worst <= tolerance else f"  DIFFERS by {worst:.3g}: not the same work"
         print(f"  {name:24s} " + " ".join(f"{loss:.4f}" for loss in losses) + note)
 
-
-def mib(nbytes: float) -> str:
-    """Bytes as MiB."""
-    return f"{nbytes / _MIB:.0f}"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-_GIB = 1 << 30
+MIB, _GIB = 1 << 20, 1 << 30
 
 
 def io_nbytes() -> tuple[int, int]:
@@ -36,9 +36,6 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def process_seconds() -> float:
-    """CPU time of all threads of this process."""
-    return time.process_time()
 
 
 def fio_rates(folder: str, *, gib: float = 2, seconds: int = 8) -> dict[str, float] | None:
@@ -62,10 +59,8 @@ def fio_rates(folder: str, *, gib: float = 2, seconds: int = 8) -> dict[str, flo
 
 def describe() -> str:
     """The machine and the day, in one line."""
-    model = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.machine(),
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
     cores = len(os.sched_getaffinity(0))
     return f"{time.strftime('%Y-%m-%d')}, {cores} cores of {model}, {memory:.0f} GiB, Linux {platform.release()}"

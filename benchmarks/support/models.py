@@ -43,7 +43,7 @@ class _Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """`numel` parameters with a forward and backward that cost next to nothing, so that the optimizer is what is timed."""
+    """`numel` parameters whose forward and backward cost next to nothing, so that the optimizer is what is timed."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Blocks(nn.Module):
 
 
 def build(options: dict[str, Any]) -> nn.Module:
-    """The model that `options["model"]` names, in fp32: "llama", "tiny", or "blocks" of `options["numel"]` parameters."""
+    """The model that `options["model"]` names, in fp32: "llama", "tiny", or "blocks" of `options["numel"]`."""
     torch.manual_seed(0)
     if options["model"] == "blocks":
         return Blocks(options["numel"])

@@ -1,4 +1,4 @@
-"""The zero_optimization section of stage 3 by tier: the keys that infinity and DeepSpeed share, with the same values."""
+"""The zero_optimization section of stage 3 by tier: keys that infinity and DeepSpeed share, with the same values."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import time
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -78,7 +79,7 @@ def measure(trainer: Trainer, options: dict[str, Any], rank: int) -> dict[str, A
             trainer.settle()
         marks.append((time.perf_counter(), *io_nbytes()))
         if index >= options["warmup"]:
-            pairs = list(zip(marks, marks[1:], strict=False))
+            pairs = list(pairwise(marks))
             seconds.append([after[0] - before[0] for before, after in pairs])
             moved.append([[after[kind] - before[kind] for kind in (1, 2)] for before, after in pairs])
     return {"losses": losses, "seconds": seconds, "moved": moved, "peak": resident_nbytes(peak=True)}

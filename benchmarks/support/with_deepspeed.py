@@ -1,7 +1,7 @@
 """Contenders "deepspeed:memory", "deepspeed:cpu" and "deepspeed:nvme": stage 3 of the package that is installed.
 
-The options are the ones that its documentation recommends for speed, with buffers no larger than the model needs: pinned
-memory, reads and writes pipelined, large asynchronous requests at depth.
+The options are the ones that its documentation recommends for speed, with buffers no larger than the model needs:
+pinned memory, reads and writes pipelined, large asynchronous requests at depth.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ def build(options: dict[str, Any]) -> _Trainer:
     zero = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 16_000_000}
     zero |= offload(tier, options)
     if tier in ("nvme", "states"):
-        pipelined = {"buffer_count": options.get("buffers", 12), "pipeline_read": True, "pipeline_write": True, "fast_init": True}
-        zero["offload_optimizer"] |= pipelined
+        # Weight, gradient and two moments of the sub-groups that are read, stepped and written at once.
+        pipelined = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+        zero["offload_optimizer"] |= {**pipelined, "fast_init": True}
     if tier == "nvme":
-        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": max(largest * 51 // 50, zero["sub_group_size"]), "max_in_cpu": 0}
+        buffer_numel = max(largest * 51 // 50, zero["sub_group_size"])
+        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": buffer_numel, "max_in_cpu": 0}
     config = {
         "train_micro_batch_size_per_gpu": options["batch"], "gradient_clipping": options.get("clip", CLIP),
         "bf16": {"enabled": options["dtype"] == "bf16"}, "zero_optimization": zero,

@@ -1,9 +1,9 @@
 """Contenders of torch itself, all with fused AdamW and clipping.
 
-torch:plain, torch:ddp      fp32; with bf16 a bf16 model and fp32 master weights and moments, the work that a mixed-precision
-                            engine does
-torch:held                  as plain, but gradients are kept allocated between steps: its peak is weights, states, gradients
-                            and activations, none of them shared in time
+torch:plain, torch:ddp      fp32; with bf16 a bf16 model and fp32 master weights and moments, the work that a
+                            mixed-precision engine does
+torch:held                  as plain, but gradients are kept allocated between steps: its peak is weights, states,
+                            gradients and activations, none of them shared in time
 torch:pure                  bf16 weights and moments: less work, and a worse optimizer
 torch:fsdp2                 fully sharded; with bf16 fp32 partitions, gathered and reduced in bf16
 torch:fsdp2-offload         the same, partitions in CPU memory
