@@ -42,6 +42,7 @@ class _Trainer:
         self._engine.step()
 
     def settle(self) -> None:
+        self._engine.synchronize()
         self._engine.store.settle()
 
     def facts(self) -> dict[str, Any]:
