@@ -38,7 +38,11 @@ from infinity.zero import access
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients, on_any_rank
 from infinity.zero.hooks import ModuleHooks
+from infinity.zero.stopwatch import agree
 from infinity.zero.unit import Unit
+
+# The optimizer step after which a pass is timed.
+_WATCHED_STEP = 2
 
 
 @dataclass
@@ -95,6 +99,7 @@ class Engine(nn.Module):
         # A gradient that is not finite skips the whole step, or (bf16 on request) leaves its own elements out.
         self._checked = parts.config.compute_dtype != "bf16" or parts.config.config.bf16.check_grad_overflow
         self._early = not self._checked and not parts.config.clip_norm and not parts.plan.placement.grad_whole
+        self._ahead = parts.config.config.overlap and not all(unit.placed.whole for unit in self.units)
         self._closed = False
         self._since = (time.perf_counter(), 0)
         self.gradients.landed = self._on_landed
@@ -189,6 +194,7 @@ class Engine(nn.Module):
         self.global_samples += self.train_batch_size()
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step()
+        self._time_prefetch()
         self._print_progress()
 
     def synchronize(self) -> None:
@@ -375,6 +381,18 @@ class Engine(nn.Module):
         self._ordered = True
         order = [float(index) for index in self.gradients.seen_order]
         self.gradients.set_order([int(index) for index in exchange(order, self.mesh.control, self.world_size)[0]])
+
+    def _time_prefetch(self) -> None:
+        """Measure one warm training pass, and then prefetch as late as its times allow; once, on all ranks alike."""
+        if not self._ahead or self.global_steps not in (_WATCHED_STEP, _WATCHED_STEP + 1):
+            return
+        if self.global_steps == _WATCHED_STEP:
+            self.coordinator.watch(self._device)
+            return
+        self._stepper.finish()
+        found = agree(self.coordinator.use_times(), self.units, self.store, self._device, self.mesh)
+        if found is not None:
+            self.coordinator.retime(*found)
 
     def _global_stats(self) -> tuple[float, int]:
         """Sum of squares and number of non-finite elements of all ranks' gradients; the same bits on every rank."""

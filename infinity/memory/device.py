@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 
 import torch
@@ -90,6 +91,21 @@ class Device:
             torch.cuda.synchronize(self.torch)
             with self._lock:
                 self._held.clear()
+
+    def mark(self) -> float | torch.cuda.Event:
+        """A point in the device's time: everything queued before it lies before it. Does not stop the host."""
+        if not self.is_accelerator:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.torch))
+        return event
+
+    def seconds_between(self, begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+        """Seconds from one `mark` to a later one that the device has passed."""
+        if isinstance(begin, float) or isinstance(end, float):
+            assert isinstance(begin, float) and isinstance(end, float)
+            return end - begin
+        return float(begin.elapsed_time(end)) / 1e3
 
     def free_nbytes(self) -> int | None:
         """Free device memory, or None where the device is the CPU."""

@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from infinity.errors import CapacityError
-from infinity.plan.fetch import FetchBudget, FetchSchedule, make_schedule
+from infinity.plan.fetch import FetchBudget, FetchSchedule, Timing, make_schedule
 from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layouts
 from infinity.plan.placement import Placement, Policy, place, place_units
 from infinity.plan.spec import ModelSpec
@@ -116,10 +116,15 @@ class Plan:
         """Device bytes that gathering each unit takes: 0 for one that is whole for good."""
         return _full_nbytes(self.layouts, self.placement)
 
-    def reschedule(self, trace: tuple[int, ...]) -> FetchSchedule:
-        """The schedule for a trace that was recorded, within the same budgets."""
-        fetch_nbytes = _fetch_nbytes(self.partitions, self.placement)
-        return make_schedule(trace, full_nbytes=self.full_nbytes(), fetch_nbytes=fetch_nbytes, budget=self.budget)
+    def reschedule(self, trace: tuple[int, ...], timing: Timing | None = None) -> FetchSchedule:
+        """The schedule for a trace that was recorded (and timed), within the same budgets."""
+        return make_schedule(
+            trace,
+            full_nbytes=self.full_nbytes(),
+            fetch_nbytes=_fetch_nbytes(self.partitions, self.placement),
+            budget=self.budget,
+            timing=timing,
+        )
 
     def bytes_by_tier(self) -> dict[Tier, dict[Kind, int]]:
         """Bytes that this rank holds on each tier, by kind, at the busiest moment; POOL is space reserved for moves."""

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from infinity.errors import StateError
+from infinity.memory.device import Device
 from infinity.memory.store import TieredStore
-from infinity.plan.fetch import FetchSchedule
+from infinity.plan.fetch import FetchSchedule, Timing
 from infinity.plan.plan import Plan
 from infinity.zero.gradients import Gradients
 from infinity.zero.parameter import is_released, name_of
+from infinity.zero.stopwatch import Stopwatch
 from infinity.zero.unit import Gathered, Unit
 
 # Traces whose schedules are remembered, and the length after which a trace is no longer recorded.
@@ -69,6 +71,9 @@ class Coordinator:
         self.plain_backward = False
         self.epoch = 0
         self.closed = False
+        # The latest training pass in full, when it was timed: see `use_times`.
+        self._watch: Stopwatch | None = None
+        self._watched: tuple[tuple[int, ...], Stopwatch] | None = None
         # How often a pass did not go as scheduled: a figure, not a flood of warnings.
         self.mismatches = 0
 
@@ -78,6 +83,23 @@ class Coordinator:
         """A forward of the whole model begins ("train" or "eval"). A training pass ends with its backward."""
         if self._mode is None:
             self._mode, self._trace, self._cursor, self._strayed = mode, [], -1, False
+
+    def watch(self, device: Device) -> None:
+        """Time the next training pass."""
+        self._watch = Stopwatch(device)
+
+    def use_times(self) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+        """(trace, seconds of computation from each use to the next) of the pass that `watch` timed, if it was whole."""
+        if self._watched is None:
+            return None
+        trace, watch = self._watched
+        return trace, watch.use_seconds()
+
+    def retime(self, trace: tuple[int, ...], timing: Timing) -> None:
+        """Follow a schedule that submits nothing earlier than it has to. Must be the same on every rank."""
+        self._known[trace] = self._plan.reschedule(trace, timing)
+        if self._schedules["train"].trace == trace:
+            self._schedules["train"] = self._known[trace]
 
     def open_scope(self, units: Sequence[Unit]) -> Scope:
         """A hooked module is about to run: gather its units."""
@@ -187,7 +209,7 @@ class Coordinator:
         self._open.clear()
         self._backward.clear()
         self.in_backward = False
-        self._mode = None
+        self._mode = self._watch = None
         self.epoch += 1
         self._gradients.abandon_backward()
         for unit in self._units:
@@ -201,6 +223,9 @@ class Coordinator:
         if self._mode not in (None, mode):
             return
         mode_seen, self._mode = self._mode, None
+        if self._watch is not None and mode_seen == "train" and self._trace:
+            self._watch.stop()
+            self._watched, self._watch = (tuple(self._trace), self._watch), None
         if mode_seen is not None and self._trace and len(self._trace) < _TRACE_MAX:
             schedule = self._schedules[mode]
             if self._strayed or self._cursor + 1 != len(schedule):
@@ -227,9 +252,14 @@ class Coordinator:
         if unit.placed.whole:
             return
         self._advance(unit)
+        watch = self._watch if self._mode == "train" else None
+        if watch is not None:
+            watch.begin_use()
         self._gather(unit)
         self._submit_ahead()
         unit.finish_gather()
+        if watch is not None:
+            watch.arrived()
 
     def _gather(self, unit: Unit) -> None:
         """Start a gather. It may have to wait for the optimizer: what that might need is returned before."""
