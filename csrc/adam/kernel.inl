@@ -28,7 +28,7 @@ inline Pointers pointers(const Piece& piece, uint64_t index) {
                     storage >= kMasterHalf ? piece.master + index : nullptr};
 }
 
-// Steps `count` < kLanes elements through the same lanes in copies, so that an element's bits do not depend on where it
+// Steps `count` <= kLanes elements through the same lanes in copies, so that an element's bits do not depend on where it
 // stands.
 template <Dtype grad_dtype, Storage storage, bool adamw>
 void step_few(const Pointers& at, uint64_t count, const Constants& constants) {
@@ -52,18 +52,23 @@ void step_few(const Pointers& at, uint64_t count, const Constants& constants) {
     if (at.master) __builtin_memcpy(at.master, master, count * sizeof(float));
 }
 
-// The slow way: element by element, leaving out those whose gradient is not finite. Returns how many those are.
+// The slow way, through copies, for what is no whole strip or holds gradients that are not finite: `width` elements at a
+// time, and one by one where one of them must be left out. Returns how many were.
 template <Dtype grad_dtype, Storage storage, bool adamw>
-uint64_t step_finite(const Piece& piece, uint64_t begin, uint64_t end, const Constants& constants) {
+uint64_t step_finite(const Piece& piece, uint64_t begin, uint64_t end, const Constants& constants,
+                     uint64_t width = kLanes) {
     uint64_t left_out = 0;
-    for (uint64_t index = begin; index < end; ++index) {
+    for (uint64_t index = begin; index < end; index += width) {
+        const uint64_t count = end - index < width ? end - index : width;
         const Pointers at = pointers<grad_dtype, storage>(piece, index);
         alignas(64) char grad[kLanes * 4] = {};
-        __builtin_memcpy(grad, at.grad, dtype_nbytes<grad_dtype>());
-        if (nonfinite_lanes<grad_dtype>(grad, constants)) {
+        __builtin_memcpy(grad, at.grad, count * dtype_nbytes<grad_dtype>());
+        if (nonfinite_lanes<grad_dtype>(grad, constants) == 0) {
+            step_few<grad_dtype, storage, adamw>(at, count, constants);
+        } else if (count == 1) {
             ++left_out;
         } else {
-            step_few<grad_dtype, storage, adamw>(at, 1, constants);
+            left_out += step_finite<grad_dtype, storage, adamw>(piece, index, index + count, constants, 1);
         }
     }
     return left_out;
@@ -135,34 +140,43 @@ uint64_t step(const Piece& piece, uint64_t begin, uint64_t end) {
     return piece.adamw ? step_dtype<true>(piece, begin, end) : step_dtype<false>(piece, begin, end);
 }
 
-// Adds up the squares of a block in double, in kSumLanes lanes (lane = index in the block % kSumLanes), lanes then added
-// pairwise: i and i + 8, i and i + 4, i and i + 2, i and i + 1. Squares of fp32 values are exact in double.
-template <Dtype dtype, class Change>
-double sum_of_squares(const char* bytes, uint64_t begin, uint64_t end, const Change& change) {
-    SumLanes lanes = SumLanes::zero();
-    const auto add = [&](const char* at) {
-        for (int lane = 0; lane < kSumLanes; lane += kLanes) {
-            lanes.add_squares(change(load_as<dtype>(at + lane * dtype_nbytes<dtype>())), lane);
+template <Dtype dtype, bool finite_only>
+inline void add_squares(SumLanes& lanes, const char* at, uint64_t& left_out) {
+    for (int lane = 0; lane < kSumLanes; lane += kLanes) {
+        Vec values = load_as<dtype>(at + lane * dtype_nbytes<dtype>());
+        if constexpr (finite_only) {
+            left_out += static_cast<uint64_t>(nonfinite(values));
+            values = finite_or_zero(values);
         }
-    };
+        lanes.add_squares(values, lane);
+    }
+}
+
+// Adds up the squares of a block in double, in kSumLanes lanes (lane = index in the block % kSumLanes), lanes then added
+// pairwise: i and i + 8, i and i + 4, i and i + 2, i and i + 1. Squares of fp32 values are exact in double. With
+// `finite_only` elements that are not finite are left out and counted.
+template <Dtype dtype, bool finite_only>
+BlockSum sum_of_squares(const char* bytes, uint64_t begin, uint64_t end) {
+    SumLanes lanes = SumLanes::zero();
+    uint64_t left_out = 0;
     uint64_t index = begin;
     for (; index + kSumLanes <= end; index += kSumLanes) {
         const char* const at = bytes + index * dtype_nbytes<dtype>();
         __builtin_prefetch(at + kPrefetchNbytes);
-        add(at);
+        add_squares<dtype, finite_only>(lanes, at, left_out);
     }
     if (index < end) {
         // Zeros beyond the end add nothing: the sums are never -0.
         alignas(64) char tail[kSumLanes * 4] = {};
         __builtin_memcpy(tail, bytes + index * dtype_nbytes<dtype>(), (end - index) * dtype_nbytes<dtype>());
-        add(tail);
+        add_squares<dtype, finite_only>(lanes, tail, left_out);
     }
     double sums[kSumLanes];
     lanes.store(sums);
     for (int stride = kSumLanes / 2; stride > 0; stride /= 2) {
         for (int lane = 0; lane < stride; ++lane) sums[lane] += sums[lane + stride];
     }
-    return sums[0];
+    return BlockSum{sums[0], left_out};
 }
 
 // Squares of the finite elements, and the number of the others. No block of finite fp32 values overflows a double, so
@@ -170,14 +184,8 @@ double sum_of_squares(const char* bytes, uint64_t begin, uint64_t end, const Cha
 template <Dtype dtype>
 BlockSum sum_block(const void* data, uint64_t begin, uint64_t end) {
     const char* const bytes = static_cast<const char*>(data);
-    const double all = sum_of_squares<dtype>(bytes, begin, end, [](Vec a) { return a; });
-    if (__builtin_isfinite(all)) return BlockSum{all, 0};
-    uint64_t left_out = 0;
-    const double finite = sum_of_squares<dtype>(bytes, begin, end, [&left_out](Vec a) {
-        left_out += static_cast<uint64_t>(nonfinite(a));
-        return finite_or_zero(a);
-    });
-    return BlockSum{finite, left_out};
+    const BlockSum all = sum_of_squares<dtype, false>(bytes, begin, end);
+    return __builtin_isfinite(all.sum_of_squares) ? all : sum_of_squares<dtype, true>(bytes, begin, end);
 }
 
 BlockSum sum(const Span& span, uint64_t begin, uint64_t end) {
