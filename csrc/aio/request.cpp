@@ -86,9 +86,9 @@ uint32_t Request::checksum() const {
 
 void Request::settle() {
     if (!all_begun_ || blocks_active_ != 0 || done()) return;
-    room_->leave();
     done_.store(true, std::memory_order_release);
     changed_.notify_all();
+    room_->leave();
 }
 
 Verdict settle(Block& block, int64_t result) {

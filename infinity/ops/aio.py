@@ -54,8 +54,8 @@ class Request:
     """One read or write in flight. It keeps its tensor and its file's descriptors alive until it is done."""
 
     __slots__ = (
-        "__weakref__", "_buffer", "_cancelled", "_checked", "_expected", "_given_up", "_handle", "_outcome", "_queue",
-        "_reported", "checksum", "nbytes", "offset", "operation", "path",
+        "__weakref__", "_buffer", "_checked", "_expected", "_given_up", "_handle", "_outcome", "_queue", "_reported",
+        "checksum", "nbytes", "offset", "operation", "path",
     )  # fmt: skip
 
     def __init__(
@@ -75,7 +75,6 @@ class Request:
         self._outcome: tuple[int, str] | None = None
         self._reported = False
         self._given_up = False
-        self._cancelled = False
         self._checked = False
 
     def done(self) -> bool:
@@ -108,18 +107,17 @@ class Request:
             raise self._failure(*self._outcome)
 
     def cancel(self) -> bool:
-        """Begin no further block; False where all had begun, and the request ends as if nothing had happened.
+        """Begin no further block. False where there is none to be stopped: then nothing changes.
 
         The buffer is in use until what is in flight is over: `wait` then raises TransferError with errno ECANCELED.
         """
         self._queue._check_process()
         handle = self._handle
-        self._cancelled = self._cancelled or (handle is not None and handle.cancel())
-        return self._cancelled
+        return handle is not None and handle.cancel()
 
     @property
     def _unseen(self) -> bool:
-        return self._outcome is not None and not self._reported and not self._cancelled
+        return self._outcome is not None and not self._reported and self._outcome[0] != errno.ECANCELED
 
     def _urge(self) -> None:
         handle = self._handle
@@ -273,7 +271,7 @@ class Queue:
                 if not request._reported:
                     request.wait(0.0 if request._given_up else max(0.0, deadline - time.monotonic()))
             except TransferError as error:
-                if not request._given_up:
+                if not request._given_up and error.errno != errno.ECANCELED:
                     unseen.append(error)
         if not self._engine.close(_GRACE_S):
             self.abandoned = True

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.errors import ExtensionError
-from infinity.ops.aio import BACKENDS, Queue
+from tests.support.backends import WORKING
 
 _ROOT = Path(__file__).parents[2]
 _COMPILER = next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
@@ -74,18 +73,8 @@ class FaultyProcess:
         return self._process.returncode
 
 
-def _works(backend: str) -> bool:
-    try:
-        Queue(backend).close()
-    except ExtensionError:
-        return False
-    return True
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=WORKING)
 def faulty(shim: Path, library: Path, request: pytest.FixtureRequest) -> Iterator[FaultyProcess]:
-    if not _works(request.param):
-        pytest.skip(f"no {request.param} here")
     process = FaultyProcess(shim, library, request.param)
     yield process
     # Threads still hang in some of the tests' transfers: the interpreter must not wait for them.
