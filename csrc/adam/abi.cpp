@@ -83,8 +83,14 @@ INFINITY_EXPORT const char* infinity_adam_isa_name(int32_t isa) {
     }
 }
 
-// Null where memory is out.
-INFINITY_EXPORT void* infinity_adam_pool_new(int32_t threads) { return new (std::nothrow) Pool(threads); }
+// `cores`: what the pool may run on; none: whatever its threads may anyway. Null where memory is out.
+INFINITY_EXPORT void* infinity_adam_pool_new(int32_t threads, const int32_t* cores, uint64_t count) {
+    try {
+        return new Pool(threads, std::vector<int>(cores, cores + count));
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
 
 INFINITY_EXPORT void infinity_adam_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
 

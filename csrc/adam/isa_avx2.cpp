@@ -69,6 +69,8 @@ inline int nonfinite(Vec a) {
     return kLanes - __builtin_popcount(_mm256_movemask_ps(_mm256_castsi256_ps(finite_lanes(a))));
 }
 
+inline Vec finite_or_zero(Vec a) { return _mm256_and_ps(a, _mm256_castsi256_ps(finite_lanes(a))); }
+
 struct SumLanes {
     __m256d sums[4];
 
@@ -76,15 +78,12 @@ struct SumLanes {
         const __m256d none = _mm256_setzero_pd();
         return SumLanes{{none, none, none, none}};
     }
-    uint64_t add_squares(Vec a, int lane) {
-        const __m256 finite = _mm256_castsi256_ps(finite_lanes(a));
-        const __m256 values = _mm256_and_ps(a, finite);
-        const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(values));
-        const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1));
+    void add_squares(Vec a, int lane) {
+        const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(a));
+        const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1));
         // The square is exact in double, so that fusing it changes nothing.
         sums[lane / 4] = _mm256_fmadd_pd(low, low, sums[lane / 4]);
         sums[lane / 4 + 1] = _mm256_fmadd_pd(high, high, sums[lane / 4 + 1]);
-        return kLanes - static_cast<uint64_t>(__builtin_popcount(_mm256_movemask_ps(finite)));
     }
     void store(double* out) const {
         for (int part = 0; part < 4; ++part) _mm256_storeu_pd(out + 4 * part, sums[part]);

@@ -70,21 +70,18 @@ inline __mmask16 finite_lanes(Vec a) {
     return _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(0x7F800000));
 }
 inline int nonfinite(Vec a) { return kLanes - __builtin_popcount(finite_lanes(a)); }
+inline Vec finite_or_zero(Vec a) { return _mm512_maskz_mov_ps(finite_lanes(a), a); }
 
 struct SumLanes {
     __m512d low, high;
 
     static SumLanes zero() { return SumLanes{_mm512_setzero_pd(), _mm512_setzero_pd()}; }
-    uint64_t add_squares(Vec a, int) {
-        const __mmask16 finite = finite_lanes(a);
-        const __m512 values = _mm512_maskz_mov_ps(finite, a);
-        const __m512d first = _mm512_cvtps_pd(_mm512_castps512_ps256(values));
-        const __m512d second =
-            _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(values), 1)));
+    void add_squares(Vec a, int) {
+        const __m512d first = _mm512_cvtps_pd(_mm512_castps512_ps256(a));
+        const __m512d second = _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)));
         // The square is exact in double, so that fusing it changes nothing.
         low = _mm512_fmadd_pd(first, first, low);
         high = _mm512_fmadd_pd(second, second, high);
-        return kLanes - static_cast<uint64_t>(__builtin_popcount(finite));
     }
     void store(double* out) const {
         _mm512_storeu_pd(out, low);

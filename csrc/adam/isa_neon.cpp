@@ -44,6 +44,9 @@ inline uint32x4_t finite_lanes(Vec a) {
     return vcltq_u32(magnitude, vdupq_n_u32(0x7F800000));
 }
 inline int nonfinite(Vec a) { return kLanes - static_cast<int>(vaddvq_u32(vshrq_n_u32(finite_lanes(a), 31))); }
+inline Vec finite_or_zero(Vec a) {
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), finite_lanes(a)));
+}
 
 struct SumLanes {
     float64x2_t sums[8];
@@ -53,15 +56,12 @@ struct SumLanes {
         for (auto& part : lanes.sums) part = vdupq_n_f64(0.0);
         return lanes;
     }
-    uint64_t add_squares(Vec a, int lane) {
-        const uint32x4_t finite = finite_lanes(a);
-        const Vec values = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), finite));
-        const float64x2_t low = vcvt_f64_f32(vget_low_f32(values));
-        const float64x2_t high = vcvt_high_f64_f32(values);
+    void add_squares(Vec a, int lane) {
+        const float64x2_t low = vcvt_f64_f32(vget_low_f32(a));
+        const float64x2_t high = vcvt_high_f64_f32(a);
         // The square is exact in double, so that fusing it changes nothing.
         sums[lane / 2] = vfmaq_f64(sums[lane / 2], low, low);
         sums[lane / 2 + 1] = vfmaq_f64(sums[lane / 2 + 1], high, high);
-        return kLanes - vaddvq_u32(vshrq_n_u32(finite, 31));
     }
     void store(double* out) const {
         for (int part = 0; part < 8; ++part) vst1q_f64(out + 2 * part, sums[part]);

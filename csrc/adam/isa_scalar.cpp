@@ -75,16 +75,13 @@ inline Vec root(Vec a) { return {std::sqrt(a.value)}; }
 inline int nonfinite(Vec a) { return (bits_of(a.value) & 0x7F800000u) == 0x7F800000u; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {__builtin_fmaf(a.value, b.value, c.value)}; }
 
+inline Vec finite_or_zero(Vec a) { return nonfinite(a) ? Vec{0.0f} : a; }
+
 struct SumLanes {
     double sums[kSumLanes];
 
     static SumLanes zero() { return SumLanes{}; }
-    uint64_t add_squares(Vec a, int lane) {
-        const bool finite = (bits_of(a.value) & 0x7FFFFFFFu) < 0x7F800000u;
-        const double value = finite ? static_cast<double>(a.value) : 0.0;
-        sums[lane] += value * value;
-        return finite ? 0 : 1;
-    }
+    void add_squares(Vec a, int lane) { sums[lane] += static_cast<double>(a.value) * static_cast<double>(a.value); }
     void store(double* out) const { std::memcpy(out, sums, sizeof sums); }
 };
 

@@ -1,7 +1,8 @@
 // The kernel text: included once by every isa_*.cpp, after it has defined, in an anonymous namespace, what
 // arithmetic.inl asks for and
 //
-//   SumLanes                  kSumLanes doubles: zero(), add_squares(Vec, first lane) -> count of non-finite, store()
+//   finite_or_zero            lanes that are infinite or not a number replaced by zero
+//   SumLanes                  kSumLanes doubles: zero(), add_squares(Vec, first lane), store()
 //
 // Everything has internal linkage: the same text compiled for two instruction sets must never be merged by the linker.
 // No std template is instantiated here, for the same reason.
@@ -10,6 +11,12 @@
 
 namespace infinity::adam {
 namespace {
+
+// A strip is what one iteration steps: one cache line of every 16-bit array, two of every fp32 array.
+constexpr uint64_t kStripNumel = 32;
+constexpr uint64_t kLineNbytes = 64;
+constexpr uint64_t kPrefetchNbytes = 2048;
+static_assert(kStripNumel % kLanes == 0 && kSumLanes % kLanes == 0, "strips and sums are whole vectors");
 
 template <Dtype grad_dtype, Storage storage>
 inline Pointers pointers(const Piece& piece, uint64_t index) {
@@ -21,7 +28,7 @@ inline Pointers pointers(const Piece& piece, uint64_t index) {
                     storage >= kMasterHalf ? piece.master + index : nullptr};
 }
 
-// Steps `count` < kLanes elements through the same lanes in copies, so that an element's bits do not depend on where it
+// Steps `count` <= kLanes elements through the same lanes in copies, so that an element's bits do not depend on where it
 // stands.
 template <Dtype grad_dtype, Storage storage, bool adamw>
 void step_few(const Pointers& at, uint64_t count, const Constants& constants) {
@@ -45,21 +52,43 @@ void step_few(const Pointers& at, uint64_t count, const Constants& constants) {
     if (at.master) __builtin_memcpy(at.master, master, count * sizeof(float));
 }
 
-// The slow way: element by element, leaving out those whose gradient is not finite. Returns how many those are.
+// The slow way, through copies, for what is no whole strip or holds gradients that are not finite: `width` elements at a
+// time, and one by one where one of them must be left out. Returns how many were.
 template <Dtype grad_dtype, Storage storage, bool adamw>
-uint64_t step_finite(const Piece& piece, uint64_t begin, uint64_t end, const Constants& constants) {
+uint64_t step_finite(const Piece& piece, uint64_t begin, uint64_t end, const Constants& constants,
+                     uint64_t width = kLanes) {
     uint64_t left_out = 0;
-    for (uint64_t index = begin; index < end; ++index) {
+    for (uint64_t index = begin; index < end; index += width) {
+        const uint64_t count = end - index < width ? end - index : width;
         const Pointers at = pointers<grad_dtype, storage>(piece, index);
         alignas(64) char grad[kLanes * 4] = {};
-        __builtin_memcpy(grad, at.grad, dtype_nbytes<grad_dtype>());
-        if (nonfinite_lanes<grad_dtype>(grad, constants)) {
+        __builtin_memcpy(grad, at.grad, count * dtype_nbytes<grad_dtype>());
+        if (nonfinite_lanes<grad_dtype>(grad, constants) == 0) {
+            step_few<grad_dtype, storage, adamw>(at, count, constants);
+        } else if (count == 1) {
             ++left_out;
         } else {
-            step_few<grad_dtype, storage, adamw>(at, 1, constants);
+            left_out += step_finite<grad_dtype, storage, adamw>(piece, index, index + count, constants, 1);
         }
     }
     return left_out;
+}
+
+// Asks for the cache lines of a strip kPrefetchNbytes ahead: the processor's own prefetchers stop at the end of a page.
+// Beyond the end of an array such a request does nothing.
+template <Dtype grad_dtype, Storage storage>
+inline void prefetch_strip(const Pointers& at) {
+    const auto ahead = [](const void* stream, uint64_t nbytes) {
+        for (uint64_t line = 0; line < nbytes; line += kLineNbytes) {
+            __builtin_prefetch(static_cast<const char*>(stream) + kPrefetchNbytes + line);
+        }
+    };
+    ahead(at.param, kStripNumel * param_nbytes<storage>());
+    ahead(at.grad, kStripNumel * dtype_nbytes<grad_dtype>());
+    ahead(at.exp_avg, kStripNumel * sizeof(float));
+    ahead(at.exp_avg_sq, kStripNumel * sizeof(float));
+    if (storage == kSplit) ahead(at.remainder, kStripNumel * sizeof(int16_t));
+    if (storage >= kMasterHalf) ahead(at.master, kStripNumel * sizeof(float));
 }
 
 template <Dtype grad_dtype, Storage storage, bool adamw>
@@ -67,12 +96,20 @@ uint64_t step_range(const Piece& piece, uint64_t begin, uint64_t end) {
     const Constants constants(piece);
     uint64_t left_out = 0;
     uint64_t index = begin;
-    for (; index + kLanes <= end; index += kLanes) {
-        const Pointers at = pointers<grad_dtype, storage>(piece, index);
-        if (__builtin_expect(nonfinite_lanes<grad_dtype>(at.grad, constants) != 0, 0)) {
-            left_out += step_finite<grad_dtype, storage, adamw>(piece, index, index + kLanes, constants);
-        } else {
-            step_lanes<grad_dtype, storage, adamw>(at, constants);
+    for (; index + kStripNumel <= end; index += kStripNumel) {
+        const Pointers strip = pointers<grad_dtype, storage>(piece, index);
+        prefetch_strip<grad_dtype, storage>(strip);
+        int bad = 0;
+        for (uint64_t lane = 0; lane < kStripNumel; lane += kLanes) {
+            bad += nonfinite_lanes<grad_dtype>(strip.grad + lane * dtype_nbytes<grad_dtype>(), constants);
+        }
+        if (__builtin_expect(bad != 0, 0)) {
+            left_out += step_finite<grad_dtype, storage, adamw>(piece, index, index + kStripNumel, constants);
+            continue;
+        }
+        // Several vectors in flight, so that their divisions and roots overlap.
+        for (uint64_t lane = 0; lane < kStripNumel; lane += kLanes) {
+            step_lanes<grad_dtype, storage, adamw>(pointers<grad_dtype, storage>(piece, index + lane), constants);
         }
     }
     return left_out + step_finite<grad_dtype, storage, adamw>(piece, index, end, constants);
@@ -103,33 +140,49 @@ uint64_t step(const Piece& piece, uint64_t begin, uint64_t end) {
     return piece.adamw ? step_dtype<true>(piece, begin, end) : step_dtype<false>(piece, begin, end);
 }
 
-// Squares of finite elements in double, in kSumLanes lanes (lane = index in the block % kSumLanes), lanes then added
+// Adds up the squares of a block in double, in kSumLanes lanes (lane = index in the block % kSumLanes), lanes then added
 // pairwise: i and i + 8, i and i + 4, i and i + 2, i and i + 1. Squares of fp32 values are exact in double.
-template <Dtype dtype>
-BlockSum sum_block(const void* data, uint64_t begin, uint64_t end) {
-    const char* const bytes = static_cast<const char*>(data);
+template <Dtype dtype, class Change>
+double sum_of_squares(const char* bytes, uint64_t begin, uint64_t end, const Change& change) {
     SumLanes lanes = SumLanes::zero();
-    uint64_t nonfinite = 0;
+    const auto add = [&](const char* at) {
+        for (int lane = 0; lane < kSumLanes; lane += kLanes) {
+            lanes.add_squares(change(load_as<dtype>(at + lane * dtype_nbytes<dtype>())), lane);
+        }
+    };
     uint64_t index = begin;
     for (; index + kSumLanes <= end; index += kSumLanes) {
-        for (int lane = 0; lane < kSumLanes; lane += kLanes) {
-            nonfinite += lanes.add_squares(load_as<dtype>(bytes + (index + lane) * dtype_nbytes<dtype>()), lane);
-        }
+        const char* const at = bytes + index * dtype_nbytes<dtype>();
+        __builtin_prefetch(at + kPrefetchNbytes);
+        add(at);
     }
     if (index < end) {
         // Zeros beyond the end add nothing: the sums are never -0.
         alignas(64) char tail[kSumLanes * 4] = {};
         __builtin_memcpy(tail, bytes + index * dtype_nbytes<dtype>(), (end - index) * dtype_nbytes<dtype>());
-        for (int lane = 0; lane < kSumLanes; lane += kLanes) {
-            nonfinite += lanes.add_squares(load_as<dtype>(tail + lane * dtype_nbytes<dtype>()), lane);
-        }
+        add(tail);
     }
     double sums[kSumLanes];
     lanes.store(sums);
     for (int stride = kSumLanes / 2; stride > 0; stride /= 2) {
         for (int lane = 0; lane < stride; ++lane) sums[lane] += sums[lane + stride];
     }
-    return BlockSum{sums[0], nonfinite};
+    return sums[0];
+}
+
+// Squares of the finite elements, and the number of the others. No block of finite fp32 values overflows a double, so
+// that a finite sum says that all were: only a block that holds others is summed again without them.
+template <Dtype dtype>
+BlockSum sum_block(const void* data, uint64_t begin, uint64_t end) {
+    const char* const bytes = static_cast<const char*>(data);
+    const double all = sum_of_squares<dtype>(bytes, begin, end, [](Vec a) { return a; });
+    if (__builtin_isfinite(all)) return BlockSum{all, 0};
+    uint64_t left_out = 0;
+    const double finite = sum_of_squares<dtype>(bytes, begin, end, [&left_out](Vec a) {
+        left_out += static_cast<uint64_t>(nonfinite(a));
+        return finite_or_zero(a);
+    });
+    return BlockSum{finite, left_out};
 }
 
 BlockSum sum(const Span& span, uint64_t begin, uint64_t end) {

@@ -1,13 +1,23 @@
 #include "pool.h"
 
+#include <algorithm>
+#include <array>
+#include <chrono>
 #include <system_error>
+#include <utility>
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 namespace infinity::adam {
 namespace {
+
+// How long a caller looks before it sleeps: what is left for the others at the end of a job is about one index.
+constexpr std::chrono::microseconds kLookTime{100};
 
 // Sets rounding to nearest and denormals on, and puts back what the thread had. A caller that flushes denormals would
 // otherwise get other bits on its own thread than on the pool's.
@@ -31,9 +41,49 @@ class PlainFloats {
 #endif
 };
 
+// Moves the calling thread to `cores`, and back to where it was allowed to be. Where the system refuses, or there are no
+// cores named, it stays: the work is the same.
+class OnCores {
+  public:
+#if defined(__linux__)
+    explicit OnCores(const std::vector<int>& cores) {
+        if (cores.empty() || sched_getaffinity(0, sizeof before_, before_.data()) != 0) return;
+        Mask wanted{};
+        for (const int core : cores) CPU_SET_S(static_cast<size_t>(core), sizeof wanted, wanted.data());
+        moved_ = !CPU_EQUAL_S(sizeof wanted, before_.data(), wanted.data()) &&
+                 sched_setaffinity(0, sizeof wanted, wanted.data()) == 0;
+    }
+    ~OnCores() {
+        if (moved_) sched_setaffinity(0, sizeof before_, before_.data());
+    }
+
+  private:
+    // Room for 8192 cores; the kernel refuses a mask that is shorter than its own.
+    using Mask = std::array<cpu_set_t, 8>;
+
+    Mask before_{};
+    bool moved_ = false;
+#else
+    explicit OnCores(const std::vector<int>&) {}
+    ~OnCores() {}
+
+  private:
+#endif
+    OnCores(const OnCores&) = delete;
+    OnCores& operator=(const OnCores&) = delete;
+};
+
+inline void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
 }  // namespace
 
-Pool::Pool(int threads) : size_(threads < 1 ? 1 : threads) {}
+Pool::Pool(int threads, std::vector<int> cores) : size_(threads < 1 ? 1 : threads), cores_(std::move(cores)) {}
 
 Pool::~Pool() {
     {
@@ -44,19 +94,34 @@ Pool::~Pool() {
     for (std::thread& thread : threads_) thread.join();
 }
 
-void Pool::Job::drain() {
+Pool::Job::Job(const std::function<void(uint64_t)>& job, uint64_t count, int threads)
+    : task(&job), shares(static_cast<size_t>(threads)) {
+    const uint64_t parts = shares.size();
+    for (uint64_t part = 0; part < parts; ++part) {
+        // Without overflow: count / parts for everyone, and one more for the first ones.
+        const auto bound = [&](uint64_t at) { return count / parts * at + std::min(count % parts, at); };
+        shares[part].next.store(bound(part), std::memory_order_relaxed);
+        shares[part].end = bound(part + 1);
+    }
+}
+
+void Pool::Job::drain(size_t own) {
     [[maybe_unused]] const PlainFloats floats;
-    for (;;) {
-        const uint64_t index = next.fetch_add(1, std::memory_order_relaxed);
-        if (index >= count) return;
-        (*task)(index);
+    for (size_t offset = 0; offset < shares.size(); ++offset) {
+        Share& share = shares[(own + offset) % shares.size()];
+        for (;;) {
+            const uint64_t index = share.next.fetch_add(1, std::memory_order_relaxed);
+            if (index >= share.end) break;
+            (*task)(index);
+        }
     }
 }
 
 void Pool::run(uint64_t count, const std::function<void(uint64_t)>& task) {
     std::lock_guard<std::mutex> caller(callers_);
-    Job job{&task, count};
-    if (size_ == 1 || count <= 1) return job.drain();
+    if (size_ == 1 || count <= 1) return Job(task, count, 1).drain(0);
+    Job job(task, count, size_);
+    const OnCores here(cores_);
     start_threads();
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -64,22 +129,34 @@ void Pool::run(uint64_t count, const std::function<void(uint64_t)>& task) {
         ++jobs_begun_;
     }
     wake_.notify_all();
-    job.drain();
-    // A thread that wakes only now finds no job: the caller waits for those at work, never for a late sleeper.
+    job.drain(0);
+    wait_for_threads(job);
+}
+
+// A thread that wakes only now finds no job: the caller waits for those at work, never for a late sleeper.
+void Pool::wait_for_threads(const Job& job) {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        job_ = nullptr;
+    }
+    const auto until = std::chrono::steady_clock::now() + kLookTime;
+    while (job.active.load(std::memory_order_acquire) != 0 && std::chrono::steady_clock::now() < until) pause();
     std::unique_lock<std::mutex> lock(mutex_);
-    job_ = nullptr;
-    left_.wait(lock, [&job] { return job.active == 0; });
+    left_.wait(lock, [&job] { return job.active.load(std::memory_order_acquire) == 0; });
 }
 
 void Pool::start_threads() {
     try {
-        while (threads_.size() + 1 < static_cast<size_t>(size_)) threads_.emplace_back([this] { work(); });
+        while (threads_.size() + 1 < static_cast<size_t>(size_)) {
+            threads_.emplace_back([this, own = threads_.size() + 1] { work(own); });
+        }
     } catch (const std::system_error&) {
         // The system gives no more threads: the ones there and the caller do the work, slower, with the same result.
     }
 }
 
-void Pool::work() {
+void Pool::work(size_t own) {
+    const OnCores here(cores_);
     uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
@@ -87,11 +164,11 @@ void Pool::work() {
         if (stop_) return;
         seen = jobs_begun_;
         Job& job = *job_;
-        ++job.active;
+        job.active.fetch_add(1, std::memory_order_relaxed);
         lock.unlock();
-        job.drain();
+        job.drain(own);
         lock.lock();
-        if (--job.active == 0) left_.notify_all();
+        if (job.active.fetch_sub(1, std::memory_order_release) == 1) left_.notify_all();
     }
 }
 

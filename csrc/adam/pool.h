@@ -1,7 +1,8 @@
 // A pool of threads for one fork and join per optimizer step.
 //
 // Threads start with the first job that has use for them, sleep between jobs and end with the pool. The caller works
-// too, so that a pool of n has n - 1 threads of its own.
+// too, so that a pool of n has n - 1 threads of its own. Every thread has a contiguous share of a job's indices; one that
+// has finished its own takes from the others', so that a thread that is held up does not hold up the job.
 #pragma once
 
 #include <atomic>
@@ -16,7 +17,8 @@ namespace infinity::adam {
 
 class Pool {
   public:
-    explicit Pool(int threads);
+    // `cores`: what the threads, and a caller while it works, may run on; empty: whatever they may anyway.
+    Pool(int threads, std::vector<int> cores);
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
@@ -26,20 +28,28 @@ class Pool {
     void run(uint64_t count, const std::function<void(uint64_t)>& task);
 
   private:
+    // Indices [next, end); on a cache line of its own, because every thread counts on its share.
+    struct alignas(64) Share {
+        std::atomic<uint64_t> next;
+        uint64_t end;
+    };
+
     struct Job {
         const std::function<void(uint64_t)>* task;
-        uint64_t count;
-        std::atomic<uint64_t> next{0};
-        // Threads inside the job; guarded by mutex_.
-        int active = 0;
+        std::vector<Share> shares;
+        // Threads inside the job; changed under mutex_.
+        std::atomic<int> active{0};
 
-        void drain();
+        Job(const std::function<void(uint64_t)>& job, uint64_t count, int threads);
+        void drain(size_t own);
     };
 
     void start_threads();
-    void work();
+    void work(size_t own);
+    void wait_for_threads(const Job& job);
 
     const int size_;
+    const std::vector<int> cores_;
     std::mutex callers_;
     std::mutex mutex_;
     std::condition_variable wake_;

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from infinity.ops import build, reference
+from infinity.ops.cores import allowed_cores, thread_count
 from infinity.ops.piece import AdamConstants, AdamHyper, Piece
 
 __all__ = [
@@ -45,9 +47,13 @@ __all__ = [
 _CPU = torch.device("cpu")
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLOATS = tuple(_DTYPE_CODES)
+_FP32, _BF16, _INT16 = torch.float32, torch.bfloat16, torch.int16
 _ISAS = ("scalar", "avx2", "avx512", "neon")
 _PLAIN, _SPLIT, _MASTER_HALF, _MASTER_BFLOAT = range(4)
 _ACCUMULATE_NUMEL = 1 << 20
+# struct Piece of csrc/adam/types.h: what differs from piece to piece, then what its hyper-parameters and the step say.
+_HEAD = struct.Struct("@6PQ2i")
+_TAIL = struct.Struct(f"@i{len(AdamConstants.FLOATS)}f")
 
 
 class GradStats(NamedTuple):
@@ -68,19 +74,14 @@ def adam_step(pieces: Sequence[Piece], *, step: int, grad_scale: float, native: 
     """
     if step < 1:
         raise ValueError(f"step counts from 1, got {step}")
-    storages = [_check_piece(index, piece) for index, piece in enumerate(pieces)]
-    # Most pieces share theirs.
-    constants = {
-        hyper: AdamConstants.of(hyper, step=step, grad_scale=grad_scale) for hyper in {piece.hyper for piece in pieces}
-    }
+    # Most pieces share theirs, as the very object; hashing its values would cost more than all else here.
+    hypers = {id(piece.hyper): piece.hyper for piece in pieces}
+    constants = {key: AdamConstants.of(hyper, step=step, grad_scale=grad_scale) for key, hyper in hypers.items()}
+    table = _table(pieces, {key: _TAIL.pack(hypers[key].adamw, *each.floats()) for key, each in constants.items()})
     # The kernel of an accelerator arrives later: what lies there is stepped by the twin, with the same bits.
-    elsewhere = [piece for piece in pieces if piece.param.device.type != "cpu"]
+    elsewhere = [piece for piece in pieces if not piece.param.is_cpu]
     if elsewhere or not _runtime.uses_native(native):
-        return sum(reference.adam_step(piece, constants[piece.hyper]) for piece in pieces)
-    floats = {hyper: constant.floats() for hyper, constant in constants.items()}
-    table = (_PieceC * len(pieces))(
-        *(_PieceC.of(piece, storage, floats[piece.hyper]) for piece, storage in zip(pieces, storages, strict=True))
-    )
+        return sum(reference.adam_step(piece, constants[id(piece.hyper)]) for piece in pieces)
     nonfinite = ctypes.c_uint64()
     _runtime.call("infinity_adam_step", table, ctypes.c_uint64(len(pieces)), ctypes.byref(nonfinite))
     return nonfinite.value
@@ -145,11 +146,17 @@ def accumulate(dst: Tensor, src: Tensor, scale: float = 1.0) -> None:
         part.copy_(part.float().add_(addend))
 
 
-def set_threads(count: int | None) -> None:
-    """Use `count` threads (the caller's one of them) from now on; None: as many as this process has cores."""
+def set_threads(count: int | None, cores: Sequence[int] | None = None) -> None:
+    """Use `count` threads (the caller's one of them) from now on; None: as many as there are cores and quota for.
+
+    cores: what the threads may run on, the caller during a call too; `infinity.ops.cores.share_of_cores` gives a rank
+    its own. None: whatever the first caller may. Raises ValueError for a core that this process may not use.
+    """
     if count is not None and count < 1:
         raise ValueError(f"at least 1 thread is needed, got {count}")
-    _runtime.set_threads(count)
+    if cores is not None and (not cores or not set(cores) <= set(allowed_cores())):
+        raise ValueError(f"cores {list(cores)} are not among those of this process: {allowed_cores()}")
+    _runtime.set_threads(count, () if cores is None else tuple(sorted(set(cores))))
 
 
 def shutdown_threads() -> None:
@@ -179,6 +186,7 @@ class _Runtime:
         self._lock = threading.Lock()
         self._pool: ctypes.c_void_p | None = None
         self._threads: int | None = None
+        self._cores: tuple[int, ...] = ()
         self._isa: int | None = None
 
     def uses_native(self, native: bool | None) -> bool:
@@ -192,8 +200,11 @@ class _Runtime:
         with self._lock:
             if self._pool is None:
                 library.infinity_adam_pool_new.restype = ctypes.c_void_p
-                threads = self._threads or len(os.sched_getaffinity(0))
-                self._pool = ctypes.c_void_p(library.infinity_adam_pool_new(ctypes.c_int32(threads)))
+                threads = self._threads or thread_count(len(self._cores or allowed_cores()))
+                cores = (ctypes.c_int32 * len(self._cores))(*self._cores)
+                self._pool = ctypes.c_void_p(
+                    library.infinity_adam_pool_new(ctypes.c_int32(threads), cores, ctypes.c_uint64(len(cores)))
+                )
                 if not self._pool:
                     raise MemoryError("no memory for the pool of threads of the optimizer")
             isa = library.infinity_adam_isa_best() if self._isa is None else self._isa
@@ -201,9 +212,9 @@ class _Runtime:
         if errno:
             raise MemoryError(f"{function} failed: {os.strerror(errno)}")
 
-    def set_threads(self, count: int | None) -> None:
+    def set_threads(self, count: int | None, cores: tuple[int, ...]) -> None:
         self.shutdown_threads()
-        self._threads = count
+        self._threads, self._cores = count, cores
 
     def shutdown_threads(self) -> None:
         with self._lock:
@@ -238,32 +249,6 @@ _runtime = _Runtime()
 os.register_at_fork(after_in_child=_runtime.forget)
 
 
-class _PieceC(ctypes.Structure):
-    # struct Piece of csrc/adam/types.h
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "remainder", "master")),
-        ("numel", ctypes.c_uint64),
-        *((name, ctypes.c_int32) for name in ("storage", "grad_dtype", "adamw")),
-        *((name, ctypes.c_float) for name in AdamConstants.FLOATS),
-    )
-
-    @classmethod
-    def of(cls, piece: Piece, storage: int, floats: tuple[float, ...]) -> _PieceC:
-        return cls(
-            piece.param.data_ptr(),
-            piece.grad.data_ptr(),
-            piece.exp_avg.data_ptr(),
-            piece.exp_avg_sq.data_ptr(),
-            None if piece.remainder is None else piece.remainder.data_ptr(),
-            None if piece.master is None else piece.master.data_ptr(),
-            piece.param.numel(),
-            storage,
-            _DTYPE_CODES[piece.grad.dtype],
-            piece.hyper.adamw,
-            *floats,
-        )
-
-
 class _SpanC(ctypes.Structure):
     # struct Span of csrc/adam/types.h
     _fields_ = (("data", ctypes.c_void_p), ("numel", ctypes.c_uint64), ("dtype", ctypes.c_int32))
@@ -271,6 +256,43 @@ class _SpanC(ctypes.Structure):
 
 def _address(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _table(pieces: Sequence[Piece], tails: Mapping[int, bytes]) -> bytes:
+    """An array of struct Piece, with the tail of each piece's hyper-parameters by their id.
+
+    ValueError where a piece's tensors do not fit each other. A step has hundreds of pieces: what almost every one is,
+    is asked without a call, and anything else is looked at closely.
+    """
+    records = []
+    for index, piece in enumerate(pieces):
+        param, grad, m, v, rest = piece.param, piece.grad, piece.exp_avg, piece.exp_avg_sq, piece.remainder
+        numel, code = param.numel(), _DTYPE_CODES.get(grad.dtype)
+        split_or_plain = (
+            param.dtype is _FP32
+            if rest is None
+            else param.dtype is _BF16
+            and rest.dtype is _INT16
+            and rest.numel() == numel
+            and rest.is_cpu
+            and rest.is_contiguous()
+        )
+        if (
+            split_or_plain
+            and piece.master is None
+            and code is not None
+            and (m.dtype is _FP32 and v.dtype is _FP32)
+            and numel == grad.numel() == m.numel() == v.numel()
+            and (param.is_cpu and grad.is_cpu and m.is_cpu and v.is_cpu)
+            and (param.is_contiguous() and grad.is_contiguous() and m.is_contiguous() and v.is_contiguous())
+        ):
+            storage = _PLAIN if rest is None else _SPLIT
+        else:
+            storage, code = _check_piece(index, piece), _DTYPE_CODES[grad.dtype]
+        others = (0 if rest is None else rest.data_ptr(), 0 if piece.master is None else piece.master.data_ptr())
+        head = _HEAD.pack(param.data_ptr(), grad.data_ptr(), m.data_ptr(), v.data_ptr(), *others, numel, storage, code)
+        records.append(head + tails[id(piece.hyper)])
+    return b"".join(records)
 
 
 def _check_piece(index: int, piece: Piece) -> int:
