@@ -81,7 +81,7 @@ def test_adam_has_the_bits_of_the_cpu(device: Device, storage: str, grad_dtype: 
     for step in (1, 2):
         left_out = adam.adam_step(pieces, step=step, grad_scale=0.37)
         with no_host_stop():
-            counted = kernels.adam_step(table_of(above, step, 0.37), device.torch)
+            counted = kernels.adam_step(*table_of(above, step, 0.37), device.torch)
         assert int(counted) == left_out > 0
         # What runs on a device that the kernels do not run on.
         for twin in twins:
@@ -118,7 +118,7 @@ def test_adam_runs_near_the_memorys_bandwidth(device: Device) -> None:
     numel = 64 << 20
     tensors = [torch.rand(numel, device=device.torch) for _ in range(4)]
     table = table_of([Piece(*tensors, hyper=HYPER)], 1, 1.0)
-    adam_s = _seconds(lambda: kernels.adam_step(table, device.torch))
+    adam_s = _seconds(lambda: kernels.adam_step(*table, device.torch))
     copy_s = _seconds(lambda: tensors[0].copy_(tensors[1]))
     ratio = (28 * numel / adam_s) / (8 * numel / copy_s)
     assert ratio > 0.5, f"{28 * numel / adam_s / 1e9:.0f} GB/s, a copy {8 * numel / copy_s / 1e9:.0f} GB/s"

@@ -5,7 +5,7 @@ same reduction tree. Where the library cannot be built or does not run on a devi
 plain twins, which take CUDA tensors as well, give the same results.
 
     if kernels.available(device):
-        left_out = kernels.adam_step(table, device)            # tensors: reading one waits for the device
+        left_out = kernels.adam_step(table, count, device)     # tensors: reading one waits for the device
     stats = kernels.cast_stats(grads, halves, scale=1 / 3)     # halves = grads / 3 in bf16, with their norm
 """
 
@@ -16,7 +16,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,14 +47,15 @@ def describe(device: torch.device) -> str:
     return "kernels" if reason is None else f"plain twin: {reason}"
 
 
-def adam_step(table: ctypes.Array[Any], device: torch.device) -> Tensor:
-    """Step the pieces of `table` (struct Piece of csrc/adam/types.h), which all lie on `device`, on its current stream.
+def adam_step(table: bytes, count: int, device: torch.device) -> Tensor:
+    """Step `count` pieces, which all lie on `device`, on its current stream. `table` holds them as struct Piece of
+    csrc/adam/types.h, one behind the other.
 
     Returns how many elements keep their state because their gradient is not finite: int64 [], on the device. Needs
     `available(device)`; RuntimeError with the driver's words where a launch fails.
     """
     left_out = torch.zeros((), dtype=torch.int64, device=device)
-    _call("infinity_kernels_adam_step", device, table, ctypes.c_uint64(len(table)), _address(left_out))
+    _call("infinity_kernels_adam_step", device, table, ctypes.c_uint64(count), _address(left_out))
     return left_out
 
 

@@ -4,6 +4,8 @@
 
 #include "../../csrc/adam/abi.cpp"
 
+#include <sched.h>
+
 #include <thread>
 
 #include "check.h"
@@ -59,16 +61,23 @@ Outcome work(void* pool, int32_t isa, uint64_t seed) {
 
 int main(int argument_count, char** arguments) {
     if (planted(argument_count, arguments)) return 0;
-    void* const plain = infinity_adam_pool_new(1);
+    void* const plain = infinity_adam_pool_new(1, nullptr, 0);
     std::vector<Outcome> expected;
     for (uint64_t seed = 0; seed < 3; ++seed) expected.push_back(work(plain, kScalar, seed));
     infinity_adam_pool_delete(plain);
+    // Some pools keep to the cores that they are told.
+    cpu_set_t allowed;
+    CHECK(::sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    std::vector<int32_t> cores;
+    for (int32_t core = 0; core < CPU_SETSIZE; ++core) {
+        if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+    }
     int isas = 0;
     for (int32_t isa = 0; isa < kIsaCount; ++isa) {
         if (!infinity_adam_isa_supported(isa)) continue;
         ++isas;
         for (const int threads : {1, 2, 5}) {
-            void* const pool = infinity_adam_pool_new(threads);
+            void* const pool = infinity_adam_pool_new(threads, cores.data(), threads == 2 ? cores.size() : 0);
             // Several callers share a pool, and find it busy.
             std::vector<std::thread> callers;
             for (uint64_t seed = 0; seed < 3; ++seed) {
@@ -80,12 +89,12 @@ int main(int argument_count, char** arguments) {
     }
     // Pools that end right after a job, or without one.
     for (int round = 0; round < 20; ++round) {
-        void* const pool = infinity_adam_pool_new(1 + round % 4);
+        void* const pool = infinity_adam_pool_new(1 + round % 4, nullptr, 0);
         if (round % 3) CHECK(work(pool, infinity_adam_isa_best(), 0).nonfinite == expected[0].nonfinite);
         infinity_adam_pool_delete(pool);
     }
     uint64_t count = 0;
-    void* const pool = infinity_adam_pool_new(2);
+    void* const pool = infinity_adam_pool_new(2, nullptr, 0);
     CHECK(infinity_adam_step(pool, 99, nullptr, 0, &count) == EINVAL);
     CHECK(infinity_adam_step(pool, kScalar, nullptr, 0, &count) == 0 && count == 0);
     infinity_adam_pool_delete(pool);

@@ -76,7 +76,7 @@ void casts(void* pool) {
 
 int main(int argument_count, char** arguments) {
     if (planted(argument_count, arguments)) return 0;
-    void* const pool = infinity_adam_pool_new(1);
+    void* const pool = infinity_adam_pool_new(1, nullptr, 0);
     steps(pool);
     casts(pool);
     infinity_adam_pool_delete(pool);

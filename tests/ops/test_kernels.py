@@ -75,7 +75,7 @@ def test_adam_has_the_bits_of_the_cpu(on_host: None, storage: str, grad_dtype: t
         hyper = AdamHyper(3e-3, 0.9, 0.95, 1e-8, 0.1, adamw=adamw)
         ours, twin = (make_piece(numel, storage, grad_dtype, hyper, shift) for _ in range(2))
         for step in (1, 2):
-            left_out = kernels.adam_step(table_of([ours], step, 0.37), CPU)
+            left_out = kernels.adam_step(*table_of([ours], step, 0.37), CPU)
             assert int(left_out) == adam.adam_step([twin], step=step, grad_scale=0.37) > 0
         assert all(map(same, states(ours), states(twin))), (hyper, numel, shift)
 
@@ -88,11 +88,11 @@ def test_any_number_of_pieces_is_stepped_by_one_call(on_host: None) -> None:
     ours, twins = (
         [make_piece(n, STORAGES[i % 4], DTYPES[i % 3], hypers[i], i % 2) for i, n in enumerate(sizes)] for _ in range(2)
     )
-    left_out = kernels.adam_step(table_of(ours, 7, 0.5), CPU)
+    left_out = kernels.adam_step(*table_of(ours, 7, 0.5), CPU)
     assert int(left_out) == adam.adam_step(twins, step=7, grad_scale=0.5)
     for our, twin in zip(ours, twins, strict=True):
         assert all(map(same, states(our), states(twin)))
-    assert int(kernels.adam_step(table_of([], 1, 1.0), CPU)) == 0
+    assert int(kernels.adam_step(*table_of([], 1, 1.0), CPU)) == 0
 
 
 @needs_compiler
@@ -103,7 +103,7 @@ def test_what_surrounds_a_piece_is_not_touched(on_host: None) -> None:
         at = slice(shift, shift + numel)
         cut = [None if t is None else t[at] for t in (whole.remainder, whole.master)]
         tensors = [t[at] for t in (whole.param, whole.grad, whole.exp_avg, whole.exp_avg_sq)]
-        kernels.adam_step(table_of([Piece(*tensors, *cut, hyper=HYPER)], 3, 1.0), CPU)
+        kernels.adam_step(*table_of([Piece(*tensors, *cut, hyper=HYPER)], 3, 1.0), CPU)
         for now, old in zip(states(whole), before, strict=True):
             assert same(now[:shift], old[:shift]) and same(now[at.stop :], old[at.stop :])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 
 import torch
@@ -76,10 +75,10 @@ def on_device(piece: Piece, device: torch.device, shift: int = 0) -> Piece:
     )
 
 
-def table_of(pieces: list[Piece], step: int, grad_scale: float) -> ctypes.Array[adam._PieceC]:
-    """The C structures that one call of the kernels steps."""
-    rows = []
-    for index, piece in enumerate(pieces):
+def table_of(pieces: list[Piece], step: int, grad_scale: float) -> tuple[bytes, int]:
+    """The C structures that one call of the kernels steps, and their number."""
+    tails = {}
+    for piece in pieces:
         constants = AdamConstants.of(piece.hyper, step=step, grad_scale=grad_scale)
-        rows.append(adam._PieceC.of(piece, adam._check_piece(index, piece), constants.floats()))
-    return (adam._PieceC * len(rows))(*rows)
+        tails[id(piece.hyper)] = adam._TAIL.pack(piece.hyper.adamw, *constants.floats())
+    return adam._table(pieces, tails), len(pieces)
