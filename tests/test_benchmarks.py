@@ -90,8 +90,8 @@ def test_other_losses_are_said(support, capsys):
 
 def test_a_rank_that_fails_is_an_error_with_its_output(support):
     launch = support("launch")
-    with pytest.raises(launch.TaskError, match="no-such-family"):
-        launch.run_ranks("training", {"contender": "no-such-family:x", "dtype": "fp32"}, world_size=2)
+    with pytest.raises(launch.TaskError, match="no_such_task"):
+        launch.run_ranks("no_such_task", {}, world_size=2)
 
 
 def test_the_kernel_counts_what_is_written_past_the_page_cache(support, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -25,9 +26,10 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a process, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--model", choices=("llama", "tiny"), default="llama")
-    parser.add_argument("--batch", type=int, default=4, help="sequences in a step, over all ranks")
+    parser.add_argument("--batch", type=int, help="sequences in a step, over all ranks (4, with bf16 8)")
     parser.add_argument("--positions", type=int, default=256)
     parser.add_argument("--folder", help="folder on the drive")
+    parser.add_argument("--zero", type=json.loads, help="keys of zero_optimization for all engines, as JSON")
     parser.add_argument("--deepspeed-python", help="Python of an environment with deepspeed and its built operators")
     return parser
 
@@ -36,10 +38,11 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
 def task_options(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The options of a training task, with a folder on the drive that is removed in the end."""
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        names = ("dtype", "model", "positions", "warmup", "steps")
+        batch = given.batch or {"fp32": 4, "bf16": 8}[given.dtype]
+        names = ("dtype", "model", "positions", "warmup", "steps", "zero")
         yield {
             **{name: getattr(given, name) for name in names},
-            "batch": max(1, given.batch // given.ranks), "folder": folder,
+            "batch": max(1, batch // given.ranks), "folder": folder,
         }  # fmt: skip
 
 
