@@ -22,8 +22,31 @@ def all_gather(full: Tensor, partition: Tensor, group: Any) -> WorkTransfer:
     return WorkTransfer(_all_gather(full, partition, group=group, async_op=True), keep=(full, partition))
 
 
+class _SlicesTransfer(WorkTransfer):
+    """Every rank's slice for this one is on its way: `wait` adds them up."""
+
+    def __init__(self, work: Any, slices: Tensor, partition: Tensor, full: Tensor) -> None:
+        super().__init__(work, keep=(full,))
+        self._slices: Tensor | None = slices
+        self._partition = partition
+
+    def wait(self) -> None:
+        super().wait()
+        if self._slices is not None:
+            rows, self._slices = self._slices.view(-1, self._partition.numel()), None
+            torch.sum(rows, dim=0, out=self._partition)
+
+
 def reduce_scatter(partition: Tensor, full: Tensor, group: Any) -> WorkTransfer:
-    """Sum `full` [numel] over ranks and leave this rank's slice in `partition` [numel / ranks]; returns at once."""
+    """Sum `full` [numel] over ranks and leave this rank's slice in `partition` [numel / ranks]; returns at once.
+
+    gloo's own runs an all-reduce of everything inside, twice the bytes and a copy: here ranks exchange slices, and each
+    adds up those that it has received, in the order of ranks.
+    """
+    if dist.get_backend(group) == "gloo":
+        slices = torch.empty_like(full)
+        work = dist.all_to_all_single(slices, full, group=group, async_op=True)
+        return _SlicesTransfer(work, slices, partition, full)
     return WorkTransfer(
         _reduce_scatter(partition, full, op=dist.ReduceOp.SUM, group=group, async_op=True), keep=(full, partition)
     )

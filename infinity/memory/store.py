@@ -149,13 +149,18 @@ class TieredStore:
 
     # Moves.
 
-    def prefetch(self, *keys: Key) -> bool:
-        """Submit the fetches that fit without waiting, in order; False when one did not (it is fetched on demand)."""
+    def prefetch(self, *keys: Key, by: Reservation | None = None) -> bool:
+        """Submit the fetches that fit without waiting, in order; False when one did not (it is fetched on demand).
+
+        What a step has reserved is fetched by that step, in its own order.
+        """
         if not self._overlap:
             return False
         with self._changed:
             for key in keys:
                 partition = self._partitions[key]
+                if self._reserved.get(key, by) is not by:
+                    continue
                 if partition.state is State.SPILLED:
                     buffer = self._take_now(partition)
                     if buffer is None:

@@ -164,7 +164,7 @@ class Stepper:
         # Reserved at once: the next forward may begin before the thread does.
         self._store.reserve(behind.reservation, *(key for group in rest for key in (*_changed(group), *_grads(group))))
         # The drive has something to do while the visible ones are stepped.
-        self._prefetch(rest[: STEP_READS - 1])
+        self._prefetch(rest[: STEP_READS - 1], behind.reservation)
         visible = self._resident_first(self._visible)
         self._sweep(sweep, visible, Counter(key for group in visible for key in _changed(group)), None)
         if rest:
@@ -208,7 +208,7 @@ class Stepper:
         behind.begun.update(group.index for group in groups)
         keys = [key for group in groups for key in (*_changed(group), *_grads(group))]
         self._store.reserve(behind.reservation, *keys)
-        self._prefetch(groups[:1])
+        self._prefetch(groups[:1], behind.reservation)
         self._go_on(behind.reservation, self._sweep, sweep, groups, behind.uses, behind.reservation)
 
     def _go_on(self, reservation: Reservation, job: Callable[..., None], *arguments: Any) -> None:
@@ -229,9 +229,9 @@ class Stepper:
         """What the latest step left in memory needs no fetch now, and would have been evicted by those before it."""
         return sorted(groups, key=lambda group: not self._store.in_memory(_states(group)))
 
-    def _prefetch(self, groups: Sequence[SubGroup]) -> None:
+    def _prefetch(self, groups: Sequence[SubGroup], reservation: Reservation | None) -> None:
         for group in groups:
-            if not self._store.prefetch(*_changed(group)):
+            if not self._store.prefetch(*_changed(group), by=reservation):
                 return
 
     def _sweep(
@@ -241,7 +241,7 @@ class Stepper:
         for at, group in enumerate(groups):
             if self._stopping:
                 return
-            self._prefetch(groups[at + 1 : at + 1 + STEP_READS])
+            self._prefetch(groups[at + 1 : at + 1 + STEP_READS], reservation)
             self._step_group(group, sweep, reservation)
             keys = [*_changed(group), *_grads(group)]
             uses.subtract(keys)

@@ -234,7 +234,7 @@ def make_plan(spec: ModelSpec, topology: Topology, request: PlanRequest) -> Plan
     budget = FetchBudget(
         live_nbytes_max=request.live_numel * width, prefetch_nbytes_max=request.prefetch_numel * width,
         reuse_nbytes_max=request.reuse_numel * width,
-        fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, 2 * max(fetch_nbytes, default=0)),
+        fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, max(fetch_nbytes, default=0)),
     )  # fmt: skip
     order = _step_order(groups, whole, spec.uses)
     schedule = make_schedule(
@@ -316,8 +316,9 @@ def _pools(
     on_nvme = {spec.key: spec.nbytes for spec in partitions if spec.home is Tier.NVME}
     params = {key: nbytes for key, nbytes in on_nvme.items() if key.kind is Kind.PARAM}
     states = [nbytes for key, nbytes in on_nvme.items() if key.kind is Kind.STATES]
-    # The step may go on beside the next forward: both have their share.
-    busiest = budget.fetch_nbytes_max + max(params.values(), default=0) + _stepped_nbytes(groups, order, params)
+    # One is in use. Beside it lies what was fetched ahead, or what is stepped: nothing is fetched ahead of its step.
+    ahead = max(budget.fetch_nbytes_max, _stepped_nbytes(groups, order, params))
+    busiest = max(params.values(), default=0) + ahead
     trainable = [layout.numel for layout in layouts if layout.trainable]
     wire = DTYPE_NBYTES[request.communication_dtype]
     whole_grad = max(trainable, default=0) * DTYPE_NBYTES[request.compute_dtype]

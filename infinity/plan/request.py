@@ -12,7 +12,7 @@ from infinity.plan.types import Tier
 
 # A sub-group on NVMe is one read and one write. This many elements keep the drive at its bandwidth; more only takes
 # memory, and makes the first forward units wait longer for their step. The configuration's bound may be lower.
-NVME_SUB_GROUP_NUMEL = 1 << 23
+NVME_SUB_GROUP_NUMEL = 1 << 21
 
 
 def plan_request(config: ResolvedConfig, *, accelerator: bool) -> PlanRequest:

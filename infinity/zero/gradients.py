@@ -258,11 +258,15 @@ class Gradients:
         """Submit the sum over ranks of one unit's gradients; the one before it lands first, so at most one is in
         flight.
         """
-        full = self._device.empty(unit.layout.numel, self._wire).zero_()
+        self._land()
+        full = self._device.empty(unit.layout.numel, self._wire)
+        end = 0
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             if param.grad is not None:
-                full[slot.offset : slot.offset + slot.numel].copy_(param.grad.reshape(-1))
-        self._land()
+                full[end : slot.offset].zero_()
+                end = slot.offset + slot.numel
+                full[slot.offset : end].copy_(param.grad.reshape(-1))
+        full[end:].zero_()
         mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
         self._ledger.add(Tier.GPU, Kind.FULL_GRAD, full.numel() * full.element_size())
         self._flying = (unit, collectives.reduce_scatter(mine, full, self._mesh.reduce), mine)
