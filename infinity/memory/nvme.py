@@ -174,6 +174,11 @@ class NvmeTier:
         """Whether transfers bypass the page cache (O_DIRECT) on every drive."""
         return all(drive.file.direct for drive in self._drives)
 
+    @property
+    def backend(self) -> str:
+        """The I/O back end in use."""
+        return self._drives[0].queue.backend
+
     def register(self, buffer: Tensor) -> bool:
         """Make a long-lived buffer known to the kernel, until `close`: transfers in it cost less. False: not taken."""
         return all([drive.queue.register(buffer) for drive in self._drives])

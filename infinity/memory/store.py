@@ -61,6 +61,9 @@ class TieredStore:
         self._stuck: set[Reservation | None] = set()
         self._reserved: dict[Key, Reservation] = {}
         self._buffers = Buffers(device=device, host=host, ledger=ledger, pools=pools)
+        if nvme is not None:
+            for arena in self._buffers.arenas.values():
+                nvme.register(arena.buffer)
         for partition in self._partitions.values():
             if partition.on_nvme:
                 self._buffers.book(partition, 1)
@@ -212,6 +215,11 @@ class TieredStore:
     def in_memory(self, key: Key) -> bool:
         """Whether the value needs no fetch any more: it is there, or on its way."""
         return self._partitions[key].buffer is not None
+
+    @property
+    def io_backend(self) -> str | None:
+        """What moves bytes between NVMe and memory; None where nothing does."""
+        return None if self._nvme is None else self._nvme.backend
 
     def check(self) -> None:
         """Verify the invariants of every partition, one buffer one partition, and the ledger against the sum."""

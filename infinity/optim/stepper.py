@@ -116,7 +116,7 @@ class Stepper:
     def _measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
         keys = [Key(Kind.GRAD, unit) for unit in units]
         with self._store.read(*keys, by=reservation) as partitions:
-            found = grad_stats([_on_cpu(partition.view(Kind.GRAD)) for partition in partitions])
+            found = grad_stats([partition.view(Kind.GRAD) for partition in partitions])
         self._stats.update((unit, (stats[0], stats[1])) for unit, stats in zip(units, found, strict=True))
         if reservation is not None:
             self._store.release(reservation, *keys)
@@ -319,7 +319,3 @@ def _piece(states: Partition, at: int, param: Tensor, grad: Tensor, run: Run, hy
         remainder=states.view(Kind.REMAINDER)[span] if Kind.REMAINDER in kinds else None,
         master=states.view(Kind.MASTER)[span] if Kind.MASTER in kinds else None, hyper=hyper,
     )  # fmt: skip
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type == "cpu" else tensor.cpu()

@@ -112,6 +112,10 @@ class SimulatedTier:
     def nbytes(self) -> int:
         return self.content.numel()
 
+    def register(self, buffer: Tensor) -> bool:
+        """There is no kernel to tell."""
+        return False
+
     def read(self, extent: Extent, buffer: Tensor) -> SimulatedTransfer:
         """Fill `buffer` from an extent, later."""
         with self.lock:
