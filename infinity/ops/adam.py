@@ -93,8 +93,9 @@ def adam_step(
 
 
 def grad_stats(tensors: Sequence[Tensor], native: bool | None = None) -> list[GradStats]:
-    """Sum of squares and count of non-finite elements of each tensor ([numel] fp32, bf16 or fp16, contiguous; all on the
-    CPU or on one CUDA device, which is then waited for).
+    """Sum of squares and count of non-finite elements of each tensor ([numel] fp32, bf16 or fp16, contiguous).
+
+    All lie on the CPU, or on one CUDA device, which is then waited for.
 
     The reduction tree depends on the tensor alone: blocks of 4096 elements from its start, in a block 16 fp64 lanes
     (index % 16) added pairwise, blocks added in order.
