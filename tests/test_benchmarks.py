@@ -46,6 +46,8 @@ def test_step_prints_time_and_bytes_of_a_tier(tmp_path):
     assert read == written == moved == 0
 
 
+# Two processes that import transformers and train.
+@pytest.mark.slow
 def test_train_compares_the_peak_with_the_plan(tmp_path):
     text = output_of("train", f"{TINY} --only infinity:nvme", tmp_path)
     planned, on_nvme = map(float, text.split("on NVMe")[1].split("infinity:nvme")[1].split()[1:3])
@@ -56,6 +58,8 @@ def test_train_compares_the_peak_with_the_plan(tmp_path):
     assert tokens_a_second > 0
 
 
+# Two processes that import transformers and train.
+@pytest.mark.slow
 def test_peers_do_the_same_work(tmp_path):
     text = output_of("peers", f"{TINY} --only torch:plain,infinity:memory", tmp_path)
     assert "infinity:memory / torch:plain" in text
