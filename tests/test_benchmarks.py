@@ -39,22 +39,27 @@ def test_hooks_prints_the_overhead_of_a_unit(tmp_path):
 def test_step_prints_time_and_bytes_of_a_tier(tmp_path):
     text = output_of("step", "--numel 65536 --only infinity:cpu --steps 1 --fio-gib 0.03", tmp_path)
     assert "0 M parameters, bf16" in text
-    alone, whole = " ".join(row(text, "infinity:cpu")).strip("| ").split("|")
-    seconds, _, read, written = map(float, alone.split())
-    assert seconds > 0
-    # Nothing of this tier is on the drive.
-    assert read == written == 0
-    assert float(whole.split()[-1]) == 0
+    # Nothing of this tier is on the drive, so that bounds by the drive's rates are left out.
+    seconds, nanoseconds, read, written, _, _, _, moved = map(float, row(text, "infinity:cpu"))
+    assert seconds >= 0
+    assert nanoseconds > 0
+    assert read == written == moved == 0
 
 
+# Two processes that import transformers and train.
+@pytest.mark.slow
 def test_train_compares_the_peak_with_the_plan(tmp_path):
     text = output_of("train", f"{TINY} --only infinity:nvme", tmp_path)
-    assert "of the plan" in text
+    planned, on_nvme = map(float, text.split("on NVMe")[1].split("infinity:nvme")[1].split()[1:3])
+    assert planned > 0
+    assert on_nvme > 0
     assert "DIFFERS" not in text
     tokens_a_second = float(row(text, "infinity:nvme")[0])
     assert tokens_a_second > 0
 
 
+# Two processes that import transformers and train.
+@pytest.mark.slow
 def test_peers_do_the_same_work(tmp_path):
     text = output_of("peers", f"{TINY} --only torch:plain,infinity:memory", tmp_path)
     assert "infinity:memory / torch:plain" in text

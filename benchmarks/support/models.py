@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 # 134 M parameters, embedding and head untied.
 LLAMA = {"vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048, "layers": 12, "heads": 12}
@@ -63,16 +63,8 @@ def build(options: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     if options["model"] == "blocks":
         return Blocks(options["numel"])
-    shape = MODELS[options["model"]]
-    config = LlamaConfig(
-        vocab_size=shape["vocab_size"], hidden_size=shape["hidden_size"], use_cache=False,
-        intermediate_size=shape["intermediate_size"], num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"], num_key_value_heads=shape["heads"],
-        max_position_embeddings=max(2048, options["positions"]), attn_implementation="sdpa",
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    model.train()
-    return model
+    # The import of transformers takes seconds, which a run without its models need not wait for.
+    return importlib.import_module("support.llama").build(MODELS[options["model"]], options["positions"])
 
 
 def batch(options: dict[str, Any], rank: int, step: int) -> dict[str, Tensor]:
