@@ -24,6 +24,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from infinity.memory.pages import HUGE_PAGE, page_aligned
 from infinity.transfer import Completed, StreamTransfer, Transfer
 
 # Memory on its way down that is not yet given back: a few milliseconds of a bus, and few enough to look through.
@@ -53,7 +54,14 @@ class Device:
         return cls(torch.device("cpu"))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised flat tensor on the device."""
+        """A flat tensor on the device for good; its content is not defined. In CPU memory it lies in large pages."""
+        nbytes = numel * dtype.itemsize
+        if self.is_accelerator or nbytes < HUGE_PAGE:
+            return self.elastic(numel, dtype)
+        return page_aligned(nbytes)[:nbytes].view(dtype)
+
+    def elastic(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised flat tensor on the device whose storage can be resized."""
         return torch.empty(numel, dtype=dtype, device=self.torch)
 
     def holds(self, tensor: Tensor) -> bool:

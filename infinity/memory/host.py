@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import resource
 
-import torch
 from torch import Tensor
 
 from infinity.log import warn_once
 from infinity.memory.device import Device
 from infinity.memory.ledger import Ledger
-from infinity.plan.types import EXTENT_ALIGNMENT, align_up
+from infinity.memory.pages import page_aligned
 
-_HUGE_PAGE = 2 << 20
 # What a driver is asked to pin at a time once it has refused a whole buffer.
 _CHUNK_NBYTES = 256 << 20
 
@@ -32,17 +29,6 @@ def trim() -> None:
     with contextlib.suppress(OSError, AttributeError):
         # glibc only; other C libraries return memory by themselves.
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def page_aligned(nbytes: int) -> Tensor:
-    """A zeroed uint8 tensor of `nbytes` bytes in a mapping of its own, so that direct I/O takes it as it is."""
-    size = max(align_up(nbytes, EXTENT_ALIGNMENT), EXTENT_ALIGNMENT)
-    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= 2 * _HUGE_PAGE:
-        # Large pages cut the cost of the first touch, where the kernel has them.
-        with contextlib.suppress(OSError):
-            region.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(region, dtype=torch.uint8)
 
 
 class HostMemory:

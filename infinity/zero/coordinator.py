@@ -47,7 +47,7 @@ class Coordinator:
     """Runs the fetch schedule over a rank's units. See the module's text."""
 
     def __init__(
-        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, ahead: bool
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, ahead: bool, retain: bool
     ) -> None:
         self._units = list(units)
         self._plan = plan
@@ -55,6 +55,10 @@ class Coordinator:
         self._gradients = gradients
         # Gathers run ahead of use where something else can run meanwhile: a collective, or a copy engine.
         self._ahead = ahead
+        # Memory of released units is left to the next gathers, as far as the plan has it: for a device whose allocator
+        # gives memory back to the system, which is slow to take again.
+        self._retain = retain
+        self._retained: dict[Unit, None] = {}
         self._unit_of: dict[int, Unit] = {id(param): unit for unit in units for param in unit.params}
         self._known: dict[tuple[int, ...], FetchSchedule] = {plan.schedule.trace: plan.schedule}
         self._schedules: dict[str, FetchSchedule] = {"train": plan.schedule, "eval": plan.schedule}
@@ -212,9 +216,11 @@ class Coordinator:
         self._mode = self._watch = None
         self.epoch += 1
         self._gradients.abandon_backward()
+        self._retained.clear()
         for unit in self._units:
             unit.users = unit.pending = 0
             unit.abandon()
+            unit.free()
 
     def end_pass(self, mode: str = "train") -> None:
         """A pass of this mode is over: learn its trace if it was not the scheduled one, and release what nobody
@@ -268,15 +274,35 @@ class Coordinator:
         if self._landing:
             waits = self._store.reserved(unit.key)
             self._landing = [other for other in self._landing if not other.let_go(wait=waits)]
+        if self._retain:
+            self._make_room(unit)
         unit.start_gather()
         if unit.leasing:
             self._landing.append(unit)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Free what released units have retained, oldest first, until the unit's bytes are within the plan."""
+        self._retained.pop(unit, None)
+        if unit.has_bytes or not self._retained:
+            return
+        held = self._live_nbytes() + sum(other.layout.nbytes for other in self._retained)
+        while self._retained and held + unit.layout.nbytes > self._plan.pools.gathered_nbytes:
+            oldest = next(iter(self._retained))
+            del self._retained[oldest]
+            held -= oldest.layout.nbytes
+            oldest.free()
+
+    def _release(self, unit: Unit) -> None:
+        if unit.state is not Gathered.PARTITIONED:
+            unit.release(keep_bytes=self._retain)
+            if self._retain:
+                self._retained[unit] = None
 
     def _leave(self, scope: Scope) -> None:
         for unit in scope.units:
             unit.users -= 1
             if unit.users <= 0 and not unit.placed.whole and not self._keep(unit):
-                unit.release()
+                self._release(unit)
 
     def _advance(self, unit: Unit) -> None:
         """Move the cursor to this use in the scheduled trace, or find the next place that fits."""
@@ -327,7 +353,7 @@ class Coordinator:
     def _release_idle(self) -> None:
         for unit in self._units:
             if unit.users <= 0 and not unit.placed.whole:
-                unit.release()
+                self._release(unit)
 
     def _schedule(self, trace: tuple[int, ...]) -> FetchSchedule:
         if trace not in self._known:

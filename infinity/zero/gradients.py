@@ -60,6 +60,7 @@ class Gradients:
         # Unit indices in the order in which the latest backward finished with them: what `order` should become.
         self.seen_order: list[int] = [unit.layout.index for unit in self.order]
         self._flying: tuple[Unit, WorkTransfer, Tensor] | None = None
+        self._buffers_flat: list[Tensor] = []
         # A unit whose gradients are on their way from the device, with the lease that they need.
         self._arriving: tuple[Unit, ExitStack, list[Transfer]] | None = None
         # Called when something was added to a unit's partition.
@@ -97,7 +98,9 @@ class Gradients:
 
     def abandon_backward(self) -> None:
         """Backward raised: forget its round. Gradients that have arrived stay until `reset`."""
-        self._take_flying()
+        if self._take_flying() is not None:
+            # It may go on: the next one gets memory of its own.
+            self._drop_flat()
         self._turn = 0
         self._ready.clear()
         self._finished.clear()
@@ -154,6 +157,7 @@ class Gradients:
         """Return the buffers of whole gradients and drop what autograd left."""
         self._take_flying()
         self._arrive()
+        self._drop_flat()
         for buffer in self._buffers.values():
             self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -buffer.numel() * buffer.element_size())
         self._buffers.clear()
@@ -249,7 +253,7 @@ class Gradients:
             mine = full
         else:
             mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
-            collectives.reduce_scatter(mine, full, self._mesh.reduce).wait()
+            collectives.reduce_scatter(mine, full, group=self._mesh.reduce).wait()
         with self._store.write(self.partition(unit)) as (partition,):
             partition.view(Kind.GRAD).copy_(mine)
         self.landed(unit)
@@ -259,7 +263,8 @@ class Gradients:
         flight.
         """
         self._land()
-        full = self._device.empty(unit.layout.numel, self._wire)
+        buffers = [buffer[: unit.layout.numel] for buffer in self._flat()]
+        full = buffers[0]
         end = 0
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             if param.grad is not None:
@@ -268,8 +273,24 @@ class Gradients:
                 full[slot.offset : end].copy_(param.grad.reshape(-1))
         full[end:].zero_()
         mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
-        self._ledger.add(Tier.GPU, Kind.FULL_GRAD, full.numel() * full.element_size())
-        self._flying = (unit, collectives.reduce_scatter(mine, full, self._mesh.reduce), mine)
+        self._flying = (unit, collectives.reduce_scatter(mine, *buffers, group=self._mesh.reduce), mine)
+
+    def _flat(self) -> list[Tensor]:
+        """Whole gradients of one unit on their way into a reduction, and its workspace: made once, for the largest."""
+        if not self._buffers_flat:
+            count = 1 + collectives.needs_workspace(self._mesh.reduce)
+            numel = max(unit.layout.numel for unit in self._units)
+            self._buffers_flat = [self._device.empty(numel, self._wire) for _ in range(count)]
+            self._book_flat(1)
+        return self._buffers_flat
+
+    def _book_flat(self, sign: int) -> None:
+        nbytes = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers_flat)
+        self._ledger.add(Tier.GPU, Kind.FULL_GRAD, sign * nbytes)
+
+    def _drop_flat(self) -> None:
+        self._book_flat(-1)
+        self._buffers_flat = []
 
     def _land(self) -> None:
         """Wait for the reduction in flight and add its result to the partition."""
@@ -281,11 +302,8 @@ class Gradients:
         self._arrive()
 
     def _take_flying(self) -> tuple[Unit, WorkTransfer, Tensor] | None:
-        """The reduction in flight, which is no longer this object's: its whole gradients leave the ledger."""
+        """The reduction in flight, which is no longer this object's."""
         flying, self._flying = self._flying, None
-        if flying is not None:
-            unit, _, mine = flying
-            self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -unit.layout.numel * mine.element_size())
         return flying
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from infinity.comm.mesh import Mesh
 from infinity.errors import ConfigError, StateError
-from infinity.memory.host import page_aligned
 from infinity.memory.nvme import NvmeTier, QueueOptions
+from infinity.memory.pages import page_aligned
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up
 from infinity.zero import parameter
 

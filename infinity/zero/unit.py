@@ -63,7 +63,7 @@ class Unit:
         self._lease = ExitStack()
         self.leasing = False
         self._dtype = DTYPES[layout.dtype]
-        self.full = device.empty(layout.numel, self._dtype)
+        self.full = (device.empty if placed.whole else device.elastic)(layout.numel, self._dtype)
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
         self._placeholders = [parameter.placeholder(slot.shape, self._dtype, device.torch) for slot in layout.slots]
         if placed.whole:
@@ -90,8 +90,9 @@ class Unit:
         """Submit the copy and the collective that fill the full buffer. Waits only for this rank's own partition."""
         if self.state is not Gathered.PARTITIONED:
             return
-        self.full.untyped_storage().resize_(self.layout.nbytes)
-        self._book(1)
+        if not self.has_bytes:
+            self.full.untyped_storage().resize_(self.layout.nbytes)
+            self._book(1)
         self.state = Gathered.GATHERING
         try:
             self._transfer = self._fill()
@@ -125,18 +126,32 @@ class Unit:
         self._lease.close()
         return True
 
-    def release(self) -> None:
-        """Free the full buffer; the parameters keep their logical shapes. A unit that is whole for good stays."""
+    @property
+    def has_bytes(self) -> bool:
+        """Whether the full buffer takes memory, for values or for the next gather."""
+        return self.full.untyped_storage().nbytes() > 0
+
+    def release(self, *, keep_bytes: bool = False) -> None:
+        """Let go of the whole values; the parameters keep their logical shapes. A unit that is whole for good stays.
+
+        keep_bytes: leave the full buffer's memory to the next gather, until `free`.
+        """
         if self.placed.whole or self.state is Gathered.PARTITIONED:
             return
         if self.state is Gathered.GATHERING:
             self._transfer.wait()
         self.hide()
-        # The host does not wait: the allocator keeps the bytes until the copy into them is over.
+        # The host does not wait: the device has been told to, before it may use the bytes for something else.
         self.let_go(wait=False)
-        self.full.untyped_storage().resize_(0)
-        self._book(-1)
         self.state = Gathered.PARTITIONED
+        if not keep_bytes:
+            self.free()
+
+    def free(self) -> None:
+        """Give the memory of a released unit's full buffer back."""
+        if self.state is Gathered.PARTITIONED and not self.placed.whole and self.has_bytes:
+            self.full.untyped_storage().resize_(0)
+            self._book(-1)
 
     def abandon(self) -> None:
         """Release after an error. A gather that still runs keeps its buffer: waiting for it might fail the same way."""
@@ -162,7 +177,7 @@ class Unit:
         """Drop the partition's lease and stop booking; parameters that are whole keep their values."""
         self.leasing = False
         self._lease.close()
-        if self.state is not Gathered.PARTITIONED:
+        if self.has_bytes or self.placed.whole:
             self._book(-1)
 
     def _fill(self) -> Transfer:

@@ -13,8 +13,9 @@ import torch
 from infinity import log
 from infinity.memory import host as host_module
 from infinity.memory.device import Device
-from infinity.memory.host import HostMemory, page_aligned, trim
+from infinity.memory.host import HostMemory, trim
 from infinity.memory.ledger import Ledger
+from infinity.memory.pages import page_aligned
 
 
 class FakeAccelerator(Device):
