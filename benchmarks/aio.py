@@ -1,14 +1,15 @@
 """Claim: a queue moves bytes as fast as the best that fio reaches on the same drive, for little CPU time.
 
-    python benchmarks/aio.py PART [--folder DIR] [--gib 4] [--turn-mib 512] [--rounds 8]
+    python benchmarks/aio.py PART [--folder DIR] [--gib 4] [--turn-mib 512] [--rounds 8] [--distinct]
 
 PART is read, write, mixed (half of the requests each), twin (the plain twin and a plain loop, all three patterns), crc
 (checksums on and off) or overhead (microseconds a request in Python). All but the last alternate, in one run on one
 file whose blocks were written before, in an order shuffled a round: each back end at requests of 1, 4, 16 and 64 MiB,
 and fio with O_DIRECT at several settings, of which the best median counts. Each turn moves --turn-mib at the next place
 of the file, so that 8 rounds of 512 MiB are 4 GiB a row. Before each turn of ours the drive rests for as long as fio
-takes to start: on a drive with a budget of bursts nobody gains by order. CPU time is that of the process with all its
-threads, user and system.
+takes to start: on a drive with a budget of bursts nobody gains by order. fio uses its 16 to 64 MiB of memory again and
+again, so ours does with 64 MiB; with --distinct each byte of a turn has memory of its own. CPU time is that of the
+process with all its threads, user and system.
 """
 
 from __future__ import annotations
@@ -72,29 +73,33 @@ def measured(body: Callable[[], None]) -> tuple[float, float]:
 
 
 def queued(
-    queue: Queue, file: File, buffer: torch.Tensor, pattern: str, request_nbytes: int, checksum: bool = False
-) -> Row:
+    queue: Queue, file: File, buffer: torch.Tensor, turn_nbytes: int, pattern: str, request_nbytes: int,
+    checksum: bool = False,
+) -> Row:  # fmt: skip
     """Our queue with requests of one size; all are submitted, then waited for in order."""
 
     def body(offset: int) -> None:
         requests = []
-        for index, part in enumerate(buffer.split(request_nbytes)):
+        parts = buffer.split(request_nbytes)
+        for index in range(turn_nbytes // request_nbytes):
             submit = queue.write if pattern == "write" or (pattern == "mixed" and index % 2) else queue.read
-            requests.append(submit(file, offset + index * request_nbytes, part, checksum=checksum))
+            place = offset + index * request_nbytes
+            requests.append(submit(file, place, parts[index % len(parts)], checksum=checksum))
         for request in requests:
             request.wait()
 
     return Row(lambda offset: measured(lambda: body(offset)))
 
 
-def plain_loop(file: File, buffer: torch.Tensor, pattern: str) -> Row:
+def plain_loop(file: File, buffer: torch.Tensor, turn_nbytes: int, pattern: str) -> Row:
     """One thread with O_DIRECT calls of 1 MiB, as dd does."""
     memory = memoryview((ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr()))
     fd = file.descriptors.direct if file.direct else file.descriptors.buffered
 
     def body(offset: int) -> None:
-        for index, begin in enumerate(range(0, buffer.nbytes, _MIB)):
-            part = [memory[begin : begin + _MIB]]
+        for index, begin in enumerate(range(0, turn_nbytes, _MIB)):
+            at = begin % buffer.nbytes
+            part = [memory[at : at + _MIB]]
             write = pattern == "write" or (pattern == "mixed" and index % 2)
             moved = os.pwritev(fd, part, offset + begin) if write else os.preadv(fd, part, offset + begin)
             assert moved == part[0].nbytes
@@ -164,7 +169,7 @@ def queues_of(names: list[str], stack: ExitStack, file: File, buffer: torch.Tens
 def drive_part(part: str, options: argparse.Namespace, file: File, stack: ExitStack) -> None:
     """Everything that moves bytes."""
     nbytes = options.turn_mib * _MIB
-    buffer = touched(nbytes)
+    buffer = touched(nbytes if options.distinct else min(64 * _MIB, nbytes))
     native = [name for name in BACKENDS if name != "python"]
     queues = queues_of({"twin": ["python"], "crc": native[:1]}.get(part, native), stack, file, buffer)
     for pattern in (part,) if part in _PATTERNS else _PATTERNS:
@@ -175,13 +180,13 @@ def drive_part(part: str, options: argparse.Namespace, file: File, stack: ExitSt
             if part == "crc":
                 for checksum, word in ((False, "off"), (True, "on")):
                     rows[f"{queue.backend}, checksums {word}"] = queued(
-                        queue, file, buffer, pattern, 16 * _MIB, checksum
+                        queue, file, buffer, nbytes, pattern, 16 * _MIB, checksum
                     )
                 continue
             for size in (16,) if part == "twin" else (1, 4, 16, 64):
-                rows[f"{queue.backend}, {size} MiB"] = queued(queue, file, buffer, pattern, size * _MIB)
+                rows[f"{queue.backend}, {size} MiB"] = queued(queue, file, buffer, nbytes, pattern, size * _MIB)
         if part == "twin":
-            rows["plain loop, 1 MiB"] = plain_loop(file, buffer, pattern)
+            rows["plain loop, 1 MiB"] = plain_loop(file, buffer, nbytes, pattern)
         compete(rows, nbytes, file.nbytes, options.rounds)
         print(f"{pattern}: medians (least to most) of {options.rounds} turns of {options.turn_mib} MiB")
         show(rows, (name for name in rows if name.startswith("fio") or name.endswith("off")))
@@ -223,6 +228,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=4)
     parser.add_argument("--turn-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--distinct", action="store_true")
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))

@@ -44,7 +44,7 @@ class QueueOptions:
     drives takes (empty: by its measured bandwidth).
     """
 
-    depth: int = 64
+    depth: int = 32
     threads: int = 4
     timeout_seconds: float = 300.0
     block_nbytes: int = 1 << 20

@@ -6,7 +6,9 @@
         request.wait()      # TransferError names path, offset, bytes and cause
 
 A queue takes `pending_max` requests without blocking, has at most `depth` blocks in flight, and cuts large requests
-into blocks that are served side by side: greater priorities first, and before all of them what somebody waits for.
+into blocks that are served side by side: greater priorities first, and before all of them what somebody waits for;
+within one priority reads and writes take turns. No order between requests in flight may be relied on, and two of which
+one writes must not share a page of 4096 bytes.
 Every completion is checked; what a system call leaves is asked for again.
 The back ends differ in speed only: "io_uring" and "libaio" queue in the kernel, "threads" is a pool of threads with
 pread and pwrite, "python" the plain twin (`infinity.ops.aio_reference`).
@@ -172,7 +174,7 @@ class Queue:
     def __init__(
         self,
         backend: str = "auto",
-        depth: int = 64,
+        depth: int = 32,
         threads: int = 4,
         timeout_s: float = 300.0,
         block_nbytes: int = BLOCK_NBYTES,

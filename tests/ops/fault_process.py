@@ -33,7 +33,7 @@ def transfer(backend: str, case: dict) -> dict:
         # One thread and a depth of 1, so that the calls come in the order of the blocks.
         with (
             File.open(case["path"], writable=True) as file,
-            Queue(backend, depth=case["depth"], threads=1, timeout_s=1.5, block_nbytes=NBYTES // 4) as queue,
+            Queue(backend, depth=case["depth"], threads=1, timeout_s=0.7, block_nbytes=NBYTES // 4) as queue,
         ):
             buffer = torch.frombuffer(mmap.mmap(-1, NBYTES), dtype=torch.uint8).fill_(7)
             request = getattr(queue, case["operation"])(file, OFFSET, buffer, checksum=True)
