@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.10 python3
 FITS := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench sanitize clean
 
 demo: $(STAMP)  ## train about 10 M parameters with parameters and optimizer states on NVMe
 	$(BIN)/python examples/train_lm.py
@@ -17,9 +17,20 @@ check: $(STAMP)  ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## every benchmark script, one after the other
-	@set -e; for script in benchmarks/[a-z]*.py; do \
-	    if [ -e "$$script" ]; then echo "== $$script"; $(BIN)/python "$$script"; fi; done
+# DRIVE is a folder on the drive to measure; DEEPSPEED_PYTHON an interpreter that has deepspeed with its operators built.
+DRIVE := .
+RIVAL = $(if $(DEEPSPEED_PYTHON),--deepspeed-python $(DEEPSPEED_PYTHON))
+bench: $(STAMP)  ## every table of docs/benchmarks.md, one after the other; takes about an hour
+	$(BIN)/python benchmarks/adam.py
+	$(BIN)/python benchmarks/aio.py --folder $(DRIVE)
+	$(BIN)/python benchmarks/hooks.py --folder $(DRIVE)
+	$(BIN)/python benchmarks/step.py --numel 500000000 --folder $(DRIVE) $(RIVAL)
+	@set -e; for ranks in 1 2; do for dtype in fp32 bf16; do \
+	    $(BIN)/python benchmarks/train.py --ranks $$ranks --dtype $$dtype --folder $(DRIVE); \
+	    $(BIN)/python benchmarks/peers.py --ranks $$ranks --dtype $$dtype --folder $(DRIVE) $(RIVAL); done; done
+
+sanitize:  ## the C++ code under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(MAKE) --no-print-directory -j 2 -C tests/native run
 
 clean:  ## what builds, tests and runs leave behind; the environment stays
 	rm -rf build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis infinity/_native

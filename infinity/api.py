@@ -28,6 +28,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.nvme import NvmeTier, QueueOptions
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import set_threads
+from infinity.ops.cores import share_of_cores
 from infinity.optim.adam import TieredAdam, groups_from_torch
 from infinity.optim.lr import build_scheduler
 from infinity.optim.stepper import Stepper
@@ -212,10 +213,16 @@ def _resolve(source: ConfigSource, args: Any, model: nn.Module, ranks: Ranks, op
     resolved = resolve(load_config(source), context)
     paths = {path for path in (resolved.param_nvme_path, resolved.optimizer_nvme_path) if path is not None}
     if len(paths) > 1:
+        named = " and ".join(sorted(", ".join(path) for path in paths))
         raise ConfigError(
-            f"offload_param.nvme_path and offload_optimizer.nvme_path differ ({', '.join(sorted(paths))}): several "
-            f"drives arrive "
-            "later; use one folder for both"
+            f"offload_param.nvme_path and offload_optimizer.nvme_path differ ({named}): give both the same folder, or "
+            "the same list of folders"
+        )
+    weights = resolved.config.aio.drive_weights
+    if weights and resolved.nvme_path is not None and len(weights) != len(resolved.nvme_path):
+        raise ConfigError(
+            f"aio.drive_weights has {len(weights)} numbers but nvme_path names {len(resolved.nvme_path)} folders: give "
+            "one number for each folder, or leave it out to have the drives measured"
         )
     return resolved
 
@@ -277,8 +284,10 @@ def _capacity(config: ResolvedConfig, plan: Plan, model: nn.Module, ranks: Ranks
     else:
         gpu = capped(free, limits.gpu.max_bytes, 1)
         cpu_limit = capped(cpu, limits.cpu.max_bytes, ranks.local_size)
-    path = config.nvme_path
-    nvme = capped(free_nvme_nbytes(path), limits.nvme.max_bytes, ranks.local_size) if path is not None else None
+    nvme = None
+    if config.nvme_path is not None:
+        on_drives = free_nvme_nbytes(config.nvme_path, config.config.aio.drive_weights)
+        nvme = capped(on_drives, limits.nvme.max_bytes, ranks.local_size)
     return Capacity(gpu=gpu, cpu=cpu_limit, nvme=nvme)
 
 
@@ -318,7 +327,9 @@ def _build(
         spool.close()
     gradients = Gradients(units, plan=plan, store=store, device=device, mesh=mesh, ledger=ledger)
     ahead = config.config.overlap and (ranks.world_size > 1 or device.is_accelerator)
-    coordinator = Coordinator(units, plan=plan, store=store, gradients=gradients, ahead=ahead)
+    coordinator = Coordinator(
+        units, plan=plan, store=store, gradients=gradients, ahead=ahead, retain=not device.is_accelerator
+    )
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             parameter.adopt(param, coordinator, slot.name)
@@ -329,10 +340,14 @@ def _build(
     hooks = ModuleHooks(model, units, coordinator)
     undo.callback(hooks.remove)
     # Ranks of one node share its cores; the result does not depend on how many there are.
-    set_threads(max(1, (os.cpu_count() or 1) // ranks.local_size) if ranks.local_size > 1 else None)
+    set_threads(None, share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size))
+    # Beside the next forward there is something to gain where bytes move: to a drive, or to a device that computes.
+    moves = device.is_accelerator or Tier.NVME in (plan.request.optimizer_tier, plan.request.param_tier)
     stepper = Stepper(
-        plan, store, index=ranks.rank, decoupled=trained.decoupled, bias_correction=trained.bias_correction
-    )
+        plan, store, index=ranks.rank, decoupled=trained.decoupled, bias_correction=trained.bias_correction,
+        behind=config.config.overlap and moves,
+    )  # fmt: skip
+    undo.callback(stepper.close)
     return Parts(
         module=model, config=config, plan=plan, device=device, mesh=mesh, ledger=ledger, store=store, units=units,
         gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper,
@@ -354,6 +369,8 @@ def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, led
             threads=threads,
             timeout_seconds=config.config.watchdog_seconds,
             block_nbytes=aio.block_size,
+            checksum=aio.checksum,
+            weights=aio.drive_weights,
         )
         assert config.nvme_path is not None
         nvme = NvmeTier.open(config.nvme_path, nbytes=plan.nvme_nbytes, rank=ranks.rank, options=options)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,11 @@ from infinity.zero import access
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients, on_any_rank
 from infinity.zero.hooks import ModuleHooks
+from infinity.zero.stopwatch import agree
 from infinity.zero.unit import Unit
+
+# The optimizer step after which a pass is timed.
+_WATCHED_STEP = 2
 
 
 @dataclass
@@ -92,8 +96,13 @@ class Engine(nn.Module):
         self._grad_scale = 1.0
         self._ordered = False
         self._arrived: dict[Unit, list[bool]] = {}
+        # A gradient that is not finite skips the whole step, or (bf16 on request) leaves its own elements out.
+        self._checked = parts.config.compute_dtype != "bf16" or parts.config.config.bf16.check_grad_overflow
+        self._early = not self._checked and not parts.config.clip_norm and not parts.plan.placement.grad_whole
+        self._ahead = parts.config.config.overlap and not all(unit.placed.whole for unit in self.units)
         self._closed = False
         self._since = (time.perf_counter(), 0)
+        self.gradients.landed = self._on_landed
         for unit in self.units:
             for param in unit.params:
                 param.__dict__["_infinity_owner"] = self
@@ -137,6 +146,8 @@ class Engine(nn.Module):
         factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         factor *= self._scaler.scale if self._scaler is not None else 1.0
         scaled = loss if factor == 1.0 else loss.float() * factor
+        if self._early and self.is_gradient_accumulation_boundary():
+            self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
         self.coordinator.begin_backward(scaled=True)
         try:
             scaled.backward(retain_graph=retain_graph)
@@ -160,7 +171,12 @@ class Engine(nn.Module):
         squares, nonfinite = self._global_stats()
         self.coordinator.next_step()
         self._norm = math.sqrt(squares) * self.grad_factor if not nonfinite else math.inf
-        if nonfinite:
+        if nonfinite and not self._checked:
+            logger.warning(
+                "step %d: %d gradient elements are not finite; their weights and moments are unchanged",
+                self.global_steps, nonfinite,
+            )  # fmt: skip
+        if nonfinite and self._checked:
             self.skipped_steps += 1
             if self._scaler is None:
                 logger.warning(
@@ -178,7 +194,16 @@ class Engine(nn.Module):
         self.global_samples += self.train_batch_size()
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step()
+        self._time_prefetch()
         self._print_progress()
+
+    def synchronize(self) -> None:
+        """Return when everything that `step()` has begun is done: with overlap it may go on beside the next forward.
+
+        Nothing needs this for its result; it is for timing, and for meeting an I/O error here instead of there.
+        """
+        self._alive("synchronize")
+        self._stepper.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away what has accumulated since the last step."""
@@ -277,12 +302,23 @@ class Engine(nn.Module):
     # The end.
 
     def close(self) -> None:
-        """Return memory, files, threads and process groups. Weights that are whole stay usable; call it as often as
-        you like.
+        """Finish the step that goes on behind the program, then return memory, files, threads and process groups.
+
+        Weights that are whole stay usable; call it as often as you like. Raises what went wrong with that step, once
+        everything is returned.
         """
+        self._close(at_once=False)
+
+    def _close(self, *, at_once: bool) -> None:
         if self._closed:
             return
         self._closed = True
+        with ExitStack() as stack:
+            # Backwards.
+            stack.callback(self._return_everything)
+            stack.callback(lambda: self._stepper.close(at_once=at_once))
+
+    def _return_everything(self) -> None:
         self._hooks.remove()
         self.coordinator.abandon()
         self.coordinator.closed = True
@@ -299,18 +335,29 @@ class Engine(nn.Module):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        try:
+            self._close(at_once=error is not None)
+        except Exception as failure:
+            if error is None:
+                raise
+            # The error under way is the one to see.
+            logger.error("while closing the engine: %s", failure)
 
     # Steps of a step.
 
     def apply_step(self) -> None:
         """What `optimizer.step()` runs: step every sub-group, then bring whole units up to date."""
         arrived = {unit.layout.index: self._arrived[unit] for unit in self._arrived}
+        # What goes on behind the next forward begins here; whole units are up to date on return.
         self._stepper.step(self.optimizer.param_groups, grad_scale=self._grad_scale, arrived=arrived)
         for unit in self.units:
             if unit.placed.whole and unit.layout.trainable:
                 unit.refresh()
+
+    def _on_landed(self, unit: Unit) -> None:
+        final = self.is_gradient_accumulation_boundary()
+        self._stepper.landed(unit.layout.index, self.gradients.arrived[unit], final=final)
 
     def _settle_gradients(self) -> None:
         """Complete the gradient partitions: late ones first, and agree on which parameters have one at all."""
@@ -334,6 +381,18 @@ class Engine(nn.Module):
         self._ordered = True
         order = [float(index) for index in self.gradients.seen_order]
         self.gradients.set_order([int(index) for index in exchange(order, self.mesh.control, self.world_size)[0]])
+
+    def _time_prefetch(self) -> None:
+        """Measure one warm training pass, and then prefetch as late as its times allow; once, on all ranks alike."""
+        if not self._ahead or self.global_steps not in (_WATCHED_STEP, _WATCHED_STEP + 1):
+            return
+        if self.global_steps == _WATCHED_STEP:
+            self.coordinator.watch(self._device)
+            return
+        self._stepper.finish()
+        found = agree(self.coordinator.use_times(), self.units, self.store, self._device, self.mesh)
+        if found is not None:
+            self.coordinator.retime(*found)
 
     def _global_stats(self) -> tuple[float, int]:
         """Sum of squares and number of non-finite elements of all ranks' gradients; the same bits on every rank."""
@@ -361,6 +420,7 @@ class Engine(nn.Module):
     def _alive(self, verb: str) -> None:
         if self._closed:
             raise StateError(f"cannot {verb}: this engine was closed")
+        self._stepper.check()
 
 
 def _loss_scaler(config: ResolvedConfig) -> LossScaler | None:

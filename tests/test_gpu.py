@@ -1,8 +1,15 @@
-"""What only an accelerator can show: placements on a real device, and pinned memory of exact size."""
+"""What only an accelerator can show: its kernels' bits, copies beside compute, placements, pinned memory of exact size.
+
+`python -m pytest tests/test_gpu.py` on a machine with one; see docs/internals_kernels.md.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +18,13 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.memory.device import Device
+from infinity.memory.host import HostMemory
+from infinity.memory.ledger import Ledger
+from infinity.ops import adam, build, kernels, reference
+from infinity.ops.adam import Piece
+from infinity.ops.piece import AdamConstants
+from tests.support.pieces import DTYPES, HYPER, STORAGES, make_piece, on_device, same, states, table_of, values
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,14 +32,188 @@ pytestmark = [
 ]
 
 
-def build() -> nn.Sequential:
+needs_nvcc = pytest.mark.skipif(
+    build._compiler("kernels") is None, reason="needs nvcc, the compiler of the CUDA toolkit"
+)
+# Long enough to be seen beside a copy, in cycles of the device: some 50 ms.
+CYCLES = 80_000_000
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device.detect(0)
+
+
+@pytest.fixture
+def pinned(device: Device) -> Iterator[HostMemory]:
+    """Pinned CPU memory, given back afterwards."""
+    memory = HostMemory(device, pin=True, ledger=Ledger())
+    yield memory
+    memory.close()
+
+
+@contextmanager
+def no_host_stop() -> Iterator[None]:
+    """Any call that makes the host wait for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_nvcc
+def test_the_kernels_run_here(device: Device) -> None:
+    assert kernels.describe(device.torch) == "kernels"
+    assert build.describe(cuda=True)["kernels"] != "plain twin"
+
+
+@needs_nvcc
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+def test_adam_has_the_bits_of_the_cpu(device: Device, storage: str, grad_dtype: torch.dtype) -> None:
+    # More pieces than a launch takes, of all alignments, some empty.
+    sizes = [(index * 1237) % 9001 if index % 5 else 0 for index in range(70)] + [3_000_017]
+    hypers = [replace(HYPER, lr=10.0 ** -(1 + index % 4), adamw=index % 2 == 0) for index in range(len(sizes))]
+    pieces = [make_piece(n, storage, grad_dtype, hyper) for n, hyper in zip(sizes, hypers, strict=True)]
+    above = [on_device(piece, device.torch, shift=index % 5) for index, piece in enumerate(pieces)]
+    twins = [on_device(piece, device.torch) for piece in pieces]
+    for step in (1, 2):
+        left_out = adam.adam_step(pieces, step=step, grad_scale=0.37)
+        with no_host_stop():
+            counted = kernels.adam_step(*table_of(above, step, 0.37), device.torch)
+        assert int(counted) == left_out > 0
+        # What runs on a device that the kernels do not run on.
+        for twin in twins:
+            reference.adam_step(twin, AdamConstants.of(twin.hyper, step=step, grad_scale=0.37))
+    for piece, ours, twin in zip(pieces, above, twins, strict=True):
+        assert all(same(ours_state.cpu(), state) for ours_state, state in zip(states(ours), states(piece), strict=True))
+        assert all(same(twin_state.cpu(), state) for twin_state, state in zip(states(twin), states(piece), strict=True))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source_dtype", DTYPES)
+@pytest.mark.parametrize("target_dtype", [None, *DTYPES])
+def test_casts_and_norms_have_the_bits_of_the_cpu(
+    device: Device, source_dtype: torch.dtype, target_dtype: torch.dtype | None
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    below = [
+        values(numel, generator).to(source_dtype) for numel in (0, 1, 17, 4096, 70_001, 5_000_011, *range(80, 150))
+    ]
+    sources = [each.to(device.torch) for each in below]
+    targets = None if target_dtype is None else [torch.empty_like(each, dtype=target_dtype) for each in sources]
+    with no_host_stop():
+        stats = kernels.cast_stats(sources, targets, 0.3)
+    expected = below
+    if targets is not None:
+        expected = [(each.float() * float(torch.tensor(0.3))).to(target_dtype) for each in below]
+        assert all(same(target.cpu(), each) for target, each in zip(targets, expected, strict=True))
+    assert list(zip(*(each.tolist() for each in stats), strict=True)) == [tuple(s) for s in adam.grad_stats(expected)]
+
+
+@needs_nvcc
+def test_adam_runs_near_the_memorys_bandwidth(device: Device) -> None:
+    """fp32: 28 bytes an element. Half of what a copy of the device reaches is a floor, not a goal."""
+    numel = 64 << 20
+    tensors = [torch.rand(numel, device=device.torch) for _ in range(4)]
+    table = table_of([Piece(*tensors, hyper=HYPER)], 1, 1.0)
+    adam_s = _seconds(lambda: kernels.adam_step(*table, device.torch))
+    copy_s = _seconds(lambda: tensors[0].copy_(tensors[1]))
+    ratio = (28 * numel / adam_s) / (8 * numel / copy_s)
+    assert ratio > 0.5, f"{28 * numel / adam_s / 1e9:.0f} GB/s, a copy {8 * numel / copy_s / 1e9:.0f} GB/s"
+
+
+def test_a_copy_does_not_stop_the_host_and_orders_itself(device: Device, pinned: HostMemory) -> None:
+    numel = 4 << 20
+    buffers = [pinned.allocate(2 * numel).view(torch.bfloat16) for _ in range(3)]
+    for round_number in range(12):
+        with no_host_stop():
+            transfers = []
+            for index, buffer in enumerate(buffers):
+                torch.cuda._sleep(CYCLES // 20)
+                source = torch.full((numel,), round_number + index / 4, device=device.torch)
+                transfers.append(device.copy(buffer, source))
+                # The memory goes back at once, and whoever has it next writes into it.
+                del source
+                torch.full((numel,), -1.0, device=device.torch)
+        for index, (transfer, buffer) in enumerate(zip(transfers, buffers, strict=True)):
+            device.arrived(transfer)
+            assert bool((buffer == round_number + index / 4).all())
+        with no_host_stop():
+            above = [device.empty(numel, torch.float32) for _ in buffers]
+            transfers = [device.copy(target, buffer) for target, buffer in zip(above, buffers, strict=True)]
+            for transfer in transfers:
+                transfer.wait()
+            sums = [target.sum(dtype=torch.float64) for target in above]
+        assert [float(total) for total in sums] == [numel * (round_number + index / 4) for index in range(3)]
+
+
+def test_copies_run_beside_compute_and_beside_each_other(device: Device, pinned: HostMemory) -> None:
+    nbytes = 512 << 20
+    down, up = pinned.allocate(nbytes), pinned.allocate(nbytes)
+    above, target = device.empty(nbytes, torch.uint8), device.empty(nbytes, torch.uint8)
+
+    def copies(*pairs: tuple[torch.Tensor, torch.Tensor], cycles: int = 0) -> float:
+        def run() -> None:
+            transfers = [device.copy(to, of) for to, of in pairs]
+            torch.cuda._sleep(cycles)
+            for transfer in transfers:
+                transfer.wait()
+
+        return _seconds(run)
+
+    alone, compute = copies((target, up)), copies(cycles=CYCLES)
+    assert copies((target, up), cycles=CYCLES) < max(alone, compute) + 0.3 * min(alone, compute)
+    # Some machines share one path between the directions: less than one after the other is all that is asked.
+    assert copies((target, up), (down, above)) < 0.9 * (alone + copies((down, above)))
+
+
+def test_a_prefetched_gather_does_not_stop_the_host(tmp_path: Path) -> None:
+    engine = make_engine("cpu", "cpu", tmp_path)
+    with engine:
+        tokens = torch.randint(0, 50, (4, 32), device=engine.device)
+        for _ in range(2):
+            engine.backward(engine(tokens).float().sum())
+            engine.step()
+        engine.eval()
+        with torch.no_grad():
+            expected = engine(tokens)
+            with no_host_stop():
+                torch.cuda._sleep(CYCLES)
+                again = engine(tokens)
+        assert torch.equal(again, expected)
+
+
+def test_a_refused_registration_leaves_the_device_usable(device: Device, pinned: HostMemory) -> None:
+    buffer = pinned.allocate(1 << 20)
+    reason = device.register(buffer.data_ptr(), buffer.numel())
+    assert reason is not None and "already" in reason
+    # The driver's last error would be raised by whatever runs next.
+    assert float(torch.ones(4, device=device.torch).sum()) == 4.0
+
+
+def _seconds(run: Callable[[], object], repeats: int = 5) -> float:
+    """Median time of `run` on the device."""
+    found = []
+    for _ in range(repeats + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(found[1:])
+
+
+def build_model() -> nn.Sequential:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
     return nn.Sequential(nn.Embedding(50, 64), *blocks, nn.Linear(64, 50))
 
 
-def train(param: str, optimizer: str, folder: Path, steps: int = 5) -> tuple[str, Any]:
-    """sha256 over masters and moments after some steps in bf16, and the engine's memory report."""
+def make_engine(param: str, optimizer: str, folder: Path) -> Any:
+    """A small model in bf16 with its states on these tiers."""
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": True},
@@ -37,7 +225,13 @@ def train(param: str, optimizer: str, folder: Path, steps: int = 5) -> tuple[str
             "stage3_param_persistence_threshold": 0,
         },
     }
-    engine, *_ = infinity.initialize(model=build(), config=config)
+    engine, *_ = infinity.initialize(model=build_model(), config=config)
+    return engine
+
+
+def train(param: str, optimizer: str, folder: Path, steps: int = 5) -> tuple[str, Any]:
+    """sha256 over masters and moments after some steps, and the engine's memory report."""
+    engine = make_engine(param, optimizer, folder)
     generator = torch.Generator().manual_seed(1)
     with engine:
         for _ in range(steps):

@@ -9,7 +9,9 @@
 #include <sys/syscall.h>
 
 #include <algorithm>
-#include <vector>
+#include <mutex>
+
+#include "registered.h"
 
 namespace infinity::aio {
 namespace {
@@ -51,12 +53,13 @@ class IoUring final : public KernelQueue {
     IoUring(uint32_t depth, int event_fd)
         : fd_(setup(depth, &params_)),
           rings_(fd_.get(), IORING_OFF_SQ_RING, rings_nbytes(params_)),
-          entries_(fd_.get(), IORING_OFF_SQES, params_.sq_entries * sizeof(io_uring_sqe)) {
+          entries_(fd_.get(), IORING_OFF_SQES, params_.sq_entries * sizeof(io_uring_sqe)),
+          registered_(fd_.get()) {
         if (!(params_.features & IORING_FEAT_SINGLE_MMAP) || !offers_read_and_write()) fail(ENOSYS);
         if (::syscall(__NR_io_uring_register, fd_.get(), IORING_REGISTER_EVENTFD, &event_fd, 1) < 0) fail(errno);
     }
 
-    int begin(uint64_t slot, const Transfer& transfer) override {
+    void stage(uint64_t slot, const Transfer& transfer) override {
         uint32_t* const tail = rings_.at<uint32_t>(params_.sq_off.tail);
         const uint32_t index = *tail & *rings_.at<uint32_t>(params_.sq_off.ring_mask);
         io_uring_sqe& entry = entries_.at<io_uring_sqe>(0)[index];
@@ -67,30 +70,63 @@ class IoUring final : public KernelQueue {
         entry.len = static_cast<uint32_t>(transfer.nbytes);
         entry.off = static_cast<uint64_t>(transfer.offset);
         entry.user_data = slot;
+        if (transfer.registered >= 0) {
+            entry.fd = transfer.registered;
+            entry.flags = IOSQE_FIXED_FILE;
+        }
+        const int buffer = registered_.buffer_of(transfer.at, transfer.nbytes);
+        if (buffer >= 0) {
+            entry.opcode = transfer.write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
+            entry.buf_index = static_cast<uint16_t>(buffer);
+        }
         rings_.at<uint32_t>(params_.sq_off.array)[index] = index;
         __atomic_store_n(tail, *tail + 1, __ATOMIC_RELEASE);
-        for (;;) {
-            const long begun = ::syscall(__NR_io_uring_enter, fd_.get(), 1, 0, 0, nullptr, 0);
-            if (begun == 1) return 0;
-            if (begun < 0 && errno == EINTR) continue;
-            // Not taken: the entry goes back, so that the next one is not taken for it.
-            const int error = begun < 0 ? errno : EAGAIN;
-            __atomic_store_n(tail, *tail - 1, __ATOMIC_RELEASE);
-            return error == EBUSY ? EAGAIN : error;
-        }
+        ++staged_;
     }
 
-    bool reap(Completion* completion) override {
-        uint32_t* const head = rings_.at<uint32_t>(params_.cq_off.head);
-        if (*head == __atomic_load_n(rings_.at<uint32_t>(params_.cq_off.tail), __ATOMIC_ACQUIRE)) return false;
-        const uint32_t index = *head & *rings_.at<uint32_t>(params_.cq_off.ring_mask);
-        const io_uring_cqe& entry = rings_.at<io_uring_cqe>(params_.cq_off.cqes)[index];
-        *completion = Completion{entry.user_data, entry.res};
-        __atomic_store_n(head, *head + 1, __ATOMIC_RELEASE);
+    bool begin(std::vector<Completion>* refused) override {
+        while (staged_ != 0) {
+            const long taken = ::syscall(__NR_io_uring_enter, fd_.get(), staged_, 0, 0, nullptr, 0);
+            const int error = taken < 0 ? errno : EAGAIN;
+            if (taken > 0) {
+                staged_ -= static_cast<uint32_t>(taken);
+            } else if (error == EAGAIN || error == EBUSY || error == ENOMEM) {
+                return false;
+            } else if (error != EINTR) {
+                refuse_staged(error, refused);
+            }
+        }
         return true;
     }
 
+    void reap(std::vector<Completion>* completions) override {
+        uint32_t* const head = rings_.at<uint32_t>(params_.cq_off.head);
+        const uint32_t tail = __atomic_load_n(rings_.at<uint32_t>(params_.cq_off.tail), __ATOMIC_ACQUIRE);
+        const uint32_t mask = *rings_.at<uint32_t>(params_.cq_off.ring_mask);
+        for (uint32_t at = *head; at != tail; ++at) {
+            const io_uring_cqe& entry = rings_.at<io_uring_cqe>(params_.cq_off.cqes)[at & mask];
+            completions->push_back(Completion{entry.user_data, entry.res});
+        }
+        __atomic_store_n(head, tail, __ATOMIC_RELEASE);
+    }
+
+    int register_buffer(char* at, uint64_t nbytes) override { return registered_.add_buffer(at, nbytes); }
+    void unregister_buffer(char* at) override { registered_.remove_buffer(at); }
+    int32_t register_file(int fd) override { return registered_.add_file(fd); }
+    void unregister_file(int32_t number) override { registered_.remove_file(number); }
+
   private:
+    // The ring itself does not work: what is in it goes back, so that nothing is begun later.
+    void refuse_staged(int error, std::vector<Completion>* refused) {
+        uint32_t* const tail = rings_.at<uint32_t>(params_.sq_off.tail);
+        const uint32_t mask = *rings_.at<uint32_t>(params_.sq_off.ring_mask);
+        for (; staged_ != 0; --staged_) {
+            const uint32_t index = (*tail - 1) & mask;
+            refused->push_back(Completion{entries_.at<io_uring_sqe>(0)[index].user_data, -error});
+            __atomic_store_n(tail, *tail - 1, __ATOMIC_RELEASE);
+        }
+    }
+
     // Both came with Linux 5.6.
     bool offers_read_and_write() const {
         constexpr uint32_t count = 256;
@@ -107,6 +143,8 @@ class IoUring final : public KernelQueue {
     const Fd fd_;
     const Mapping rings_;
     const Mapping entries_;
+    Registered registered_;
+    uint32_t staged_ = 0;
 };
 
 }  // namespace

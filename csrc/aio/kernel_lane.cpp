@@ -1,8 +1,10 @@
 // A lane over a queue in the kernel, driven by one thread.
 //
 // One event descriptor counts what the thread has to look at: completions (the kernel adds to it), new requests and the
-// order to stop (the lane does). It sleeps in a read of it, and wakes to take completions and to fill free slots.
+// order to stop (the lane does). It sleeps on it, and wakes to take completions and to fill free slots. Checksums are
+// computed after the free slots are filled, while the drive works on what was begun.
 
+#include <poll.h>
 #include <sys/eventfd.h>
 
 #include <algorithm>
@@ -14,6 +16,13 @@
 #include "lane.h"
 #include "pending.h"
 
+#ifdef INFINITY_AIO_FAULTS
+// The test build asks for the result of every completion, and whoever loads it defines the answer.
+extern "C" int64_t infinity_aio_fault(int fd, int64_t result);
+// The completion never comes.
+constexpr int64_t kFaultHangs = INT64_MIN;
+#endif
+
 namespace infinity::aio {
 namespace {
 
@@ -21,9 +30,9 @@ namespace {
 constexpr uint64_t kTransferNbytesMax = uint64_t{1} << 30;
 
 struct State {
-    State(KernelQueueMaker make, uint32_t depth, uint64_t block_nbytes)
-        : event(::eventfd(0, EFD_CLOEXEC)), kernel(make(depth, event.get())), slots(depth), pending(block_nbytes) {
-        for (uint32_t slot = 0; slot < depth; ++slot) free.push_back(slot);
+    State(KernelQueueMaker make, uint32_t depth)
+        : event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), kernel(make(depth, event.get())), slots(depth) {
+        for (uint32_t slot = depth; slot-- > 0;) free.push_back(slot);
     }
     void signal() const {
         const uint64_t one = 1;
@@ -33,15 +42,17 @@ struct State {
 
     const Fd event;
     std::unique_ptr<KernelQueue> kernel;
-    // The thread's own: what is in flight by slot, which slots are not, and what is to be asked for again.
+    // The thread's own: what is in flight (or staged) by slot, which slots are not, and what is to be asked for again,
+    // at once or a little later.
     std::vector<Block> slots;
     std::vector<uint32_t> free;
     std::deque<Block> again;
+    std::deque<Block> later;
 
-    std::mutex mutex;
+    const std::shared_ptr<Pending> pending = std::make_shared<Pending>();
     std::condition_variable changed;
-    // Guarded by mutex.
-    Pending pending;
+    // Guarded by pending->mutex. Whether a new request is worth waking the thread.
+    bool hungry = false;
     bool stop = false;
     bool ended = false;
     std::atomic<bool> abandoned{false};
@@ -53,71 +64,149 @@ class Driver {
 
     // Returns when told to stop and nothing is left, or when abandoned.
     void run() {
-        for (;;) {
+        while (!state_.abandoned) {
             fill();
-            if (in_flight() == 0 && !state_.again.empty()) {
-                std::this_thread::sleep_for(kPatience);
-            } else if (in_flight() == 0 && finished()) {
-                return;
-            } else {
-                uint64_t count;
-                while (::read(state_.event.get(), &count, sizeof count) < 0 && errno == EINTR) continue;
-            }
-            if (state_.abandoned) return;
-            Completion completion;
-            while (state_.kernel->reap(&completion)) complete(completion);
+            digest();
+            if (over()) return;
+            if (may_sleep()) sleep();
+            reap();
         }
+        give_up();
     }
     size_t in_flight() const { return state_.slots.size() - state_.free.size(); }
 
   private:
+    using Clock = std::chrono::steady_clock;
+
     void fill() {
-        while (!state_.free.empty()) {
-            Block block = next();
-            if (!block.request) return;
-            const uint32_t slot = state_.free.back();
-            state_.free.pop_back();
-            state_.slots[slot] = std::move(block);
-            const int error = begin(slot);
-            if (error == 0) continue;
-            complete(Completion{slot, -error});
-            // The kernel is full: the completions to come make room.
-            if (error == EAGAIN) return;
+        {
+            std::lock_guard<std::mutex> lock(state_.pending->mutex);
+            for (Block block = next(); block.request; block = next()) {
+                const uint32_t slot = state_.free.back();
+                state_.free.pop_back();
+                state_.slots[slot] = std::move(block);
+                fresh_.push_back(slot);
+            }
         }
+        for (const uint32_t slot : fresh_) stage(slot);
+        fresh_.clear();
+        staged_all_ = state_.kernel->begin(&completions_);
+        complete_all();
     }
     Block next() {
-        if (!state_.again.empty()) {
-            Block block = std::move(state_.again.front());
-            state_.again.pop_front();
-            return block;
-        }
-        std::lock_guard<std::mutex> lock(state_.mutex);
-        return state_.pending.pop();
+        if (state_.free.empty()) return Block{};
+        if (state_.again.empty()) return state_.pending->pop();
+        Block block = std::move(state_.again.front());
+        state_.again.pop_front();
+        return block;
     }
-    int begin(uint32_t slot) {
+    void stage(uint32_t slot) {
         const Block& block = state_.slots[slot];
-        const Request& request = *block.request;
-        return state_.kernel->begin(slot, Transfer{request.write, block.descriptor(), request.buffer + block.begin,
-                                                   std::min(block.end - block.begin, kTransferNbytesMax),
-                                                   request.offset + static_cast<int64_t>(block.begin)});
+        const Order& order = block.request->order;
+        if (block.digests(true) && block.begin == block.first) undigested_.push_back(slot);
+        state_.kernel->stage(slot, Transfer{order.write, block.descriptor(), order.target.registered,
+                                            order.buffer + block.begin,
+                                            std::min(block.end - block.begin, kTransferNbytesMax),
+                                            order.offset + static_cast<int64_t>(block.begin)});
+    }
+    void digest() {
+        // What is being written now: its slot holds it until a completion is taken, which this thread does later.
+        for (const uint32_t slot : undigested_) {
+            const Block& block = state_.slots[slot];
+            if (block.request) block.request->digest(block.first);
+        }
+        undigested_.clear();
+        for (const Block& block : arrived_) {
+            block.request->digest(block.first);
+            block.request->block_over(0, 0);
+        }
+        arrived_.clear();
+    }
+    bool over() {
+        if (in_flight() != 0 || !state_.again.empty() || !state_.later.empty()) return false;
+        std::lock_guard<std::mutex> lock(state_.pending->mutex);
+        return state_.stop && state_.pending->empty();
+    }
+    // Whether there is nothing to begin before something happens.
+    bool may_sleep() {
+        const bool room = !state_.free.empty();
+        if (room && !state_.again.empty()) return false;
+        std::lock_guard<std::mutex> lock(state_.pending->mutex);
+        if (room && !state_.pending->empty()) return false;
+        state_.hungry = room;
+        return true;
+    }
+    void sleep() {
+        pollfd event{state_.event.get(), POLLIN, 0};
+        const bool patient = staged_all_ && state_.later.empty();
+        ::poll(&event, 1, patient ? -1 : static_cast<int>(kPatience.count()));
+        uint64_t count;
+        // Empty where the time was over or a signal came: the round then finds nothing, and sleeps again.
+        [[maybe_unused]] const ssize_t got = ::read(state_.event.get(), &count, sizeof count);
+        if (!state_.later.empty() && Clock::now() >= patience_until_) {
+            std::move(state_.later.begin(), state_.later.end(), std::back_inserter(state_.again));
+            state_.later.clear();
+        }
+    }
+    // Settles all that the kernel does not hold.
+    void give_up() {
+        digest();
+        for (std::deque<Block>* blocks : {&state_.again, &state_.later}) {
+            for (const Block& block : *blocks) block.request->block_over(ETIMEDOUT, block.begin);
+            blocks->clear();
+        }
+    }
+    void reap() {
+        state_.kernel->reap(&completions_);
+        complete_all();
+    }
+    void complete_all() {
+        for (const Completion& completion : completions_) complete(completion);
+        completions_.clear();
     }
     void complete(const Completion& completion) {
-        Block block = std::move(state_.slots[completion.slot]);
-        state_.free.push_back(static_cast<uint32_t>(completion.slot));
-        if (settle(block, completion.result) == Verdict::kOver) return;
-        if (block.descriptor() == block.request->target.direct_fd) {
-            state_.again.push_back(std::move(block));
-        } else {
-            // A file that ends inside a sector left an unaligned rest: a call or two through the page cache.
-            move_now(block, state_.abandoned);
+        const auto slot = static_cast<uint32_t>(completion.slot);
+        int64_t result = completion.result;
+#ifdef INFINITY_AIO_FAULTS
+        result = infinity_aio_fault(state_.slots[slot].descriptor(), result);
+        if (result == kFaultHangs) return;
+#endif
+        Block block = std::move(state_.slots[slot]);
+        state_.slots[slot] = Block{};
+        state_.free.push_back(slot);
+        switch (settle(block, result)) {
+            case Verdict::kMoved:
+                if (block.digests(false)) {
+                    arrived_.push_back(std::move(block));
+                } else {
+                    block.request->block_over(0, 0);
+                }
+                break;
+            case Verdict::kFailed: break;
+            case Verdict::kAgain:
+                if (block.descriptor() == block.request->order.target.direct_fd) {
+                    state_.again.push_back(std::move(block));
+                } else {
+                    // A file that ends inside a sector left an unaligned rest: a call or two through the page cache.
+                    move_now(block, state_.abandoned);
+                }
+                break;
+            case Verdict::kLater:
+                patience_until_ = Clock::now() + kPatience;
+                state_.later.push_back(std::move(block));
+                break;
         }
-    }
-    bool finished() {
-        std::lock_guard<std::mutex> lock(state_.mutex);
-        return state_.stop && state_.pending.empty();
     }
 
     State& state_;
+    // Kept between rounds for their memory alone.
+    std::vector<uint32_t> fresh_;
+    std::vector<Completion> completions_;
+    // Slots of blocks to be written, and blocks that were read, whose checksums are not computed yet.
+    std::vector<uint32_t> undigested_;
+    std::vector<Block> arrived_;
+    bool staged_all_ = true;
+    Clock::time_point patience_until_;
 };
 
 void serve(const std::shared_ptr<State>& state) {
@@ -127,32 +216,33 @@ void serve(const std::shared_ptr<State>& state) {
         // The kernel still writes to these buffers and to the queue's memory: neither is ever freed.
         new std::shared_ptr<State>(state);
     }
-    std::lock_guard<std::mutex> lock(state->mutex);
+    std::lock_guard<std::mutex> lock(state->pending->mutex);
     state->ended = true;
     state->changed.notify_all();
 }
 
 class KernelLane final : public Lane {
   public:
-    KernelLane(KernelQueueMaker make, uint32_t depth, uint64_t block_nbytes)
-        : state_(std::make_shared<State>(make, depth, block_nbytes)) {}
+    KernelLane(KernelQueueMaker make, uint32_t depth) : state_(std::make_shared<State>(make, depth)) {}
 
-    void push(std::shared_ptr<Request> request) override {
-        std::lock_guard<std::mutex> lock(state_->mutex);
+    std::shared_ptr<Pending> push(std::shared_ptr<Request> request) override {
+        std::lock_guard<std::mutex> lock(state_->pending->mutex);
         if (!thread_.joinable()) thread_ = std::thread([state = state_] { serve(state); });
-        state_->pending.push(std::move(request));
-        state_->signal();
+        state_->pending->push(std::move(request));
+        if (state_->hungry) state_->signal();
+        state_->hungry = false;
+        return state_->pending;
     }
 
     bool close(double timeout_s) override {
-        std::unique_lock<std::mutex> lock(state_->mutex);
+        std::unique_lock<std::mutex> lock(state_->pending->mutex);
         if (!thread_.joinable()) return true;
         state_->stop = true;
         state_->signal();
         const auto ended = [this] { return state_->ended; };
         const bool clean = state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), ended);
         if (!clean) {
-            state_->pending.cancel(ETIMEDOUT);
+            state_->pending->cancel_all(ETIMEDOUT);
             state_->abandoned = true;
             state_->signal();
         }
@@ -161,6 +251,8 @@ class KernelLane final : public Lane {
         return clean;
     }
 
+    KernelQueue* kernel() override { return state_->kernel.get(); }
+
   private:
     std::shared_ptr<State> state_;
     std::thread thread_;
@@ -168,8 +260,8 @@ class KernelLane final : public Lane {
 
 }  // namespace
 
-std::unique_ptr<Lane> make_kernel_lane(KernelQueueMaker make, uint32_t depth, uint64_t block_nbytes) {
-    return std::make_unique<KernelLane>(make, depth, block_nbytes);
+std::unique_ptr<Lane> make_kernel_lane(KernelQueueMaker make, uint32_t depth) {
+    return std::make_unique<KernelLane>(make, depth);
 }
 
 }  // namespace infinity::aio

@@ -1,4 +1,4 @@
-// A queue inside the kernel: reads and writes of aligned blocks are begun by one call and end on their own.
+// A queue inside the kernel: reads and writes of aligned blocks are begun many at a time and end on their own.
 #pragma once
 
 #include <unistd.h>
@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <system_error>
+#include <vector>
 
 namespace infinity::aio {
 
@@ -30,6 +31,8 @@ class Fd {
 struct Transfer {
     bool write;
     int fd;
+    // The number of `fd` among the registered files, or -1.
+    int32_t registered;
     char* at;
     uint64_t nbytes;
     int64_t offset;
@@ -42,16 +45,29 @@ struct Completion {
     int64_t result;
 };
 
-// Used by one thread. Slots are below the depth that the queue was made with, and used once at a time.
+// Used by one thread, but for registering. Slots are below the depth that the queue was made with, and used once at a
+// time.
 class KernelQueue {
   public:
     // Nothing may be in flight.
     virtual ~KernelQueue() = default;
 
-    // 0, or an errno value; the transfer has then not begun.
-    virtual int begin(uint64_t slot, const Transfer& transfer) = 0;
-    // Takes one completion, without waiting; false where there is none.
-    virtual bool reap(Completion* completion) = 0;
+    // Puts a transfer with those that `begin` will begin.
+    virtual void stage(uint64_t slot, const Transfer& transfer) = 0;
+    // Begins what is staged, in as few system calls as it takes. What the kernel does not take is appended to
+    // `refused`. False where the kernel asks for patience: the rest stays staged.
+    virtual bool begin(std::vector<Completion>* refused) = 0;
+    // Appends what has completed, without waiting.
+    virtual void reap(std::vector<Completion>* completions) = 0;
+
+    // Memory and files that are used again and again can be made known to the kernel once. Called by any thread; what
+    // is registered stays valid, and nothing in flight uses it, until it is taken back. They give an errno value where
+    // the kernel refuses: transfers work without.
+    virtual int register_buffer(char*, uint64_t) { return ENOSYS; }
+    virtual void unregister_buffer(char*) {}
+    // The number of the file, or -errno.
+    virtual int32_t register_file(int) { return -ENOSYS; }
+    virtual void unregister_file(int32_t) {}
 };
 
 // Both count completions up on `event_fd`. They throw std::system_error where the system does not offer them.

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "kernel_queue.h"
+#include "pending.h"
 #include "request.h"
 
 namespace infinity::aio {
@@ -12,19 +13,23 @@ class Lane {
   public:
     virtual ~Lane() = default;
 
-    virtual void push(std::shared_ptr<Request> request) = 0;
+    // Where the request waits, from now on.
+    virtual std::shared_ptr<Pending> push(std::shared_ptr<Request> request) = 0;
 
     // Moves what has been pushed, for up to `timeout_s`, then ends the threads. False where a thread hangs in a system
     // call or the kernel keeps a block: those are left behind with the memory they use, requests not begun are
     // cancelled with ETIMEDOUT, and nothing is ever joined again.
     virtual bool close(double timeout_s) = 0;
+
+    // The queue in the kernel, null where there is none. Valid until the lane is destroyed.
+    virtual KernelQueue* kernel() { return nullptr; }
 };
 
 // `threads` threads, started when there is use for them.
-std::unique_ptr<Lane> make_thread_lane(int threads, uint64_t block_nbytes);
+std::unique_ptr<Lane> make_thread_lane(int threads);
 
 // `depth` blocks in flight in the kernel queue that `make` makes. Throws what that throws.
 using KernelQueueMaker = std::unique_ptr<KernelQueue> (*)(uint32_t depth, int event_fd);
-std::unique_ptr<Lane> make_kernel_lane(KernelQueueMaker make, uint32_t depth, uint64_t block_nbytes);
+std::unique_ptr<Lane> make_kernel_lane(KernelQueueMaker make, uint32_t depth);
 
 }  // namespace infinity::aio

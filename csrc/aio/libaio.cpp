@@ -3,8 +3,6 @@
 #include <linux/aio_abi.h>
 #include <sys/syscall.h>
 
-#include <vector>
-
 #include "kernel_queue.h"
 
 namespace infinity::aio {
@@ -12,12 +10,12 @@ namespace {
 
 class Libaio final : public KernelQueue {
   public:
-    Libaio(uint32_t depth, int event_fd) : event_fd_(event_fd), blocks_(depth) {
+    Libaio(uint32_t depth, int event_fd) : event_fd_(event_fd), blocks_(depth), events_(depth) {
         if (::syscall(__NR_io_setup, depth, &context_) < 0) throw std::system_error(errno, std::generic_category());
     }
     ~Libaio() override { ::syscall(__NR_io_destroy, context_); }
 
-    int begin(uint64_t slot, const Transfer& transfer) override {
+    void stage(uint64_t slot, const Transfer& transfer) override {
         iocb& block = blocks_[slot];
         block = iocb{};
         block.aio_data = slot;
@@ -28,27 +26,47 @@ class Libaio final : public KernelQueue {
         block.aio_offset = transfer.offset;
         block.aio_flags = IOCB_FLAG_RESFD;
         block.aio_resfd = static_cast<uint32_t>(event_fd_);
-        iocb* const list[] = {&block};
-        for (;;) {
-            const long begun = ::syscall(__NR_io_submit, context_, 1, list);
-            if (begun == 1) return 0;
-            if (begun == 0) return EAGAIN;
-            if (errno != EINTR) return errno;
-        }
+        staged_.push_back(&block);
     }
 
-    bool reap(Completion* completion) override {
-        io_event event{};
+    bool begin(std::vector<Completion>* refused) override {
+        size_t begun = 0;
+        bool patience = false;
+        while (begun < staged_.size() && !patience) {
+            const long taken = ::syscall(__NR_io_submit, context_, staged_.size() - begun, staged_.data() + begun);
+            const int error = taken < 0 ? errno : EAGAIN;
+            if (taken > 0) {
+                begun += static_cast<size_t>(taken);
+            } else if (error == EAGAIN) {
+                patience = true;
+            } else if (error != EINTR) {
+                // The first of the list is what the kernel complains about.
+                refused->push_back(Completion{staged_[begun]->aio_data, -error});
+                ++begun;
+            }
+        }
+        staged_.erase(staged_.begin(), staged_.begin() + static_cast<ptrdiff_t>(begun));
+        return !patience;
+    }
+
+    void reap(std::vector<Completion>* completions) override {
         timespec no_time{};
-        if (::syscall(__NR_io_getevents, context_, 0, 1, &event, &no_time) != 1) return false;
-        *completion = Completion{event.data, event.res};
-        return true;
+        const auto room = static_cast<long>(events_.size());
+        for (long taken = room; taken == room || (taken < 0 && errno == EINTR);) {
+            taken = ::syscall(__NR_io_getevents, context_, 0, room, events_.data(), &no_time);
+            for (long index = 0; index < taken; ++index) {
+                const io_event& event = events_[static_cast<size_t>(index)];
+                completions->push_back(Completion{event.data, event.res});
+            }
+        }
     }
 
   private:
     const int event_fd_;
     aio_context_t context_ = 0;
     std::vector<iocb> blocks_;
+    std::vector<iocb*> staged_;
+    std::vector<io_event> events_;
 };
 
 }  // namespace

@@ -1,61 +1,110 @@
 // Requests that wait for their turn: highest priority first, then in order of arrival; handed out block by block.
+// Reads and writes of one priority take turns: a drive moves more when it has both.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 
 #include "request.h"
 
 namespace infinity::aio {
 
-// Not synchronised: the owner's lock guards it.
+// Not synchronised: `mutex` is for its owner, who holds it around every call.
 class Pending {
   public:
-    explicit Pending(uint64_t block_nbytes) : block_nbytes_(block_nbytes) {}
-
-    bool empty() const { return requests_.empty(); }
+    bool empty() const { return reads_.empty() && writes_.empty(); }
 
     void push(std::shared_ptr<Request> request) {
-        const Key key{-static_cast<int64_t>(request->priority), arrivals_++};
-        requests_.emplace(key, Entry{std::move(request), 0});
+        request->rank = -static_cast<int64_t>(request->order.priority);
+        request->arrival = arrivals_++;
+        const Key key = key_of(*request);
+        list_of(*request).emplace(key, Entry{request, 0});
     }
 
     // The next block, begun; without a request where nothing waits.
     Block pop() {
-        while (!requests_.empty()) {
-            const auto first = requests_.begin();
+        while (!empty()) {
+            List& list = next_list();
+            const auto first = list.begin();
             Entry& entry = first->second;
-            const uint64_t alignment = entry.request->target.alignment;
-            const uint64_t step = alignment * ((block_nbytes_ + alignment - 1) / alignment);
-            const uint64_t nbytes = entry.request->nbytes;
-            Block block{entry.request, entry.next, nbytes - entry.next > step ? entry.next + step : nbytes};
-            entry.next = block.end;
-            const bool last = block.end == nbytes;
+            const Request& request = *entry.request;
+            const uint64_t nbytes = request.order.nbytes;
+            const uint64_t end = entry.next + std::min(nbytes - entry.next, request.block_nbytes);
+            Block block{entry.request, entry.next, entry.next, end};
+            entry.next = end;
+            const bool last = end == nbytes;
             const bool begun = block.request->begin_block(last);
-            if (last || !begun) requests_.erase(first);
-            if (begun) return block;
+            if (last || !begun) list.erase(first);
+            if (!begun) continue;
+            wrote_last_ = block.request->order.write;
+            return block;
         }
         return Block{};
     }
 
-    // Fails everything that waits and has not begun; what has begun gets no further block.
-    void cancel(int32_t error) {
-        for (auto& [key, entry] : requests_) entry.request->cancel(error, entry.next);
-        requests_.clear();
+    // Puts a request that waits before all that nobody waits for.
+    void urge(const Request& request) {
+        List& list = list_of(request);
+        auto waiting = list.extract(key_of(request));
+        if (waiting.empty()) return;
+        Request& raised = *waiting.mapped().request;
+        // Below what any priority gives.
+        raised.rank = -static_cast<int64_t>(std::numeric_limits<int32_t>::max()) - 1;
+        waiting.key() = key_of(raised);
+        list.insert(std::move(waiting));
     }
+
+    // What of a request has not begun does not begin. False where all of it has.
+    bool cancel(const Request& request, int32_t error) {
+        List& list = list_of(request);
+        const auto found = list.find(key_of(request));
+        if (found == list.end()) return false;
+        const Entry entry = std::move(found->second);
+        list.erase(found);
+        entry.request->cancel(error, entry.next);
+        return true;
+    }
+
+    // The same for every request.
+    void cancel_all(int32_t error) {
+        for (List* list : {&reads_, &writes_}) {
+            for (auto& [key, entry] : *list) entry.request->cancel(error, entry.next);
+            list->clear();
+        }
+    }
+
+    std::mutex mutex;
 
   private:
     using Key = std::pair<int64_t, uint64_t>;
     struct Entry {
         std::shared_ptr<Request> request;
+        // First byte that has not begun.
         uint64_t next;
     };
+    using List = std::map<Key, Entry>;
 
-    const uint64_t block_nbytes_;
+    List& list_of(const Request& request) { return request.order.write ? writes_ : reads_; }
+    // Of the two heads the one of greater priority, or else the kind that was not served last.
+    List& next_list() {
+        if (reads_.empty()) return writes_;
+        if (writes_.empty()) return reads_;
+        const int64_t read_rank = reads_.begin()->first.first;
+        const int64_t write_rank = writes_.begin()->first.first;
+        if (read_rank == write_rank) return wrote_last_ ? reads_ : writes_;
+        return read_rank < write_rank ? reads_ : writes_;
+    }
+    static Key key_of(const Request& request) { return {request.rank, request.arrival}; }
+
     uint64_t arrivals_ = 0;
-    std::map<Key, Entry> requests_;
+    bool wrote_last_ = false;
+    List reads_;
+    List writes_;
 };
 
 }  // namespace infinity::aio

@@ -2,34 +2,120 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <thread>
 
+#include "crc32c.h"
+
 namespace infinity::aio {
+
+Request::Request(const Order& order, uint64_t block_nbytes, std::shared_ptr<Room> room)
+    : order(order),
+      block_nbytes((block_nbytes + order.target.alignment - 1) / order.target.alignment * order.target.alignment),
+      room_(std::move(room)) {
+    if (order.checked) checksums_.resize((order.nbytes + this->block_nbytes - 1) / this->block_nbytes);
+}
+
+int Request::descriptor_for(uint64_t begin, uint64_t end) const {
+    const Target& target = order.target;
+    const bool aligned = (static_cast<uint64_t>(order.offset) + begin) % target.alignment == 0 &&
+                         (end - begin) % target.alignment == 0 &&
+                         reinterpret_cast<uintptr_t>(order.buffer + begin) % target.memory_alignment == 0;
+    return aligned && target.direct_fd >= 0 ? target.direct_fd : target.buffered_fd;
+}
+
+bool Request::is_direct() const {
+    return order.target.direct_fd >= 0 && descriptor_for(0, order.nbytes) == order.target.direct_fd;
+}
+
+bool Request::begin_block(bool last) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (error_ != 0) return false;
+    ++blocks_active_;
+    all_begun_ = last;
+    return true;
+}
+
+void Request::block_over(int32_t error, uint64_t position) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    --blocks_active_;
+    if (error != 0) {
+        all_begun_ = true;
+        if (error_ == 0 || position < position_) {
+            error_ = error;
+            position_ = position;
+        }
+    }
+    settle();
+}
+
+void Request::cancel(int32_t error, uint64_t position) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    all_begun_ = true;
+    if (error_ == 0) {
+        error_ = error;
+        position_ = position;
+    }
+    settle();
+}
+
+bool Request::wait(double timeout_s) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return done(); });
+}
+
+void Request::outcome(int32_t* error, uint64_t* position) const {
+    *error = error_;
+    *position = error_ == 0 ? order.nbytes : position_;
+}
+
+void Request::digest(uint64_t first) {
+    const uint64_t nbytes = std::min(order.nbytes - first, block_nbytes);
+    checksums_[first / block_nbytes] = crc32c(0, order.buffer + first, nbytes);
+}
+
+uint32_t Request::checksum() const {
+    uint32_t all = 0;
+    for (size_t index = 0; index < checksums_.size(); ++index) {
+        const uint64_t nbytes = std::min(order.nbytes - index * block_nbytes, block_nbytes);
+        all = crc32c_combine(all, checksums_[index], nbytes);
+    }
+    return all;
+}
+
+void Request::settle() {
+    if (!all_begun_ || blocks_active_ != 0 || done()) return;
+    done_.store(true, std::memory_order_release);
+    changed_.notify_all();
+    room_->leave();
+}
 
 Verdict settle(Block& block, int64_t result) {
     if (result == -EINTR) return Verdict::kAgain;
     if (result == -EAGAIN) return Verdict::kLater;
     if (result <= 0) {
         block.request->block_over(result == 0 ? kEndOfFile : static_cast<int32_t>(-result), block.begin);
-        return Verdict::kOver;
+        return Verdict::kFailed;
     }
     block.begin += static_cast<uint64_t>(result);
-    if (block.begin < block.end) return Verdict::kAgain;
-    block.request->block_over(0, 0);
-    return Verdict::kOver;
+    return block.begin < block.end ? Verdict::kAgain : Verdict::kMoved;
 }
 
 void move_now(Block& block, const std::atomic<bool>& abandoned) {
+    Request& request = *block.request;
+    const Order& order = request.order;
     for (;;) {
-        Request& request = *block.request;
         const int fd = block.descriptor();
-        char* const at = request.buffer + block.begin;
+        char* const at = order.buffer + block.begin;
         const size_t nbytes = block.end - block.begin;
-        const off_t offset = static_cast<off_t>(request.offset + static_cast<int64_t>(block.begin));
-        const ssize_t moved = request.write ? ::pwrite(fd, at, nbytes, offset) : ::pread(fd, at, nbytes, offset);
+        const off_t offset = static_cast<off_t>(order.offset + static_cast<int64_t>(block.begin));
+        const ssize_t moved = order.write ? ::pwrite(fd, at, nbytes, offset) : ::pread(fd, at, nbytes, offset);
         switch (settle(block, moved < 0 ? -static_cast<int64_t>(errno) : moved)) {
-            case Verdict::kOver: return;
+            case Verdict::kMoved:
+                if (order.checked) request.digest(block.first);
+                return request.block_over(0, 0);
+            case Verdict::kFailed: return;
             case Verdict::kAgain: break;
             case Verdict::kLater: std::this_thread::sleep_for(kPatience);
         }

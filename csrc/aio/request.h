@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 namespace infinity::aio {
 
@@ -18,82 +19,95 @@ struct Target {
     // Of offset and length, and of the address, for direct I/O; bytes.
     uint32_t alignment;
     uint32_t memory_alignment;
+    // What infinity_aio_register_file gave for direct_fd, or -1.
+    int32_t registered;
+};
+
+// How many requests are not done yet, and the bound on that.
+class Room {
+  public:
+    explicit Room(uint64_t pending_max) : pending_max_(pending_max) {}
+
+    bool enter() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (pending_ >= pending_max_) return false;
+        ++pending_;
+        return true;
+    }
+    void leave() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        --pending_;
+        changed_.notify_all();
+    }
+    // Whether there is room for another, after at most `timeout_s` seconds.
+    bool wait(double timeout_s) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        return changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                                 [this] { return pending_ < pending_max_; });
+    }
+
+  private:
+    const uint64_t pending_max_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    uint64_t pending_ = 0;
+};
+
+// What a request does, in one value.
+struct Order {
+    bool write;
+    Target target;
+    char* buffer;
+    int64_t offset;
+    uint64_t nbytes;
+    int32_t priority;
+    // Whether the CRC-32C of the bytes is wanted.
+    bool checked;
 };
 
 class Request {
   public:
-    Request(bool write, Target target, char* buffer, int64_t offset, uint64_t nbytes, int32_t priority)
-        : write(write), target(target), buffer(buffer), offset(offset), nbytes(nbytes), priority(priority) {}
+    // `room` was entered for this request, and is left when it is done.
+    Request(const Order& order, uint64_t block_nbytes, std::shared_ptr<Room> room);
 
     // The descriptor for bytes [begin, end) of the request: the one place that knows about alignment. Whatever is not
     // aligned goes through the page cache, which the kernel keeps coherent with direct I/O.
-    int descriptor_for(uint64_t begin, uint64_t end) const {
-        const bool aligned = (static_cast<uint64_t>(offset) + begin) % target.alignment == 0 &&
-                             (end - begin) % target.alignment == 0 &&
-                             reinterpret_cast<uintptr_t>(buffer + begin) % target.memory_alignment == 0;
-        return aligned && target.direct_fd >= 0 ? target.direct_fd : target.buffered_fd;
-    }
-    bool is_direct() const { return target.direct_fd >= 0 && descriptor_for(0, nbytes) == target.direct_fd; }
+    int descriptor_for(uint64_t begin, uint64_t end) const;
+    bool is_direct() const;
 
     // A block is about to be worked on; `last` where no further block follows. False where the request has failed
     // and may be over: the buffer must not be touched again.
-    bool begin_block(bool last) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (error_ != 0) return false;
-        ++blocks_active_;
-        all_begun_ = last;
-        return true;
-    }
+    bool begin_block(bool last);
     // A block is over: errno 0, or what went wrong at which byte of the request. Of several failures the one at the
     // lowest byte counts, so that the outcome does not depend on the order of completion.
-    void block_over(int32_t error, uint64_t position) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        --blocks_active_;
-        if (error != 0) {
-            all_begun_ = true;
-            if (error_ == 0 || position < position_) {
-                error_ = error;
-                position_ = position;
-            }
-        }
-        settle();
-    }
-    // The queue closes: nothing from byte `position` on will begin.
-    void cancel(int32_t error, uint64_t position) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        all_begun_ = true;
-        if (error_ == 0) {
-            error_ = error;
-            position_ = position;
-        }
-        settle();
-    }
+    void block_over(int32_t error, uint64_t position);
+    // Nothing from byte `position` on will begin.
+    void cancel(int32_t error, uint64_t position);
 
     bool done() const { return done_.load(std::memory_order_acquire); }
-    bool wait(double timeout_s) {
-        std::unique_lock<std::mutex> lock(mutex_);
-        return changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return done(); });
-    }
+    // Whether it is done, after at most `timeout_s` seconds.
+    bool wait(double timeout_s);
     // After done(): errno (0: all bytes moved) and the byte of the request at which it occurred.
-    void outcome(int32_t* error, uint64_t* position) const {
-        *error = error_;
-        *position = error_ == 0 ? nbytes : position_;
-    }
+    void outcome(int32_t* error, uint64_t* position) const;
 
-    const bool write;
-    const Target target;
-    char* const buffer;
-    const int64_t offset;
-    const uint64_t nbytes;
-    const int32_t priority;
+    // Computes and keeps the CRC-32C of the block that begins at byte `first`. Different blocks may be digested at the
+    // same time.
+    void digest(uint64_t first);
+    // After done(), of a checked request without an error: the CRC-32C of all its bytes.
+    uint32_t checksum() const;
+
+    const Order order;
+    // Of all blocks but the last; a multiple of the file's alignment.
+    const uint64_t block_nbytes;
+    // Where the request stands among those that wait: the lock of the list that it waits in guards these.
+    int64_t rank = 0;
+    uint64_t arrival = 0;
 
   private:
-    void settle() {
-        if (!all_begun_ || blocks_active_ != 0) return;
-        done_.store(true, std::memory_order_release);
-        changed_.notify_all();
-    }
+    void settle();
 
+    const std::shared_ptr<Room> room_;
+    std::vector<uint32_t> checksums_;
     std::mutex mutex_;
     std::condition_variable changed_;
     uint64_t blocks_active_ = 0;
@@ -103,19 +117,24 @@ class Request {
     std::atomic<bool> done_{false};
 };
 
-// Bytes [begin, end) of a request that are still to be moved. Keeps the request alive.
+// Bytes [begin, end) of a request that are still to be moved, of a block that began at `first`. Keeps the request
+// alive.
 struct Block {
     std::shared_ptr<Request> request;
+    uint64_t first = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
 
     int descriptor() const { return request->descriptor_for(begin, end); }
+    bool digests(bool write) const { return request->order.checked && request->order.write == write; }
 };
 
 enum class Verdict {
-    // All bytes moved, or failed: the request has been told.
-    kOver,
-    // Some are left, from block.begin on.
+    // All bytes moved; the request is to be told.
+    kMoved,
+    // Failed: the request has been told.
+    kFailed,
+    // Some bytes are left, from block.begin on.
     kAgain,
     // As kAgain, but the kernel asks for patience.
     kLater,
@@ -125,6 +144,7 @@ enum class Verdict {
 Verdict settle(Block& block, int64_t result);
 
 // Moves a block by pread or pwrite, however many calls that takes; gives up with ETIMEDOUT once `abandoned` is set.
+// The request is told.
 void move_now(Block& block, const std::atomic<bool>& abandoned);
 
 // What a thread sleeps before it asks again, when the kernel asks for patience.

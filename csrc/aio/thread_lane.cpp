@@ -13,13 +13,13 @@ namespace {
 
 // Shared by the lane and its threads: a thread that hangs keeps it alive when the lane is gone.
 struct State {
-    State(int threads, uint64_t block_nbytes) : threads_max(threads), pending(block_nbytes) {}
+    explicit State(int threads) : threads_max(threads) {}
 
     const int threads_max;
-    std::mutex mutex;
+    const std::shared_ptr<Pending> pending = std::make_shared<Pending>();
     std::condition_variable work;
     std::condition_variable changed;
-    Pending pending;
+    // Guarded by pending->mutex.
     int idle = 0;
     int alive = 0;
     bool stop = false;
@@ -28,12 +28,12 @@ struct State {
 };
 
 void serve(const std::shared_ptr<State>& state) {
-    std::unique_lock<std::mutex> lock(state->mutex);
+    std::unique_lock<std::mutex> lock(state->pending->mutex);
     for (;;) {
         ++state->idle;
-        state->work.wait(lock, [&] { return state->stop || !state->pending.empty(); });
+        state->work.wait(lock, [&] { return state->stop || !state->pending->empty(); });
         --state->idle;
-        Block block = state->pending.pop();
+        Block block = state->pending->pop();
         if (block.request) {
             lock.unlock();
             move_now(block, state->abandoned);
@@ -49,25 +49,26 @@ void serve(const std::shared_ptr<State>& state) {
 
 class ThreadLane final : public Lane {
   public:
-    ThreadLane(int threads, uint64_t block_nbytes) : state_(std::make_shared<State>(threads, block_nbytes)) {}
+    explicit ThreadLane(int threads) : state_(std::make_shared<State>(threads)) {}
 
-    void push(std::shared_ptr<Request> request) override {
-        std::lock_guard<std::mutex> lock(state_->mutex);
+    std::shared_ptr<Pending> push(std::shared_ptr<Request> request) override {
+        std::lock_guard<std::mutex> lock(state_->pending->mutex);
         // Before the push: where no thread can be had at all, the caller learns it and nothing waits for ever.
         start_threads();
-        state_->pending.push(std::move(request));
+        state_->pending->push(std::move(request));
         // A large request has work for all.
         state_->work.notify_all();
+        return state_->pending;
     }
 
     bool close(double timeout_s) override {
-        std::unique_lock<std::mutex> lock(state_->mutex);
+        std::unique_lock<std::mutex> lock(state_->pending->mutex);
         state_->stop = true;
         state_->work.notify_all();
         const auto all_gone = [this] { return state_->alive == 0; };
         const bool clean = state_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), all_gone);
         if (!clean) {
-            state_->pending.cancel(ETIMEDOUT);
+            state_->pending->cancel_all(ETIMEDOUT);
             state_->abandoned = true;
         }
         lock.unlock();
@@ -97,8 +98,8 @@ class ThreadLane final : public Lane {
 
 }  // namespace
 
-std::unique_ptr<Lane> make_thread_lane(int threads, uint64_t block_nbytes) {
-    return std::make_unique<ThreadLane>(threads, block_nbytes);
+std::unique_ptr<Lane> make_thread_lane(int threads) {
+    return std::make_unique<ThreadLane>(threads);
 }
 
 }  // namespace infinity::aio

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 from infinity.config.section import HONOURED, Also, NoEffect, Refused, Section
-from infinity.config.values import Count, Flag, Limit
+from infinity.config.values import Count, Flag, Limit, Shares
 
 _ASYNCHRONOUS = NoEffect("requests are always submitted in batches and never waited for one by one")
 
 
 class Aio(Section):
-    """How NVMe is read and written. All values are hints: none of them can make a run fail."""
+    """How NVMe is read and written. DeepSpeed's keys are hints: none of them can make a run fail."""
 
     block_size: Annotated[Count, HONOURED] = 1048576
     """Bytes of one request to the drive."""
@@ -19,6 +19,10 @@ class Aio(Section):
     """Requests in flight for one I/O thread."""
     intra_op_parallelism: Annotated[Count | None, HONOURED, Also(("thread_count",))] = None
     """I/O threads; chosen from the machine when absent."""
+    checksum: Annotated[Flag, HONOURED] = False
+    """Ours. Keep a CRC-32C of everything that is written to NVMe, and compare when it is read."""
+    drive_weights: Annotated[Shares, HONOURED] = ()
+    """Ours. Shares of the bytes for each folder of a list in nvme_path; measured when absent."""
     single_submit: Annotated[Flag, _ASYNCHRONOUS] = False
     """Submit requests one at a time."""
     overlap_events: Annotated[Flag, _ASYNCHRONOUS] = True

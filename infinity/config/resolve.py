@@ -65,18 +65,16 @@ class ResolvedConfig:
         return _tier(self.zero.offload_optimizer)
 
     @property
-    def param_nvme_path(self) -> str | None:
-        section = self.zero.offload_param
-        return section.nvme_path if section is not None and section.device == "nvme" else None
+    def param_nvme_path(self) -> tuple[str, ...] | None:
+        return _folders(self.zero.offload_param)
 
     @property
-    def optimizer_nvme_path(self) -> str | None:
-        section = self.zero.offload_optimizer
-        return section.nvme_path if section is not None and section.device == "nvme" else None
+    def optimizer_nvme_path(self) -> tuple[str, ...] | None:
+        return _folders(self.zero.offload_optimizer)
 
     @property
-    def nvme_path(self) -> str | None:
-        """A folder on the drive, if anything lives there; the optimizer's and the parameters' may differ."""
+    def nvme_path(self) -> tuple[str, ...] | None:
+        """A folder on each drive, if anything lives there; the optimizer's and the parameters' may differ."""
         return self.optimizer_nvme_path or self.param_nvme_path
 
     @property
@@ -235,6 +233,10 @@ def _written(path: str, provenance: Provenance) -> str:
 
 def _tier(section: OffloadParam | OffloadOptimizer | None) -> TierName:
     return "gpu" if section is None or section.device == "none" else section.device
+
+
+def _folders(section: OffloadParam | OffloadOptimizer | None) -> tuple[str, ...] | None:
+    return section.nvme_path if section is not None and section.device == "nvme" else None
 
 
 def _shown(value: Any) -> str:

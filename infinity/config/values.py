@@ -101,16 +101,20 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(_text(item) for item in items)
 
 
-def _drive(value: Any) -> str:
+def _drives(value: Any) -> tuple[str, ...]:
     paths = _texts(value)
-    if len(paths) > 1:
-        raise Unusable(
-            f"{len(paths)} drives are refused: striping over drives arrives later. Give the path of one drive, or of a "
-            "striped volume made by the operating system"
-        )
     if not paths:
         raise ValueError(value)
-    return paths[0]
+    twice = {path for path in paths if paths.count(path) > 1}
+    if twice:
+        raise Unusable(f"{', '.join(sorted(twice))} is named twice: name each folder once")
+    return paths
+
+
+def _shares(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(value)
+    return tuple(_real(positive=True)(share) for share in value)
 
 
 def _betas(value: Any) -> tuple[float, ...]:
@@ -143,7 +147,8 @@ Positive = Annotated[float, _expected("a finite number above 0", _real(positive=
 Betas = Annotated[tuple[float, float], _expected("two numbers of at least 0 and below 1", _betas)]
 Text = Annotated[str, _expected("a text that is not empty", _text)]
 Texts = Annotated[tuple[str, ...], _expected("a list of texts", _texts)]
-Drive = Annotated[str, _expected("a folder on one drive", _drive)]
+Drives = Annotated[tuple[str, ...], _expected("a folder on a drive, or a list of one folder a drive", _drives)]
+Shares = Annotated[tuple[float, ...], _expected("a list of finite numbers above 0", _shares)]
 Limit = Annotated[
     int | Share | None,
     _expected('an amount of bytes such as 16000000000, "16GB", "1.5GiB", or a share such as "80%"', _limit),

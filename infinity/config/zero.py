@@ -10,7 +10,7 @@ from infinity.config.section import HONOURED, Absent, Also, NoAuto, NoEffect, Re
 from infinity.config.values import (
     Count,
     Device,
-    Drive,
+    Drives,
     Flag,
     Int,
     Natural,
@@ -40,8 +40,9 @@ class OffloadParam(Section):
 
     device: Annotated[Device, HONOURED, _PLANNER] = "none"
     """Home of the parameters: the accelerator ("none"), CPU memory or NVMe."""
-    nvme_path: Annotated[Drive | None, HONOURED, NoAuto("name a folder on the drive")] = None
-    """Folder on the drive; required when the device is nvme."""
+    nvme_path: Annotated[Drives | None, HONOURED, NoAuto("name a folder on the drive")] = None
+    """Folder on the drive, or a list of folders on several drives, which share the bytes by their measured bandwidth
+    (or by aio.drive_weights); required when the device is nvme."""
     buffer_count: Annotated[Natural, _POOLS] = 5
     """Number of staging buffers."""
     buffer_size: Annotated[Natural, _POOLS] = 10**8
@@ -57,8 +58,9 @@ class OffloadOptimizer(Section):
 
     device: Annotated[Device, HONOURED, _PLANNER] = "none"
     """Home of the optimizer states: the accelerator ("none"), CPU memory or NVMe."""
-    nvme_path: Annotated[Drive | None, HONOURED, NoAuto("name a folder on the drive")] = None
-    """Folder on the drive; required when the device is nvme."""
+    nvme_path: Annotated[Drives | None, HONOURED, NoAuto("name a folder on the drive")] = None
+    """Folder on the drive, or a list of folders on several drives, which share the bytes by their measured bandwidth
+    (or by aio.drive_weights); required when the device is nvme."""
     buffer_count: Annotated[Natural, _POOLS] = 4
     """Number of staging buffers."""
     pin_memory: Annotated[Flag, HONOURED] = True

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import psutil
 
 from infinity.config.units import Share
-from infinity.memory.nvme import clean
+from infinity.memory.nvme import Folders, clean, folders
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -21,15 +22,27 @@ def free_cpu_nbytes() -> int:
     return available
 
 
-def free_nvme_nbytes(directory: str | os.PathLike[str]) -> int:
-    """Free bytes on the drive of `directory`, which need not exist yet, without what killed processes left there."""
-    path = Path(directory).absolute()
-    if path.is_dir():
-        clean(path)
-    while not path.exists():
-        path = path.parent
-    space = os.statvfs(path)
-    return space.f_bavail * space.f_frsize
+def free_nvme_nbytes(directory: Folders, weights: Sequence[float] = ()) -> int:
+    """Bytes that the drives of `directory`, which need not exist yet, can take between them; what killed processes
+    left there is removed first.
+
+    weights: the shares of several directories. Without them any division is taken for possible: the sum.
+    """
+    free: dict[int, int] = {}
+    shares: dict[int, float] = {}
+    directories = folders(directory)
+    for path, weight in zip(directories, weights or [1.0] * len(directories), strict=True):
+        path = path.absolute()
+        if path.is_dir():
+            clean(path)
+        while not path.exists():
+            path = path.parent
+        space, device = os.statvfs(path), path.stat().st_dev
+        free[device] = space.f_bavail * space.f_frsize
+        shares[device] = shares.get(device, 0.0) + weight
+    if not weights or len(free) == 1:
+        return sum(free.values())
+    return min(int(nbytes * sum(weights) / shares[device]) for device, nbytes in free.items())
 
 
 def capped(free_nbytes: int | None, limit: int | Share | None, ranks: int) -> int | None:

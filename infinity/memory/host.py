@@ -1,25 +1,27 @@
 """CPU memory of exact size: own anonymous mappings, page-aligned, pinned for the accelerator when there is one.
 
 `Tensor.pin_memory()` rounds up to powers of two and copies; a mapping of our own that is registered with the driver
-takes what the plan says. Registration that fails (RLIMIT_MEMLOCK, driver) falls back to pageable memory with one
-warning.
+takes what the plan says. A driver that does not take a buffer in one piece is asked to take it in chunks; a buffer is
+pinned whole or not at all, for a copy may not cross the border. Where that fails too (locked-memory limit, driver),
+this buffer and those after it stay pageable, with one warning that names the limit: copies are slower, results the
+same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
+import resource
 
-import torch
 from torch import Tensor
 
 from infinity.log import warn_once
 from infinity.memory.device import Device
 from infinity.memory.ledger import Ledger
-from infinity.plan.types import EXTENT_ALIGNMENT, align_up
+from infinity.memory.pages import page_aligned
 
-_HUGE_PAGE = 2 << 20
+# What a driver is asked to pin at a time once it has refused a whole buffer.
+_CHUNK_NBYTES = 256 << 20
 
 
 def trim() -> None:
@@ -29,17 +31,6 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def page_aligned(nbytes: int) -> Tensor:
-    """A zeroed uint8 tensor of `nbytes` bytes in a mapping of its own, so that direct I/O takes it as it is."""
-    size = max(align_up(nbytes, EXTENT_ALIGNMENT), EXTENT_ALIGNMENT)
-    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= 2 * _HUGE_PAGE:
-        # Large pages cut the cost of the first touch, where the kernel has them.
-        with contextlib.suppress(OSError):
-            region.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(region, dtype=torch.uint8)
-
-
 class HostMemory:
     """Allocates buffers in CPU memory. Buffers go back to the system when the last reference to them goes."""
 
@@ -47,7 +38,8 @@ class HostMemory:
         self._device = device
         self._pin = pin and device.is_accelerator
         self._ledger = ledger
-        self._pinned: dict[int, int] = {}
+        # Of each pinned buffer, by address: the registrations (address, bytes) that cover it.
+        self._pinned: dict[int, list[tuple[int, int]]] = {}
 
     def allocate(self, nbytes: int) -> Tensor:
         """A zeroed uint8 tensor of `nbytes` bytes that starts on a page."""
@@ -58,30 +50,47 @@ class HostMemory:
 
     def release(self, buffer: Tensor) -> None:
         """Unpin a buffer that is no longer used, before the last reference to it goes."""
-        size = self._pinned.pop(buffer.data_ptr(), 0)
-        if size:
-            self._device.unregister(buffer.data_ptr())
-            self._ledger.pinned_nbytes -= size
+        self._unregister(self._pinned.pop(buffer.data_ptr(), []))
 
     def close(self) -> None:
         """Unpin every buffer, when no copy uses one any more. Call it before their last references go."""
         if self._pinned:
             self._device.synchronize()
-        for pointer in self._pinned:
-            self._device.unregister(pointer)
-        self._ledger.pinned_nbytes -= sum(self._pinned.values())
-        self._pinned.clear()
+        while self._pinned:
+            self._unregister(self._pinned.popitem()[1])
 
     def _register(self, buffer: Tensor) -> None:
-        reason = self._device.register(buffer.data_ptr(), buffer.numel())
+        nbytes = buffer.numel()
+        reason = self._register_by(buffer, nbytes)
+        if reason is not None and nbytes > _CHUNK_NBYTES:
+            reason = self._register_by(buffer, _CHUNK_NBYTES)
         if reason is None:
-            self._pinned[buffer.data_ptr()] = buffer.numel()
-            self._ledger.pinned_nbytes += buffer.numel()
-        else:
-            self._pin = False
-            warn_once(
-                "pin-failed",
-                f"pinning {buffer.numel() / 1e6:.0f} MB failed ({reason}); CPU memory stays pageable and copies are "
-                f"slower. "
-                "Raise the locked-memory limit (ulimit -l) or lower what is kept on the CPU.",
-            )
+            return
+        self._pin = False
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e6:.0f} MB"
+        warn_once(
+            "pin-failed",
+            f"pinning {nbytes / 1e6:.0f} MB beside {self._ledger.pinned_nbytes / 1e6:.0f} MB pinned failed ({reason}); "
+            "CPU memory allocated from here on stays pageable: copies are slower, results the same. "
+            f"The locked-memory limit is {limit} (ulimit -l): raise it, or lower what is kept on the CPU.",
+        )
+
+    def _register_by(self, buffer: Tensor, chunk_nbytes: int) -> str | None:
+        """Pin the whole buffer, `chunk_nbytes` at a time, or nothing of it; returns the reason of a refusal."""
+        done: list[tuple[int, int]] = []
+        for offset in range(0, buffer.numel(), chunk_nbytes):
+            chunk = buffer.data_ptr() + offset, min(chunk_nbytes, buffer.numel() - offset)
+            reason = self._device.register(*chunk)
+            if reason is not None:
+                self._unregister(done)
+                return reason
+            self._ledger.pinned_nbytes += chunk[1]
+            done.append(chunk)
+        self._pinned[buffer.data_ptr()] = done
+        return None
+
+    def _unregister(self, chunks: list[tuple[int, int]]) -> None:
+        for pointer, nbytes in chunks:
+            self._device.unregister(pointer)
+            self._ledger.pinned_nbytes -= nbytes

@@ -68,7 +68,7 @@ _HAS_BUFFER = {State.RESIDENT, State.DIRTY, State.WRITING, State.READING}
 class Partition:
     """Guards every move of one slice. `buffer` is uint8, [spec.nbytes], while memory holds the value."""
 
-    __slots__ = ("awaited", "buffer", "rank", "readers", "spec", "state", "transfer", "used", "writer")
+    __slots__ = ("_views", "awaited", "buffer", "rank", "readers", "spec", "state", "transfer", "used", "writer")
 
     def __init__(self, spec: PartitionSpec, rank: int = 0) -> None:
         self.spec = spec
@@ -82,6 +82,8 @@ class Partition:
         self.awaited = False
         # The store's clock at the last use: the oldest is given up first.
         self.used = 0
+        # Made at the first use of a buffer.
+        self._views: dict[Kind, Tensor] = {}
 
     @property
     def key(self) -> Key:
@@ -97,12 +99,10 @@ class Partition:
 
     def view(self, kind: Kind) -> Tensor:
         """The flat typed array of one kind: shape [numel], dtype as planned. Valid while a lease is held."""
-        if self.buffer is None:
-            raise self.error(f"view {kind.value}")
-        for section in self.spec.sections:
-            if section.kind is kind:
-                return self.buffer[section.offset : section.offset + section.nbytes].view(DTYPES[section.dtype])
-        raise KeyError(f"{self.key} holds no {kind.value}")
+        view = self._views.get(kind)
+        if view is None:
+            view = self._views[kind] = self._make_view(kind)
+        return view
 
     def materialize(self, buffer: Tensor) -> None:
         """Give an absent partition a buffer whose content is its new value."""
@@ -131,13 +131,21 @@ class Partition:
             raise self.error("complete")
         try:
             self.transfer.wait()
-        except BaseException:
-            if self.transfer.done():
-                self.transfer = None
-                self._move(State.FAILED, "fail")
+        except BaseException as error:
+            self.arrive(error)
             raise
-        self.transfer = None
-        self._move(State.RESIDENT, "complete")
+        self.arrive()
+
+    def arrive(self, error: BaseException | None = None) -> None:
+        """The transfer's wait has returned, or raised `error`: one that is late stays in flight."""
+        if self.transfer is None:
+            raise self.error("complete")
+        if error is None:
+            self.transfer = None
+            self._move(State.RESIDENT, "complete")
+        elif self.transfer.done():
+            self.transfer = None
+            self._move(State.FAILED, "fail")
 
     def drop(self) -> Tensor:
         """Free a clean buffer: the value stays on NVMe. Returns the buffer."""
@@ -210,8 +218,17 @@ class Partition:
         if condition:
             raise self.error(move)
 
+    def _make_view(self, kind: Kind) -> Tensor:
+        if self.buffer is None:
+            raise self.error(f"view {kind.value}")
+        for section in self.spec.sections:
+            if section.kind is kind:
+                return self.buffer[section.offset : section.offset + section.nbytes].view(DTYPES[section.dtype])
+        raise KeyError(f"{self.key} holds no {kind.value}")
+
     def _take_buffer(self) -> Tensor:
         buffer, self.buffer = self.buffer, None
+        self._views.clear()
         if buffer is None:
             raise self.error("give up a buffer")
         return buffer

@@ -25,6 +25,12 @@ class Arena:
         self._taken: dict[int, int] = {}
 
     @property
+    def buffer(self) -> Tensor:
+        """All of it: uint8, [nbytes]."""
+        assert self._buffer is not None, f"the {self.name} pool is closed"
+        return self._buffer
+
+    @property
     def taken_nbytes(self) -> int:
         """Bytes of the pieces that are out, rounded up as `piece_nbytes` does."""
         return sum(self._taken.values())

@@ -4,28 +4,41 @@ Data's way: `prefetch` submits a read from NVMe into an arena; `read` and `write
 typed views; `flush` submits the write-back of what was written. Buffers of NVMe partitions stay in their arena,
 clean, until their space is needed: the one used longest ago goes first, one that was fetched ahead and not used yet
 goes last. The store never chooses *what* to prefetch.
+
+Two parties may work at the same time: the training loop, and an optimizer step that goes on behind it. The step takes
+a `Reservation` of all that it will change; until it lets go of a partition, everybody else's lease of it waits. ZeRO
+and the optimizer so meet in the store. Nobody holds the store's lock while waiting.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from infinity.errors import TierMemoryError, TransferError
 from infinity.log import logger
+from infinity.memory.buffers import Buffers, arena_name
 from infinity.memory.device import Device
 from infinity.memory.host import HostMemory
 from infinity.memory.ledger import Ledger
 from infinity.memory.nvme import NvmeTier
 from infinity.memory.partition import Partition, State
-from infinity.memory.pool import Arena, piece_nbytes
 from infinity.plan.plan import Pools
-from infinity.plan.types import Key, Kind, PartitionSpec, Tier
+from infinity.plan.types import Key, PartitionSpec
+
+
+class Reservation:
+    """What one optimizer step will change. `error` is set when it failed: whoever waits for the rest raises it."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        # Whether the program has met the error.
+        self.seen = False
 
 
 class TieredStore:
@@ -36,25 +49,24 @@ class TieredStore:
         nvme: NvmeTier | None = None, rank: int = 0, overlap: bool = True,
     ) -> None:  # fmt: skip
         self._partitions = {spec.key: Partition(spec, rank) for spec in specs}
-        self._device = device
-        self._host = host
         self._nvme = nvme
-        self._ledger = ledger
         self._overlap = overlap
-        self._lock = threading.RLock()
+        # Guards everything below it; notified whenever a lease, a transfer or a reservation ends.
+        self._changed = threading.Condition(threading.Lock())
         self._clock = 0
-        # Buffers that somebody else owns: aliased views of whole units, not booked and not freed here.
-        self._adopted: set[Key] = set()
-        self._arenas = {
-            name: Arena(name, host.allocate(nbytes))
-            for name, nbytes in (("param", pools.param_nbytes), ("states", pools.states_nbytes))
-            if nbytes
-        }
-        for arena in self._arenas.values():
-            ledger.add(Tier.CPU, Kind.POOL, arena.nbytes)
+        # Leases, and those about to begin: their buffers are nobody else's to give up.
+        self._claims: Counter[Key] = Counter()
+        # How many claims each party has, and which parties wait for the other one.
+        self._holds: Counter[Reservation | None] = Counter()
+        self._stuck: set[Reservation | None] = set()
+        self._reserved: dict[Key, Reservation] = {}
+        self._buffers = Buffers(device=device, host=host, ledger=ledger, pools=pools)
+        if nvme is not None:
+            for arena in self._buffers.arenas.values():
+                nvme.register(arena.buffer)
         for partition in self._partitions.values():
             if partition.on_nvme:
-                self._book(partition, Tier.NVME, 1)
+                self._buffers.book(partition, 1)
 
     def __getitem__(self, key: Key) -> Partition:
         return self._partitions[key]
@@ -64,56 +76,96 @@ class TieredStore:
 
     def adopt(self, key: Key, buffer: Tensor) -> None:
         """Make `buffer` (uint8) the home of a partition that is a view of a whole unit."""
-        with self._lock:
-            self._adopted.add(key)
+        with self._changed:
+            self._buffers.adopt(key)
             self._partitions[key].materialize(buffer)
 
-    @contextmanager
-    def read(self, *keys: Key) -> Iterator[list[Partition]]:
-        """Lend partitions for reading: waits for what is in flight, fetches what is on NVMe."""
-        held: list[Partition] = []
-        try:
-            # One hold of the lock: between arrival and lease nobody else may take the buffer away.
-            with self._lock:
-                for partition in self._acquire(keys):
-                    partition.begin_read()
-                    held.append(partition)
-            yield [*held]
-        finally:
-            with self._lock:
-                for partition in held:
-                    partition.end_read()
-                    self._reclaim(partition)
+    # Leases.
 
     @contextmanager
-    def write(self, *keys: Key, fresh: bool = False) -> Iterator[list[Partition]]:
-        """Lend partitions to one writer. With `fresh` the old value is not fetched: the writer replaces all of it.
+    def read(self, *keys: Key, by: Reservation | None = None) -> Iterator[list[Partition]]:
+        """Lend partitions for reading: waits for what is in flight, fetches what is on NVMe.
 
-        A partition that was ABSENT comes zeroed.
+        by: the reservation on whose behalf this is; anybody else waits for reserved partitions.
         """
         held: list[Partition] = []
-        try:
-            with self._lock:
-                for partition in self._acquire(keys, fresh=fresh):
-                    if not partition.leased:
-                        self._settle(partition)
-                    partition.begin_write()
-                    held.append(partition)
-            yield [*held]
-        finally:
-            with self._lock:
-                for partition in held:
-                    partition.end_write()
+        with self._claimed(keys, by):
+            try:
+                with self._changed:
+                    for partition in self._acquire(keys, by):
+                        partition.begin_read()
+                        held.append(partition)
+                yield [*held]
+            finally:
+                with self._changed:
+                    for partition in held:
+                        partition.end_read()
+                        self._reclaim(partition)
 
-    def prefetch(self, *keys: Key) -> bool:
-        """Submit the fetches that fit without waiting, in order; False when one did not (it is fetched on demand)."""
+    @contextmanager
+    def write(self, *keys: Key, fresh: bool = False, by: Reservation | None = None) -> Iterator[list[Partition]]:
+        """Lend partitions to one writer. With `fresh` the old value is not fetched: the writer replaces all of it.
+
+        A partition that was ABSENT comes zeroed. by: as in `read`.
+        """
+        held: list[Partition] = []
+        with self._claimed(keys, by):
+            try:
+                with self._changed:
+                    for partition in self._acquire(keys, by, fresh=fresh):
+                        if not partition.leased:
+                            self._settle(partition)
+                        partition.begin_write()
+                        held.append(partition)
+                yield [*held]
+            finally:
+                with self._changed:
+                    for partition in held:
+                        partition.end_write()
+
+    # Reservations.
+
+    def reserve(self, reservation: Reservation, *keys: Key) -> None:
+        """Promise partitions to a step that goes on behind the caller. Waits for another reservation that has them."""
+        with self._changed:
+            self._await_unreserved(keys, reservation)
+            self._reserved.update(dict.fromkeys(keys, reservation))
+
+    def release(self, reservation: Reservation, *keys: Key) -> None:
+        """The step is done with these partitions."""
+        with self._changed:
+            for key in keys:
+                if self._reserved.get(key) is reservation:
+                    del self._reserved[key]
+            self._changed.notify_all()
+
+    def fail(self, reservation: Reservation, error: BaseException) -> None:
+        """The step ended with an error: what it has not released stays closed, and whoever wants it raises `error`."""
+        with self._changed:
+            reservation.error = error
+            self._changed.notify_all()
+
+    def reserved(self, key: Key) -> bool:
+        """Whether a lease of the partition would wait for a step."""
+        with self._changed:
+            return key in self._reserved
+
+    # Moves.
+
+    def prefetch(self, *keys: Key, by: Reservation | None = None) -> bool:
+        """Submit the fetches that fit without waiting, in order; False when one did not (it is fetched on demand).
+
+        What a step has reserved is fetched by that step, in its own order.
+        """
         if not self._overlap:
             return False
-        with self._lock:
+        with self._changed:
             for key in keys:
                 partition = self._partitions[key]
+                if self._reserved.get(key, by) is not by:
+                    continue
                 if partition.state is State.SPILLED:
-                    buffer = self._take(partition, patient=False)
+                    buffer = self._take_now(partition)
                     if buffer is None:
                         return False
                     self._submit_fetch(partition, buffer)
@@ -123,15 +175,8 @@ class TieredStore:
 
     def flush(self, *keys: Key) -> None:
         """Submit the write-back of what is dirty. The buffers stay readable; without overlap this waits."""
-        with self._lock:
-            for key in keys:
-                partition = self._partitions[key]
-                extent, buffer = partition.spec.extent, partition.buffer
-                if partition.state is State.DIRTY and extent is not None and buffer is not None:
-                    assert self._nvme is not None
-                    partition.begin_flush(partial(self._nvme.write, extent, buffer))
-                    if not self._overlap:
-                        self._settle(partition)
+        with self._changed:
+            self._flush(keys)
 
     def settle(self) -> None:
         """Flush everything that is dirty, wait for everything in flight, and then raise the first error.
@@ -139,8 +184,8 @@ class TieredStore:
         A transfer that is late is raised at once: waiting as long for each of the others would help nobody.
         """
         errors: list[TransferError] = []
-        with self._lock:
-            self.flush(*self._partitions)
+        with self._changed:
+            self._flush(self._partitions)
             for partition in self._partitions.values():
                 try:
                     self._settle(partition)
@@ -153,57 +198,45 @@ class TieredStore:
 
     def drop(self, *keys: Key) -> None:
         """Free the buffers of clean NVMe partitions that nobody uses; others are left as they are."""
-        with self._lock:
+        with self._changed:
             for key in keys:
-                partition = self._partitions[key]
-                if partition.on_nvme and partition.state is State.RESIDENT and not partition.leased:
-                    self._give(partition, partition.drop())
-                    partition.awaited = False
+                self._drop(self._partitions[key])
 
     def discard(self, *keys: Key) -> None:
         """Forget values; memory of GPU and CPU homes is returned."""
-        with self._lock:
+        with self._changed:
             for key in keys:
                 partition = self._partitions[key]
                 self._settle(partition)
                 buffer = partition.discard()
                 if buffer is not None:
-                    self._give(partition, buffer)
+                    self._buffers.give(partition, buffer)
+
+    def in_memory(self, key: Key) -> bool:
+        """Whether the value needs no fetch any more: it is there, or on its way."""
+        return self._partitions[key].buffer is not None
+
+    @property
+    def io_backend(self) -> str | None:
+        """What moves bytes between NVMe and memory; None where nothing does."""
+        return None if self._nvme is None else self._nvme.backend
 
     def check(self) -> None:
         """Verify the invariants of every partition, one buffer one partition, and the ledger against the sum."""
-        with self._lock:
-            buffers: set[int] = set()
-            sums: dict[tuple[Tier, Kind], int] = {}
-            taken = dict.fromkeys(self._arenas, 0)
+        with self._changed:
             for partition in self._partitions.values():
                 partition.check()
-                if partition.buffer is not None and partition.spec.nbytes:
-                    assert partition.buffer.data_ptr() not in buffers, f"{partition.key} shares its buffer"
-                    buffers.add(partition.buffer.data_ptr())
-                    if partition.on_nvme:
-                        taken[self._arena_name(partition.key)] += piece_nbytes(partition.spec.nbytes)
-                if partition.key not in self._adopted and (partition.on_nvme or partition.buffer is not None):
-                    for section in partition.spec.sections:
-                        entry = (partition.spec.home, section.kind)
-                        sums[entry] = sums.get(entry, 0) + section.nbytes
-            for name, arena in self._arenas.items():
-                assert arena.taken_nbytes == taken[name], f"the {name} pool has pieces that no partition holds"
-            for entry in sums.keys() | self._ledger.now.keys():
-                booked, held = self._ledger.now.get(entry, 0), sums.get(entry, 0)
-                # Units book on the device, too, and pools are booked as a whole.
-                exact = entry[0] is not Tier.GPU and entry[1] is not Kind.POOL
-                assert booked == held if exact else booked >= held, f"the ledger has {booked} of {entry}, not {held}"
+            self._buffers.check([*self._partitions.values()])
 
     def close(self) -> None:
         """Return every buffer and remove the swap file, whatever state the partitions are in.
 
         A transfer that fails only now is logged: nobody can read what it moved any more.
         """
-        with self._lock, ExitStack() as stack:
+        with self._changed, ExitStack() as stack:
             # Backwards: what is in flight ends first, then memory is unpinned, then buffers go.
             stack.callback(self._forget)
-            stack.callback(self._host.close)
+            stack.callback(lambda: self._buffers.close([*self._partitions.values()]))
             if self._nvme is not None:
                 try:
                     self._nvme.close()
@@ -211,17 +244,44 @@ class TieredStore:
                     logger.error("while closing the store: %s", error)
 
     def _forget(self) -> None:
-        for partition in self._partitions.values():
-            if partition.on_nvme:
-                self._book(partition, Tier.NVME, -1)
-            elif partition.buffer is not None and partition.key not in self._adopted:
-                self._book(partition, partition.spec.home, -1)
-        for arena in self._arenas.values():
-            self._ledger.add(Tier.CPU, Kind.POOL, -arena.nbytes)
-            arena.close()
-        self._partitions, self._arenas, self._nvme = {}, {}, None
+        self._partitions, self._nvme = {}, None
+        self._reserved.clear()
+        self._changed.notify_all()
 
-    def _acquire(self, keys: Sequence[Key], fresh: bool = False) -> list[Partition]:
+    # Everything below runs under the lock; what waits gives it up meanwhile.
+
+    @contextmanager
+    def _claimed(self, keys: Sequence[Key], by: Reservation | None) -> Iterator[None]:
+        with self._changed:
+            self._await_unreserved(keys, by)
+            self._claims.update(keys)
+            self._holds[by] += len(keys)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._claims.subtract(keys)
+                self._holds[by] -= len(keys)
+                self._changed.notify_all()
+
+    def _await_unreserved(self, keys: Iterable[Key], by: Reservation | None) -> None:
+        for key in keys:
+            while (owner := self._reserved.get(key)) is not None and owner is not by:
+                if owner.error is not None:
+                    owner.seen = True
+                    raise owner.error
+                self._wait_for_others(by)
+
+    def _wait_for_others(self, by: Reservation | None) -> None:
+        self._stuck.add(by)
+        # Another party that waits for room must see that nobody will make some.
+        self._changed.notify_all()
+        try:
+            self._changed.wait()
+        finally:
+            self._stuck.discard(by)
+
+    def _acquire(self, keys: Sequence[Key], by: Reservation | None, fresh: bool = False) -> list[Partition]:
         """Bring all partitions into memory. Largest first, so that what is left fits into what is left of the arena."""
         partitions = [self._partitions[key] for key in keys]
         self._clock += 1
@@ -230,26 +290,25 @@ class TieredStore:
         by_size = sorted(partitions, key=lambda partition: -partition.spec.nbytes)
         try:
             for partition in by_size:
-                self._bring(partition, fresh, set(keys))
+                self._bring(partition, fresh, by)
         except TierMemoryError:
             # Earlier buffers may lie in the middle of the free space: start from an empty arena, once.
-            self._clear({self._arena_name(key) for key in keys})
+            self._clear(keys)
             for partition in by_size:
-                self._bring(partition, fresh, set(keys))
+                self._bring(partition, fresh, by, keys)
         for partition in by_size:
             if partition.state is State.READING:
                 self._settle(partition)
             partition.awaited = False
         return partitions
 
-    def _bring(self, partition: Partition, fresh: bool, pinned: set[Key]) -> None:
+    def _bring(self, partition: Partition, fresh: bool, by: Reservation | None, asked: Iterable[Key] = ()) -> None:
         """Make sure that a partition has its value, or a fetch under way."""
         if partition.state is State.FAILED:
             raise partition.error("use")
         if partition.state not in (State.ABSENT, State.SPILLED):
             return
-        buffer = self._take(partition, patient=True, pinned=pinned)
-        assert buffer is not None
+        buffer = self._take(partition, by, asked)
         if partition.state is State.SPILLED and not fresh:
             self._submit_fetch(partition, buffer)
         else:
@@ -262,126 +321,109 @@ class TieredStore:
         try:
             partition.begin_fetch(buffer, partial(self._nvme.read, partition.spec.extent, buffer))
         except BaseException:
-            self._give(partition, buffer)
+            self._buffers.give(partition, buffer)
             raise
 
-    def _take(self, partition: Partition, *, patient: bool, pinned: Collection[Key] = ()) -> Tensor | None:
-        """A buffer for a partition: new memory at a GPU or CPU home, a piece of an arena for NVMe.
-
-        `patient` waits for transfers and gives up clean buffers until there is room; `pinned` are not given up.
-        """
-        spec = partition.spec
-        if not partition.on_nvme:
-            return self._allocate(partition)
-        if not spec.nbytes:
-            return torch.empty(0, dtype=torch.uint8)
-        arena = self._arenas[self._arena_name(spec.key)]
-        while (piece := arena.take(spec.nbytes)) is None:
-            if not self._make_room(arena.name, patient=patient, pinned=pinned):
-                if not patient:
-                    return None
-                raise self._no_room(arena, partition, pinned)
-        return piece
-
-    def _allocate(self, partition: Partition) -> Tensor:
-        spec = partition.spec
-        try:
-            if spec.home is Tier.GPU:
-                buffer = self._device.empty(spec.nbytes, torch.uint8)
-            else:
-                buffer = self._host.allocate(spec.nbytes)
-        except (OSError, RuntimeError) as error:
-            raise TierMemoryError(
-                f"no room on {spec.home.value} for {spec.key}: asked {spec.nbytes / 1e6:.1f} MB, "
-                f"used {self._ledger.total(spec.home) / 1e6:.1f} MB, and the system refused more: {error}"
-            ) from error
-        self._book(partition, spec.home, 1)
+    def _take_now(self, partition: Partition) -> Tensor | None:
+        """A buffer for a partition without waiting for anything, or None."""
+        while (buffer := self._buffers.take(partition)) is None:
+            if not self._drop_one(self._spare(arena_name(partition.key))):
+                return None
         return buffer
 
-    def _in_arena(self, name: str) -> list[Partition]:
-        """Partitions whose buffers lie in one arena and are not leased: the one used longest ago first."""
-        found = [
-            partition
-            for partition in self._partitions.values()
-            if partition.on_nvme and partition.spec.nbytes and partition.buffer is not None
-            and not partition.leased and self._arena_name(partition.key) == name
-        ]  # fmt: skip
+    def _take(self, partition: Partition, by: Reservation | None, asked: Iterable[Key]) -> Tensor:
+        """A buffer for a partition: waits for transfers, gives up others' clean buffers, waits for others' leases."""
+        name = arena_name(partition.key)
+        while (buffer := self._take_now(partition)) is None:
+            if self._make_room(name):
+                continue
+            others = [party for party, count in self._holds.items() if count and party is not by]
+            if all(party in self._stuck for party in others):
+                raise self._no_room(name, partition, asked)
+            self._wait_for_others(by)
+        return buffer
+
+    def _spare(self, name: str) -> list[Partition]:
+        """Partitions with buffers in one arena that nobody has claimed: the one used longest ago first."""
+        found = [partition for partition in self._buffers.inside(name) if not self._claims[partition.key]]
         return sorted(found, key=lambda partition: partition.used)
 
-    def _make_room(self, name: str, *, patient: bool, pinned: Collection[Key]) -> bool:
-        """Give up one buffer of an arena; False when there is none to give up.
-
-        Clean ones go first, then those that must be written before, then what was fetched ahead and not used yet.
-        """
-        others = [other for other in self._in_arena(name) if other.key not in pinned]
-        spare = [other for other in others if not other.awaited]
+    def _drop_one(self, spare: list[Partition]) -> bool:
+        """Give up one clean buffer that nobody waits for; False when there is none."""
         for other in spare:
+            if other.awaited:
+                continue
             if other.state is State.WRITING and other.transfer is not None and other.transfer.done():
                 self._settle(other)
-            if other.state is State.RESIDENT:
-                self.drop(other.key)
-                return True
-        if not patient:
-            return False
-        for other in [*spare, *(other for other in others if other.awaited)]:
-            self.flush(other.key)
-            self._settle(other)
-            if other.state is State.RESIDENT:
-                self.drop(other.key)
+            if other.state is State.RESIDENT and not self._claims[other.key]:
+                self._drop(other)
                 return True
         return False
 
-    def _clear(self, names: set[str]) -> None:
-        """Give up every buffer of some arenas that nobody uses."""
-        for name in names & self._arenas.keys():
-            keys = [partition.key for partition in self._in_arena(name)]
-            self.flush(*keys)
-            for key in keys:
-                self._settle(self._partitions[key])
-            self.drop(*keys)
+    def _make_room(self, name: str) -> bool:
+        """Write back or wait for one buffer, first of those that nobody waits for; False when there is none."""
+        spare = self._spare(name)
+        for other in sorted(spare, key=lambda other: other.awaited):
+            self._flush([other.key])
+            self._settle(other)
+            if other.state is State.RESIDENT and not self._claims[other.key]:
+                self._drop(other)
+                return True
+        return False
 
-    def _give(self, partition: Partition, buffer: Tensor) -> None:
-        """Return a buffer to where `_take` had it from."""
-        if partition.key in self._adopted:
-            self._adopted.discard(partition.key)
-        elif partition.on_nvme:
-            if partition.spec.nbytes:
-                self._arenas[self._arena_name(partition.key)].give(buffer)
-        else:
-            self._book(partition, partition.spec.home, -1)
-            if partition.spec.home is Tier.CPU:
-                self._host.release(buffer)
+    def _clear(self, asked: Sequence[Key]) -> None:
+        """Give up every buffer of the arenas of `asked` that nobody else uses, those of `asked` included."""
+        for name in {arena_name(key) for key in asked} & self._buffers.arenas.keys():
+            own = [self._partitions[key] for key in asked if self._claims[key] == 1 and arena_name(key) == name]
+            everyone = [*self._spare(name), *(p for p in own if p.on_nvme and p.buffer is not None and not p.leased)]
+            self._flush([partition.key for partition in everyone])
+            for partition in everyone:
+                self._settle(partition)
+            for partition in everyone:
+                self._drop(partition)
+
+    def _flush(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            partition = self._partitions[key]
+            extent, buffer = partition.spec.extent, partition.buffer
+            if partition.state is State.DIRTY and extent is not None and buffer is not None:
+                assert self._nvme is not None
+                partition.begin_flush(partial(self._nvme.write, extent, buffer))
+                if not self._overlap:
+                    self._settle(partition)
+
+    def _drop(self, partition: Partition) -> None:
+        if partition.on_nvme and partition.state is State.RESIDENT and not partition.leased:
+            self._buffers.give(partition, partition.drop())
+            partition.awaited = False
 
     def _settle(self, partition: Partition) -> None:
         """Wait for a transfer in flight. A partition that fails gives its buffer back, and the error is raised."""
-        if partition.transfer is not None:
+        while (transfer := partition.transfer) is not None:
+            error: BaseException | None = None
+            self._changed.release()
             try:
-                partition.complete()
+                transfer.wait()
+            except BaseException as caught:
+                error = caught
             finally:
+                self._changed.acquire()
+            if partition.transfer is transfer:
+                partition.arrive(error)
                 self._reclaim(partition)
+                self._changed.notify_all()
+            if error is not None:
+                raise error
 
     def _reclaim(self, partition: Partition) -> None:
         buffer = partition.surrender()
         if buffer is not None:
-            self._give(partition, buffer)
+            self._buffers.give(partition, buffer)
 
-    def _arena_name(self, key: Key) -> str:
-        return "states" if key.kind is Kind.STATES else "param"
-
-    def _book(self, partition: Partition, tier: Tier, sign: int) -> None:
-        for section in partition.spec.sections:
-            self._ledger.add(tier, section.kind, sign * section.nbytes)
-
-    def _no_room(self, arena: Arena, partition: Partition, pinned: Collection[Key]) -> TierMemoryError:
-        owners = sorted(
-            (
-                other
-                for other in self._partitions.values()
-                if other.on_nvme and other.buffer is not None and self._arena_name(other.key) == arena.name
-                and (other.leased or other.key in pinned)
-            ),
-            key=lambda other: -other.spec.nbytes,
-        )[:3]  # fmt: skip
+    def _no_room(self, name: str, partition: Partition, asked: Iterable[Key]) -> TierMemoryError:
+        arena = self._buffers.arenas[name]
+        claimed = [other for other in self._buffers.inside(name) if self._claims[other.key]]
+        owners = sorted(claimed, key=lambda other: -other.spec.nbytes)[:3]
         held = ", ".join(f"{other.key} {other.spec.nbytes / 1e6:.1f} MB" for other in owners) or "nobody"
         return TierMemoryError(
             f"no room on cpu for {partition.key}: asked {partition.spec.nbytes / 1e6:.1f} MB of the {arena.name} pool, "

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infinity.ops import build, reference
+from infinity.ops import build, kernels, reference
 from infinity.ops.cores import allowed_cores, thread_count
 from infinity.ops.piece import AdamConstants, AdamHyper, Piece
 
@@ -63,11 +63,13 @@ class GradStats(NamedTuple):
     nonfinite_count: int
 
 
-def adam_step(pieces: Sequence[Piece], *, step: int, grad_scale: float, native: bool | None = None) -> int:
+def adam_step(
+    pieces: Sequence[Piece], *, step: int, grad_scale: float, native: bool | None = None
+) -> int | Tensor:
     """Step every piece in place: gradients are multiplied by `grad_scale`; `step` counts from 1.
 
     An element whose gradient, so multiplied, is not finite keeps every bit of its weight and moments. Returns how many
-    those are, over all pieces.
+    those are, over all pieces; for pieces on a CUDA device as a tensor there (int64 []), so that the host goes on.
 
     native: None takes native code where it is there, False the plain twin, True raises ExtensionError without native
     code. Raises ValueError before anything is written where a tensor does not fit the others.
@@ -78,8 +80,11 @@ def adam_step(pieces: Sequence[Piece], *, step: int, grad_scale: float, native: 
     hypers = {id(piece.hyper): piece.hyper for piece in pieces}
     constants = {key: AdamConstants.of(hyper, step=step, grad_scale=grad_scale) for key, hyper in hypers.items()}
     table = _table(pieces, {key: _TAIL.pack(hypers[key].adamw, *each.floats()) for key, each in constants.items()})
-    # The kernel of an accelerator arrives later: what lies there is stepped by the twin, with the same bits.
-    elsewhere = [piece for piece in pieces if not piece.param.is_cpu]
+    elsewhere = {piece.param.device for piece in pieces if not piece.param.is_cpu}
+    if len(elsewhere) == 1 and native is not False and all(not piece.param.is_cpu for piece in pieces):
+        (device,) = elsewhere
+        if kernels.available(device):
+            return kernels.adam_step(table, len(pieces), device)
     if elsewhere or not _runtime.uses_native(native):
         return sum(reference.adam_step(piece, constants[id(piece.hyper)]) for piece in pieces)
     nonfinite = ctypes.c_uint64()
@@ -88,11 +93,17 @@ def adam_step(pieces: Sequence[Piece], *, step: int, grad_scale: float, native: 
 
 
 def grad_stats(tensors: Sequence[Tensor], native: bool | None = None) -> list[GradStats]:
-    """Sum of squares and count of non-finite elements of each tensor ([numel] fp32, bf16 or fp16, CPU, contiguous).
+    """Sum of squares and count of non-finite elements of each tensor ([numel] fp32, bf16 or fp16, contiguous).
+
+    All lie on the CPU, or on one CUDA device, which is then waited for.
 
     The reduction tree depends on the tensor alone: blocks of 4096 elements from its start, in a block 16 fp64 lanes
     (index % 16) added pairwise, blocks added in order.
     """
+    if tensors and tensors[0].is_cuda:
+        there = kernels.grad_stats(tensors)
+        pairs = zip(there.sum_of_squares.tolist(), there.nonfinite_count.tolist(), strict=True)
+        return [GradStats(*pair) for pair in pairs]
     for index, tensor in enumerate(tensors):
         _check_tensor(f"tensors[{index}]", tensor, _FLOATS, tensor.numel())
     if not _runtime.uses_native(native):

@@ -9,16 +9,19 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from infinity.ops.crc32c import combine, crc32c
 from infinity.ops.file import Descriptors
 
 # errno of "the file ends here", as in csrc/aio/request.h.
 END_OF_FILE = -1
 _PATIENCE_S = 0.001
+# Before every priority of a 32-bit integer.
+_URGENT = -(1 << 31)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """A transfer of `nbytes` bytes between memory at `address` and a file at `offset`."""
 
     write: bool
@@ -29,6 +32,8 @@ class Job:
     offset: int
     nbytes: int
     priority: int
+    # Whether the CRC-32C of the bytes is wanted.
+    checked: bool
 
     def descriptor_for(self, begin: int, end: int) -> int:
         """The descriptor for bytes [begin, end) of the transfer: see Request::descriptor_for in csrc/aio/request.h."""
@@ -40,15 +45,24 @@ class Job:
         return self.descriptors.direct if aligned and self.descriptors.direct >= 0 else self.descriptors.buffered
 
 
-@dataclass(slots=True)
+# Of the heap: place (unique) and progress, or None.
+_Entry = list[Any]
+
+
+# Compared by identity: equal jobs are two transfers.
+@dataclass(slots=True, eq=False)
 class _Progress:
     """A job in the queue: what has begun, and how it ends. Guarded by the engine's lock."""
 
     job: Job
+    # Its entry in the heap, which is emptied where it is no longer meant.
+    entry: _Entry = field(default_factory=list)
     begun_nbytes: int = 0
     blocks_active: int = 0
     error: int = 0
     position: int = 0
+    # By the byte at which a block begins.
+    checksums: dict[int, tuple[int, int]] = field(default_factory=dict)
     over: threading.Event = field(default_factory=threading.Event)
 
     def fail(self, error: int, position: int) -> None:
@@ -56,15 +70,16 @@ class _Progress:
         if self.error == 0 or position < self.position:
             self.error, self.position = error, position
 
-    def settle(self) -> None:
-        if self.blocks_active == 0 and (self.error or self.begun_nbytes == self.job.nbytes):
-            self.over.set()
+    @property
+    def all_begun(self) -> bool:
+        return bool(self.error) or self.begun_nbytes == self.job.nbytes
 
 
 class PythonHandle:
     """One job as its submitter sees it."""
 
-    def __init__(self, progress: _Progress) -> None:
+    def __init__(self, engine: PythonEngine, progress: _Progress) -> None:
+        self._engine = engine
         self._progress = progress
 
     def done(self) -> bool:
@@ -75,10 +90,25 @@ class PythonHandle:
         """Wait up to `timeout_s` seconds; whether it is done."""
         return self._progress.over.wait(timeout_s)
 
+    def urge(self) -> None:
+        """Put what has not begun before all that nobody waits for."""
+        self._engine.urge(self._progress)
+
+    def cancel(self) -> bool:
+        """Whether blocks had not begun: they never will, and the transfer ends with ECANCELED."""
+        return self._engine.cancel(self._progress)
+
     def outcome(self) -> tuple[int, int]:
         """(errno, 0 or END_OF_FILE; byte of the transfer at which that happened), once done."""
         progress = self._progress
         return progress.error, progress.position if progress.error else progress.job.nbytes
+
+    def checksum(self) -> int:
+        """The CRC-32C of the bytes of a checked job, once done without an error."""
+        whole = 0
+        for _, (crc, nbytes) in sorted(self._progress.checksums.items()):
+            whole = combine(whole, crc, nbytes)
+        return whole
 
 
 class PythonEngine:
@@ -86,28 +116,71 @@ class PythonEngine:
 
     name = "python"
 
-    def __init__(self, threads: int, block_nbytes: int) -> None:
+    def __init__(self, threads: int, block_nbytes: int, pending_max: int) -> None:
         self._threads_max = threads
         self._block_nbytes = block_nbytes
-        self._changed = threading.Condition()
-        self._pending: list[tuple[int, int, _Progress]] = []
+        self._pending_max = pending_max
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        # Told when a job is over.
+        self._room = threading.Condition(lock)
+        self._unfinished = 0
+        self._pending: list[_Entry] = []
         self._arrivals = 0
         self._threads: list[threading.Thread] = []
         self._stop = False
         self._abandoned = False
 
-    def submit(self, job: Job) -> PythonHandle:
-        """Queue a job of at least one byte."""
-        progress = _Progress(job)
+    def submit(self, job: Job) -> PythonHandle | None:
+        """Queue a job of at least one byte; None where `pending_max` jobs are not over yet."""
         with self._changed:
+            if self._unfinished >= self._pending_max:
+                return None
+            self._unfinished += 1
             while len(self._threads) < self._threads_max:
                 thread = threading.Thread(target=self._serve, name="infinity-aio", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-            heapq.heappush(self._pending, (-job.priority, self._arrivals, progress))
-            self._arrivals += 1
+            progress = _Progress(job)
+            self._push(progress, -job.priority)
             self._changed.notify_all()
-        return PythonHandle(progress)
+        return PythonHandle(self, progress)
+
+    def wait_room(self, timeout_s: float) -> bool:
+        """Whether another job would be taken, after at most `timeout_s` seconds."""
+        with self._room:
+            return self._room.wait_for(lambda: self._unfinished < self._pending_max, timeout_s)
+
+    def register_buffer(self, address: int, nbytes: int) -> bool:
+        """Nothing to gain here."""
+        return False
+
+    def unregister_buffer(self, address: int) -> None:
+        """Nothing was registered."""
+
+    def register_file(self, descriptors: Descriptors) -> bool:
+        """Nothing to gain here."""
+        return False
+
+    def unregister_file(self, descriptors: Descriptors) -> None:
+        """Nothing was registered."""
+
+    def urge(self, progress: _Progress) -> None:
+        """See PythonHandle."""
+        with self._changed:
+            if not progress.all_begun and progress.entry[0][0] != _URGENT:
+                progress.entry[1] = None
+                self._push(progress, _URGENT)
+
+    def cancel(self, progress: _Progress) -> bool:
+        """See PythonHandle."""
+        with self._changed:
+            if progress.all_begun:
+                return False
+            progress.entry[1] = None
+            progress.fail(errno.ECANCELED, progress.begun_nbytes)
+            self._settle(progress)
+            return True
 
     def close(self, timeout_s: float) -> bool:
         """Move what is queued, for up to `timeout_s`, and end the threads; False where some hang and are left."""
@@ -121,11 +194,25 @@ class PythonEngine:
         if not clean:
             with self._changed:
                 self._abandoned = True
-                for _, _, progress in self._pending:
-                    progress.fail(errno.ETIMEDOUT, progress.begun_nbytes)
-                    progress.settle()
+                for _, progress in self._pending:
+                    if progress is not None and not progress.all_begun:
+                        progress.fail(errno.ETIMEDOUT, progress.begun_nbytes)
+                        self._settle(progress)
                 self._pending.clear()
         return clean
+
+    def _push(self, progress: _Progress, rank: int) -> None:
+        progress.entry = [(rank, self._arrivals), progress]
+        self._arrivals += 1
+        heapq.heappush(self._pending, progress.entry)
+
+    def _settle(self, progress: _Progress) -> None:
+        if progress.blocks_active == 0 and progress.all_begun and not progress.over.is_set():
+            # The entry and its progress refer to each other: descriptors must not wait for the collector.
+            progress.entry[1] = None
+            progress.over.set()
+            self._unfinished -= 1
+            self._room.notify_all()
 
     def _serve(self) -> None:
         while True:
@@ -138,22 +225,25 @@ class PythonEngine:
                     continue
             progress, begin, end = block
             error, position = self._move(progress.job, begin, end)
+            digest = crc32c(_memory(progress.job, begin, end)) if progress.job.checked and not error else 0
             with self._changed:
                 progress.blocks_active -= 1
                 if error:
                     progress.fail(error, position)
-                progress.settle()
+                elif progress.job.checked:
+                    progress.checksums[begin] = digest, end - begin
+                self._settle(progress)
             # A thread at rest holds on to no descriptors.
             del block, progress
 
     def _pop(self) -> tuple[_Progress, int, int] | None:
         """The next block, begun."""
         while self._pending:
-            progress = self._pending[0][2]
-            job, begin = progress.job, progress.begun_nbytes
-            if progress.error:
+            progress = self._pending[0][1]
+            if progress is None or progress.all_begun:
                 heapq.heappop(self._pending)
                 continue
+            job, begin = progress.job, progress.begun_nbytes
             step = -(-self._block_nbytes // job.alignment) * job.alignment
             end = min(begin + step, job.nbytes)
             progress.begun_nbytes = end
@@ -166,7 +256,7 @@ class PythonEngine:
     def _move(self, job: Job, begin: int, end: int) -> tuple[int, int]:
         """(errno or 0, byte reached)."""
         while begin < end:
-            memory = (ctypes.c_char * (end - begin)).from_address(job.address + begin)
+            memory = _memory(job, begin, end)
             fd = job.descriptor_for(begin, end)
             try:
                 if job.write:
@@ -184,3 +274,7 @@ class PythonEngine:
             if self._abandoned:
                 return errno.ETIMEDOUT, begin
         return 0, end
+
+
+def _memory(job: Job, begin: int, end: int) -> memoryview:
+    return memoryview((ctypes.c_char * (end - begin)).from_address(job.address + begin)).cast("B")

@@ -5,8 +5,12 @@ checkout or an editable install) are built and win over anything built before; a
 is used as it is; sources inside the package are built. What is built lies in a per-user cache, keyed by a hash of
 sources, flags and compiler, and is made once however many ranks ask at the same time.
 
-Environment (read only here): INFINITY_NATIVE=0 turns native code off, CXX names the compiler, XDG_CACHE_HOME moves
-the cache. `python -m infinity.ops.build OUTDIR` builds every library into OUTDIR.
+"kernels", for tensors on a CUDA device, is nvcc's work and asked for only where there is such a tensor: a machine
+without one neither builds it nor hears of it.
+
+Environment (read only here): INFINITY_NATIVE=0 turns native code off, CXX and NVCC name the compilers, CUDA_HOME is
+where nvcc is looked for beside the path, XDG_CACHE_HOME moves the cache. `python -m infinity.ops.build OUTDIR` builds
+every library that a compiler is there for into OUTDIR.
 """
 
 from __future__ import annotations
@@ -28,16 +32,47 @@ from pathlib import Path
 
 from infinity.errors import ExtensionError
 
-NAMES = ("aio", "adam")
+NAMES = ("aio", "adam", "kernels")
+# What every machine can run.
+HOST_NAMES = ("aio", "adam")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_FLAGS = (
+_CXX_FLAGS = (
     "-std=c++17 -O3 -fPIC -pthread -fvisibility=hidden -ffp-contract=off -fno-fast-math -fno-math-errno -Wall -Wextra"
 ).split()
-_LINK_FLAGS = "-shared -pthread -Wl,-z,defs".split()
+_CXX_LINK_FLAGS = "-shared -pthread -Wl,-z,defs".split()
+# Machine code for the families of 2018 to 2022, and PTX from which a driver makes it for later ones. What the flags
+# leave open (contraction, flushed denormals) is closed by the intrinsics in the sources as well.
+_NVCC_FLAGS = (
+    "-std=c++17 -O3 --fmad=false --ftz=false --prec-div=true --prec-sqrt=true "
+    "-gencode arch=compute_75,code=sm_75 -gencode arch=compute_80,code=sm_80 "
+    "-gencode arch=compute_90,code=sm_90 -gencode arch=compute_90,code=compute_90 "
+    "-Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra"
+).split()
+_NVCC_LINK_FLAGS = "-shared --cudart static".split()
 _BUILD_SECONDS_MAX = 600
 
 _log = logging.getLogger("infinity")
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How one kind of library is made. `also` are folders beside the sources whose headers they include."""
+
+    suffix: str
+    flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+    also: tuple[str, ...]
+    missing: str
+
+
+_CXX = _Recipe(
+    ".cpp", tuple(_CXX_FLAGS), tuple(_CXX_LINK_FLAGS), (), "no C++ compiler: install g++ or clang++, or name one in CXX"
+)
+_NVCC = _Recipe(
+    ".cu", tuple(_NVCC_FLAGS), tuple(_NVCC_LINK_FLAGS), ("adam",),
+    "no nvcc: install the CUDA toolkit, or name nvcc in NVCC",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +103,13 @@ def require(name: str) -> ctypes.CDLL:
     return handle
 
 
-def describe() -> dict[str, str]:
-    """What runs: per library its path, or the words "plain twin", and the compiler and instruction set in use."""
+def describe(cuda: bool = False) -> dict[str, str]:
+    """What runs: per library its path, or the words "plain twin", and the compiler and instruction set in use.
+
+    cuda: whether the kernels of a CUDA device are of interest; then they are built, where they were not.
+    """
     report = {"compiler": _compiler_version(_compiler()) or "none"}
-    for name in NAMES:
+    for name in NAMES if cuda else HOST_NAMES:
         library = _library(name)
         report[name] = "plain twin" if library is None else f"{library.path} ({library.origin})"
     adam = _library("adam")
@@ -83,7 +121,10 @@ def describe() -> dict[str, str]:
 
 
 def build_into(directory: str | os.PathLike[str]) -> list[Path]:
-    """Compile every library into `directory` as lib<name>.so and return the paths; ExtensionError where one fails."""
+    """Compile the libraries into `directory` as lib<name>.so and return the paths; ExtensionError where one fails.
+
+    The kernels are left out where there is no nvcc, or one that does not get on with the host's compiler.
+    """
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     built = []
@@ -91,13 +132,23 @@ def build_into(directory: str | os.PathLike[str]) -> list[Path]:
         sources = _sources_beside(name) or _sources_inside(name)
         if sources is None:
             raise ExtensionError(f"no sources of the native library {name!r}: expected csrc/{name} beside {_PACKAGE}")
-        compiler = _compiler()
-        if compiler is None:
-            raise ExtensionError("no C++ compiler: install g++ or clang++, or name one in CXX")
+        compiler = _compiler(name)
         path = target / f"lib{name}.so"
-        _compile(sources, path, compiler)
+        try:
+            if compiler is None:
+                raise ExtensionError(_recipe(name).missing)
+            _compile(name, sources, path, compiler)
+        except ExtensionError as error:
+            if name in HOST_NAMES:
+                raise
+            _log.info("%s is left out: %s", name, error)
+            continue
         built.append(path)
     return built
+
+
+def _recipe(name: str) -> _Recipe:
+    return _NVCC if name == "kernels" else _CXX
 
 
 @functools.cache
@@ -110,26 +161,25 @@ def _library(name: str) -> Library | None:
     try:
         beside = _sources_beside(name)
         if beside is not None:
-            return _open(name, _cached(name, beside), "checkout", _compiler_version(_compiler()))
+            return _open(name, _cached(name, beside), "checkout", _compiler_version(_compiler(name)))
         prebuilt = _PACKAGE / "_native" / f"lib{name}.so"
         if prebuilt.exists():
             return _open(name, prebuilt, "wheel", "")
         inside = _sources_inside(name)
         if inside is not None:
-            return _open(name, _cached(name, inside), "cache", _compiler_version(_compiler()))
+            return _open(name, _cached(name, inside), "cache", _compiler_version(_compiler(name)))
         raise ExtensionError(f"neither lib{name}.so nor csrc/{name} came with this installation")
     except (ExtensionError, OSError) as error:
-        _warn_once(str(error))
+        _warn_once(name in HOST_NAMES, " ".join(str(error).split()))
         return None
 
 
 @functools.cache
-def _warn_once(reason: str) -> None:
-    _log.warning(
-        "native libraries are off, the slower plain twins give the same results: %s. "
-        "Install a C++17 compiler (g++ or clang++), or a wheel that carries them.",
-        " ".join(reason.split()),
-    )
+def _warn_once(on_host: bool, reason: str) -> None:
+    what, remedy = "native libraries are", "a C++17 compiler (g++ or clang++), or a wheel that carries them"
+    if not on_host:
+        what, remedy = "the CUDA kernels are", "the CUDA toolkit (nvcc), or a wheel that carries them"
+    _log.warning("%s off, the slower plain twins give the same results: %s. Install %s.", what, reason, remedy)
 
 
 def _open(name: str, path: Path, origin: str, compiler: str) -> Library:
@@ -150,11 +200,14 @@ def _sources_inside(name: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _compiler() -> str | None:
-    named = os.environ.get("CXX")
+def _compiler(name: str = HOST_NAMES[0]) -> str | None:
+    cuda = _recipe(name) is _NVCC
+    named = os.environ.get("NVCC" if cuda else "CXX")
     if named:
         return named if shutil.which(shlex.split(named)[0]) else None
-    return next((found for found in map(shutil.which, ("g++", "clang++", "c++")) if found), None)
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    places = ["nvcc", *(str(Path(home, "bin", "nvcc")) for home in homes if home)]
+    return next((found for found in map(shutil.which, places if cuda else ("g++", "clang++", "c++")) if found), None)
 
 
 @functools.cache
@@ -162,18 +215,22 @@ def _compiler_version(compiler: str | None) -> str:
     if compiler is None:
         return ""
     reply = subprocess.run([*shlex.split(compiler), "--version"], capture_output=True, text=True, check=False)
-    return reply.stdout.partition("\n")[0]
+    # nvcc tells its version last, other compilers first.
+    lines = reply.stdout.splitlines()
+    return next((line for line in lines if "release" in line), lines[0] if lines else "")
 
 
 def _cached(name: str, sources: Path) -> Path:
     """Path of the library built from `sources`, built now unless the cache has it. Raises ExtensionError."""
-    compiler = _compiler()
+    recipe, compiler = _recipe(name), _compiler(name)
     if compiler is None:
-        raise ExtensionError("no C++ compiler was found")
-    digest = hashlib.sha256(" ".join((*_FLAGS, *_LINK_FLAGS, compiler, _compiler_version(compiler))).encode())
-    for file in sorted(sources.iterdir()):
-        if file.is_file():
-            digest.update(f"{file.name}\0".encode() + file.read_bytes())
+        raise ExtensionError(recipe.missing)
+    words = (*recipe.flags, *recipe.link_flags, compiler, _compiler_version(compiler))
+    digest = hashlib.sha256(" ".join(words).encode())
+    for folder in (sources, *(sources.parent / other for other in recipe.also)):
+        for file in sorted(folder.iterdir()):
+            if file.is_file() and (folder == sources or file.suffix in (".h", ".inl")):
+                digest.update(f"{file.name}\0".encode() + file.read_bytes())
     folder = _cache_folder()
     path = folder / f"lib{name}-{digest.hexdigest()[:20]}.so"
     if not path.exists():
@@ -181,7 +238,7 @@ def _cached(name: str, sources: Path) -> Path:
             # Ranks of one node start together: the first builds, the others wait here and find the library.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                _compile(sources, path, compiler)
+                _compile(name, sources, path, compiler)
     return path
 
 
@@ -204,11 +261,11 @@ def _cache_folder() -> Path:
         return folder
 
 
-def _compile(sources: Path, target: Path, compiler: str) -> None:
-    """Build every .cpp of `sources` into the shared library `target`, which appears whole or not at all."""
+def _compile(name: str, sources: Path, target: Path, compiler: str) -> None:
+    """Build every source file of `sources` into the shared library `target`, which appears whole or not at all."""
     # Beside the target, so that the final move is a rename and no half-written library is ever seen.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{sources.name}-") as scratch:
-        commands = _commands(sources, Path(scratch), shlex.split(compiler))
+        commands = _commands(_recipe(name), sources, Path(scratch), shlex.split(compiler))
         ninja = _ninja()
         if ninja is None:
             for command in commands.values():
@@ -219,12 +276,12 @@ def _compile(sources: Path, target: Path, compiler: str) -> None:
         os.replace(Path(scratch) / "library.so", target)
 
 
-def _commands(sources: Path, scratch: Path, compiler: list[str]) -> dict[Path, list[str]]:
+def _commands(recipe: _Recipe, sources: Path, scratch: Path, compiler: list[str]) -> dict[Path, list[str]]:
     """Output -> command, the link last."""
-    objects = {scratch / f"{file.stem}.o": file for file in sorted(sources.glob("*.cpp"))}
-    commands = {obj: [*compiler, *_FLAGS, "-c", str(file), "-o", str(obj)] for obj, file in objects.items()}
+    objects = {scratch / f"{file.stem}.o": file for file in sorted(sources.glob(f"*{recipe.suffix}"))}
+    commands = {obj: [*compiler, *recipe.flags, "-c", str(file), "-o", str(obj)] for obj, file in objects.items()}
     library = scratch / "library.so"
-    commands[library] = [*compiler, *_LINK_FLAGS, "-o", str(library), *map(str, objects)]
+    commands[library] = [*compiler, *recipe.link_flags, "-o", str(library), *map(str, objects)]
     return commands
 
 

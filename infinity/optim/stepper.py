@@ -1,38 +1,57 @@
 """The stepper: one pass over the sub-groups of a rank. Prefetch the next, step this one in place, flush the previous.
 
-It knows partitions, layouts and hyper-parameters; what a sub-group is and where it lives is the plan's business. The
-gradient norm is summed by unit in a fixed tree, so that its bits depend on neither placement nor threads.
+It knows partitions, layouts and hyper-parameters; what a sub-group is, where it lives and in which order sub-groups are
+stepped is the plan's business. The gradient norm is summed by unit in a fixed tree, so that its bits depend on neither
+placement nor threads.
+
+With `behind`, a thread of its own steps the sub-groups that the program cannot see (their units are gathered before
+use) while the next forward runs, under a reservation: a gather of a unit that is not stepped yet waits in the store.
+[Note: step behind the program]
+
+Where nothing has to be known about all gradients before the first is used (no clipping, no check of all for NaN), the
+thread begins during backward: a sub-group is stepped as soon as the gradients of its units are there, each parameter's
+(which of them have one on some rank is only agreed on at the boundary). [Note: step in backward]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from infinity.errors import StateError
 from infinity.memory.partition import Partition
-from infinity.memory.store import TieredStore
+from infinity.memory.store import Reservation, TieredStore
 from infinity.ops.adam import AdamHyper, Piece, adam_step, grad_stats
-from infinity.plan.layout import Slice, SubGroup
-from infinity.plan.plan import Plan
+from infinity.optim.sweep import Run, Sweep
+from infinity.plan.layout import Slot, SubGroup
+from infinity.plan.plan import STEP_READS, Plan
 from infinity.plan.types import Key, Kind
 
 
-class Run(NamedTuple):
-    """A stretch of a slice that one piece of the optimizer steps: same parameter group, same step count."""
+@dataclass(slots=True)
+class _Pass:
+    """One step that goes on behind the program: what it holds, and which sub-groups still need each partition."""
 
-    start: int
-    numel: int
-    group: int
-    step: int
+    hyper: tuple[AdamHyper, ...]
+    grad_scale: float
+    reservation: Reservation
+    uses: Counter[Key]
+    # Units whose gradients are complete, and sub-groups that have been handed to the thread.
+    complete: set[int] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
 
 
 class Stepper:
     """Adam over a plan's sub-groups. `index` is this rank's among the ranks that share a unit."""
 
-    def __init__(self, plan: Plan, store: TieredStore, *, index: int, decoupled: bool, bias_correction: bool) -> None:
+    def __init__(
+        self, plan: Plan, store: TieredStore, *, index: int, decoupled: bool, bias_correction: bool, behind: bool
+    ) -> None:
         self._plan = plan
         self._store = store
         self._index = index
@@ -42,45 +61,201 @@ class Stepper:
         self.steps: dict[str, int] = {
             slot.name: 0 for layout in plan.layouts if layout.trainable for slot in layout.slots
         }
+        order = [plan.sub_groups[index] for index in plan.step_order]
+        self._visible = [group for group in order if plan.visible(group) or not behind]
+        self._hidden = [group for group in order if group not in self._visible]
+        # See [Note: step behind the program].
+        self._thread = ThreadPoolExecutor(1, "infinity-step") if behind else None
+        self._under_way: list[tuple[Future[None], Reservation]] = []
+        self._stats: dict[int, tuple[float, int]] = {}
+        # The step that has begun in this backward.
+        self._early: _Pass | None = None
+        self._groups_of: dict[int, list[SubGroup]] = {}
+        for group in self._hidden:
+            for piece in group.slices:
+                self._groups_of.setdefault(piece.unit, []).append(group)
+        self._stopping = False
+
+    # As gradients arrive.
+
+    def begin_early(self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float) -> None:
+        """The backward before a step begins: see [Note: step in backward]. Arguments as of `step`."""
+        if self._thread is not None and self._early is None:
+            self._early = self._pass(tuple(map(self._hyper, groups)), grad_scale)
+
+    def landed(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
+        """A unit's gradients have been accumulated, those of `arrived` parameters. `final`: probably the last time
+        before the step.
+        """
+        self._stats.pop(unit, None)
+        if self._early is not None:
+            self._measure([unit], None)
+            self._step_early(self._early, unit, arrived)
+        elif final and self._thread is not None:
+            reservation = Reservation()
+            self._store.reserve(reservation, Key(Kind.GRAD, unit))
+            self._go_on(reservation, self._measure, [unit], reservation)
 
     def grad_stats(self) -> tuple[float, int]:
         """Sum of squares (fp64) of this rank's accumulated gradients, and the number of non-finite elements."""
+        if self._early is None:
+            self.finish()
+        missing = [
+            layout.index for layout in self._plan.layouts if layout.trainable and layout.index not in self._stats
+        ]
+        self._measure(missing, None)
+        # In the plan's order, whatever the order of arrival: a sum's bits depend on it.
+        rows = [self._stats[layout.index] for layout in self._plan.layouts if layout.trainable]
+        self._stats.clear()
         total, nonfinite = 0.0, 0
-        for layout in self._plan.layouts:
-            if not layout.trainable:
-                continue
-            with self._store.read(Key(Kind.GRAD, layout.index)) as (partition,):
-                (stats,) = grad_stats([_on_cpu(partition.view(Kind.GRAD))])
-            total += stats.sum_of_squares
-            nonfinite += stats.nonfinite_count
+        for sum_of_squares, count in rows:
+            total += sum_of_squares
+            nonfinite += count
         return total, nonfinite
+
+    def _measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
+        keys = [Key(Kind.GRAD, unit) for unit in units]
+        with self._store.read(*keys, by=reservation) as partitions:
+            found = grad_stats([partition.view(Kind.GRAD) for partition in partitions])
+        self._stats.update((unit, (stats[0], stats[1])) for unit, stats in zip(units, found, strict=True))
+        if reservation is not None:
+            self._store.release(reservation, *keys)
+
+    def _step_early(self, early: _Pass, unit: int, arrived: Sequence[bool]) -> None:
+        if any(group.index in early.begun for group in self._groups_of.get(unit, ())):
+            raise StateError(
+                f"gradients of {self._plan.layouts[unit].name} arrived after its step had begun: with "
+                "gradient_clipping 0 and bf16.check_grad_overflow false a step begins inside its last backward. Call "
+                "backward once a micro-batch, or set bf16.check_grad_overflow to true"
+            )
+        if not all(arrived):
+            # Another rank may have the others: that is known at the boundary.
+            return
+        early.complete.add(unit)
+        for group in self._groups_of.get(unit, ()):
+            units = {piece.unit for piece in group.slices}
+            if units <= early.complete:
+                steps = {index: [self.steps[slot.name] + 1 for slot in self._slots(index)] for index in units}
+                flags = {index: [True] * len(self._slots(index)) for index in units}
+                self._hand_over(early, Sweep(early.hyper, early.grad_scale, flags, steps), [group])
+
+    # Steps.
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float, arrived: Mapping[int, Sequence[bool]]
     ) -> None:
-        """Step every parameter that has a gradient.
+        """Step every parameter that has a gradient; those that the program can see are stepped on return.
 
         `groups` are live parameter groups (lr, betas, eps, weight_decay). `arrived` says by unit index which of its
         parameters have had a gradient. `grad_scale` multiplies every gradient (unscaling, averaging and clipping in
         one).
         """
-        hyper = [self._hyper(group) for group in groups]
+        if self._early is None:
+            self.finish()
+        steps: dict[int, list[int]] = {}
         for index, flags in arrived.items():
-            for slot, flag in zip(self._plan.layouts[index].slots, flags, strict=True):
+            for slot, flag in zip(self._slots(index), flags, strict=True):
                 self.steps[slot.name] += flag
-        groups_in_order = self._plan.sub_groups
-        for group, following in zip_longest(groups_in_order, groups_in_order[1:]):
-            if following is not None:
-                self._store.prefetch(*_moved(following))
-            self._step_group(group, hyper, grad_scale, arrived)
-            later = set(_moved(following)) if following is not None else set()
-            self._store.flush(*(key for key in _moved(group) if key not in later))
+            steps[index] = [self.steps[slot.name] for slot in self._slots(index)]
+        behind = self._early or self._pass(tuple(map(self._hyper, groups)), grad_scale)
+        self._early = None
+        sweep = Sweep(behind.hyper, grad_scale, arrived, steps)
+        rest = [group for group in self._hidden if group.index not in behind.begun]
+        # Reserved at once: the next forward may begin before the thread does.
+        self._store.reserve(behind.reservation, *(key for group in rest for key in (*_changed(group), *_grads(group))))
+        # The drive has something to do while the visible ones are stepped.
+        self._prefetch(rest[: STEP_READS - 1], behind.reservation)
+        visible = self._resident_first(self._visible)
+        self._sweep(sweep, visible, Counter(key for group in visible for key in _changed(group)), None)
+        if rest:
+            self._hand_over(behind, sweep, self._resident_first(rest))
 
-    def _step_group(
-        self, group: SubGroup, hyper: Sequence[AdamHyper], grad_scale: float, arrived: Mapping[int, Sequence[bool]]
+    def finish(self) -> None:
+        """Return when everything begun is done; raises what went wrong with it."""
+        for future, reservation in self._under_way:
+            _look(future, reservation)
+        self._under_way.clear()
+
+    def check(self) -> None:
+        """Raise what has gone wrong behind the program; does not wait."""
+        for future, reservation in self._under_way:
+            if future.done():
+                _look(future, reservation)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Finish what has begun (with `at_once`, only the sub-group in work) and end the thread.
+
+        Raises what went wrong, unless it has been raised before.
+        """
+        if self._thread is None:
+            return
+        self._stopping = self._stopping or at_once
+        self._thread.shutdown(wait=True)
+        unseen = [future for future, reservation in self._under_way if not reservation.seen]
+        self._under_way.clear()
+        for future in unseen:
+            future.result()
+
+    def _slots(self, unit: int) -> Sequence[Slot]:
+        return self._plan.layouts[unit].slots
+
+    def _pass(self, hyper: tuple[AdamHyper, ...], grad_scale: float) -> _Pass:
+        uses = Counter(key for group in self._hidden for key in (*_changed(group), *_grads(group)))
+        return _Pass(hyper, grad_scale, Reservation(), uses)
+
+    def _hand_over(self, behind: _Pass, sweep: Sweep, groups: Sequence[SubGroup]) -> None:
+        """Let the thread step these sub-groups."""
+        behind.begun.update(group.index for group in groups)
+        keys = [key for group in groups for key in (*_changed(group), *_grads(group))]
+        self._store.reserve(behind.reservation, *keys)
+        self._prefetch(groups[:1], behind.reservation)
+        self._go_on(behind.reservation, self._sweep, sweep, groups, behind.uses, behind.reservation)
+
+    def _go_on(self, reservation: Reservation, job: Callable[..., None], *arguments: Any) -> None:
+        """Run a job behind the program. When it fails, whoever wants what is reserved meets its error."""
+
+        def run() -> None:
+            try:
+                job(*arguments)
+            except BaseException as error:
+                self._store.fail(reservation, error)
+                raise
+
+        assert self._thread is not None
+        self._under_way = [each for each in self._under_way if not each[0].done() or each[0].exception()]
+        self._under_way.append((self._thread.submit(run), reservation))
+
+    def _resident_first(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
+        """What the latest step left in memory needs no fetch now, and would have been evicted by those before it."""
+        return sorted(groups, key=lambda group: not self._store.in_memory(_states(group)))
+
+    def _prefetch(self, groups: Sequence[SubGroup], reservation: Reservation | None) -> None:
+        for group in groups:
+            if not self._store.prefetch(*_changed(group), by=reservation):
+                return
+
+    def _sweep(
+        self, sweep: Sweep, groups: Sequence[SubGroup], uses: Counter[Key], reservation: Reservation | None
     ) -> None:
-        grad_keys = [Key(Kind.GRAD, piece.unit) for piece in group.slices]
-        with self._store.read(*grad_keys) as grads, self._store.write(*_moved(group)) as (states, *params):
+        """Step sub-groups one after the other. `uses`: how many sub-groups are still to use each partition."""
+        for at, group in enumerate(groups):
+            if self._stopping:
+                return
+            self._prefetch(groups[at + 1 : at + 1 + STEP_READS], reservation)
+            self._step_group(group, sweep, reservation)
+            keys = [*_changed(group), *_grads(group)]
+            uses.subtract(keys)
+            done = [key for key in keys if uses[key] <= 0]
+            self._store.flush(*done)
+            if reservation is not None:
+                self._store.release(reservation, *done)
+
+    def _step_group(self, group: SubGroup, sweep: Sweep, reservation: Reservation | None) -> None:
+        store = self._store
+        with (
+            store.read(*_grads(group), by=reservation) as grads,
+            store.write(*_changed(group), by=reservation) as (states, *params),
+        ):
             by_step: dict[int, list[Piece]] = {}
             copies: list[tuple[Tensor, Tensor]] = []
             at = 0
@@ -93,40 +268,19 @@ class Stepper:
                 local_grad = grad.view(Kind.GRAD)[piece.start : stop].to(state_device)
                 if local is not home:
                     copies.append((home, local))
-                for run in self._runs(piece, arrived[piece.unit]):
+                layout = self._plan.layouts[piece.unit]
+                parts = self._plan.placement.units[piece.unit].parts
+                first = (self._index if parts > 1 else 0) * layout.partition_numel(parts) + piece.start
+                for run in sweep.runs(layout, piece, first):
                     span = slice(run.start, run.start + run.numel)
                     by_step.setdefault(run.step, []).append(
-                        _piece(states, at, local[span], local_grad[span], run, hyper[run.group])
+                        _piece(states, at, local[span], local_grad[span], run, sweep.hyper[run.group])
                     )
                 at += piece.numel
             for step, pieces in by_step.items():
-                adam_step(pieces, step=step, grad_scale=grad_scale)
+                adam_step(pieces, step=step, grad_scale=sweep.grad_scale)
             for home, local in copies:
                 home.copy_(local)
-
-    def _runs(self, piece: Slice, arrived: Sequence[bool]) -> list[Run]:
-        """Cut a slice where the parameter group or the step count changes, and leave out what had no gradient.
-
-        The padding between two parameters of a run is stepped with them: it is zero and stays zero.
-        """
-        layout = self._plan.layouts[piece.unit]
-        parts = self._plan.placement.units[piece.unit].parts
-        first = (self._index if parts > 1 else 0) * layout.partition_numel(parts) + piece.start
-        has_grad = {slot.name: flag for slot, flag in zip(layout.slots, arrived, strict=True)}
-        runs: list[Run] = []
-        joined = False
-        for overlap in layout.overlaps(first, first + piece.numel):
-            slot = overlap.slot
-            if not has_grad[slot.name]:
-                joined = False
-                continue
-            step = self.steps[slot.name]
-            if joined and (runs[-1].group, runs[-1].step) == (slot.group, step):
-                runs[-1] = runs[-1]._replace(numel=overlap.range_start + overlap.numel - runs[-1].start)
-            else:
-                runs.append(Run(overlap.range_start, overlap.numel, slot.group, step))
-            joined = True
-        return runs
 
     def _hyper(self, group: Mapping[str, Any]) -> AdamHyper:
         return AdamHyper(
@@ -136,9 +290,25 @@ class Stepper:
         )  # fmt: skip
 
 
-def _moved(group: SubGroup) -> list[Key]:
+def _look(future: Future[None], reservation: Reservation) -> None:
+    try:
+        future.result()
+    except BaseException:
+        reservation.seen = True
+        raise
+
+
+def _states(group: SubGroup) -> Key:
+    return Key(Kind.STATES, group.index)
+
+
+def _changed(group: SubGroup) -> list[Key]:
     """The partitions that a sub-group's step changes: its states, then its parameters."""
-    return [Key(Kind.STATES, group.index), *(Key(Kind.PARAM, piece.unit) for piece in group.slices)]
+    return [_states(group), *(Key(Kind.PARAM, piece.unit) for piece in group.slices)]
+
+
+def _grads(group: SubGroup) -> list[Key]:
+    return [Key(Kind.GRAD, piece.unit) for piece in group.slices]
 
 
 def _piece(states: Partition, at: int, param: Tensor, grad: Tensor, run: Run, hyper: AdamHyper) -> Piece:
@@ -149,7 +319,3 @@ def _piece(states: Partition, at: int, param: Tensor, grad: Tensor, run: Run, hy
         remainder=states.view(Kind.REMAINDER)[span] if Kind.REMAINDER in kinds else None,
         master=states.view(Kind.MASTER)[span] if Kind.MASTER in kinds else None, hyper=hyper,
     )  # fmt: skip
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type == "cpu" else tensor.cpu()

@@ -3,12 +3,22 @@
 A trace is the sequence of units in the order in which modules begin to need them: a forward and its backward. The
 schedule is a pure function of the trace, the units' sizes and the budgets, so that every rank submits its collectives
 in the same order and the peak is known before the first step.
+
+Until times are known everything is submitted as early as the budgets allow. Once they have been measured it is
+submitted as late as it may be, with a margin: what arrives early only takes memory, and the drive's time from more
+urgent requests.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+# A transfer is planned to take so much longer than it did when it was measured.
+_MARGIN = 2.0
+_LATENCY_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +30,17 @@ class FetchBudget:
     reuse_nbytes_max: int
     # Bytes of this rank's partitions in CPU memory that were read from NVMe ahead of use, gathered ahead or not.
     fetch_nbytes_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What was measured of a trace: seconds of computation from each use to the next; transfers in bytes a second."""
+
+    use_seconds: tuple[float, ...]
+    # From NVMe to CPU memory.
+    fetch_rate: float
+    # From CPU memory (and the other ranks) to whole units on the device.
+    gather_rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +58,16 @@ class FetchSchedule:
 
 
 def make_schedule(
-    trace: Sequence[int], *, full_nbytes: Sequence[int], fetch_nbytes: Sequence[int], budget: FetchBudget
-) -> FetchSchedule:
+    trace: Sequence[int], *, full_nbytes: Sequence[int], fetch_nbytes: Sequence[int], budget: FetchBudget,
+    timing: Timing | None = None,
+) -> FetchSchedule:  # fmt: skip
     """Simulate the trace once, greedily.
 
     `full_nbytes` gives each unit's gathered size on the device and `fetch_nbytes` the size of its partition on NVMe (0
     when it is not there). A unit in use is always live, whatever the budget; prefetching and keeping never exceed it.
+    With `timing`, which must be the same on every rank, nothing is submitted earlier than it has to be.
     """
+    gather_due, fetch_due = _due(trace, full_nbytes, fetch_nbytes, timing)
     keep = _keep(trace, full_nbytes, budget)
     gather_ahead: list[tuple[int, ...]] = []
     fetch_ahead: list[tuple[int, ...]] = []
@@ -62,7 +86,7 @@ def make_schedule(
         room = min(budget.live_nbytes_max - sum(live.values()), budget.prefetch_nbytes_max - sum(gathered.values()))
         fetch_room = budget.fetch_nbytes_max - sum(fetched.values())
         ahead = []
-        for other in _ahead(trace, position, full_nbytes, live, room, units):
+        for other in _ahead(trace, position, full_nbytes, live, room, units, gather_due):
             read_nbytes = 0 if other in fetched else fetch_nbytes[other]
             if read_nbytes > fetch_room:
                 break
@@ -70,7 +94,7 @@ def make_schedule(
             fetched[other] = fetch_nbytes[other]
             gathered[other] = live[other] = full_nbytes[other]
             ahead.append(other)
-        for other in _ahead(trace, position, fetch_nbytes, {**live, **fetched}, fetch_room, units):
+        for other in _ahead(trace, position, fetch_nbytes, {**live, **fetched}, fetch_room, units, fetch_due):
             fetched[other] = fetch_nbytes[other]
             if fetch_nbytes[other]:
                 reads.append(other)
@@ -83,9 +107,12 @@ def make_schedule(
 
 
 def _ahead(
-    trace: Sequence[int], position: int, nbytes: Sequence[int], present: Mapping[int, int], room: int, units: int
-) -> tuple[int, ...]:
-    """Units next in the trace that are not present, as many as fit into `room` bytes, without skipping one."""
+    trace: Sequence[int], position: int, nbytes: Sequence[int], present: Mapping[int, int], room: int, units: int,
+    due: Sequence[int],
+) -> tuple[int, ...]:  # fmt: skip
+    """Units next in the trace that are not present, as many as are due and fit into `room` bytes, without skipping
+    one.
+    """
     ahead: list[int] = []
     for at in range(position + 1, len(trace)):
         unit = trace[at]
@@ -94,13 +121,41 @@ def _ahead(
             if len(present) + len(ahead) >= units:
                 break
             continue
-        if nbytes[unit] > room:
+        if nbytes[unit] > room or due[at] > position:
             break
         room -= nbytes[unit]
         ahead.append(unit)
         if room <= 0:
             break
     return tuple(ahead)
+
+
+def _due(
+    trace: Sequence[int], full_nbytes: Sequence[int], fetch_nbytes: Sequence[int], timing: Timing | None
+) -> tuple[Sequence[int], Sequence[int]]:
+    """The positions from which a gather, and a fetch, for each use may be submitted: the latest at which each still
+    arrives in time, all of them going over one link one after the other.
+    """
+    if timing is None:
+        at_once = [0] * len(trace)
+        return at_once, at_once
+    begins = [0.0, *accumulate(timing.use_seconds)][: len(trace)]
+    gathers = _latest_starts(begins, [full_nbytes[unit] for unit in trace], timing.gather_rate)
+    # A gather can begin when its fetch has ended.
+    fetches = _latest_starts(gathers, [fetch_nbytes[unit] for unit in trace], timing.fetch_rate)
+    gather_due, fetch_due = ([bisect_right(begins, start) - 1 for start in starts] for starts in (gathers, fetches))
+    return gather_due, fetch_due
+
+
+def _latest_starts(deadlines: Sequence[float], nbytes: Sequence[int], rate: float) -> list[float]:
+    starts: list[float] = []
+    next_start = float("inf")
+    for deadline, size in zip(reversed(deadlines), reversed(nbytes), strict=True):
+        next_start = min(deadline, next_start)
+        if size:
+            next_start -= _MARGIN * size / rate + _LATENCY_S
+        starts.append(next_start)
+    return starts[::-1]
 
 
 def _keep(trace: Sequence[int], full_nbytes: Sequence[int], budget: FetchBudget) -> tuple[bool, ...]:

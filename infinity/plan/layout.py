@@ -111,10 +111,13 @@ def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
     return tuple(layouts)
 
 
-def cut_sub_groups(layouts: tuple[UnitLayout, ...], parts: int, numel_max: int) -> tuple[SubGroup, ...]:
+def cut_sub_groups(
+    layouts: tuple[UnitLayout, ...], parts: int, numel_max: int, apart: frozenset[int] = frozenset()
+) -> tuple[SubGroup, ...]:
     """Cut the trainable partitions into sub-groups of at most `numel_max` elements (rounded up to the alignment).
 
-    Small units are joined while they fit; a partition that is too large alone is cut into near-equal slices.
+    Small units are joined while they fit; a partition that is too large alone is cut into near-equal slices. Units of
+    which only one is in `apart` (indices) are never joined.
     """
     numel_max = align_up(max(numel_max, 1), PARTITION_ALIGNMENT)
     groups: list[tuple[Slice, ...]] = []
@@ -137,7 +140,8 @@ def cut_sub_groups(layouts: tuple[UnitLayout, ...], parts: int, numel_max: int) 
             size = align_up(-(-numel // count), PARTITION_ALIGNMENT)
             groups.extend((Slice(layout.index, at, min(size, numel - at)),) for at in range(0, numel, size))
             continue
-        if open_numel + numel > numel_max:
+        joined = bool(open_slices) and (open_slices[-1].unit in apart) == (layout.index in apart)
+        if open_numel + numel > numel_max or not joined:
             close()
         open_slices.append(Slice(layout.index, 0, numel))
         open_numel += numel

@@ -75,10 +75,10 @@ def place_units(layouts: tuple[UnitLayout, ...], policy: Policy) -> tuple[UnitPl
     return tuple(placements)
 
 
-def place(layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], policy: Policy) -> Placement:
-    """Homes of every partition of a rank."""
+def place(units: tuple[UnitPlacement, ...], groups: tuple[SubGroup, ...], policy: Policy) -> Placement:
+    """Homes of every partition of a rank, from those of the units."""
     return Placement(
-        units=place_units(layouts, policy),
+        units=units,
         states=(policy.optimizer_tier,) * len(groups),
         grad_whole=policy.stage < 2 and policy.dp > 1,
     )

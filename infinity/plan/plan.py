@@ -12,9 +12,9 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from infinity.errors import CapacityError
-from infinity.plan.fetch import FetchBudget, FetchSchedule, make_schedule
+from infinity.plan.fetch import FetchBudget, FetchSchedule, Timing, make_schedule
 from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layouts
-from infinity.plan.placement import Placement, Policy, place
+from infinity.plan.placement import Placement, Policy, place, place_units
 from infinity.plan.spec import ModelSpec
 from infinity.plan.topology import Topology
 from infinity.plan.types import (
@@ -30,8 +30,9 @@ from infinity.plan.types import (
     pack_sections,
 )
 
-# Sub-groups in memory at once while stepping from NVMe: one being read, one being stepped, one being written.
-STEP_WINDOW = 3
+# Sub-groups in memory at once while stepping from NVMe: one being stepped, those being read, and two being written.
+STEP_READS = 2
+STEP_WINDOW = 1 + STEP_READS + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ class Plan:
     pools: Pools
     budget: FetchBudget
     schedule: FetchSchedule
+    # Sub-groups in the order in which they are stepped: see `_step_order`.
+    step_order: tuple[int, ...]
     numel: int = field(default=0)
 
     def partition(self, key: Key) -> PartitionSpec:
@@ -105,14 +108,23 @@ class Plan:
                 return spec
         raise KeyError(str(key))
 
+    def visible(self, group: SubGroup) -> bool:
+        """Whether a sub-group changes parameters that the program sees without a gather: those that stay whole."""
+        return any(self.placement.units[piece.unit].whole for piece in group.slices)
+
     def full_nbytes(self) -> tuple[int, ...]:
         """Device bytes that gathering each unit takes: 0 for one that is whole for good."""
         return _full_nbytes(self.layouts, self.placement)
 
-    def reschedule(self, trace: tuple[int, ...]) -> FetchSchedule:
-        """The schedule for a trace that was recorded, within the same budgets."""
-        fetch_nbytes = _fetch_nbytes(self.partitions, self.placement)
-        return make_schedule(trace, full_nbytes=self.full_nbytes(), fetch_nbytes=fetch_nbytes, budget=self.budget)
+    def reschedule(self, trace: tuple[int, ...], timing: Timing | None = None) -> FetchSchedule:
+        """The schedule for a trace that was recorded (and timed), within the same budgets."""
+        return make_schedule(
+            trace,
+            full_nbytes=self.full_nbytes(),
+            fetch_nbytes=_fetch_nbytes(self.partitions, self.placement),
+            budget=self.budget,
+            timing=timing,
+        )
 
     def bytes_by_tier(self) -> dict[Tier, dict[Kind, int]]:
         """Bytes that this rank holds on each tier, by kind, at the busiest moment; POOL is space reserved for moves."""
@@ -208,22 +220,23 @@ class Plan:
 def make_plan(spec: ModelSpec, topology: Topology, request: PlanRequest) -> Plan:
     """Decide everything: layouts, sub-groups, homes, extents, pools and the fetch schedule."""
     layouts = make_layouts(spec, topology.dp)
-    groups = cut_sub_groups(layouts, 1 if request.stage == 0 else topology.dp, request.sub_group_numel)
-    placement = place(
-        layouts, groups,
-        Policy(
-            stage=request.stage, dp=topology.dp, param_tier=request.param_tier, optimizer_tier=request.optimizer_tier,
-            persistence_numel_max=request.persistence_numel, persistent_total_numel_max=request.persistent_total_numel,
-        ),
+    policy = Policy(
+        stage=request.stage, dp=topology.dp, param_tier=request.param_tier, optimizer_tier=request.optimizer_tier,
+        persistence_numel_max=request.persistence_numel, persistent_total_numel_max=request.persistent_total_numel,
     )  # fmt: skip
+    units = place_units(layouts, policy)
+    whole = frozenset(index for index, placed in enumerate(units) if placed.whole)
+    groups = cut_sub_groups(layouts, 1 if request.stage == 0 else topology.dp, request.sub_group_numel, apart=whole)
+    placement = place(units, groups, policy)
     partitions, nvme_nbytes = _partitions(layouts, groups, placement, request)
     width = DTYPE_NBYTES[request.compute_dtype]
     fetch_nbytes = _fetch_nbytes(partitions, placement)
     budget = FetchBudget(
         live_nbytes_max=request.live_numel * width, prefetch_nbytes_max=request.prefetch_numel * width,
         reuse_nbytes_max=request.reuse_numel * width,
-        fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, 2 * max(fetch_nbytes, default=0)),
+        fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, max(fetch_nbytes, default=0)),
     )  # fmt: skip
+    order = _step_order(groups, whole, spec.uses)
     schedule = make_schedule(
         spec.uses + spec.uses[::-1],
         full_nbytes=_full_nbytes(layouts, placement),
@@ -233,7 +246,8 @@ def make_plan(spec: ModelSpec, topology: Topology, request: PlanRequest) -> Plan
     return Plan(
         topology=topology, request=request, layouts=layouts, sub_groups=groups, placement=placement,
         partitions=partitions, nvme_nbytes=nvme_nbytes, budget=budget, schedule=schedule, numel=spec.numel,
-        pools=_pools(layouts, groups, placement, partitions, request, topology, budget, schedule),
+        step_order=order,
+        pools=_pools(layouts, groups, placement, partitions, request, topology, budget, schedule, order),
     )  # fmt: skip
 
 
@@ -262,6 +276,22 @@ def _partitions(
     return tuple(specs), at
 
 
+def _step_order(groups: tuple[SubGroup, ...], whole: frozenset[int], uses: tuple[int, ...]) -> tuple[int, ...]:
+    """Indices of sub-groups: first those with units that stay whole, which the program may look at once a step is over;
+    then in the order in which the next forward needs their parameters, so that the step may go on beside it.
+    """
+    first_use: dict[int, int] = {}
+    for position, unit in enumerate(uses):
+        first_use.setdefault(unit, position)
+
+    def rank(group: SubGroup) -> tuple[bool, int, int]:
+        units = [piece.unit for piece in group.slices]
+        first = min(first_use.get(unit, len(uses)) for unit in units)
+        return not any(unit in whole for unit in units), first, group.index
+
+    return tuple(group.index for group in sorted(groups, key=rank))
+
+
 def _full_nbytes(layouts: tuple[UnitLayout, ...], placement: Placement) -> tuple[int, ...]:
     """Bytes that gathering each unit takes on the device."""
     units = zip(layouts, placement.units, strict=True)
@@ -280,14 +310,15 @@ def _fetch_nbytes(partitions: tuple[PartitionSpec, ...], placement: Placement) -
 def _pools(
     layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], placement: Placement,
     partitions: tuple[PartitionSpec, ...], request: PlanRequest, topology: Topology, budget: FetchBudget,
-    schedule: FetchSchedule,
+    schedule: FetchSchedule, order: tuple[int, ...],
 ) -> Pools:  # fmt: skip
     """Sizes of the arenas: what the busiest moment needs, never more than everything that could lie there."""
     on_nvme = {spec.key: spec.nbytes for spec in partitions if spec.home is Tier.NVME}
     params = {key: nbytes for key, nbytes in on_nvme.items() if key.kind is Kind.PARAM}
     states = [nbytes for key, nbytes in on_nvme.items() if key.kind is Kind.STATES]
-    stepped = [sum(params.get(Key(Kind.PARAM, piece.unit), 0) for piece in group.slices) for group in groups]
-    busiest = max(budget.fetch_nbytes_max + max(params.values(), default=0), STEP_WINDOW * max(stepped, default=0))
+    # One is in use. Beside it lies what was fetched ahead, or what is stepped: nothing is fetched ahead of its step.
+    ahead = max(budget.fetch_nbytes_max, _stepped_nbytes(groups, order, params))
+    busiest = max(params.values(), default=0) + ahead
     trainable = [layout.numel for layout in layouts if layout.trainable]
     wire = DTYPE_NBYTES[request.communication_dtype]
     whole_grad = max(trainable, default=0) * DTYPE_NBYTES[request.compute_dtype]
@@ -305,6 +336,13 @@ def _pools(
         gathered_nbytes=schedule.peak_nbytes,
         reduce_nbytes=whole_grad + (2 * max(trainable, default=0) * wire if topology.dp > 1 else 0),
     )
+
+
+def _stepped_nbytes(groups: tuple[SubGroup, ...], order: tuple[int, ...], params: dict[Key, int]) -> int:
+    """Bytes of PARAM partitions in memory while a window of consecutive sub-groups is stepped, at most."""
+    units = [{piece.unit for piece in groups[index].slices} for index in order]
+    windows = [set[int]().union(*units[at : at + STEP_WINDOW]) for at in range(len(units))]
+    return max((sum(params.get(Key(Kind.PARAM, unit), 0) for unit in window) for window in windows), default=0)
 
 
 def _plain(kind: Kind) -> str:

@@ -11,8 +11,8 @@ from infinity.plan.spec import UnitRules
 from infinity.plan.types import Tier
 
 # A sub-group on NVMe is one read and one write. This many elements keep the drive at its bandwidth; more only takes
-# memory.
-NVME_SUB_GROUP_NUMEL = 1 << 24
+# memory, and makes the first forward units wait longer for their step. The configuration's bound may be lower.
+NVME_SUB_GROUP_NUMEL = 1 << 21
 
 
 def plan_request(config: ResolvedConfig, *, accelerator: bool) -> PlanRequest:
@@ -21,7 +21,7 @@ def plan_request(config: ResolvedConfig, *, accelerator: bool) -> PlanRequest:
     compute = config.compute_dtype
     optimizer_tier = Tier(config.optimizer_tier)
     sub_group = zero.sub_group_size
-    if optimizer_tier is Tier.NVME and config.sources["zero_optimization.sub_group_size"] != "file":
+    if optimizer_tier is Tier.NVME:
         sub_group = min(sub_group, NVME_SUB_GROUP_NUMEL)
     # Several micro-batches add up in fp32 unless the configuration says otherwise; a single one is kept as it arrives.
     grad = config.grad_accum_dtype or ("fp32" if config.accumulation > 1 else compute)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 # Bytes an element, by the name the plan uses for a dtype.
@@ -29,6 +29,9 @@ class Tier(Enum):
     CPU = "cpu"
     NVME = "nvme"
 
+    # Members are single objects; Enum's own hash is a Python function, and keys are looked up all the time.
+    __hash__ = object.__hash__
+
 
 class Kind(Enum):
     """What bytes are."""
@@ -53,6 +56,8 @@ class Kind(Enum):
     FULL_GRAD = "full_grad"
     # Pools that hold no value of their own: space reserved and not in use.
     POOL = "pool"
+
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +102,13 @@ class PartitionSpec:
     sections: tuple[Section, ...]
     home: Tier
     extent: Extent | None = None
+    # Bytes of the buffer that holds it in memory, padded so that one aligned transfer moves it.
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer that holds it in memory, padded so that one aligned transfer moves it."""
+    def __post_init__(self) -> None:
         end = max((section.offset + section.nbytes for section in self.sections), default=0)
-        return align_up(end, EXTENT_ALIGNMENT if self.home is Tier.NVME else CACHE_LINE)
+        nbytes = align_up(end, EXTENT_ALIGNMENT if self.home is Tier.NVME else CACHE_LINE)
+        object.__setattr__(self, "nbytes", nbytes)
 
 
 def pack_sections(parts: list[tuple[Kind, str, int]]) -> tuple[Section, ...]:

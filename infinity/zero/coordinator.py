@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from infinity.errors import StateError
+from infinity.memory.device import Device
 from infinity.memory.store import TieredStore
-from infinity.plan.fetch import FetchSchedule
+from infinity.plan.fetch import FetchSchedule, Timing
 from infinity.plan.plan import Plan
 from infinity.zero.gradients import Gradients
 from infinity.zero.parameter import is_released, name_of
+from infinity.zero.stopwatch import Stopwatch
 from infinity.zero.unit import Gathered, Unit
 
 # Traces whose schedules are remembered, and the length after which a trace is no longer recorded.
@@ -45,7 +47,7 @@ class Coordinator:
     """Runs the fetch schedule over a rank's units. See the module's text."""
 
     def __init__(
-        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, ahead: bool
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, ahead: bool, retain: bool
     ) -> None:
         self._units = list(units)
         self._plan = plan
@@ -53,6 +55,10 @@ class Coordinator:
         self._gradients = gradients
         # Gathers run ahead of use where something else can run meanwhile: a collective, or a copy engine.
         self._ahead = ahead
+        # Memory of released units is left to the next gathers, as far as the plan has it: for a device whose allocator
+        # gives memory back to the system, which is slow to take again.
+        self._retain = retain
+        self._retained: dict[Unit, None] = {}
         self._unit_of: dict[int, Unit] = {id(param): unit for unit in units for param in unit.params}
         self._known: dict[tuple[int, ...], FetchSchedule] = {plan.schedule.trace: plan.schedule}
         self._schedules: dict[str, FetchSchedule] = {"train": plan.schedule, "eval": plan.schedule}
@@ -60,6 +66,8 @@ class Coordinator:
         self._trace: list[int] = []
         self._cursor = -1
         self._strayed = False
+        # Units whose copy to the device may still read their partition.
+        self._landing: list[Unit] = []
         self._open: list[Scope] = []
         self._backward: list[Scope] = []
         self.in_backward = False
@@ -67,6 +75,9 @@ class Coordinator:
         self.plain_backward = False
         self.epoch = 0
         self.closed = False
+        # The latest training pass in full, when it was timed: see `use_times`.
+        self._watch: Stopwatch | None = None
+        self._watched: tuple[tuple[int, ...], Stopwatch] | None = None
         # How often a pass did not go as scheduled: a figure, not a flood of warnings.
         self.mismatches = 0
 
@@ -76,6 +87,23 @@ class Coordinator:
         """A forward of the whole model begins ("train" or "eval"). A training pass ends with its backward."""
         if self._mode is None:
             self._mode, self._trace, self._cursor, self._strayed = mode, [], -1, False
+
+    def watch(self, device: Device) -> None:
+        """Time the next training pass."""
+        self._watch = Stopwatch(device)
+
+    def use_times(self) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+        """(trace, seconds of computation from each use to the next) of the pass that `watch` timed, if it was whole."""
+        if self._watched is None:
+            return None
+        trace, watch = self._watched
+        return trace, watch.use_seconds()
+
+    def retime(self, trace: tuple[int, ...], timing: Timing) -> None:
+        """Follow a schedule that submits nothing earlier than it has to. Must be the same on every rank."""
+        self._known[trace] = self._plan.reschedule(trace, timing)
+        if self._schedules["train"].trace == trace:
+            self._schedules["train"] = self._known[trace]
 
     def open_scope(self, units: Sequence[Unit]) -> Scope:
         """A hooked module is about to run: gather its units."""
@@ -185,12 +213,14 @@ class Coordinator:
         self._open.clear()
         self._backward.clear()
         self.in_backward = False
-        self._mode = None
+        self._mode = self._watch = None
         self.epoch += 1
         self._gradients.abandon_backward()
+        self._retained.clear()
         for unit in self._units:
             unit.users = unit.pending = 0
             unit.abandon()
+            unit.free()
 
     def end_pass(self, mode: str = "train") -> None:
         """A pass of this mode is over: learn its trace if it was not the scheduled one, and release what nobody
@@ -199,6 +229,9 @@ class Coordinator:
         if self._mode not in (None, mode):
             return
         mode_seen, self._mode = self._mode, None
+        if self._watch is not None and mode_seen == "train" and self._trace:
+            self._watch.stop()
+            self._watched, self._watch = (tuple(self._trace), self._watch), None
         if mode_seen is not None and self._trace and len(self._trace) < _TRACE_MAX:
             schedule = self._schedules[mode]
             if self._strayed or self._cursor + 1 != len(schedule):
@@ -214,6 +247,9 @@ class Coordinator:
         for unit in self._units:
             unit.pending = 0
         self._release_idle()
+        for unit in self._units:
+            unit.let_go(wait=True)
+        self._landing.clear()
 
     # Use of one unit.
 
@@ -222,15 +258,51 @@ class Coordinator:
         if unit.placed.whole:
             return
         self._advance(unit)
-        unit.start_gather()
+        watch = self._watch if self._mode == "train" else None
+        if watch is not None:
+            watch.begin_use()
+        self._gather(unit)
         self._submit_ahead()
         unit.finish_gather()
+        if watch is not None:
+            watch.arrived()
+
+    def _gather(self, unit: Unit) -> None:
+        """Start a gather. It may have to wait for the optimizer: what that might need is returned before."""
+        if unit.state is not Gathered.PARTITIONED:
+            return
+        if self._landing:
+            waits = self._store.reserved(unit.key)
+            self._landing = [other for other in self._landing if not other.let_go(wait=waits)]
+        if self._retain:
+            self._make_room(unit)
+        unit.start_gather()
+        if unit.leasing:
+            self._landing.append(unit)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Free what released units have retained, oldest first, until the unit's bytes are within the plan."""
+        self._retained.pop(unit, None)
+        if unit.has_bytes or not self._retained:
+            return
+        held = self._live_nbytes() + sum(other.layout.nbytes for other in self._retained)
+        while self._retained and held + unit.layout.nbytes > self._plan.pools.gathered_nbytes:
+            oldest = next(iter(self._retained))
+            del self._retained[oldest]
+            held -= oldest.layout.nbytes
+            oldest.free()
+
+    def _release(self, unit: Unit) -> None:
+        if unit.state is not Gathered.PARTITIONED:
+            unit.release(keep_bytes=self._retain)
+            if self._retain:
+                self._retained[unit] = None
 
     def _leave(self, scope: Scope) -> None:
         for unit in scope.units:
             unit.users -= 1
             if unit.users <= 0 and not unit.placed.whole and not self._keep(unit):
-                unit.release()
+                self._release(unit)
 
     def _advance(self, unit: Unit) -> None:
         """Move the cursor to this use in the scheduled trace, or find the next place that fits."""
@@ -261,7 +333,7 @@ class Coordinator:
         # The nearest first: what comes later waits when there is no room for both.
         for index in schedule.gather_ahead[self._cursor]:
             if self._ahead:
-                self._units[index].start_gather()
+                self._gather(self._units[index])
             else:
                 self._store.prefetch(self._units[index].key)
         self._store.prefetch(*(self._units[index].key for index in schedule.fetch_ahead[self._cursor]))
@@ -281,7 +353,7 @@ class Coordinator:
     def _release_idle(self) -> None:
         for unit in self._units:
             if unit.users <= 0 and not unit.placed.whole:
-                unit.release()
+                self._release(unit)
 
     def _schedule(self, trace: tuple[int, ...]) -> FetchSchedule:
         if trace not in self._known:

@@ -9,7 +9,8 @@ boundary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from infinity.memory.partition import DTYPES
 from infinity.memory.store import TieredStore
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind, Tier
-from infinity.transfer import WorkTransfer
+from infinity.transfer import Completed, Transfer, WorkTransfer
 from infinity.zero.unit import Unit
 
 
@@ -59,6 +60,11 @@ class Gradients:
         # Unit indices in the order in which the latest backward finished with them: what `order` should become.
         self.seen_order: list[int] = [unit.layout.index for unit in self.order]
         self._flying: tuple[Unit, WorkTransfer, Tensor] | None = None
+        self._buffers_flat: list[Tensor] = []
+        # A unit whose gradients are on their way from the device, with the lease that they need.
+        self._arriving: tuple[Unit, ExitStack, list[Transfer]] | None = None
+        # Called when something was added to a unit's partition.
+        self.landed: Callable[[Unit], None] = lambda unit: None
 
     def ready(self, unit: Unit) -> None:
         """The last outstanding backward through `unit` has run: collect its gradients, in turn."""
@@ -92,7 +98,9 @@ class Gradients:
 
     def abandon_backward(self) -> None:
         """Backward raised: forget its round. Gradients that have arrived stay until `reset`."""
-        self._take_flying()
+        if self._take_flying() is not None:
+            # It may go on: the next one gets memory of its own.
+            self._drop_flat()
         self._turn = 0
         self._ready.clear()
         self._finished.clear()
@@ -118,6 +126,7 @@ class Gradients:
         for unit in self._units:
             if unit not in self._begun:
                 self._accumulate(unit, None)
+        self._arrive()
 
     def partition(self, unit: Unit) -> Key:
         return Key(Kind.GRAD, unit.layout.index)
@@ -147,6 +156,8 @@ class Gradients:
     def close(self) -> None:
         """Return the buffers of whole gradients and drop what autograd left."""
         self._take_flying()
+        self._arrive()
+        self._drop_flat()
         for buffer in self._buffers.values():
             self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -buffer.numel() * buffer.element_size())
         self._buffers.clear()
@@ -177,19 +188,42 @@ class Gradients:
         """
         first = unit not in self._begun
         self._begun.add(unit)
-        with self._store.write(self.partition(unit)) as (partition,):
+        self._arrive()
+        copies: list[Transfer] = []
+        with ExitStack() as lease:
+            (partition,) = lease.enter_context(self._store.write(self.partition(unit)))
             target = partition.view(Kind.GRAD)
             if reduced is not None:
-                _put(target, reduced, first)
+                copies.append(self._put(target, reduced, first))
             elif not self._alone:
                 target.zero_()
             else:
                 for slot, param in zip(unit.layout.slots, unit.params, strict=True):
                     piece = target[slot.offset : slot.offset + slot.numel]
                     if param.grad is not None:
-                        _put(piece, param.grad.reshape(-1), first)
+                        copies.append(self._put(piece, param.grad.reshape(-1), first))
                     elif first:
                         piece.zero_()
+            self._arriving = (unit, lease.pop_all(), copies)
+        if all(copy.done() for copy in copies):
+            self._arrive()
+
+    def _put(self, target: Tensor, source: Tensor, first: bool) -> Transfer:
+        """Replace or add, in the target's dtype, across devices. What is replaced travels beside the computation."""
+        if first:
+            return self._device.copy(target, source)
+        target.add_(source.to(target.device))
+        return Completed()
+
+    def _arrive(self) -> None:
+        """Wait for the copies from the device that are in flight, of one unit at most, and return their lease."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            unit, lease, copies = arriving
+            with lease:
+                for copy in copies:
+                    self._device.arrived(copy)
+            self.landed(unit)
 
     def _add_whole(self, unit: Unit) -> None:
         """Stages 0 and 1: accumulate whole gradients on the device."""
@@ -202,7 +236,8 @@ class Gradients:
             buffer.zero_()
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             if param.grad is not None:
-                _put(buffer[slot.offset : slot.offset + slot.numel], param.grad.reshape(-1), first)
+                piece = buffer[slot.offset : slot.offset + slot.numel]
+                (piece.copy_ if first else piece.add_)(param.grad.reshape(-1))
 
     def _reduce_whole(self, unit: Unit) -> None:
         """Stages 0 and 1, at the boundary: sum over ranks; keep this rank's slice, or everything at stage 0."""
@@ -218,22 +253,44 @@ class Gradients:
             mine = full
         else:
             mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
-            collectives.reduce_scatter(mine, full, self._mesh.reduce).wait()
+            collectives.reduce_scatter(mine, full, group=self._mesh.reduce).wait()
         with self._store.write(self.partition(unit)) as (partition,):
             partition.view(Kind.GRAD).copy_(mine)
+        self.landed(unit)
 
     def _start_reduce(self, unit: Unit) -> None:
         """Submit the sum over ranks of one unit's gradients; the one before it lands first, so at most one is in
         flight.
         """
-        full = self._device.empty(unit.layout.numel, self._wire).zero_()
+        self._land()
+        buffers = [buffer[: unit.layout.numel] for buffer in self._flat()]
+        full = buffers[0]
+        end = 0
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             if param.grad is not None:
-                full[slot.offset : slot.offset + slot.numel].copy_(param.grad.reshape(-1))
-        self._land()
+                full[end : slot.offset].zero_()
+                end = slot.offset + slot.numel
+                full[slot.offset : end].copy_(param.grad.reshape(-1))
+        full[end:].zero_()
         mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
-        self._ledger.add(Tier.GPU, Kind.FULL_GRAD, full.numel() * full.element_size())
-        self._flying = (unit, collectives.reduce_scatter(mine, full, self._mesh.reduce), mine)
+        self._flying = (unit, collectives.reduce_scatter(mine, *buffers, group=self._mesh.reduce), mine)
+
+    def _flat(self) -> list[Tensor]:
+        """Whole gradients of one unit on their way into a reduction, and its workspace: made once, for the largest."""
+        if not self._buffers_flat:
+            count = 1 + collectives.needs_workspace(self._mesh.reduce)
+            numel = max(unit.layout.numel for unit in self._units)
+            self._buffers_flat = [self._device.empty(numel, self._wire) for _ in range(count)]
+            self._book_flat(1)
+        return self._buffers_flat
+
+    def _book_flat(self, sign: int) -> None:
+        nbytes = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers_flat)
+        self._ledger.add(Tier.GPU, Kind.FULL_GRAD, sign * nbytes)
+
+    def _drop_flat(self) -> None:
+        self._book_flat(-1)
+        self._buffers_flat = []
 
     def _land(self) -> None:
         """Wait for the reduction in flight and add its result to the partition."""
@@ -242,22 +299,12 @@ class Gradients:
             unit, transfer, mine = flying
             transfer.wait()
             self._accumulate(unit, mine)
+        self._arrive()
 
     def _take_flying(self) -> tuple[Unit, WorkTransfer, Tensor] | None:
-        """The reduction in flight, which is no longer this object's: its whole gradients leave the ledger."""
+        """The reduction in flight, which is no longer this object's."""
         flying, self._flying = self._flying, None
-        if flying is not None:
-            unit, _, mine = flying
-            self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -unit.layout.numel * mine.element_size())
         return flying
-
-
-def _put(target: Tensor, source: Tensor, first: bool) -> None:
-    """Replace or add, in the target's dtype, across devices."""
-    if first:
-        target.copy_(source)
-    else:
-        target.add_(source.to(target.device))
 
 
 def on_any_rank(mine: Sequence[bool], mesh: Mesh) -> list[bool]:

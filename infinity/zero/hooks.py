@@ -107,23 +107,24 @@ def announce_end(inputs: Any, ended: Callable[[], None]) -> Any:
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in a structure of sequences, mappings, dataclasses and plain objects, each once."""
     found: dict[int, Tensor] = {}
-
-    def visit(inner: Any, depth: int) -> None:
-        if isinstance(inner, Tensor):
-            found.setdefault(id(inner), inner)
-        elif isinstance(inner, Mapping):
-            for item in inner.values():
-                visit(item, depth)
-        elif isinstance(inner, (tuple, list, set)):
-            for item in inner:
-                visit(item, depth)
-        elif depth and hasattr(inner, "__dict__") and not isinstance(inner, (type, nn.Module)):
-            # Dataclasses and other records; one level of plain objects is enough, and callables are left alone.
-            for item in vars(inner).values():
-                visit(item, depth - 1)
-
-    visit(value, 3)
+    _find(value, 3, found)
     return list(found.values())
+
+
+def _find(value: Any, depth: int, found: dict[int, Tensor]) -> None:
+    # Not a function inside the other one: it would refer to itself, and keep what it found until the collector runs.
+    if isinstance(value, Tensor):
+        found.setdefault(id(value), value)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _find(item, depth, found)
+    elif isinstance(value, (tuple, list, set)):
+        for item in value:
+            _find(item, depth, found)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+        # Dataclasses and other records; one level of plain objects is enough, and callables are left alone.
+        for item in vars(value).values():
+            _find(item, depth - 1, found)
 
 
 def replace_tensors(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:

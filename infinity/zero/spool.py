@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from infinity.comm.mesh import Mesh
 from infinity.errors import ConfigError, StateError
-from infinity.memory.host import page_aligned
 from infinity.memory.nvme import NvmeTier, QueueOptions
+from infinity.memory.pages import page_aligned
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up
 from infinity.zero import parameter
 
@@ -42,11 +42,11 @@ class _Place:
 
 
 class Spool:
-    """Adopts parameters and keeps their values. `directory` is where values beyond the window go; None: they stay in
-    memory.
+    """Adopts parameters and keeps their values. `directory` names the folders that values beyond the window go to;
+    None: they stay in memory.
     """
 
-    def __init__(self, directory: str | None, *, mesh: Mesh, timeout_seconds: float) -> None:
+    def __init__(self, directory: Sequence[str] | None, *, mesh: Mesh, timeout_seconds: float) -> None:
         self._directory = directory
         # The engine that takes the model over takes the process groups with it.
         self.mesh = mesh

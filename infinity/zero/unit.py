@@ -58,9 +58,12 @@ class Unit:
         self._mesh = mesh
         self._ledger = ledger
         self._transfer: Transfer = Completed()
+        # The copy out of this rank's partition, and the lease that it needs.
+        self._copied: Transfer = Completed()
         self._lease = ExitStack()
+        self.leasing = False
         self._dtype = DTYPES[layout.dtype]
-        self.full = device.empty(layout.numel, self._dtype)
+        self.full = (device.empty if placed.whole else device.elastic)(layout.numel, self._dtype)
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
         self._placeholders = [parameter.placeholder(slot.shape, self._dtype, device.torch) for slot in layout.slots]
         if placed.whole:
@@ -87,8 +90,9 @@ class Unit:
         """Submit the copy and the collective that fill the full buffer. Waits only for this rank's own partition."""
         if self.state is not Gathered.PARTITIONED:
             return
-        self.full.untyped_storage().resize_(self.layout.nbytes)
-        self._book(1)
+        if not self.has_bytes:
+            self.full.untyped_storage().resize_(self.layout.nbytes)
+            self._book(1)
         self.state = Gathered.GATHERING
         try:
             self._transfer = self._fill()
@@ -102,33 +106,59 @@ class Unit:
             return
         self.start_gather()
         self._transfer.wait()
-        if self.placed.param is Tier.NVME or self.placed.whole:
-            # The partition is about to be written, or its buffer to go back to the pool: the copy out of it must be
-            # over.
-            self._device.arrived(self._transfer)
-            self._lease.close()
+        self.let_go(wait=False)
         for param, view in zip(self.params, self._views, strict=True):
             parameter.restore(param, view)
         self.state = Gathered.GATHERED
 
-    def release(self) -> None:
-        """Free the full buffer; the parameters keep their logical shapes. A unit that is whole for good stays."""
+    def let_go(self, *, wait: bool) -> bool:
+        """Return the partition's lease, if the copy out of it is over; with `wait`, stop the host until it is.
+
+        Before that the partition must not be written, nor its buffer go back to the pool. False: it is still needed.
+        """
+        if not self.leasing:
+            return True
+        if not wait and not self._copied.done():
+            return False
+        self._device.arrived(self._copied)
+        self._copied = Completed()
+        self.leasing = False
+        self._lease.close()
+        return True
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether the full buffer takes memory, for values or for the next gather."""
+        return self.full.untyped_storage().nbytes() > 0
+
+    def release(self, *, keep_bytes: bool = False) -> None:
+        """Let go of the whole values; the parameters keep their logical shapes. A unit that is whole for good stays.
+
+        keep_bytes: leave the full buffer's memory to the next gather, until `free`.
+        """
         if self.placed.whole or self.state is Gathered.PARTITIONED:
             return
         if self.state is Gathered.GATHERING:
             self._transfer.wait()
         self.hide()
-        self._lease.close()
-        self.full.untyped_storage().resize_(0)
-        self._book(-1)
+        # The host does not wait: the device has been told to, before it may use the bytes for something else.
+        self.let_go(wait=False)
         self.state = Gathered.PARTITIONED
+        if not keep_bytes:
+            self.free()
+
+    def free(self) -> None:
+        """Give the memory of a released unit's full buffer back."""
+        if self.state is Gathered.PARTITIONED and not self.placed.whole and self.has_bytes:
+            self.full.untyped_storage().resize_(0)
+            self._book(-1)
 
     def abandon(self) -> None:
         """Release after an error. A gather that still runs keeps its buffer: waiting for it might fail the same way."""
         if self.state is Gathered.GATHERING:
             if not self._transfer.done():
                 return
-            self._transfer = Completed()
+            self._transfer = self._copied = Completed()
         self.release()
 
     def hide(self) -> None:
@@ -145,21 +175,22 @@ class Unit:
 
     def close(self) -> None:
         """Drop the partition's lease and stop booking; parameters that are whole keep their values."""
+        self.leasing = False
         self._lease.close()
-        if self.state is not Gathered.PARTITIONED:
+        if self.has_bytes or self.placed.whole:
             self._book(-1)
 
     def _fill(self) -> Transfer:
         """Put this rank's partition into its place in the full buffer and gather the others'."""
-        copied: Transfer = Completed()
         if not self.placed.aliased:
+            self.let_go(wait=True)
             (partition,) = self._lease.enter_context(self._store.read(self.key))
-            copied = self._device.copy(self.own, partition.view(Kind.PARAM))
-            if not self._device.is_accelerator:
-                self._lease.close()
+            self.leasing = True
+            self._copied = self._device.copy(self.own, partition.view(Kind.PARAM))
+            self.let_go(wait=False)
         if self.placed.parts == 1 or not self.layout.numel:
-            return copied
-        copied.wait()
+            return self._copied
+        self._copied.wait()
         return all_gather(self.full, self.own, self._mesh.gather)
 
     def _book(self, sign: int) -> None:

@@ -73,7 +73,7 @@ def talk(rank: int, world_size: int) -> dict[str, object]:
     gathering = collectives.all_gather(full, own, mesh.gather)
     gathering.wait()
     reduced = torch.zeros(3)
-    collectives.reduce_scatter(reduced, torch.arange(6.0) * (rank + 1), mesh.reduce).wait()
+    collectives.reduce_scatter(reduced, torch.arange(6.0) * (rank + 1), group=mesh.reduce).wait()
     summed = torch.full((2,), float(rank + 1))
     collectives.all_reduce(summed, mesh.reduce).wait()
     sent = torch.full((2,), float(rank + 1))

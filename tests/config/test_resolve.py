@@ -46,7 +46,8 @@ def test_short_names_say_what_the_sections_say() -> None:
     )
     assert (resolved.stage, resolved.compute_dtype) == (3, "fp16")
     assert (resolved.param_tier, resolved.optimizer_tier) == ("cpu", "nvme")
-    assert (resolved.param_nvme_path, resolved.optimizer_nvme_path, resolved.nvme_path) == (None, "drive", "drive")
+    assert (resolved.param_nvme_path, resolved.nvme_path) == (None, resolved.optimizer_nvme_path)
+    assert resolved.nvme_path == ("drive",)
     assert (resolved.grad_accum_dtype, resolved.communication_dtype) == ("fp32", "fp16")
 
 

@@ -108,6 +108,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "block_size": 1048576,
         "queue_depth": 8,
         "intra_op_parallelism": None,
+        "checksum": False,
+        "drive_weights": (),
         "single_submit": False,
         "overlap_events": True,
         "use_gds": False,

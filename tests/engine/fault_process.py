@@ -71,6 +71,7 @@ def train(engine: Engine, rank: int, where: str, fault: Fault) -> None:
 
 def drop(engine: Engine) -> None:
     """Nothing stays in memory that is on NVMe."""
+    engine.synchronize()
     engine.store.settle()
     engine.store.drop(*engine.store.keys())
 
@@ -85,6 +86,7 @@ def outcome(case: dict[str, Any], rank: int = 0) -> dict[str, Any]:
             fault.begin()
         engine = make(case)
         train(engine, rank, case["where"], fault)
+        engine.synchronize()
         engine.store.settle()
         fault.end()
         result = Result()

@@ -11,23 +11,28 @@ import pytest
 import torch
 
 from infinity import log
+from infinity.memory import host as host_module
 from infinity.memory.device import Device
-from infinity.memory.host import HostMemory, page_aligned, trim
+from infinity.memory.host import HostMemory, trim
 from infinity.memory.ledger import Ledger
+from infinity.memory.pages import page_aligned
 
 
 class FakeAccelerator(Device):
-    """A device whose driver only keeps books."""
+    """A device whose driver only keeps books. It pins at most `limit_nbytes`, at most `piece_nbytes` at a time."""
 
-    def __init__(self, refuses: bool = False) -> None:
+    def __init__(self, limit_nbytes: int = 1 << 60, piece_nbytes: int = 1 << 60) -> None:
         super().__init__(torch.device("cpu"))
         self.is_accelerator = True
         self.pinned: dict[int, int] = {}
+        self.asked = 0
         self.synchronized = 0
-        self._refuses = refuses
+        self._limit = limit_nbytes
+        self._piece = piece_nbytes
 
     def register(self, pointer: int, nbytes: int) -> str | None:
-        if self._refuses:
+        self.asked += 1
+        if nbytes > self._piece or sum(self.pinned.values()) + nbytes > self._limit:
             return "error 2"
         self.pinned[pointer] = nbytes
         return None
@@ -93,15 +98,60 @@ def test_pinning_may_be_turned_off_and_nothing_is_not_pinned():
     assert not device.pinned
 
 
-def test_a_driver_that_refuses_is_told_once_and_memory_stays_pageable(caplog, monkeypatch):
+@pytest.fixture
+def warnings_said(caplog, monkeypatch):
+    """The engine's warnings, of which none has been said yet."""
     monkeypatch.setattr(log, "_said", set())
     monkeypatch.setattr(log.logger, "propagate", True)
-    memory = host(FakeAccelerator(refuses=True))
     with caplog.at_level(logging.WARNING, logger="infinity"):
-        for _ in range(3):
-            assert memory.allocate(4096).numel() == 4096
-    assert len(caplog.records) == 1 and "error 2" in caplog.text and "ulimit -l" in caplog.text
+        yield caplog
+
+
+def test_a_driver_that_refuses_is_told_once_and_memory_stays_pageable(warnings_said):
+    device = FakeAccelerator(limit_nbytes=0)
+    memory = host(device)
+    for _ in range(3):
+        assert memory.allocate(4096).numel() == 4096
+    assert device.asked == 1 and memory._ledger.pinned_nbytes == 0
+    assert len(warnings_said.records) == 1
+    assert (
+        "error 2" in warnings_said.text
+        and "ulimit -l" in warnings_said.text
+        and "results the same" in warnings_said.text
+    )
     memory.close()
+
+
+def test_a_driver_that_takes_no_large_piece_gets_chunks(monkeypatch, warnings_said):
+    monkeypatch.setattr(host_module, "_CHUNK_NBYTES", 8192)
+    device = FakeAccelerator(piece_nbytes=8192)
+    memory = host(device)
+    small, large = memory.allocate(8192), memory.allocate(5 * 4096)
+    spans = sorted((pointer - large.data_ptr(), size) for pointer, size in device.pinned.items())
+    assert {(0, 8192), (8192, 8192), (16384, 4096)} <= set(spans) and len(spans) == 4
+    assert memory._ledger.pinned_nbytes == 7 * 4096 and not warnings_said.records
+    memory.release(large)
+    assert list(device.pinned) == [small.data_ptr()] and memory._ledger.pinned_nbytes == 8192
+    memory.close()
+    assert not device.pinned and memory._ledger.pinned_nbytes == 0
+
+
+@pytest.mark.parametrize("limit_pages", range(7))
+def test_a_limit_met_at_any_byte_leaves_whole_buffers_pinned_and_the_rest_pageable(
+    limit_pages, monkeypatch, warnings_said
+):
+    monkeypatch.setattr(host_module, "_CHUNK_NBYTES", 4096)
+    device = FakeAccelerator(limit_nbytes=limit_pages * 4096 + 17)
+    memory = host(device)
+    buffers = [memory.allocate(3 * 4096) for _ in range(2)]
+    # No buffer is pinned in part: a copy may not cross the border.
+    whole = 3 * (limit_pages // 3)
+    assert sum(device.pinned.values()) == memory._ledger.pinned_nbytes == whole * 4096
+    assert len(warnings_said.records) == (limit_pages < 6)
+    for buffer in buffers:
+        buffer.fill_(7)
+        memory.release(buffer)
+    assert not device.pinned and memory._ledger.pinned_nbytes == 0
 
 
 def test_a_kernel_without_large_pages_is_fine(monkeypatch):
@@ -115,15 +165,3 @@ def test_a_kernel_without_large_pages_is_fine(monkeypatch):
 
 def test_trim_may_be_called_any_time():
     trim()
-
-
-def test_on_the_cpu_a_copy_is_over_at_once():
-    device = Device(torch.device("cpu"))
-    target, source = device.empty(3, torch.float32), torch.arange(3.0)
-    transfer = device.copy(target, source)
-    assert transfer.done() and torch.equal(target, source)
-    device.arrived(transfer)
-    device.synchronize()
-    assert device.free_nbytes() is None
-    with device.scope():
-        pass

@@ -10,15 +10,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from infinity.errors import TransferError
+from infinity.errors import CapacityError, TransferError
+from infinity.memory import nvme
 from infinity.memory.capacity import free_nvme_nbytes
 from infinity.memory.host import page_aligned
-from infinity.memory.nvme import NvmeTier, clean
+from infinity.memory.nvme import NvmeTier, QueueOptions, clean
 from infinity.ops.aio import Queue
 from infinity.plan.types import Extent
 
@@ -195,3 +197,130 @@ def test_a_reservation_that_fails_leaves_no_file(tmp_path):
     finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert finished.stdout.strip() == str(errno.EFBIG), finished.stderr
     assert not swap_files(tmp_path)
+
+
+def drives_in(directory: Path, count: int = 3) -> list[Path]:
+    return [directory / f"drive{index}" for index in range(count)]
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_extents_on_several_drives_keep_their_bytes(tmp_path, checksum):
+    nbytes = 40 << 20
+    options = QueueOptions(weights=(3, 1, 2), checksum=checksum)
+    drives = drives_in(tmp_path)
+    tier = NvmeTier.open(drives, nbytes=nbytes, rank=0, options=options)
+    try:
+        sizes = tier.nbytes_by_path
+        assert tier.nbytes == sum(sizes.values()) == nbytes
+        assert [path.parent for path in sizes] == drives
+        for (path, size), weight in zip(sizes.items(), options.weights, strict=True):
+            assert path.stat().st_size == size == pytest.approx(nbytes * weight / 6, rel=0.05)
+        content = page_aligned(nbytes)
+        content.random_(generator=torch.Generator().manual_seed(0))
+        cuts = [0, 4096, 12288, 17 << 20, 33 << 20, nbytes]
+        extents = [Extent(begin, end - begin) for begin, end in pairwise(cuts)]
+        for transfer in [tier.write(e, content[e.offset : e.offset + e.nbytes]) for e in extents]:
+            transfer.wait()
+            assert transfer.done()
+        read = page_aligned(nbytes)
+        for transfer in [tier.read(e, read[e.offset : e.offset + e.nbytes], priority=1) for e in reversed(extents)]:
+            transfer.wait()
+        assert torch.equal(read, content)
+    finally:
+        tier.close()
+    assert not any(swap_files(drive) for drive in drives)
+
+
+def test_stale_files_are_removed_on_every_drive(tmp_path):
+    drives = drives_in(tmp_path, 2)
+    for drive in drives:
+        drive.mkdir()
+        (drive / "infinity-swap-gone-rank0.bin").write_bytes(b"x" * 4096)
+    tier = NvmeTier.open(drives, nbytes=1 << 20, rank=0, options=QueueOptions(weights=(1, 1)))
+    assert [swap_files(drive) for drive in drives] == [[path] for path in tier.nbytes_by_path]
+    tier.close()
+
+
+def test_a_drive_too_small_for_its_share_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    drives = drives_in(tmp_path, 2)
+    real = os.statvfs
+
+    class Space:
+        f_bavail, f_frsize = 10, 4096
+
+    monkeypatch.setattr(nvme.os, "statvfs", lambda path: Space() if Path(path) == drives[1] else real(path))
+    # Folders of one file system: together they need more than the one that is asked says.
+    with pytest.raises(CapacityError, match=r"drive1 has 40,960 bytes free .* needs 1,048,576 \(bytes a folder: "):
+        NvmeTier.open(drives, nbytes=1 << 20, rank=0, options=QueueOptions(weights=(1, 1)))
+    assert not any(swap_files(drive) for drive in drives)
+
+
+def test_a_file_that_cannot_be_made_takes_the_others_with_it(tmp_path, monkeypatch):
+    drives = drives_in(tmp_path, 2)
+    real = nvme.File.create
+
+    def refuse(path, nbytes):
+        if "drive1" in str(path):
+            raise TransferError("create", path=str(path), offset=0, nbytes=nbytes, errno=errno.EIO, reason="broken")
+        return real(path, nbytes)
+
+    monkeypatch.setattr(nvme.File, "create", refuse)
+    with pytest.raises(TransferError, match="broken"):
+        NvmeTier.open(drives, nbytes=1 << 20, rank=0, options=QueueOptions(weights=(1, 1)))
+    assert not any(swap_files(drive) for drive in drives)
+
+
+def test_free_space_of_drives_counts_each_drive_once(tmp_path):
+    one = free_nvme_nbytes(tmp_path)
+    # Other processes write to the drive, too.
+    assert free_nvme_nbytes(drives_in(tmp_path)) == pytest.approx(one, rel=0.2)
+    assert free_nvme_nbytes(drives_in(tmp_path), (1, 2, 3)) == pytest.approx(one, rel=0.2)
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_a_flipped_bit_is_found_by_the_checksum(tmp_path, drives):
+    options = QueueOptions(weights=(1,) * drives, checksum=True)
+    tier = NvmeTier.open(drives_in(tmp_path, drives), nbytes=16 << 20, rank=0, options=options)
+    extent, other = Extent(4096, 15 << 20), Extent(0, 4096)
+    content = page_aligned(extent.nbytes).random_(generator=torch.Generator().manual_seed(1))
+    for each in (extent, other):
+        tier.write(each, content[: each.nbytes]).wait()
+    path = list(tier.nbytes_by_path)[-1]
+    with open(path, "r+b") as file:
+        file.seek(4096 * 50 + 17)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+        file.flush()
+        os.fsync(file.fileno())
+    read = page_aligned(extent.nbytes)
+    for _ in range(2):
+        with pytest.raises(TransferError, match=r"CRC-32C 0x[0-9a-f]{8}, but 0x[0-9a-f]{8} was expected") as caught:
+            tier.read(extent, read).wait()
+        assert (caught.value.errno, caught.value.path) == (errno.EBADMSG, str(path))
+    tier.read(other, read[:4096]).wait()
+    # Written anew, it is what is expected.
+    tier.write(extent, content).wait()
+    tier.read(extent, read).wait()
+    assert torch.equal(read, content)
+    tier.close()
+
+
+def test_a_submission_that_fails_half_way_leaves_nothing_in_flight(tmp_path, monkeypatch):
+    tier = NvmeTier.open(drives_in(tmp_path, 2), nbytes=16 << 20, rank=0, options=QueueOptions(weights=(1, 1)))
+    submitted = []
+    first, second = tier._drives
+
+    def note(*words, **named):
+        submitted.append(Queue.write(first.queue, *words, **named))
+        return submitted[-1]
+
+    def refuse(*words, **named):
+        raise TransferError("write", path="there", offset=0, nbytes=1, errno=errno.ETIMEDOUT, reason="no room")
+
+    monkeypatch.setattr(first.queue, "write", note)
+    monkeypatch.setattr(second.queue, "write", refuse)
+    with pytest.raises(TransferError, match="no room"):
+        tier.write(Extent(0, 16 << 20), page_aligned(16 << 20))
+    assert submitted and all(request.done() for request in submitted)
+    tier.close()

@@ -129,7 +129,7 @@ def test_the_programs_evict_wait_and_start_anew(bench, monkeypatch):
     # Otherwise the claims above would be about nothing.
     cleared: list[object] = []
     clear = TieredStore._clear
-    monkeypatch.setattr(TieredStore, "_clear", lambda store, names: (cleared.append(names), clear(store, names)))
+    monkeypatch.setattr(TieredStore, "_clear", lambda store, keys: (cleared.append(keys), clear(store, keys)))
     reads = writes = 0
     for seed in range(40):
         _, made = run(bench, seed, 120, seed=seed, polls_max=seed % 12)

@@ -1,10 +1,12 @@
 """Run by test_faults.py under its shim: transfers on a back end, one a line of JSON on standard input.
 
-A line in: mode, after, operation, path. A line out: the error or null, what the buffer held, and how long it took.
+Arguments: the back end, and the native library to use (the build whose completions the shim decides).
+A line in: mode, after, depth, operation, path. A line out: the error or null, what the buffer held, how long it took.
 """
 
 import ctypes
 import json
+import mmap
 import os
 import sys
 import time
@@ -12,7 +14,9 @@ import time
 import torch
 
 from infinity.errors import TransferError
+from infinity.ops import build
 from infinity.ops.aio import File, Queue
+from infinity.ops.crc32c import crc32c
 
 NBYTES = 1 << 20
 OFFSET = 4096
@@ -24,16 +28,19 @@ def transfer(backend: str, case: dict) -> dict:
     os.environ["FAULT_AFTER"] = str(case["after"])
     os.environ["FAULT_MODE"] = case["mode"]
     started = time.monotonic()
-    outcome: dict = {"error": None, "sum": None}
+    outcome: dict = {"error": None, "sum": None, "intact": None}
     try:
-        # One thread, so that the calls come in the order of the blocks.
+        # One thread and a depth of 1, so that the calls come in the order of the blocks.
         with (
             File.open(case["path"], writable=True) as file,
-            Queue(backend, threads=1, timeout_s=1.5, block_nbytes=NBYTES // 4) as queue,
+            Queue(backend, depth=case["depth"], threads=1, timeout_s=0.7, block_nbytes=NBYTES // 4) as queue,
         ):
-            buffer = torch.full((NBYTES,), 7, dtype=torch.uint8)
-            getattr(queue, case["operation"])(file, OFFSET, buffer).wait()
+            buffer = torch.frombuffer(mmap.mmap(-1, NBYTES), dtype=torch.uint8).fill_(7)
+            request = getattr(queue, case["operation"])(file, OFFSET, buffer, checksum=True)
+            request.wait()
             outcome["sum"] = int(buffer.sum())
+            outcome["intact"] = request.checksum == crc32c(bytes(buffer.numpy()))
+            outcome["direct"] = file.direct
     except TransferError as error:
         fields = ("operation", "path", "offset", "nbytes", "errno")
         outcome["error"] = {**{name: getattr(error, name) for name in fields}, "text": str(error)}
@@ -52,7 +59,13 @@ def create(path: str) -> dict:
     return {}
 
 
+def use(library: ctypes.CDLL) -> None:
+    """Make `library` the native one."""
+    build.load = build.require = lambda name: library
+
+
 if __name__ == "__main__":
+    use(ctypes.CDLL(sys.argv[2]))
     for line in sys.stdin:
         request = json.loads(line)
         reply = create(request["path"]) if request["operation"] == "create" else transfer(sys.argv[1], request)

@@ -15,23 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinity.errors import ExtensionError, TransferError
-from infinity.ops.aio import BACKENDS, File, Queue, Request
+from infinity.errors import TransferError
+from infinity.ops.aio import File, Queue, Request
 from infinity.ops.file import Descriptors
+from tests.support.backends import WORKING, every_backend
 
 _MIB = 1 << 20
-
-
-def _works(backend: str) -> bool:
-    try:
-        Queue(backend).close()
-    except ExtensionError:
-        return False
-    return True
-
-
-_WORKING = [backend for backend in BACKENDS if _works(backend)]
-every_backend = pytest.mark.parametrize("backend", _WORKING)
 
 
 def _bytes(nbytes: int, seed: int = 0) -> Tensor:
@@ -195,19 +184,6 @@ def test_wait_may_be_called_from_several_threads(tmp_path: Path, backend: str) -
         assert request.done()
 
 
-@pytest.mark.parametrize("backend", [b for b in _WORKING if b in ("threads", "python")])
-def test_greater_priorities_go_first(tmp_path: Path, backend: str) -> None:
-    with File.create(tmp_path / "data.bin", 8 * _MIB) as file, Queue(backend, threads=1, block_nbytes=65536) as queue:
-        fills = [torch.full((8 * _MIB,), value, dtype=torch.uint8) for value in range(1, 21)]
-        bulk = [queue.write(file, 0, fill) for fill in fills]
-        last = torch.empty(4096, dtype=torch.uint8)
-        queue.read(file, 8 * _MIB - 4096, last, priority=1).wait()
-        # What the urgent read saw was not yet the last of the writes that were there before it.
-        assert last[0] < 20
-        for request in bulk:
-            request.wait()
-
-
 @every_backend
 def test_a_forked_child_is_told_to_make_its_own(tmp_path: Path, backend: str) -> None:
     with File.create(tmp_path / "data.bin", _MIB) as file, Queue(backend) as queue:
@@ -237,7 +213,7 @@ def _hanging(tmp_path: Path) -> tuple[File, list[int]]:
     return file, [write_end]
 
 
-@pytest.mark.skipif("io_uring" not in _WORKING, reason="no io_uring here")
+@pytest.mark.skipif("io_uring" not in WORKING, reason="no io_uring here")
 def test_a_transfer_that_the_kernel_keeps_is_left_behind(tmp_path: Path) -> None:
     file, ends = _hanging(tmp_path)
     tasks = _tasks()
@@ -257,7 +233,7 @@ def test_a_transfer_that_the_kernel_keeps_is_left_behind(tmp_path: Path) -> None
     os.close(ends[0])
 
 
-@pytest.mark.skipif("io_uring" not in _WORKING, reason="no io_uring here")
+@pytest.mark.skipif("io_uring" not in WORKING, reason="no io_uring here")
 def test_a_wait_that_ran_out_may_be_repeated_and_interrupted(tmp_path: Path) -> None:
     file, ends = _hanging(tmp_path)
     buffer = torch.zeros(4096, dtype=torch.uint8)
@@ -312,7 +288,7 @@ def test_a_file_system_without_direct_io_is_served_buffered(
 
     monkeypatch.setattr(os, "open", refuse_direct)
     monkeypatch.setattr("infinity.ops.file._told_buffered", set())
-    for backend in _WORKING:
+    for backend in WORKING:
         with File.create(tmp_path / backend, _MIB) as file, Queue(backend) as queue:
             assert not file.direct
             data, copy = _bytes(_MIB), torch.empty(_MIB, dtype=torch.uint8)
@@ -351,7 +327,7 @@ def test_what_cannot_be_transferred_is_refused(
 
 def test_back_ends_are_chosen_by_name() -> None:
     with Queue() as queue:
-        assert queue.backend == _WORKING[0]
+        assert queue.backend == WORKING[0]
     with pytest.raises(ValueError, match="no back end 'posix'"):
         Queue("posix")
     with pytest.raises(ValueError, match="depth 0"):

@@ -61,13 +61,63 @@ def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
     assert len(files) == 4
 
 
+def _fake_nvcc(folder: Path, body: str) -> str:
+    path = folder / "nvcc"
+    path.write_text("#!/bin/sh\n" + body)
+    path.chmod(0o755)
+    return str(path)
+
+
 @needs_compiler
-def test_every_library_is_built_into_a_folder_without_warnings(tmp_path: Path) -> None:
-    reply = _run([sys.executable, "-m", "infinity.ops.build", str(tmp_path)])
+def test_libraries_are_built_without_warnings_and_kernels_that_fail_cost_them_nothing(tmp_path: Path) -> None:
+    nvcc = _fake_nvcc(tmp_path, "echo unsupported GNU version >&2; exit 1\n")
+    out = tmp_path / "out"
+    reply = _run([sys.executable, "-m", "infinity.ops.build", str(out)], NVCC=nvcc)
     assert reply.returncode == 0 and "warning" not in reply.stdout + reply.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["libadam.so", "libaio.so"]
+    assert sorted(path.name for path in out.iterdir()) == ["libadam.so", "libaio.so"]
+
+
+def test_without_a_device_nvcc_is_never_asked_for_anything(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    nvcc = _fake_nvcc(tmp_path, f"echo called >> {told}\n")
+    reply = _run([sys.executable, "-c", _STEP], NVCC=nvcc)
+    assert reply.returncode == 0 and not told.exists()
+    assert "kernels" not in reply.stdout and "CUDA" not in reply.stderr
+
+
+def test_a_device_without_nvcc_gets_the_twin_and_one_line() -> None:
+    script = """
+import logging
+logging.basicConfig(format="%(levelname)s %(message)s")
+import torch
+from infinity.ops import build, kernels
+device = torch.device("cuda", 0)
+print(kernels.available(device), kernels.available(device), build.describe(cuda=True)["kernels"])
+"""
+    reply = _run([sys.executable, "-c", script], NVCC="no-such-compiler")
+    assert reply.stdout == "False False plain twin\n", reply.stderr
+    assert reply.stderr.count("WARNING") == 1 and "no nvcc: install the CUDA toolkit" in reply.stderr
+    silent = _run([sys.executable, "-c", script], NVCC="no-such-compiler", INFINITY_NATIVE="0")
+    assert silent.stdout == "False False plain twin\n" and "WARNING" not in silent.stderr
+
+
+def test_what_kernels_are_made_of_is_part_of_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic lies in another folder: an edit there must be seen, too."""
+    sources = {name: tmp_path / "csrc" / name for name in ("adam", "kernels")}
+    for folder in sources.values():
+        folder.mkdir(parents=True)
+    made: list[str] = []
+    monkeypatch.setenv("NVCC", _fake_nvcc(tmp_path, "echo release 1\n"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_compile", lambda name, sources, target, compiler: made.append(target.name))
+    for text in ("one", "two", "two"):
+        (sources["adam"] / "arithmetic.inl").write_text(text)
+        build._cached("kernels", sources["kernels"])
+    assert len(set(made)) == 2 and made[1] == made[2]
+    (sources["adam"] / "pool.cpp").write_text("what kernels do not include")
+    assert build._cached("kernels", sources["kernels"]).name == made[1]
 
 
 def test_an_unknown_library_is_refused() -> None:
-    with pytest.raises(ValueError, match="there are aio, adam"):
-        build.load("kernels")
+    with pytest.raises(ValueError, match="there are aio, adam, kernels"):
+        build.load("gemm")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.backends import WORKING
+
 _ROOT = Path(__file__).parents[2]
 _COMPILER = next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
 _NBYTES = 1 << 20
@@ -30,12 +32,28 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """csrc/aio, with the hook that lets the shim decide what a completion says."""
+    folder = tmp_path_factory.mktemp("library")
+    flags = ["-std=c++17", "-O0", "-fPIC", "-pthread", "-DINFINITY_AIO_FAULTS"]
+    sources = sorted((_ROOT / "csrc" / "aio").glob("*.cpp"))
+    assert _COMPILER is not None
+    running = [subprocess.Popen([_COMPILER, *flags, "-c", file], cwd=folder) for file in sources]
+    assert [process.wait() for process in running] == [0] * len(sources)
+    path = folder / "libaio_faults.so"
+    objects = [f"{file.stem}.o" for file in sources]
+    subprocess.run([_COMPILER, "-shared", "-pthread", "-o", path, *objects], cwd=folder, check=True)
+    return path
+
+
 class FaultyProcess:
     """A process whose files called faulty.bin misbehave as told."""
 
-    def __init__(self, shim: Path, backend: str) -> None:
+    def __init__(self, shim: Path, library: Path, backend: str) -> None:
+        self.backend = backend
         environment = {**os.environ, "LD_PRELOAD": str(shim), "FAULT_PATH": "faulty.bin", "PYTHONPATH": str(_ROOT)}
-        command = [sys.executable, str(_ROOT / "tests" / "ops" / "fault_process.py"), backend]
+        command = [sys.executable, str(_ROOT / "tests" / "ops" / "fault_process.py"), backend, str(library)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
@@ -55,23 +73,24 @@ class FaultyProcess:
         return self._process.returncode
 
 
-@pytest.fixture(scope="module", params=["threads", "python"])
-def faulty(shim: Path, request: pytest.FixtureRequest) -> Iterator[FaultyProcess]:
-    process = FaultyProcess(shim, request.param)
+@pytest.fixture(scope="module", params=WORKING)
+def faulty(shim: Path, library: Path, request: pytest.FixtureRequest) -> Iterator[FaultyProcess]:
+    process = FaultyProcess(shim, library, request.param)
     yield process
     # Threads still hang in some of the tests' transfers: the interpreter must not wait for them.
     assert process.end(seconds=20) == 0
 
 
-def _transfer(faulty: FaultyProcess, folder: Path, operation: str, mode: str, after: int = 0) -> dict:
+def _transfer(faulty: FaultyProcess, folder: Path, operation: str, mode: str, after: int = 0, depth: int = 1) -> dict:
     path = folder / "faulty.bin"
     path.write_bytes(b"\5" * (_OFFSET + _NBYTES))
-    outcome = faulty.ask(path=str(path), operation=operation, mode=mode, after=after)
+    outcome = faulty.ask(path=str(path), operation=operation, mode=mode, after=after, depth=depth)
     error = outcome["error"]
     if error is None:
         expected = 7 if operation == "write" else 5
         assert path.read_bytes()[_OFFSET:] == bytes([expected]) * _NBYTES
         assert outcome["sum"] == expected * _NBYTES
+        assert outcome["intact"]
     else:
         named = (error["operation"], error["path"], error["offset"], error["nbytes"])
         assert named == (operation, str(path), _OFFSET, _NBYTES)
@@ -99,16 +118,17 @@ def test_a_failure_names_path_offset_bytes_and_cause(
 def test_a_drive_that_hangs_is_given_up_in_time(faulty: FaultyProcess, tmp_path: Path, operation: str) -> None:
     outcome = _transfer(faulty, tmp_path, operation, "hang", after=2)
     assert outcome["error"]["errno"] == 110
-    assert "not complete after 1.5 s" in outcome["error"]["text"]
+    assert "not complete after " in outcome["error"]["text"]
     assert outcome["seconds"] < 8
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
-@pytest.mark.parametrize("mode", ["short", "eintr", "eagain"])
+@pytest.mark.parametrize("mode", ["short", "ragged", "eintr", "eagain"])
+@pytest.mark.parametrize("depth", [1, 8])
 def test_what_a_call_leaves_is_asked_for_again(
-    faulty: FaultyProcess, tmp_path: Path, operation: str, mode: str
+    faulty: FaultyProcess, tmp_path: Path, operation: str, mode: str, depth: int
 ) -> None:
-    assert _transfer(faulty, tmp_path, operation, mode)["error"] is None
+    assert _transfer(faulty, tmp_path, operation, mode, depth=depth)["error"] is None
 
 
 def test_no_space_at_creation_leaves_no_file(faulty: FaultyProcess, tmp_path: Path) -> None:
@@ -119,8 +139,8 @@ def test_no_space_at_creation_leaves_no_file(faulty: FaultyProcess, tmp_path: Pa
     assert not path.exists()
 
 
-def test_a_process_ends_while_a_thread_hangs(shim: Path, tmp_path: Path) -> None:
-    faulty = FaultyProcess(shim, "threads")
+def test_a_process_ends_while_a_thread_hangs(shim: Path, library: Path, tmp_path: Path) -> None:
+    faulty = FaultyProcess(shim, library, "threads")
     _transfer(faulty, tmp_path, "write", "hang")
     started = time.monotonic()
     assert faulty.end(seconds=20) == 0

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from infinity.plan.fetch import FetchBudget, FetchSchedule, make_schedule
+from infinity.plan.fetch import FetchBudget, FetchSchedule, Timing, make_schedule
 
 NO_LIMIT = 10**12
 
@@ -119,3 +119,68 @@ def test_a_long_trace_is_scheduled_quickly(budget):
     began = time.perf_counter()
     make_schedule(trace, full_nbytes=[10] * 50, fetch_nbytes=[5] * 50, budget=budget)
     assert time.perf_counter() - began < 5
+
+
+LOOSE = FetchBudget(NO_LIMIT, NO_LIMIT, 0, NO_LIMIT)
+
+
+def timed(use_seconds: float, *, fetch_rate: float, gather_rate: float, units: int = 8) -> FetchSchedule:
+    trace = range(units)
+    timing = Timing(use_seconds=(use_seconds,) * units, fetch_rate=fetch_rate, gather_rate=gather_rate)
+    return make_schedule(trace, full_nbytes=[1000] * units, fetch_nbytes=[1000] * units, budget=LOOSE, timing=timing)
+
+
+def test_what_comes_fast_is_gathered_just_before_its_use():
+    schedule = timed(1.0, fetch_rate=1e6, gather_rate=1e6)
+    assert schedule.gather_ahead == ((1,), (2,), (3,), (4,), (5,), (6,), (7,), ())
+    assert schedule.peak_nbytes == 2000
+    untimed = make_schedule(range(8), full_nbytes=[1000] * 8, fetch_nbytes=[1000] * 8, budget=LOOSE)
+    assert untimed.peak_nbytes == 8000
+
+
+def test_a_slow_drive_is_asked_earlier_than_a_fast_link():
+    # Reading unit 5 takes 1.2 s, planned as 2.4: it is asked for at use 2 and gathered at use 4.
+    timing = Timing(use_seconds=(1.0,) * 8, fetch_rate=1000 / 1.2, gather_rate=1e6)
+    fetch = [0] * 5 + [1000, 0, 0]
+    schedule = make_schedule(range(8), full_nbytes=[1000] * 8, fetch_nbytes=fetch, budget=LOOSE, timing=timing)
+    assert [position for position, units in enumerate(schedule.fetch_ahead) if 5 in units] == [2]
+    assert [position for position, units in enumerate(schedule.gather_ahead) if 5 in units] == [4]
+
+
+def test_when_nothing_can_be_hidden_everything_is_submitted_at_once():
+    slow = timed(1e-6, fetch_rate=1.0, gather_rate=1.0)
+    untimed = make_schedule(range(8), full_nbytes=[1000] * 8, fetch_nbytes=[1000] * 8, budget=LOOSE)
+    assert slow == untimed
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_submitted_late_still_arrives_in_time(seed):
+    """A simulation: two links, one transfer at a time each. Where all can be in time by the schedule's own margin, all
+    are, and the peak is never above that of the untimed schedule."""
+    rng = random.Random(seed)
+    units = rng.randint(3, 12)
+    order = rng.sample(range(units), units)
+    trace = [*order, *order[::-1]]
+    full = [rng.randint(1, 100) for _ in range(units)]
+    seconds = tuple(rng.uniform(0.5, 2.0) for _ in trace)
+    timing = Timing(use_seconds=seconds, fetch_rate=rng.uniform(200, 2000), gather_rate=rng.uniform(200, 2000))
+    budget = FetchBudget(NO_LIMIT, NO_LIMIT, 0, NO_LIMIT)
+    schedule = make_schedule(trace, full_nbytes=full, fetch_nbytes=full, budget=budget, timing=timing)
+    untimed = make_schedule(trace, full_nbytes=full, fetch_nbytes=full, budget=budget)
+    assert schedule.peak_nbytes <= untimed.peak_nbytes
+    now, drive, link = 0.0, 0.0, 0.0
+    fetched: dict[int, float] = {}
+    gathered: dict[int, float] = {}
+    for position, unit in enumerate(trace):
+        for other in (*schedule.gather_ahead[position], *schedule.fetch_ahead[position]):
+            if other not in fetched:
+                drive = max(drive, now) + full[other] / timing.fetch_rate
+                fetched[other] = drive
+        for other in schedule.gather_ahead[position]:
+            link = max(link, now, fetched[other]) + full[other] / timing.gather_rate
+            gathered[other] = link
+        if position > 1 and trace[position - 1] != unit:
+            assert gathered[unit] <= now + 1e-9, f"unit {unit} is late at use {position}"
+        fetched.pop(unit, None)
+        gathered.pop(unit, None)
+        now += seconds[position]

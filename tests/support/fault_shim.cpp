@@ -5,9 +5,14 @@
 //   FAULT_MODE   short: at most 1000 bytes a call    eof: nothing is moved any more
 //                eio, enospc: the errno              hang: never returns
 //                eintr, eagain: every second call fails with that errno
+//                ragged: as short
 //
 // The variables may change while the process runs; fault_reset() starts the count anew. posix_fallocate fails with mode
 // enospc only.
+//
+// Queues in the kernel: the test build of the I/O library (-DINFINITY_AIO_FAULTS) asks here for the result of every
+// completion, which counts as a call; mode short then leaves whole sectors, ragged does not. The system calls of these
+// queues fail every second time in modes eintr and eagain, and take one transfer a call in mode short.
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -19,6 +24,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -27,8 +35,14 @@
 namespace {
 
 constexpr size_t kShortNbytes = 1000;
+constexpr int64_t kSectorsNbytes = 4096;
 
-enum class Fate { kThrough, kShort, kNothing, kError };
+enum class Fate { kThrough, kShort, kNothing, kError, kHang };
+
+bool mode_is(const char* name) {
+    const char* mode = getenv("FAULT_MODE");
+    return mode && !strcmp(mode, name);
+}
 
 bool concerns(int fd) {
     const char* wanted = getenv("FAULT_PATH");
@@ -49,17 +63,17 @@ Fate fate(int fd) {
     if (!concerns(fd)) return Fate::kThrough;
     const char* after = getenv("FAULT_AFTER");
     const long beyond = calls++ - (after ? atol(after) : 0);
-    const char* mode = getenv("FAULT_MODE");
-    if (beyond < 0 || !mode) return Fate::kThrough;
-    if (!strcmp(mode, "short")) return Fate::kShort;
-    if (!strcmp(mode, "eof")) return Fate::kNothing;
-    if (!strcmp(mode, "hang")) {
-        for (;;) pause();
-    }
-    const bool passing = !strcmp(mode, "eintr") || !strcmp(mode, "eagain");
-    if (passing && beyond % 2) return Fate::kThrough;
-    errno = !strcmp(mode, "enospc") ? ENOSPC : !strcmp(mode, "eintr") ? EINTR : !strcmp(mode, "eagain") ? EAGAIN : EIO;
+    if (beyond < 0 || !getenv("FAULT_MODE")) return Fate::kThrough;
+    if (mode_is("short") || mode_is("ragged")) return Fate::kShort;
+    if (mode_is("eof")) return Fate::kNothing;
+    if (mode_is("hang")) return Fate::kHang;
+    if ((mode_is("eintr") || mode_is("eagain")) && beyond % 2) return Fate::kThrough;
+    errno = mode_is("enospc") ? ENOSPC : mode_is("eintr") ? EINTR : mode_is("eagain") ? EAGAIN : EIO;
     return Fate::kError;
+}
+
+void hang() {
+    for (;;) pause();
 }
 
 size_t at_most(Fate what, size_t nbytes) {
@@ -77,6 +91,7 @@ using Write = ssize_t (*)(int, const void*, size_t, off_t);
 ssize_t faulty_read(int fd, void* buffer, size_t nbytes, off_t offset) {
     static const Read through = real<Read>("pread");
     const Fate what = fate(fd);
+    if (what == Fate::kHang) hang();
     if (what == Fate::kNothing) return 0;
     if (what == Fate::kError) return -1;
     const size_t allowed = at_most(what, nbytes);
@@ -90,6 +105,7 @@ ssize_t faulty_read(int fd, void* buffer, size_t nbytes, off_t offset) {
 ssize_t faulty_write(int fd, const void* buffer, size_t nbytes, off_t offset) {
     static const Write through = real<Write>("pwrite");
     const Fate what = fate(fd);
+    if (what == Fate::kHang) hang();
     if (what == Fate::kNothing) return 0;
     if (what == Fate::kError) return -1;
     const size_t allowed = at_most(what, nbytes);
@@ -101,9 +117,17 @@ ssize_t faulty_write(int fd, const void* buffer, size_t nbytes, off_t offset) {
 
 int faulty_fallocate(int fd, off_t offset, off_t nbytes) {
     static const auto through = real<int (*)(int, off_t, off_t)>("posix_fallocate");
-    const char* mode = getenv("FAULT_MODE");
-    if (mode && !strcmp(mode, "enospc") && concerns(fd)) return ENOSPC;
+    if (mode_is("enospc") && concerns(fd)) return ENOSPC;
     return through(fd, offset, nbytes);
+}
+
+// Whether this system call of a kernel queue fails; sets errno.
+bool fails(long number) {
+    static std::atomic<long> count{0};
+    const bool submits = number == SYS_io_uring_enter || number == SYS_io_submit;
+    if (!submits && number != SYS_io_getevents) return false;
+    errno = mode_is("eintr") ? EINTR : EAGAIN;
+    return (mode_is("eintr") || (submits && mode_is("eagain"))) && count++ % 2 == 0;
 }
 
 }  // namespace
@@ -111,6 +135,33 @@ int faulty_fallocate(int fd, off_t offset, off_t nbytes) {
 extern "C" {
 
 void fault_reset() { calls = 0; }
+
+// What the test build of the I/O library takes for the result of a completion; INT64_MIN: it never came.
+int64_t infinity_aio_fault(int fd, int64_t result) {
+    const int64_t allowed = mode_is("ragged") ? static_cast<int64_t>(kShortNbytes) : kSectorsNbytes;
+    switch (fate(fd)) {
+        case Fate::kThrough: return result;
+        case Fate::kShort: return result > allowed ? allowed : result;
+        case Fate::kNothing: return 0;
+        case Fate::kError: return -errno;
+        case Fate::kHang: return INT64_MIN;
+    }
+    return result;
+}
+
+long syscall(long number, ...) {
+    static const auto through = real<long (*)(long, ...)>("syscall");
+    va_list list;
+    va_start(list, number);
+    long words[6];
+    for (long& word : words) word = va_arg(list, long);
+    va_end(list);
+    if (fails(number)) return -1;
+    // Of io_uring_enter and io_submit the second argument is the number of transfers.
+    const bool submits = number == SYS_io_uring_enter || number == SYS_io_submit;
+    if (submits && mode_is("short") && words[1] > 1) words[1] = 1;
+    return through(number, words[0], words[1], words[2], words[3], words[4], words[5]);
+}
 
 ssize_t pread(int fd, void* buffer, size_t nbytes, off_t offset) { return faulty_read(fd, buffer, nbytes, offset); }
 ssize_t pread64(int fd, void* buffer, size_t nbytes, off_t offset) { return faulty_read(fd, buffer, nbytes, offset); }

@@ -270,10 +270,10 @@ def count_releases(engine: Engine, result: Result) -> None:
     """Note in `result` how often the engine gives a gathered unit back."""
     result.cut_units = sum(not unit.placed.whole and unit.layout.numel > 0 for unit in engine.units)
 
-    def counted(unit: Any, release: Callable[[], None]) -> Callable[[], None]:
-        def count() -> None:
+    def counted(unit: Any, release: Callable[..., None]) -> Callable[..., None]:
+        def count(**options: Any) -> None:
             result.releases += unit.state is Gathered.GATHERED and not unit.placed.whole
-            release()
+            release(**options)
 
         return count
 

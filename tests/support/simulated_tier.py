@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,15 +53,17 @@ class SimulatedTransfer:
 
     def done(self) -> bool:
         """Whether it is complete, well or not. A poll."""
-        self._tier.poll()
-        return self.over
+        with self._tier.lock:
+            self._tier.poll()
+            return self.over
 
     def wait(self) -> None:
         """Complete it; TransferError where the tier was told that it fails, or for the first `late` times."""
-        if self.late:
-            self.late -= 1
-            raise self._error(errno.ETIMEDOUT, "late")
-        self.finish()
+        with self._tier.lock:
+            if self.late:
+                self.late -= 1
+                raise self._error(errno.ETIMEDOUT, "late")
+            self.finish()
         if self._fails:
             raise self._error(errno.EIO, "simulated")
 
@@ -100,6 +103,8 @@ class SimulatedTier:
         # How many waits of the requests to come are too short.
         self.late = 0
         self.closed = False
+        # The store waits for transfers without its own lock.
+        self.lock = threading.RLock()
         self._random = random.Random(seed)
         self._polls_max = polls_max
 
@@ -107,19 +112,26 @@ class SimulatedTier:
     def nbytes(self) -> int:
         return self.content.numel()
 
+    def register(self, buffer: Tensor) -> bool:
+        """There is no kernel to tell."""
+        return False
+
     def read(self, extent: Extent, buffer: Tensor) -> SimulatedTransfer:
         """Fill `buffer` from an extent, later."""
-        return self._submit(extent, buffer, is_write=False)
+        with self.lock:
+            return self._submit(extent, buffer, is_write=False)
 
     def write(self, extent: Extent, buffer: Tensor) -> SimulatedTransfer:
         """Write `buffer` to an extent, later."""
-        return self._submit(extent, buffer, is_write=True)
+        with self.lock:
+            return self._submit(extent, buffer, is_write=True)
 
     def close(self) -> None:
         """Complete what is in flight; nothing may come after that."""
-        for transfer in self.flying[:]:
-            transfer.finish()
-        self.closed = True
+        with self.lock:
+            for transfer in self.flying[:]:
+                transfer.finish()
+            self.closed = True
 
     def poll(self) -> None:
         """Let time pass: requests whose time has come are completed, the latest submitted among them first."""

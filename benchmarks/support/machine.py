@@ -1,0 +1,75 @@
+"""What the kernel and the drive say: bytes moved, resident memory, fio's rates, and what machine this is."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+MIB, _GIB = 1 << 20, 1 << 30
+
+
+def io_nbytes() -> tuple[int, int]:
+    """Bytes that this process has had read from and written to drives, by the kernel's count (O_DIRECT included)."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def resident_nbytes(peak: bool = False) -> int:
+    """Resident memory of this process, now or at its peak since `reset_peak`."""
+    wanted = "VmHWM:" if peak else "VmRSS:"
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(wanted):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {wanted}")
+
+
+def reset_peak() -> None:
+    """Let the peak of resident memory begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+
+
+def fio_rates(folder: str, *, gib: float = 2, seconds: int = 8) -> dict[str, float] | None:
+    """Bytes a second in fio's mixed pattern: {"read", "write"}; both kinds run at the same time. None without fio.
+
+    1 MiB blocks, depth 32, half of them reads, O_DIRECT, on a file that was written before. fio's buffers lie in huge
+    pages, as ours do: from small ones a virtual drive needs many more segments a request and gives half the rate.
+    """
+    if shutil.which("fio") is None:
+        return None
+    nbytes = int(gib * _GIB) // (1 << 20) * (1 << 20)
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".fio") as file:
+        common = [
+            "fio", "--name=mixed", f"--filename={file.name}", f"--size={nbytes}", "--bs=1M", "--iodepth=32",
+            "--ioengine=libaio", "--direct=1", "--output-format=json",
+        ]  # fmt: skip
+        environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        subprocess.run([*common, "--rw=write"], capture_output=True, check=True, env=environment)
+        timed = [*common, "--rw=rw", "--rwmixread=50", "--time_based", f"--runtime={seconds}"]
+        reply = subprocess.run(timed, capture_output=True, check=True, env=environment)
+        job = json.loads(reply.stdout)["jobs"][0]
+    return {kind: float(job[kind]["bw_bytes"]) for kind in ("read", "write")}
+
+
+def describe() -> str:
+    """The machine and the day, in one line."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
+    cores = len(os.sched_getaffinity(0))
+    return f"{time.strftime('%Y-%m-%d')}, {cores} cores of {model}, {memory:.0f} GiB, Linux {platform.release()}"
+
+
+def median(values: Iterable[float]) -> float:
+    """The median; nan of nothing."""
+    values = list(values)
+    return statistics.median(values) if values else float("nan")

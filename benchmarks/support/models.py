@@ -1,0 +1,82 @@
+"""The models and data of the benchmarks: the same values for every contender, different data for every rank."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# 134 M parameters, embedding and head untied.
+LLAMA = {"vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048, "layers": 12, "heads": 12}
+# The same shape in small, for smoke runs.
+TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "layers": 3, "heads": 4}
+MODELS = {"llama": LLAMA, "tiny": TINY}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Parameters of one of `Blocks`' units.
+BLOCK_NUMEL = 1 << 24
+
+
+class _Constant(torch.autograd.Function):
+    """Identity whose backward hands a gradient to the weight at the cost of writing it once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, pattern: Tensor) -> Tensor:
+        ctx.shape, ctx.pattern = weight.shape, pattern
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.pattern.expand(ctx.shape), None
+
+
+class _Block(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(numel // 4096, 4096))
+        nn.init.normal_(self.weight, std=0.02)
+        self.register_buffer("pattern", torch.randn(4096) * 1e-3, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Constant.apply(x, self.weight, self.pattern.to(self.weight.dtype))
+
+
+class Blocks(nn.Module):
+    """`numel` parameters whose forward and backward cost next to nothing, so that the optimizer is what is timed."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        count = max(1, round(numel / BLOCK_NUMEL))
+        self.layers = nn.ModuleList(_Block(numel // count // 4096 * 4096) for _ in range(count))
+        self.scale = nn.Parameter(torch.ones(4096))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+def build(options: dict[str, Any]) -> nn.Module:
+    """The model that `options["model"]` names, in fp32: "llama", "tiny", or "blocks" of `options["numel"]`."""
+    torch.manual_seed(0)
+    if options["model"] == "blocks":
+        return Blocks(options["numel"])
+    # The import of transformers takes seconds, which a run without its models need not wait for.
+    return importlib.import_module("support.llama").build(MODELS[options["model"]], options["positions"])
+
+
+def batch(options: dict[str, Any], rank: int, step: int) -> dict[str, Tensor]:
+    """What the model is called with at one step of one rank."""
+    generator = torch.Generator().manual_seed(1_000_003 * (rank + 1) + step)
+    if options["model"] == "blocks":
+        return {"x": torch.randn(1, 4096, generator=generator).to(DTYPES[options["dtype"]])}
+    shape = (options["batch"], options["positions"])
+    ids = torch.randint(MODELS[options["model"]]["vocab_size"], shape, generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a model returns."""
+    return output if isinstance(output, Tensor) else output.loss

@@ -1,0 +1,25 @@
+"""The zero_optimization section of stage 3 by tier: keys that infinity and DeepSpeed share, with the same values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Elements of an optimizer sub-group, and bounds of what is gathered, for a model of 100 M parameters that is offloaded
+# to save memory. Without offload both engines run with their defaults, which gather once for forward and backward.
+BOUNDS = {
+    "sub_group_size": 16_000_000, "stage3_prefetch_bucket_size": 16_000_000, "stage3_max_live_parameters": 100_000_000,
+    "stage3_max_reuse_distance": 32_000_000,
+}  # fmt: skip
+
+
+def offload(tier: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Parameters and optimizer states on "memory" (no offload), "cpu", "nvme", or "states" (only those on NVMe)."""
+    nvme = {"device": "nvme", "nvme_path": options["folder"], "pin_memory": True}
+    cpu = {"device": "cpu", "pin_memory": True}
+    params, states = {"memory": (None, None), "cpu": (cpu, cpu), "nvme": (nvme, nvme), "states": (cpu, nvme)}[tier]
+    section: dict[str, Any] = {**({} if tier == "memory" else BOUNDS), **(options.get("zero") or {})}
+    if params is not None:
+        section["offload_param"] = dict(params)
+    if states is not None:
+        section["offload_optimizer"] = dict(states)
+    return section

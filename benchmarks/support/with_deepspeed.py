@@ -1,0 +1,64 @@
+"""Contenders "deepspeed:memory", "deepspeed:cpu" and "deepspeed:nvme": stage 3 of the package that is installed.
+
+The options are the ones that its documentation recommends for speed, with buffers no larger than the model needs:
+pinned memory, reads and writes pipelined, large asynchronous requests at depth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+
+from support import models
+from support.offload import offload
+from support.training import ADAM, CLIP
+
+
+def build(options: dict[str, Any]) -> _Trainer:
+    """See the module's text."""
+    tier = options["contender"].partition(":")[2]
+    deepspeed.init_distributed("gloo")
+    model = models.build(options)
+    # A staging buffer must hold the largest parameter, and the largest sub-group, which may be that one and a bit more.
+    largest = max(param.numel() for param in model.parameters())
+    zero = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 16_000_000}
+    zero |= offload(tier, options)
+    if tier in ("nvme", "states"):
+        # Weight, gradient and two moments of the sub-groups that are read, stepped and written at once.
+        pipelined = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+        zero["offload_optimizer"] |= {**pipelined, "fast_init": True}
+    if tier == "nvme":
+        buffer_numel = max(largest * 51 // 50, zero["sub_group_size"])
+        zero["offload_param"] |= {"buffer_count": 5, "buffer_size": buffer_numel, "max_in_cpu": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": options["batch"], "gradient_clipping": options.get("clip", CLIP),
+        "bf16": {"enabled": options["dtype"] == "bf16"}, "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
+        "aio": {
+            "block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 1, "single_submit": False,
+            "overlap_events": True,
+        },
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    return _Trainer(engine)
+
+
+class _Trainer:
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def forward_backward(self, inputs: dict[str, torch.Tensor]) -> float:
+        loss = models.loss_of(self._engine(**inputs))
+        self._engine.backward(loss)
+        return loss.item()
+
+    def step(self) -> None:
+        self._engine.step()
+
+    def settle(self) -> None:
+        """It waits for its transfers itself."""
+
+    def facts(self) -> dict[str, Any]:
+        return {"version": deepspeed.__version__}

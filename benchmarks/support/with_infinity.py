@@ -1,0 +1,53 @@
+"""Contenders "infinity:memory", "infinity:cpu" and "infinity:nvme", each also with "-serial" (overlap off)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+import infinity
+from support import models
+from support.offload import offload
+from support.training import ADAM, CLIP
+
+
+def build(options: dict[str, Any]) -> _Trainer:
+    """An engine at stage 3. What is on NVMe is built there, unit by unit."""
+    tier, _, serial = options["contender"].partition(":")[2].partition("-")
+    zero = offload(tier, options)
+    config = {
+        "train_micro_batch_size_per_gpu": options["batch"], "gradient_clipping": options.get("clip", CLIP),
+        "overlap": not serial, "log_level": "error", "bf16": {"enabled": options["dtype"] == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
+        "zero_optimization": {"stage": 3, **zero},
+    }  # fmt: skip
+    with infinity.Init(config=config) if tier == "nvme" else nullcontext():
+        model = models.build(options)
+    engine, *_ = infinity.initialize(model=model, config=config)
+    return _Trainer(engine)
+
+
+class _Trainer:
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def forward_backward(self, inputs: dict[str, torch.Tensor]) -> float:
+        loss = models.loss_of(self._engine(**inputs))
+        self._engine.backward(loss)
+        return loss.item()
+
+    def step(self) -> None:
+        self._engine.step()
+
+    def settle(self) -> None:
+        self._engine.synchronize()
+        self._engine.store.settle()
+
+    def facts(self) -> dict[str, Any]:
+        planned = {tier.value: kinds for tier, kinds in self._engine.plan.bytes_by_tier().items()}
+        table = {tier: {kind.value: nbytes for kind, nbytes in kinds.items()} for tier, kinds in planned.items()}
+        memory = self._engine.memory()
+        self._engine.close()
+        return {"planned": table, "ledger_peak": memory.peak, "numel": self._engine.plan.numel}

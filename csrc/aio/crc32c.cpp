@@ -1,0 +1,182 @@
+// The instruction takes 8 bytes a cycle but answers after three: three streams are run side by side and combined by
+// tables (Gopal et al., "Fast CRC Computation for iSCSI Polynomial Using CRC32 Instruction", Intel 2011). Combining is
+// multiplication by a power of x modulo the polynomial (Mark Adler's zlib, crc32_combine).
+
+#include "crc32c.h"
+
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#define INFINITY_CRC_TARGET __attribute__((target("sse4.2")))
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+#define INFINITY_CRC_TARGET __attribute__((target("+crc")))
+#endif
+
+namespace infinity::aio {
+namespace {
+
+constexpr uint32_t kPolynomial = 0x82f63b78;
+// x^0 and x^8; the highest bit is the lowest power.
+constexpr uint32_t kOne = 0x80000000;
+constexpr uint32_t kByte = 0x00800000;
+
+// a * b modulo the polynomial.
+uint32_t multiply(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (uint32_t bit = kOne; bit != 0; bit >>= 1) {
+        if (a & bit) product ^= b;
+        b = b & 1 ? (b >> 1) ^ kPolynomial : b >> 1;
+    }
+    return product;
+}
+
+// What `nbytes` further bytes of zeros multiply a remainder by.
+uint32_t shift_by(uint64_t nbytes) {
+    uint32_t power = kOne;
+    for (uint32_t square = kByte; nbytes != 0; nbytes >>= 1) {
+        if (nbytes & 1) power = multiply(square, power);
+        square = multiply(square, square);
+    }
+    return power;
+}
+
+// multiply(factor, .), a byte of the operand at a time.
+class Multiplier {
+  public:
+    explicit Multiplier(uint32_t factor) {
+        for (uint32_t place = 0; place < 4; ++place) {
+            for (uint32_t byte = 0; byte < 256; ++byte) table_[place][byte] = multiply(factor, byte << (8 * place));
+        }
+    }
+    uint32_t operator()(uint32_t value) const {
+        return table_[0][value & 255] ^ table_[1][(value >> 8) & 255] ^ table_[2][(value >> 16) & 255] ^
+               table_[3][value >> 24];
+    }
+
+  private:
+    uint32_t table_[4][256];
+};
+
+// table[k][b]: the remainder of byte b with k bytes of zeros behind it.
+struct ByteTables {
+    ByteTables() {
+        for (uint32_t byte = 0; byte < 256; ++byte) {
+            uint32_t crc = byte;
+            for (int bit = 0; bit < 8; ++bit) crc = crc & 1 ? (crc >> 1) ^ kPolynomial : crc >> 1;
+            table[0][byte] = crc;
+        }
+        for (int place = 1; place < 8; ++place) {
+            for (uint32_t byte = 0; byte < 256; ++byte) {
+                const uint32_t before = table[place - 1][byte];
+                table[place][byte] = (before >> 8) ^ table[0][before & 255];
+            }
+        }
+    }
+    uint32_t table[8][256];
+};
+
+#ifdef INFINITY_CRC_TARGET
+
+#if defined(__x86_64__)
+INFINITY_CRC_TARGET inline uint64_t step(uint64_t crc, uint64_t word) { return _mm_crc32_u64(crc, word); }
+INFINITY_CRC_TARGET inline uint32_t step_byte(uint32_t crc, uint8_t byte) { return _mm_crc32_u8(crc, byte); }
+#else
+// The builtins of arm_acle.h, which some compilers declare only where all code is built for the extension.
+INFINITY_CRC_TARGET inline uint64_t step(uint64_t crc, uint64_t word) {
+    uint32_t next;
+    asm("crc32cx %w0, %w1, %x2" : "=r"(next) : "r"(static_cast<uint32_t>(crc)), "r"(word));
+    return next;
+}
+INFINITY_CRC_TARGET inline uint32_t step_byte(uint32_t crc, uint8_t byte) {
+    uint32_t next;
+    asm("crc32cb %w0, %w1, %w2" : "=r"(next) : "r"(crc), "r"(static_cast<uint32_t>(byte)));
+    return next;
+}
+#endif
+
+inline uint64_t word_at(const char* at) {
+    uint64_t word;
+    std::memcpy(&word, at, sizeof word);
+    return word;
+}
+
+// Whole rounds of three streams of kStream bytes, from *at on.
+template <size_t kStream>
+INFINITY_CRC_TARGET uint64_t run_streams(uint64_t crc, const char** at, const char* end) {
+    static const Multiplier behind(shift_by(kStream));
+    const char* next = *at;
+    for (; static_cast<size_t>(end - next) >= 3 * kStream; next += 3 * kStream) {
+        uint64_t second = 0;
+        uint64_t third = 0;
+        for (size_t index = 0; index < kStream; index += sizeof(uint64_t)) {
+            crc = step(crc, word_at(next + index));
+            second = step(second, word_at(next + kStream + index));
+            third = step(third, word_at(next + 2 * kStream + index));
+        }
+        crc = behind(static_cast<uint32_t>(crc)) ^ second;
+        crc = behind(static_cast<uint32_t>(crc)) ^ third;
+    }
+    *at = next;
+    return crc;
+}
+
+INFINITY_CRC_TARGET uint32_t by_instruction(uint32_t before, const char* at, size_t nbytes) {
+    const char* const end = at + nbytes;
+    uint64_t crc = run_streams<4096>(~before, &at, end);
+    crc = run_streams<256>(crc, &at, end);
+    for (; end - at >= 8; at += 8) crc = step(crc, word_at(at));
+    for (; at != end; ++at) crc = step_byte(static_cast<uint32_t>(crc), static_cast<uint8_t>(*at));
+    return ~static_cast<uint32_t>(crc);
+}
+
+bool has_instruction() {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("sse4.2");
+#else
+    constexpr unsigned long kHwcapCrc32 = 1 << 7;
+    return getauxval(AT_HWCAP) & kHwcapCrc32;
+#endif
+}
+
+#endif
+
+}  // namespace
+
+uint32_t crc32c_by_tables(uint32_t before, const void* data, size_t nbytes) {
+    static const ByteTables tables;
+    const auto& table = tables.table;
+    const auto* at = static_cast<const uint8_t*>(data);
+    uint32_t crc = ~before;
+    for (; nbytes >= 8; at += 8, nbytes -= 8) {
+        // Byte by byte, so that it does not matter which end the processor begins at.
+        crc = table[7][(crc ^ at[0]) & 255] ^ table[6][((crc >> 8) ^ at[1]) & 255] ^
+              table[5][((crc >> 16) ^ at[2]) & 255] ^ table[4][(crc >> 24) ^ at[3]] ^ table[3][at[4]] ^
+              table[2][at[5]] ^ table[1][at[6]] ^ table[0][at[7]];
+    }
+    for (; nbytes != 0; ++at, --nbytes) crc = (crc >> 8) ^ table[0][(crc ^ *at) & 255];
+    return ~crc;
+}
+
+uint32_t crc32c_combine(uint32_t first, uint32_t second, uint64_t nbytes) {
+    return multiply(shift_by(nbytes), first) ^ second;
+}
+
+bool crc32c_is_hardware() {
+#ifdef INFINITY_CRC_TARGET
+    static const bool has = has_instruction();
+    return has;
+#else
+    return false;
+#endif
+}
+
+uint32_t crc32c(uint32_t crc, const void* data, size_t nbytes) {
+#ifdef INFINITY_CRC_TARGET
+    if (crc32c_is_hardware()) return by_instruction(crc, static_cast<const char*>(data), nbytes);
+#endif
+    return crc32c_by_tables(crc, data, nbytes);
+}
+
+}  // namespace infinity::aio

@@ -1,0 +1,164 @@
+// Adam on pieces that lie on the device: csrc/adam/arithmetic.inl over a grid, with the same bits as on the CPU.
+//
+// A launch takes up to kPiecesMax pieces; they are cut into tiles, one a block. Vector accesses where a piece's arrays
+// are aligned for them, element by element at its end or where it is not: the arithmetic is the same text.
+
+#include "grid.cuh"
+#include "vec.inl"
+
+#include "../adam/arithmetic.inl"
+
+namespace infinity::adam {
+namespace {
+
+struct AdamKernel {
+    static constexpr int kThreads = 256;
+    static constexpr uint32_t kTileNumel = kThreads * kPack;
+    static constexpr int kPiecesMax = 32;
+
+    Piece pieces[kPiecesMax];
+    Tiles<kPiecesMax> tiles;
+    // Gets the number of elements that keep their state, because their gradient is not finite.
+    uint64_t* nonfinite;
+
+    INFINITY_FN void operator()(uint32_t block) const {
+        const int run = tiles.run_of(block);
+        const Piece& piece = pieces[run];
+        const uint64_t begin = static_cast<uint64_t>(block - tiles.first[run]) * kTileNumel;
+        each_thread<kThreads>([&](int thread) {
+            const int left_out =
+                piece.adamw ? step_dtype<true>(piece, begin, thread) : step_dtype<false>(piece, begin, thread);
+            if (left_out) add_to_count(nonfinite, static_cast<uint64_t>(left_out));
+        });
+    }
+
+    template <bool adamw>
+    INFINITY_FN static int step_dtype(const Piece& piece, uint64_t begin, int thread) {
+        switch (piece.grad_dtype) {
+            case kFloat32: return step_storage<kFloat32, adamw>(piece, begin, thread);
+            case kBfloat16: return step_storage<kBfloat16, adamw>(piece, begin, thread);
+            case kFloat16: return step_storage<kFloat16, adamw>(piece, begin, thread);
+        }
+        return 0;
+    }
+
+    template <Dtype grad_dtype, bool adamw>
+    INFINITY_FN static int step_storage(const Piece& piece, uint64_t begin, int thread) {
+        switch (piece.storage) {
+            case kPlain: return step_tile<grad_dtype, kPlain, adamw>(piece, begin, thread);
+            case kSplit: return step_tile<grad_dtype, kSplit, adamw>(piece, begin, thread);
+            case kMasterHalf: return step_tile<grad_dtype, kMasterHalf, adamw>(piece, begin, thread);
+            case kMasterBfloat: return step_tile<grad_dtype, kMasterBfloat, adamw>(piece, begin, thread);
+        }
+        return 0;
+    }
+
+    // One thread's share of a tile.
+    template <Dtype grad_dtype, Storage storage, bool adamw>
+    INFINITY_FN static int step_tile(const Piece& piece, uint64_t begin, int thread) {
+        const Constants constants(piece);
+        const bool aligned = starts_a_pack<param_nbytes<storage>()>(piece.param) &&
+                             starts_a_pack<dtype_nbytes<grad_dtype>()>(piece.grad) &&
+                             starts_a_pack<4>(piece.exp_avg) && starts_a_pack<4>(piece.exp_avg_sq) &&
+                             starts_a_pack<2>(piece.remainder) && starts_a_pack<4>(piece.master);
+        if (aligned && begin + kTileNumel <= piece.numel) {
+            return step_pack<grad_dtype, storage, adamw>(piece, begin + thread * kPack, constants);
+        }
+        int left_out = 0;
+        for (int pass = 0; pass < kPack; ++pass) {
+            const uint64_t index = begin + pass * kThreads + thread;
+            if (index < piece.numel) left_out += step_one<grad_dtype, storage, adamw>(piece, index, constants);
+        }
+        return left_out;
+    }
+
+    template <Dtype grad_dtype, Storage storage, bool adamw>
+    INFINITY_FN static int step_one(const Piece& piece, uint64_t index, const Constants& constants) {
+        const Pointers at = pointers<grad_dtype, storage>(piece, index);
+        if (nonfinite_lanes<grad_dtype>(at.grad, constants)) return 1;
+        step_lanes<grad_dtype, storage, adamw>(at, constants);
+        return 0;
+    }
+
+    // Four elements through copies that the compiler keeps in registers.
+    template <Dtype grad_dtype, Storage storage, bool adamw>
+    INFINITY_FN static int step_pack(const Piece& piece, uint64_t index, const Constants& constants) {
+        constexpr uint64_t grad_nbytes = dtype_nbytes<grad_dtype>();
+        const Pointers at = pointers<grad_dtype, storage>(piece, index);
+        alignas(16) char grad[kPack * 4];
+        move_pack<grad_nbytes>(grad, at.grad);
+        int left_out = 0;
+        INFINITY_UNROLL
+        for (int lane = 0; lane < kPack; ++lane) {
+            left_out += nonfinite_lanes<grad_dtype>(grad + lane * grad_nbytes, constants);
+        }
+        if (left_out) {
+            for (int lane = 0; lane < kPack; ++lane) {
+                step_one<grad_dtype, storage, adamw>(piece, index + lane, constants);
+            }
+            return left_out;
+        }
+        alignas(16) char param[kPack * 4];
+        alignas(16) float exp_avg[kPack];
+        alignas(16) float exp_avg_sq[kPack];
+        alignas(16) int16_t remainder[kPack];
+        alignas(16) float master[kPack];
+        // The rounded copy of a master is written only.
+        if constexpr (storage < kMasterHalf) move_pack<param_nbytes<storage>()>(param, at.param);
+        move_pack<4>(exp_avg, at.exp_avg);
+        move_pack<4>(exp_avg_sq, at.exp_avg_sq);
+        if constexpr (storage == kSplit) move_pack<2>(remainder, at.remainder);
+        if constexpr (storage >= kMasterHalf) move_pack<4>(master, at.master);
+        INFINITY_UNROLL
+        for (int lane = 0; lane < kPack; ++lane) {
+            const Pointers local{param + lane * param_nbytes<storage>(), grad + lane * grad_nbytes, exp_avg + lane,
+                                 exp_avg_sq + lane, remainder + lane, master + lane};
+            step_lanes<grad_dtype, storage, adamw>(local, constants);
+        }
+        move_pack<param_nbytes<storage>()>(at.param, param);
+        move_pack<4>(at.exp_avg, exp_avg);
+        move_pack<4>(at.exp_avg_sq, exp_avg_sq);
+        if constexpr (storage == kSplit) move_pack<2>(at.remainder, remainder);
+        if constexpr (storage >= kMasterHalf) move_pack<4>(at.master, master);
+        return 0;
+    }
+
+    template <Dtype grad_dtype, Storage storage>
+    INFINITY_FN static Pointers pointers(const Piece& piece, uint64_t index) {
+        return Pointers{static_cast<char*>(piece.param) + index * param_nbytes<storage>(),
+                        static_cast<const char*>(piece.grad) + index * dtype_nbytes<grad_dtype>(),
+                        piece.exp_avg + index,
+                        piece.exp_avg_sq + index,
+                        storage == kSplit ? piece.remainder + index : nullptr,
+                        storage >= kMasterHalf ? piece.master + index : nullptr};
+    }
+};
+
+}  // namespace
+}  // namespace infinity::adam
+
+using namespace infinity::adam;
+
+// 0 where `device` can step pieces.
+INFINITY_EXPORT int32_t infinity_kernels_runs_on(int32_t device) { return runs_on<AdamKernel>(device); }
+
+// Steps pieces on `device`, on `stream`, without waiting. `nonfinite`, on the device, is increased by the number of
+// elements that are left as they are, because their gradient is not finite. 0, or an error's code.
+INFINITY_EXPORT int32_t infinity_kernels_adam_step(int32_t device, void* stream, const Piece* pieces, uint64_t count,
+                                                   uint64_t* nonfinite) {
+    if (const int32_t error = use_device(device)) return error;
+    AdamKernel kernel{};
+    kernel.nonfinite = nonfinite;
+    for (uint64_t done = 0; done < count;) {
+        uint32_t tiles = 0;
+        int run = 0;
+        for (; run < AdamKernel::kPiecesMax && done < count; ++run, ++done) {
+            kernel.pieces[run] = pieces[done];
+            kernel.tiles.first[run] = tiles;
+            tiles += static_cast<uint32_t>(ceil_div(pieces[done].numel, AdamKernel::kTileNumel));
+        }
+        kernel.tiles.first[run] = tiles;
+        if (const int32_t error = launch(kernel, tiles, stream)) return error;
+    }
+    return 0;
+}

@@ -1,0 +1,134 @@
+"""Where partitions' buffers come from and go back to: memory of their own at a GPU or CPU home, arenas for NVMe.
+
+Every buffer that is handed out is booked in the ledger until it is returned. The store's lock guards all of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from infinity.errors import TierMemoryError
+from infinity.memory.device import Device
+from infinity.memory.host import HostMemory
+from infinity.memory.ledger import Ledger
+from infinity.memory.partition import Partition
+from infinity.memory.pool import Arena, piece_nbytes
+from infinity.plan.plan import Pools
+from infinity.plan.types import Key, Kind, Tier
+
+
+def arena_name(key: Key) -> str:
+    """Which arena a partition on NVMe uses while it is in memory."""
+    return "states" if key.kind is Kind.STATES else "param"
+
+
+class Buffers:
+    """Hands out buffers and takes them back."""
+
+    def __init__(self, *, device: Device, host: HostMemory, ledger: Ledger, pools: Pools) -> None:
+        self._device = device
+        self._host = host
+        self._ledger = ledger
+        # Buffers that somebody else owns: aliased views of whole units, not booked and not freed here.
+        self._adopted: set[Key] = set()
+        # Whose buffers lie in each arena.
+        self._inside: dict[str, dict[Key, Partition]] = {"param": {}, "states": {}}
+        self.arenas = {
+            name: Arena(name, host.allocate(nbytes))
+            for name, nbytes in (("param", pools.param_nbytes), ("states", pools.states_nbytes))
+            if nbytes
+        }
+        for arena in self.arenas.values():
+            ledger.add(Tier.CPU, Kind.POOL, arena.nbytes)
+
+    def adopt(self, key: Key) -> None:
+        """The partition's buffer is somebody else's."""
+        self._adopted.add(key)
+
+    def take(self, partition: Partition) -> Tensor | None:
+        """A buffer for a partition; None where its arena has no free range that is long enough.
+
+        TierMemoryError where the system refuses memory at a GPU or CPU home.
+        """
+        if not partition.on_nvme:
+            return self._allocate(partition)
+        if not partition.spec.nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        name = arena_name(partition.key)
+        buffer = self.arenas[name].take(partition.spec.nbytes)
+        if buffer is not None:
+            self._inside[name][partition.key] = partition
+        return buffer
+
+    def give(self, partition: Partition, buffer: Tensor) -> None:
+        """Return a buffer to where `take` had it from."""
+        if partition.key in self._adopted:
+            self._adopted.discard(partition.key)
+        elif partition.on_nvme:
+            if partition.spec.nbytes:
+                name = arena_name(partition.key)
+                self.arenas[name].give(buffer)
+                del self._inside[name][partition.key]
+        else:
+            self.book(partition, -1)
+            if partition.spec.home is Tier.CPU:
+                self._host.release(buffer)
+
+    def inside(self, name: str) -> list[Partition]:
+        """Partitions whose buffers lie in one arena."""
+        return [*self._inside[name].values()]
+
+    def book(self, partition: Partition, sign: int) -> None:
+        """Book a partition's bytes at its home."""
+        for section in partition.spec.sections:
+            self._ledger.add(partition.spec.home, section.kind, sign * section.nbytes)
+
+    def check(self, partitions: list[Partition]) -> None:
+        """Verify that one buffer belongs to one partition, and the ledger against the sum over partitions."""
+        buffers: set[int] = set()
+        sums: dict[tuple[Tier, Kind], int] = {}
+        taken = dict.fromkeys(self.arenas, 0)
+        for partition in partitions:
+            if partition.buffer is not None and partition.spec.nbytes:
+                assert partition.buffer.data_ptr() not in buffers, f"{partition.key} shares its buffer"
+                buffers.add(partition.buffer.data_ptr())
+                if partition.on_nvme:
+                    taken[arena_name(partition.key)] += piece_nbytes(partition.spec.nbytes)
+            if partition.key not in self._adopted and (partition.on_nvme or partition.buffer is not None):
+                for section in partition.spec.sections:
+                    entry = (partition.spec.home, section.kind)
+                    sums[entry] = sums.get(entry, 0) + section.nbytes
+        for name, arena in self.arenas.items():
+            assert arena.taken_nbytes == taken[name], f"the {name} pool has pieces that no partition holds"
+        for entry in sums.keys() | self._ledger.now.keys():
+            booked, held = self._ledger.now.get(entry, 0), sums.get(entry, 0)
+            # Units book on the device, too, and pools are booked as a whole.
+            exact = entry[0] is not Tier.GPU and entry[1] is not Kind.POOL
+            assert booked == held if exact else booked >= held, f"the ledger has {booked} of {entry}, not {held}"
+
+    def close(self, partitions: list[Partition]) -> None:
+        """Unpin, and forget every buffer."""
+        self._host.close()
+        for partition in partitions:
+            if partition.on_nvme or (partition.buffer is not None and partition.key not in self._adopted):
+                self.book(partition, -1)
+        for arena in self.arenas.values():
+            self._ledger.add(Tier.CPU, Kind.POOL, -arena.nbytes)
+            arena.close()
+        self.arenas, self._inside = {}, {}
+
+    def _allocate(self, partition: Partition) -> Tensor:
+        spec = partition.spec
+        try:
+            if spec.home is Tier.GPU:
+                buffer = self._device.empty(spec.nbytes, torch.uint8)
+            else:
+                buffer = self._host.allocate(spec.nbytes)
+        except (OSError, RuntimeError) as error:
+            raise TierMemoryError(
+                f"no room on {spec.home.value} for {spec.key}: asked {spec.nbytes / 1e6:.1f} MB, "
+                f"used {self._ledger.total(spec.home) / 1e6:.1f} MB, and the system refused more: {error}"
+            ) from error
+        self.book(partition, 1)
+        return buffer

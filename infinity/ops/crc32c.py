@@ -1,0 +1,100 @@
+"""CRC-32C (Castagnoli), the plain twin of csrc/aio/crc32c.cpp: `crc32c(data)`, as iSCSI, ext4 and NVMe define it.
+
+The bytes are cut into strips of one length that numpy digests side by side, a byte of each at a time; neighbours are
+then combined, which is a multiplication by a power of x modulo the polynomial (Mark Adler's zlib, crc32_combine).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+# Reflected: the highest bit is the lowest power of x.
+_POLYNOMIAL = 0x82F63B78
+_ONE = 0x80000000
+_BYTE = 0x00800000
+_STRIP_NBYTES = 256
+
+_Words = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+def crc32c(data: memoryview | bytes, crc: int = 0) -> int:
+    """The checksum of `data` behind other bytes whose checksum is `crc`."""
+    values = np.frombuffer(data, dtype=np.uint8)
+    strips = len(values) // _STRIP_NBYTES
+    whole = strips * _STRIP_NBYTES
+    if strips:
+        crc = _shifted(crc, whole) ^ _of_strips(values[:whole].reshape(strips, _STRIP_NBYTES))
+    table = _byte_table()
+    crc ^= 0xFFFFFFFF
+    for value in values[whole:].tolist():
+        crc = (crc >> 8) ^ int(table[(crc ^ value) & 255])
+    return crc ^ 0xFFFFFFFF
+
+
+def _of_strips(strips: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
+    """The checksum of rows one behind the other."""
+    table = _byte_table()
+    crcs: _Words = np.full(len(strips), 0xFFFFFFFF, dtype=np.uint32)
+    for column in np.ascontiguousarray(strips.T):
+        crcs = (crcs >> np.uint32(8)) ^ table[(crcs ^ column) & np.uint32(255)]
+    crcs = ~crcs
+    nbytes = strips.shape[1]
+    # Zeros in front change nothing: an odd row is paired with none.
+    while len(crcs) > 1:
+        if len(crcs) % 2:
+            crcs = np.concatenate((np.zeros(1, dtype=np.uint32), crcs))
+        crcs = _shift_many(crcs[0::2], nbytes) ^ crcs[1::2]
+        nbytes *= 2
+    return int(crcs[0])
+
+
+@functools.cache
+def _byte_table() -> _Words:
+    crcs: _Words = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        crcs = np.where(crcs & 1, (crcs >> np.uint32(1)) ^ np.uint32(_POLYNOMIAL), crcs >> np.uint32(1))
+    return crcs
+
+
+def _multiply(a: int, b: int) -> int:
+    product, bit = 0, _ONE
+    while bit:
+        if a & bit:
+            product ^= b
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+        bit >>= 1
+    return product
+
+
+@functools.lru_cache(maxsize=256)
+def _power(nbytes: int) -> int:
+    """What `nbytes` further bytes of zeros multiply a remainder by."""
+    power, square = _ONE, _BYTE
+    while nbytes:
+        if nbytes & 1:
+            power = _multiply(square, power)
+        square = _multiply(square, square)
+        nbytes >>= 1
+    return power
+
+
+def combine(first: int, second: int, nbytes: int) -> int:
+    """The checksum of two texts one behind the other; `nbytes` are those of the second."""
+    return _shifted(first, nbytes) ^ second
+
+
+def _shifted(crc: int, nbytes: int) -> int:
+    return _multiply(_power(nbytes), crc)
+
+
+def _shift_many(crcs: _Words, nbytes: int) -> _Words:
+    factor = _power(nbytes)
+    product = np.zeros_like(crcs)
+    # The sum over the operand's bits of the factor times one power of x.
+    for bit in range(32):
+        term = np.uint32(_multiply(factor, 1 << bit))
+        product ^= np.where(crcs & np.uint32(1 << bit), term, np.uint32(0))
+    return product

@@ -1,0 +1,58 @@
+"""One optimizer step as a value: what every sub-group of it is stepped with, taken when the step begins.
+
+The parameters of the program's groups may change while the step goes on behind it (a scheduler sets the next learning
+rate); what was taken does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infinity.ops.adam import AdamHyper
+from infinity.plan.layout import Slice, UnitLayout
+
+
+class Run(NamedTuple):
+    """A stretch of a slice that one piece of the optimizer steps: same parameter group, same step count."""
+
+    start: int
+    numel: int
+    group: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One step. By parameter group: `hyper`. By unit index: which parameters have a gradient, and their step counts."""
+
+    hyper: tuple[AdamHyper, ...]
+    grad_scale: float
+    arrived: Mapping[int, Sequence[bool]]
+    steps: Mapping[int, Sequence[int]]
+
+    def runs(self, layout: UnitLayout, piece: Slice, first: int) -> list[Run]:
+        """Cut a slice, whose first element is `first` of the unit, where the parameter group or the step count
+        changes, and leave out what had no gradient.
+
+        The padding between two parameters of a run is stepped with them: it is zero and stays zero.
+        """
+        arrived, steps = self.arrived[layout.index], self.steps[layout.index]
+        if all(arrived) and len(set(steps)) == 1 and len({slot.group for slot in layout.slots}) == 1:
+            # By far the most frequent case, padding at the end included.
+            return [Run(0, piece.numel, layout.slots[0].group, steps[0])]
+        by_name = {slot.name: (flag, step) for slot, flag, step in zip(layout.slots, arrived, steps, strict=True)}
+        runs: list[Run] = []
+        joined = False
+        for overlap in layout.overlaps(first, first + piece.numel):
+            has_grad, step = by_name[overlap.slot.name]
+            if not has_grad:
+                joined = False
+                continue
+            if joined and (runs[-1].group, runs[-1].step) == (overlap.slot.group, step):
+                runs[-1] = runs[-1]._replace(numel=overlap.range_start + overlap.numel - runs[-1].start)
+            else:
+                runs.append(Run(overlap.range_start, overlap.numel, overlap.slot.group, step))
+            joined = True
+        return runs

@@ -1,0 +1,92 @@
+"""One hash of weights and moments after 20 steps, whatever runs the step and wherever its states live."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity.api
+from infinity.ops import adam, aio, build
+from tests.support.oracle import CLIP, Case, SmallModel, settings, train
+
+STEPS = 20
+TIERS = ("gpu", "cpu", "nvme")
+
+
+class Larger(Case):
+    """More than 100,000 parameters, so that sub-groups of 1e5 elements cut something."""
+
+    def model(self) -> SmallModel:
+        torch.manual_seed(0)
+        return SmallModel(dim=96, layers=2)
+
+
+@pytest.fixture
+def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Trains once and gives the hash. `use` says what to run the step with."""
+
+    def run(
+        dtype: str, *, simd: str | None = None, threads: int | None = None, backend: str = "", twin: bool = False,
+        look: Any = None, **options: Any,
+    ) -> str:  # fmt: skip
+        with monkeypatch.context() as patch:
+            if threads is not None:
+                # The engine would choose by the machine.
+                patch.setattr(infinity.api, "set_threads", lambda *_, **__: adam.set_threads(threads))
+            if backend:
+                patch.setattr(aio, "BACKENDS", (backend,))
+            if twin:
+                patch.setattr(build, "load", lambda name: None)
+            adam.set_simd(simd)
+            try:
+                config = settings(tmp_path, dtype=dtype, clip=CLIP, **options)
+                return train(Larger(), config, steps=STEPS, look=look).digest
+            finally:
+                adam.set_simd(None)
+                adam.set_threads(None)
+
+    return run
+
+
+NVME = {"param": "nvme", "optimizer": "nvme"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_hash_for_instruction_sets_threads_and_the_twin(digest, dtype):
+    seen = {f"simd {name}": digest(dtype, simd=name) for name in adam.simds()}
+    assert len(seen) >= 2, "a vector path and the scalar one"
+    seen.update({f"{threads} threads": digest(dtype, threads=threads, **NVME) for threads in (1, 2, 3)})
+    seen["twin"] = digest(dtype, twin=True, **NVME)
+    assert len(set(seen.values())) == 1, seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_hash_for_back_ends_overlap_and_sub_groups(digest, dtype):
+    backends: list[str] = []
+
+    def note(engine: Any) -> None:
+        backends.append(engine.store.io_backend)
+
+    seen = {"in memory": digest(dtype)}
+    seen.update({f"I/O by {name}": digest(dtype, backend=name, look=note, **NVME) for name in aio.BACKENDS})
+    assert backends == [*aio.BACKENDS]
+    seen["no overlap"] = digest(dtype, overlap=False, **NVME)
+    for size in (100_000, 1_000_000, 10_000_000, 100_000_000):
+        seen[f"sub-groups of {size}"] = digest(dtype, zero={"sub_group_size": size}, **NVME)
+        on_cpu = {"param": "cpu", "optimizer": "cpu", "zero": {"sub_group_size": size}}
+        seen[f"sub-groups of {size} on cpu"] = digest(dtype, **on_cpu)
+    assert len(set(seen.values())) == 1, seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_hash_for_every_placement(digest, dtype):
+    places = itertools.product(TIERS, TIERS)
+    seen = {(param, optimizer): digest(dtype, param=param, optimizer=optimizer) for param, optimizer in places}
+    assert len(set(seen.values())) == 1, seen

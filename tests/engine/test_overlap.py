@@ -1,0 +1,147 @@
+"""What goes on beside the program changes no result, and says so when it cannot."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from infinity.errors import StateError
+from infinity.ops import adam
+from tests.support.oracle import CLIP, Case, SmallModel, SplitBackward, join, settings, train
+
+UNCHECKED = {"enabled": True, "check_grad_overflow": False}
+ON_NVME = {"param": "nvme", "optimizer": "nvme"}
+
+
+class Skipping(Case):
+    """A block is left out for every third batch: its parameters have no gradient then."""
+
+    def model(self) -> SmallModel:
+        torch.manual_seed(0)
+        return _SkippingModel()
+
+
+class _SkippingModel(SmallModel):
+    calls = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        blocks = self.blocks
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.blocks = blocks[:1]
+        try:
+            return super().forward(input_ids, labels)
+        finally:
+            self.blocks = blocks
+
+
+CASES = {"all used": Case, "some left out": Skipping}
+
+
+def digests(rank: int, world: int, folder: str, case: str, rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    """(digest, sub-groups that were stepped before their backward was over) of each row."""
+    join(world)
+    return [run(rank, folder, CASES[case](), row) for row in rows]
+
+
+def run(rank: int, folder: str, case: Case, row: dict[str, Any]) -> tuple[str, int]:
+    early: list[int] = []
+
+    def backward(engine: Any, loss: Tensor) -> None:
+        engine.backward(loss)
+        early.append(len(engine._stepper._early.begun) if engine._stepper._early is not None else 0)
+
+    result = train(case, settings(folder, **row), rank=rank, backward=backward)
+    return result.digest, sum(early)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_step_inside_backward_has_the_same_bits(rank_pools, tmp_path, case, world):
+    row = {**ON_NVME, "bf16": UNCHECKED, "zero": {"sub_group_size": 1280}}
+    rows = [row, {**row, "accumulation": 2}]
+    rows += [{**each, "overlap": False} for each in rows] + [{**each, "bf16": {"enabled": True}} for each in rows]
+    for found in rank_pools[world].run(digests, str(tmp_path / "nvme"), case, rows, timeout=100):
+        (one, two), plain, checked = found[:2], found[2:4], found[4:]
+        assert [digest for digest, _ in plain] == [digest for digest, _ in checked] == [one[0], two[0]]
+        # Without overlap, and where all are checked first, none begins early.
+        assert min(one[1], two[1]) > 20
+        assert not any(early for _, early in (*plain, *checked))
+
+
+def test_a_second_backward_after_its_step_has_begun_is_refused(tmp_path):
+    row = {**ON_NVME, "bf16": UNCHECKED}
+    with pytest.raises(StateError, match=r"arrived after its step had begun.*check_grad_overflow to true"):
+        train(SplitBackward(), settings(tmp_path, **row), steps=1)
+    train(SplitBackward(), settings(tmp_path, **{**row, "bf16": {"enabled": True}}), steps=1)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_an_unchecked_step_leaves_out_what_is_not_finite(tmp_path, tier):
+    """With check_grad_overflow false a step is taken, but for the elements whose gradients are not finite."""
+
+    class Poisoned(Case):
+        def losses(self, call, rank, micro):
+            for loss in super().losses(call, rank, micro):
+                # The bias of the fixed layer's neighbour: one parameter of one element has no finite gradient.
+                poison = call.module.temperature * torch.tensor(float("inf"), dtype=torch.bfloat16)
+                yield loss + (poison.float().sum() if micro == 1 else 0.0)
+
+    def look(engine: Any) -> None:
+        assert engine.skipped_steps == 0 and engine.was_step_applied()
+
+    row = {"param": tier, "optimizer": tier, "bf16": UNCHECKED}
+    result = train(Poisoned(), settings(tmp_path, **row), steps=3, look=look)
+    assert all(torch.isfinite(value).all() for value in (*result.master.values(), *result.exp_avg.values()))
+
+
+def test_step_returns_while_the_drive_is_still_at_work(tmp_path, monkeypatch):
+    """The step of what the program cannot see goes on behind it; a gather of what is not stepped yet waits."""
+    may_step, entered = threading.Event(), threading.Event()
+    behind: list[bool] = []
+    plain = adam.adam_step
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            behind.append(may_step.wait(timeout=20))
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr("infinity.optim.stepper.adam_step", slow)
+
+    class Watched(Case):
+        def after_step(self, call, step, access):
+            assert entered.wait(timeout=20), "the thread steps"
+            hidden = [unit for unit in call.units if not unit.placed.whole and unit.layout.trainable]
+            assert any(call.store.reserved(unit.key) for unit in hidden)
+            assert not may_step.is_set(), "step() has returned before its sub-groups were stepped"
+            may_step.set()
+            # Reads wait for their sub-group: what they see is the new value.
+            return []
+
+    expected = train(Case(), settings(tmp_path, **ON_NVME, clip=CLIP, overlap=False), steps=1)
+    result = train(Watched(), settings(tmp_path, **ON_NVME, clip=CLIP), steps=1)
+    assert result.digest == expected.digest and behind and all(behind)
+
+
+def test_whole_parameters_are_up_to_date_when_step_returns(tmp_path):
+    """What the program can look at without a gather is stepped on return."""
+
+    class Peeking(Case):
+        def after_step(self, call, step, access):
+            whole = [unit for unit in call.units if unit.placed.whole and unit.layout.trainable]
+            assert whole and len(whole) < len(call.units)
+            params = [param for unit in whole for param in unit.params]
+            seen = [param.detach().float().clone() for param in params]
+            masters = [access.get(param, "master") for param in params]
+            return [value for pair in zip(seen, masters, strict=True) for value in pair]
+
+    row = {**ON_NVME, "zero": {"stage3_param_persistence_threshold": 1500, "sub_group_size": 640}}
+    result = train(Peeking(), settings(tmp_path, **row), steps=3)
+    for seen, master in zip(result.seen[::2], result.seen[1::2], strict=True):
+        assert torch.equal(seen, master)

@@ -1,0 +1,269 @@
+"""The kernels of a CUDA device, as far as a machine without one can show.
+
+Their text is compiled for the CPU, where a grid is a loop (tests/native/grid_on_host.h), and must give the bits of the
+code for the CPU; and it is compiled by nvcc, whose PTX must hold nothing that rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import logging
+import re
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from infinity.errors import ExtensionError
+from infinity.ops import adam, build, kernels
+from infinity.ops.adam import AdamHyper, Piece
+from tests.support.pieces import DTYPES, HYPER, STORAGES, make_piece, same, states, table_of, values
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "csrc" / "kernels").glob("*.cu"))
+CPU = torch.device("cpu")
+
+needs_compiler = pytest.mark.skipif(build._compiler("adam") is None, reason="needs a C++ compiler")
+needs_nvcc = pytest.mark.skipif(
+    build._compiler("kernels") is None, reason="needs nvcc, the compiler of the CUDA toolkit"
+)
+
+
+@pytest.fixture(scope="module")
+def host_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels' text as C++."""
+    compiler = build._compiler("adam")
+    assert compiler is not None
+    path = tmp_path_factory.mktemp("host") / "libkernels.so"
+    flags = "-std=c++17 -O2 -fPIC -shared -ffp-contract=off -fno-strict-aliasing -Wall -Wextra -Werror -x c++ -include"
+    shim = ROOT / "tests" / "native" / "grid_on_host.h"
+    command = [*shlex.split(compiler), *flags.split(), str(shim), *map(str, SOURCES), "-o", str(path)]
+    subprocess.run(command, check=True, timeout=100)
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture
+def on_host(host_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the door take the CPU for a device."""
+    host_library.infinity_kernels_error.restype = ctypes.c_char_p
+    host_library.infinity_kernels_cast_workspace.restype = ctypes.c_uint64
+    monkeypatch.setattr(kernels, "_handle", lambda: host_library)
+    monkeypatch.setattr(kernels, "available", lambda device: True)
+
+    @contextlib.contextmanager
+    def place(device: torch.device) -> Iterator[tuple[int, int]]:
+        yield 0, 0
+
+    monkeypatch.setattr(kernels, "_place", place)
+
+
+@needs_compiler
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+def test_adam_has_the_bits_of_the_cpu(on_host: None, storage: str, grad_dtype: torch.dtype) -> None:
+    # Several tiles with a rest, aligned and not; less than a tile.
+    cases = itertools.product((True, False), (5003, 37), (0, 1, 3))
+    for adamw, numel, shift in cases:
+        hyper = AdamHyper(3e-3, 0.9, 0.95, 1e-8, 0.1, adamw=adamw)
+        ours, twin = (make_piece(numel, storage, grad_dtype, hyper, shift) for _ in range(2))
+        for step in (1, 2):
+            left_out = kernels.adam_step(*table_of([ours], step, 0.37), CPU)
+            assert int(left_out) == adam.adam_step([twin], step=step, grad_scale=0.37) > 0
+        assert all(map(same, states(ours), states(twin))), (hyper, numel, shift)
+
+
+@needs_compiler
+def test_any_number_of_pieces_is_stepped_by_one_call(on_host: None) -> None:
+    # More than one launch takes, some empty, of every storage and gradient.
+    sizes = [(index * 517) % 2600 if index % 5 else 0 for index in range(75)]
+    hypers = [AdamHyper(10.0 ** -(i % 4), 0.9, 0.99, 1e-6, 0.01, adamw=i % 2 == 0) for i in range(75)]
+    ours, twins = (
+        [make_piece(n, STORAGES[i % 4], DTYPES[i % 3], hypers[i], i % 2) for i, n in enumerate(sizes)] for _ in range(2)
+    )
+    left_out = kernels.adam_step(*table_of(ours, 7, 0.5), CPU)
+    assert int(left_out) == adam.adam_step(twins, step=7, grad_scale=0.5)
+    for our, twin in zip(ours, twins, strict=True):
+        assert all(map(same, states(our), states(twin)))
+    assert int(kernels.adam_step(*table_of([], 1, 1.0), CPU)) == 0
+
+
+@needs_compiler
+def test_what_surrounds_a_piece_is_not_touched(on_host: None) -> None:
+    for storage, shift, numel in itertools.product(STORAGES, (1, 4), (1, 1023, 1024, 1025)):
+        whole = make_piece(numel + shift + 5, storage, torch.bfloat16)
+        before = [tensor.clone() for tensor in states(whole)]
+        at = slice(shift, shift + numel)
+        cut = [None if t is None else t[at] for t in (whole.remainder, whole.master)]
+        tensors = [t[at] for t in (whole.param, whole.grad, whole.exp_avg, whole.exp_avg_sq)]
+        kernels.adam_step(*table_of([Piece(*tensors, *cut, hyper=HYPER)], 3, 1.0), CPU)
+        for now, old in zip(states(whole), before, strict=True):
+            assert same(now[:shift], old[:shift]) and same(now[at.stop :], old[at.stop :])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_has_the_bits_of_the_cpu(on_host: None, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    # Below and above a block, a tile and the 32 blocks that are added at a time; off alignment; more than one launch.
+    sizes = [0, 1, 15, 16, 17, 4095, 4096, 4097, 70_001, 150_000, *range(100, 170)]
+    tensors = [values(numel + index % 3, generator).to(dtype)[index % 3 :] for index, numel in enumerate(sizes)]
+    stats = kernels.grad_stats(tensors)
+    expected = adam.grad_stats(tensors)
+    assert stats.sum_of_squares.tolist() == [each.sum_of_squares for each in expected]
+    assert stats.nonfinite_count.tolist() == [each.nonfinite_count for each in expected]
+    assert max(stats.nonfinite_count.tolist()) >= 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("source_dtype", DTYPES)
+@pytest.mark.parametrize("target_dtype", DTYPES)
+def test_a_cast_is_torchs_and_carries_its_norm(
+    on_host: None, source_dtype: torch.dtype, target_dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    sources = [values(numel, generator).to(source_dtype) for numel in (0, 5, 4096, 9001)]
+    for scale, shift in itertools.product((1.0, 0.3), (0, 1)):
+        targets = [torch.full((each.numel() + shift + 1,), 7.0, dtype=target_dtype) for each in sources]
+        views = [target[shift:-1] for target in targets]
+        stats = kernels.cast_stats(sources, views, scale)
+        expected = [(each.float() * ctypes.c_float(scale).value).to(target_dtype) for each in sources]
+        assert all(map(same, views, expected)), (scale, shift)
+        assert all(bool((target[:shift] == 7).all()) and target[-1] == 7 for target in targets)
+        assert list(zip(*map(Tensor.tolist, stats), strict=True)) == [tuple(s) for s in adam.grad_stats(expected)]
+
+
+@needs_compiler
+def test_a_cast_may_be_done_in_place(on_host: None) -> None:
+    source = values(10_000, torch.Generator().manual_seed(3))
+    expected = source * ctypes.c_float(0.7).value
+    stats = kernels.cast_stats([source], [source], 0.7)
+    assert same(source, expected)
+    assert float(stats.sum_of_squares) == adam.grad_stats([expected])[0].sum_of_squares
+
+
+def test_the_twin_of_a_cast_gives_the_same() -> None:
+    # On the CPU the door itself takes the twin.
+    source = values(5000, torch.Generator().manual_seed(4))
+    target = torch.empty(5000, dtype=torch.bfloat16)
+    stats = kernels.cast_stats([source, source], [target, source.clone()], 0.5)
+    assert same(target, (source * 0.5).bfloat16())
+    expected = adam.grad_stats([target, source * 0.5])
+    assert list(zip(*map(Tensor.tolist, stats), strict=True)) == [tuple(each) for each in expected]
+    assert kernels.grad_stats([]).sum_of_squares.numel() == 0
+    assert kernels.describe(CPU) == "plain twin: cpu is no CUDA device"
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    vector = torch.zeros(8)
+    with pytest.raises(ValueError, match=r"targets\[0\] has 7 elements, its source 8"):
+        kernels.cast_stats([vector], [torch.zeros(7)])
+    with pytest.raises(ValueError, match=r"sources\[1\] is torch.int32"):
+        kernels.grad_stats([vector, vector.int()])
+    with pytest.raises(ValueError, match=r"sources\[0\] is not contiguous"):
+        kernels.grad_stats([vector[::2]])
+    with pytest.raises(ValueError, match=r"targets\[0\] is on meta"):
+        kernels.cast_stats([vector], [vector.to("meta")])
+
+
+@pytest.fixture(scope="module")
+def ptx() -> list[str]:
+    """What the flags of the build make of each source."""
+    compiler = build._compiler("kernels")
+    assert compiler is not None
+    words = list(build._NVCC_FLAGS)
+    while "-gencode" in words:
+        at = words.index("-gencode")
+        del words[at : at + 2]
+    command = [*shlex.split(compiler), *words, "-arch=compute_80", "-ptx", "-o", "/dev/stdout"]
+    return [
+        subprocess.run([*command, str(file)], check=True, capture_output=True, text=True, timeout=60).stdout
+        for file in SOURCES
+    ]
+
+
+# An instruction that rounds says so; what carries a type and is none of these does not round.
+_ROUNDS = re.compile(
+    r"^\s*(?:@%p\d+ )?((?:add|sub|mul|fma|mad|div|sqrt|rcp|rsqrt|ex2|cvt)\.[\w.]*f(?:16|32|64)[\w.]*)", re.M
+)
+_ROUNDED = re.compile(r"(?:add|sub|mul|fma|div|sqrt)\.rn\.f(?:32|64)|cvt\.rn\.f16\.f32")
+# From a narrow type to a wide one, exactly.
+_EXACT = ("cvt.f32.f16", "cvt.f64.f32")
+
+
+@needs_nvcc
+def test_nothing_in_the_ptx_rounds_otherwise(ptx: list[str]) -> None:
+    found = {word for text in ptx for word in _ROUNDS.findall(text)}
+    assert {word for word in found if not _ROUNDED.fullmatch(word)} <= set(_EXACT)
+    assert {"fma.rn.f32", "div.rn.f32", "sqrt.rn.f32", "mul.rn.f32", "sub.rn.f32", "add.rn.f64"} <= found
+    for text in ptx:
+        assert not re.search(r"\.approx|\.ftz|\.sat\b", text)
+
+
+@needs_nvcc
+def test_memory_moves_by_whole_vectors(ptx: list[str]) -> None:
+    adam_text = ptx[[file.stem for file in SOURCES].index("adam")]
+    # Of every variant (storage, gradient, decay): the moments, at the least, come and go by 128 bits.
+    assert len(re.findall(r"ld\.global\.v4\.[fu]32", adam_text)) >= 2 * 24
+    assert len(re.findall(r"st\.global\.v4\.[fu]32", adam_text)) >= 2 * 24
+    # No thread keeps an array outside registers.
+    assert not any(re.search(r"\.local\b", text) for text in ptx)
+
+
+@needs_nvcc
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a device: tests/test_gpu.py shows more")
+def test_nvcc_builds_a_library_that_says_why_it_cannot_run_here(tmp_path: Path) -> None:
+    sources = build._sources_beside("kernels")
+    compiler = build._compiler("kernels")
+    assert sources is not None and compiler is not None
+    library = tmp_path / "libkernels.so"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    build._compile("kernels", sources, library, compiler)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Seconds of a core: what other processes do meanwhile does not count.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
+    image = library.read_bytes()
+    assert all(f"sm_{family}".encode() in image for family in (75, 80, 90))
+    # In a process of its own: should a call crash, this one goes on.
+    script = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+library.infinity_kernels_error.restype = ctypes.c_char_p
+codes = [
+    library.infinity_kernels_runs_on(0),
+    library.infinity_kernels_adam_step(0, None, None, ctypes.c_uint64(0), None),
+    library.infinity_kernels_cast(0, None, None, ctypes.c_uint64(0), None, None, None),
+]
+assert all(codes), codes
+print({library.infinity_kernels_error(code).decode() for code in codes})
+"""
+    reply = subprocess.run(
+        [sys.executable, "-c", script, str(library)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert reply.returncode == 0, reply.stderr
+    assert "CUDA driver" in reply.stdout or "no CUDA-capable device" in reply.stdout
+
+
+def test_a_device_without_a_library_has_the_twin_and_one_warning(monkeypatch, caplog) -> None:
+    def refuse(name: str, sources: Path) -> Path:
+        raise ExtensionError("no nvcc: install the CUDA toolkit, or name nvcc in NVCC")
+
+    monkeypatch.setattr(build, "_cached", refuse)
+    monkeypatch.setattr(logging.getLogger("infinity"), "propagate", True)
+    for cached in (build._library, build._warn_once, kernels._reason):
+        cached.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="infinity"):
+        device = torch.device("cuda", 0)
+        assert not kernels.available(device) and not kernels.available(device)
+        assert kernels.describe(device).startswith("plain twin: ")
+    (record,) = caplog.records
+    assert "no nvcc" in record.getMessage() and "the same results" in record.getMessage()
+    for cached in (build._library, build._warn_once, kernels._reason):
+        cached.cache_clear()

@@ -1,0 +1,21 @@
+"""The I/O back ends that work here."""
+
+from __future__ import annotations
+
+import pytest
+
+from infinity.errors import ExtensionError
+from infinity.ops.aio import BACKENDS, Queue
+
+
+def works(backend: str) -> bool:
+    """Whether a queue can be made on it."""
+    try:
+        Queue(backend).close()
+    except ExtensionError:
+        return False
+    return True
+
+
+WORKING = [backend for backend in BACKENDS if works(backend)]
+every_backend = pytest.mark.parametrize("backend", WORKING)

@@ -1,0 +1,84 @@
+"""Pieces of Adam with awkward values, in any storage, aligned or not, and the comparison of their bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from infinity.ops import adam, reference
+from infinity.ops.adam import AdamHyper, Piece
+from infinity.ops.piece import AdamConstants
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STORAGES = ("plain", "split", "master_half", "master_bfloat")
+# Zeros, denormals, halfway cases of bf16 and fp16, what rounds to infinity, and what is not finite.
+EDGES = [0.0, -0.0, 1e-45, -1e-40, 6e-8, 2.9802322e-8, 1.00390625, -1.01171875, 1.00048828125, 65519.0, 65520.0,
+         3.3895314e38, 3.3961775e38, float("inf"), float("-inf"), float("nan")]  # fmt: skip
+HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, adamw=True)
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one dtype have the same bits; the bits of a NaN are not defined."""
+    integers = torch.int32 if left.element_size() == 4 else torch.int16
+    equal = left.view(integers) == right.view(integers)
+    if left.is_floating_point():
+        equal |= left.isnan() & right.isnan()
+    return bool(equal.all())
+
+
+def values(numel: int, generator: torch.Generator, spread: float = 5.0) -> Tensor:
+    """fp32 [numel] over many magnitudes, with every edge case somewhere."""
+    made = torch.randn(numel, generator=generator) * torch.exp(spread * torch.randn(numel, generator=generator))
+    places = torch.randperm(numel, generator=generator)[: len(EDGES)]
+    made[places] = torch.tensor(EDGES)[: places.numel()]
+    return made
+
+
+def states(piece: Piece) -> list[Tensor]:
+    """What a step changes."""
+    tensors = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.remainder, piece.master)
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def make_piece(numel: int, storage: str, grad_dtype: torch.dtype, hyper: AdamHyper = HYPER, shift: int = 0) -> Piece:
+    """A piece whose tensors start `shift` elements into their memory."""
+    generator = torch.Generator().manual_seed(numel)
+    weight, grad = values(numel, generator).nan_to_num(1.0), values(numel, generator, 3.0).to(grad_dtype)
+    moments = values(numel, generator).nan_to_num(0.5), values(numel, generator).nan_to_num(0.25).abs()
+
+    def placed(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor.new_zeros(shift), tensor])[shift:]
+
+    if storage == "plain":
+        return Piece(placed(weight), placed(grad), *map(placed, moments), hyper=hyper)
+    if storage == "split":
+        param, remainder = map(placed, adam.split(weight))
+        return Piece(param, placed(grad), *map(placed, moments), remainder=remainder, hyper=hyper)
+    param = weight.half() if storage == "master_half" else reference.round_ties_away(weight)
+    return Piece(placed(param), placed(grad), *map(placed, moments), master=placed(weight), hyper=hyper)
+
+
+def on_device(piece: Piece, device: torch.device, shift: int = 0) -> Piece:
+    """A copy on a device, `shift` elements into its memory."""
+
+    def placed(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        whole = torch.zeros(tensor.numel() + shift, dtype=tensor.dtype, device=device)
+        whole[shift:].copy_(tensor)
+        return whole[shift:]
+
+    return dataclasses.replace(
+        piece, **{field.name: placed(getattr(piece, field.name)) for field in dataclasses.fields(piece)[:-1]}
+    )
+
+
+def table_of(pieces: list[Piece], step: int, grad_scale: float) -> tuple[bytes, int]:
+    """The C structures that one call of the kernels steps, and their number."""
+    tails = {}
+    for piece in pieces:
+        constants = AdamConstants.of(piece.hyper, step=step, grad_scale=grad_scale)
+        tails[id(piece.hyper)] = adam._TAIL.pack(piece.hyper.adamw, *constants.floats())
+    return adam._table(pieces, tails), len(pieces)

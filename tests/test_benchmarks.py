@@ -1,0 +1,108 @@
+"""Every training benchmark runs at toy size, and what the scripts share computes what it says."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = "--model tiny --rounds 1 --steps 1 --warmup 1 --positions 16"
+
+
+def output_of(script: str, arguments: str, folder: Path) -> str:
+    """What a script prints; it must leave the folder empty."""
+    command = [sys.executable, f"benchmarks/{script}.py", *arguments.split(), "--folder", str(folder)]
+    reply = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
+    assert reply.returncode == 0, reply.stderr
+    assert not reply.stderr, reply.stderr
+    assert not list(folder.iterdir())
+    return reply.stdout
+
+
+def row(text: str, name: str) -> list[str]:
+    """The words of the first line that begins with a name."""
+    return next(line for line in text.splitlines() if line.startswith(name)).removeprefix(name).split()
+
+
+def test_hooks_prints_the_overhead_of_a_unit(tmp_path):
+    figures = row(output_of("hooks", "--units 4 --rounds 2 --ranks 1 --only cpu", tmp_path), "1 rank, cpu")
+    gathering, plain, ours, beyond = figures[:4]
+    assert int(gathering) == 4
+    assert float(plain) > 0
+    assert float(ours) - float(plain) == pytest.approx(float(beyond), abs=0.2)
+
+
+def test_step_prints_time_and_bytes_of_a_tier(tmp_path):
+    text = output_of("step", "--numel 65536 --only infinity:cpu --steps 1 --fio-gib 0.03", tmp_path)
+    assert "0 M parameters, bf16" in text
+    # Nothing of this tier is on the drive, so that bounds by the drive's rates are left out.
+    seconds, nanoseconds, read, written, _, _, _, moved = map(float, row(text, "infinity:cpu"))
+    assert seconds >= 0
+    assert nanoseconds > 0
+    assert read == written == moved == 0
+
+
+# Two processes that import transformers and train.
+@pytest.mark.slow
+def test_train_compares_the_peak_with_the_plan(tmp_path):
+    text = output_of("train", f"{TINY} --only infinity:nvme", tmp_path)
+    planned, on_nvme = map(float, text.split("on NVMe")[1].split("infinity:nvme")[1].split()[1:3])
+    assert planned > 0
+    assert on_nvme > 0
+    assert "DIFFERS" not in text
+    tokens_a_second = float(row(text, "infinity:nvme")[0])
+    assert tokens_a_second > 0
+
+
+# Two processes that import transformers and train.
+@pytest.mark.slow
+def test_peers_do_the_same_work(tmp_path):
+    text = output_of("peers", f"{TINY} --only torch:plain,infinity:memory", tmp_path)
+    assert "infinity:memory / torch:plain" in text
+    assert "DIFFERS" not in text
+
+
+@pytest.fixture
+def support(monkeypatch):
+    """The package that the scripts share, as they import it."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return lambda name: importlib.import_module(f"support.{name}")
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank(support):
+    first, second = {"seconds": [[1.0, 2.0], [3.0, 1.0]]}, {"seconds": [[2.0, 4.0], [1.0, 0.5]]}
+    compare = support("compare")
+    assert compare.step_seconds([[first, second]]) == (6.0 + 4.0) / 2
+    assert compare.step_seconds([[first, second]], phase=1) == (4.0 + 1.0) / 2
+
+
+def test_bytes_a_parameter_are_summed_over_ranks_and_phases(support):
+    rank = {"moved": [[[10, 1], [20, 2]]]}
+    assert support("compare").moved_a_parameter([[rank, rank]], 10) == (6.0, 0.6)
+
+
+def test_other_losses_are_said(support, capsys):
+    values = {name: [[{"losses": losses}]] for name, losses in {"a": [1.0, 2.0], "b": [1.0, 2.5]}.items()}
+    support("compare").check_losses(values, 0.1)
+    line_a, line_b = capsys.readouterr().out.splitlines()[1:]
+    assert "DIFFERS" not in line_a
+    assert "DIFFERS by 0.5" in line_b
+
+
+def test_a_rank_that_fails_is_an_error_with_its_output(support):
+    launch = support("launch")
+    with pytest.raises(launch.TaskError, match="no_such_task"):
+        launch.run_ranks("no_such_task", {}, world_size=2)
+
+
+def test_the_kernel_counts_what_is_written_past_the_page_cache(support, tmp_path):
+    machine = support("machine")
+    path = tmp_path / "file"
+    before = machine.io_nbytes()[1]
+    with path.open("wb", buffering=0) as file:
+        file.write(b"x" * (1 << 20))
+    assert machine.io_nbytes()[1] - before in (0, 1 << 20)
