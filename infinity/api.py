@@ -28,7 +28,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.nvme import NvmeTier, QueueOptions
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import set_threads
-from infinity.ops.cores import share_of_cores
+from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.adam import TieredAdam, groups_from_torch
 from infinity.optim.lr import build_scheduler
 from infinity.optim.stepper import Stepper
@@ -340,7 +340,8 @@ def _build(
     hooks = ModuleHooks(model, units, coordinator)
     undo.callback(hooks.remove)
     # Ranks of one node share its cores; the result does not depend on how many there are.
-    set_threads(None, share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size))
+    cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
+    set_threads(thread_count(len(cores), ranks.local_size), cores)
     # Beside the next forward there is something to gain where bytes move: to a drive, or to a device that computes.
     moves = device.is_accelerator or Tier.NVME in (plan.request.optimizer_tier, plan.request.param_tier)
     stepper = Stepper(
