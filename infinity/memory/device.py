@@ -24,6 +24,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from infinity.memory.elastic import ElasticBuffer
 from infinity.memory.pages import HUGE_PAGE, page_aligned
 from infinity.transfer import Completed, StreamTransfer, Transfer
 
@@ -57,12 +58,12 @@ class Device:
         """A flat tensor on the device for good; its content is not defined. In CPU memory it lies in large pages."""
         nbytes = numel * dtype.itemsize
         if self.is_accelerator or nbytes < HUGE_PAGE:
-            return self.elastic(numel, dtype)
+            return torch.empty(numel, dtype=dtype, device=self.torch)
         return page_aligned(nbytes)[:nbytes].view(dtype)
 
-    def elastic(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised flat tensor on the device whose storage can be resized."""
-        return torch.empty(numel, dtype=dtype, device=self.torch)
+    def elastic(self, numel: int, dtype: torch.dtype) -> ElasticBuffer:
+        """A flat buffer on the device whose memory can be given back."""
+        return ElasticBuffer(numel, dtype, self.torch)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on an accelerator."""

@@ -1,7 +1,7 @@
 """A unit: parameters gathered by one collective into one flat buffer whose views *are* the parameters.
 
 PARTITIONED -> `start_gather` -> GATHERING -> `finish_gather` -> GATHERED -> `release` -> PARTITIONED. The full buffer
-keeps its storage object for life: release frees its bytes, gather allocates and refills them, so that what autograd
+is one tensor for life: release frees its bytes, gather takes and refills them, so that what autograd
 saved (views of a weight) is valid again when backward runs. A unit that is whole for good is gathered once and
 refreshed after each step.
 """
@@ -63,7 +63,8 @@ class Unit:
         self._lease = ExitStack()
         self.leasing = False
         self._dtype = DTYPES[layout.dtype]
-        self.full = (device.empty if placed.whole else device.elastic)(layout.numel, self._dtype)
+        self._elastic = None if placed.whole else device.elastic(layout.numel, self._dtype)
+        self.full = self._elastic.tensor if self._elastic else device.empty(layout.numel, self._dtype)
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
         self._placeholders = [parameter.placeholder(slot.shape, self._dtype, device.torch) for slot in layout.slots]
         if placed.whole:
@@ -71,8 +72,6 @@ class Unit:
             self._book(1)
             if placed.aliased:
                 store.adopt(self.key, self.own.view(torch.uint8))
-        else:
-            self.full.untyped_storage().resize_(0)
 
     @property
     def own(self) -> Tensor:
@@ -90,8 +89,8 @@ class Unit:
         """Submit the copy and the collective that fill the full buffer. Waits only for this rank's own partition."""
         if self.state is not Gathered.PARTITIONED:
             return
-        if not self.has_bytes:
-            self.full.untyped_storage().resize_(self.layout.nbytes)
+        if self._elastic is not None and not self._elastic.has_bytes:
+            self._elastic.take()
             self._book(1)
         self.state = Gathered.GATHERING
         try:
@@ -129,7 +128,7 @@ class Unit:
     @property
     def has_bytes(self) -> bool:
         """Whether the full buffer takes memory, for values or for the next gather."""
-        return self.full.untyped_storage().nbytes() > 0
+        return self._elastic is None or self._elastic.has_bytes
 
     def release(self, *, keep_bytes: bool = False) -> None:
         """Let go of the whole values; the parameters keep their logical shapes. A unit that is whole for good stays.
@@ -149,8 +148,8 @@ class Unit:
 
     def free(self) -> None:
         """Give the memory of a released unit's full buffer back."""
-        if self.state is Gathered.PARTITIONED and not self.placed.whole and self.has_bytes:
-            self.full.untyped_storage().resize_(0)
+        if self.state is Gathered.PARTITIONED and self._elastic is not None and self._elastic.has_bytes:
+            self._elastic.free()
             self._book(-1)
 
     def abandon(self) -> None:
@@ -177,7 +176,7 @@ class Unit:
         """Drop the partition's lease and stop booking; parameters that are whole keep their values."""
         self.leasing = False
         self._lease.close()
-        if self.has_bytes or self.placed.whole:
+        if self.has_bytes:
             self._book(-1)
 
     def _fill(self) -> Transfer:
