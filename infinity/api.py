@@ -339,19 +339,25 @@ def _build(
                 buffer_owner._buffers[name] = buffer.to(device.torch)
     hooks = ModuleHooks(model, units, coordinator)
     undo.callback(hooks.remove)
+    stepper = _stepper(config, plan, store, ranks, device, trained)
+    undo.callback(stepper.close)
+    return Parts(
+        module=model, config=config, plan=plan, device=device, mesh=mesh, ledger=ledger, store=store, units=units,
+        gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper,
+    )  # fmt: skip
+
+
+def _stepper(
+    config: ResolvedConfig, plan: Plan, store: TieredStore, ranks: Ranks, device: Device, trained: _Trained
+) -> Stepper:
     # Ranks of one node share its cores; the result does not depend on how many there are.
     cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
     set_threads(thread_count(len(cores), ranks.local_size), cores)
     # Beside the next forward there is something to gain where bytes move: to a drive, or to a device that computes.
     moves = device.is_accelerator or Tier.NVME in (plan.request.optimizer_tier, plan.request.param_tier)
-    stepper = Stepper(
+    return Stepper(
         plan, store, index=ranks.rank, decoupled=trained.decoupled, bias_correction=trained.bias_correction,
         behind=config.config.overlap and moves,
-    )  # fmt: skip
-    undo.callback(stepper.close)
-    return Parts(
-        module=model, config=config, plan=plan, device=device, mesh=mesh, ledger=ledger, store=store, units=units,
-        gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper,
     )  # fmt: skip
 
 

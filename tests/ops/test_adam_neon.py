@@ -106,7 +106,7 @@ def _compile(compiler: str, sources: list[Path], folder: Path) -> list[Path]:
     """The objects of `sources`, with the library's flags and without a warning."""
     objects = [folder / f"{source.stem}.o" for source in sources]
     commands = [
-        [compiler, *build._FLAGS, f"-I{_SOURCES}", "-c", str(source), "-o", str(made)]
+        [compiler, *build._CXX_FLAGS, f"-I{_SOURCES}", "-c", str(source), "-o", str(made)]
         for source, made in zip(sources, objects, strict=True)
     ]
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
