@@ -170,6 +170,7 @@ class Engine(nn.Module):
         self._settle_gradients()
         squares, nonfinite = self._global_stats()
         self.coordinator.next_step()
+        self._time_prefetch()
         self._norm = math.sqrt(squares) * self.grad_factor if not nonfinite else math.inf
         if nonfinite and not self._checked:
             logger.warning(
@@ -194,7 +195,6 @@ class Engine(nn.Module):
         self.global_samples += self.train_batch_size()
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step()
-        self._time_prefetch()
         self._print_progress()
 
     def synchronize(self) -> None:
@@ -389,7 +389,6 @@ class Engine(nn.Module):
         if self.global_steps == _WATCHED_STEP:
             self.coordinator.watch(self._device)
             return
-        self._stepper.finish()
         found = agree(self.coordinator.use_times(), self.units, self.store, self._device, self.mesh)
         if found is not None:
             self.coordinator.retime(*found)

@@ -285,7 +285,7 @@ class Coordinator:
         self._retained.pop(unit, None)
         if unit.has_bytes or not self._retained:
             return
-        held = self._live_nbytes() + sum(other.layout.nbytes for other in self._retained)
+        held = self._live_nbytes() + sum(other.layout.nbytes for other in self._retained if other.has_bytes)
         while self._retained and held + unit.layout.nbytes > self._plan.pools.gathered_nbytes:
             oldest = next(iter(self._retained))
             del self._retained[oldest]
