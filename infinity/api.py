@@ -375,7 +375,7 @@ def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, led
             depth=aio.queue_depth * threads,
             threads=threads,
             timeout_seconds=config.config.watchdog_seconds,
-            block_nbytes=aio.block_size,
+            block_nbytes=aio.block_size or QueueOptions().block_nbytes,
             checksum=aio.checksum,
             weights=aio.drive_weights,
         )

@@ -82,11 +82,13 @@ class IoUring final : public KernelQueue {
         rings_.at<uint32_t>(params_.sq_off.array)[index] = index;
         __atomic_store_n(tail, *tail + 1, __ATOMIC_RELEASE);
         ++staged_;
+        nbytes_max_ = std::max(nbytes_max_, transfer.nbytes);
     }
 
     bool begin(std::vector<Completion>* refused) override {
         while (staged_ != 0) {
-            const long taken = ::syscall(__NR_io_uring_enter, fd_.get(), staged_, 0, 0, nullptr, 0);
+            const size_t count = begun_at_once(staged_, nbytes_max_);
+            const long taken = ::syscall(__NR_io_uring_enter, fd_.get(), count, 0, 0, nullptr, 0);
             const int error = taken < 0 ? errno : EAGAIN;
             if (taken > 0) {
                 staged_ -= static_cast<uint32_t>(taken);
@@ -96,6 +98,7 @@ class IoUring final : public KernelQueue {
                 refuse_staged(error, refused);
             }
         }
+        nbytes_max_ = 0;
         return true;
     }
 
@@ -145,6 +148,8 @@ class IoUring final : public KernelQueue {
     const Mapping entries_;
     Registered registered_;
     uint32_t staged_ = 0;
+    // The largest of what is staged.
+    uint64_t nbytes_max_ = 0;
 };
 
 }  // namespace

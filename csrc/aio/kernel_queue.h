@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <memory>
@@ -45,6 +46,15 @@ struct Completion {
     int64_t result;
 };
 
+// How many of `staged` transfers, of which the largest has `nbytes_max`, one system call begins. Of more than two the
+// kernel merges neighbours: that saves work where they are small, but large blocks would become pieces of several MiB,
+// which drives serve more slowly and which come back, and are begun anew, in bursts.
+inline size_t begun_at_once(size_t staged, uint64_t nbytes_max) {
+    constexpr size_t kNeverMerged = 2;
+    constexpr uint64_t kSmallNbytesMax = 64 << 10;
+    return nbytes_max <= kSmallNbytesMax ? staged : std::min(staged, kNeverMerged);
+}
+
 // Used by one thread, but for registering. Slots are below the depth that the queue was made with, and used once at a
 // time.
 class KernelQueue {
@@ -54,7 +64,7 @@ class KernelQueue {
 
     // Puts a transfer with those that `begin` will begin.
     virtual void stage(uint64_t slot, const Transfer& transfer) = 0;
-    // Begins what is staged, in as few system calls as it takes. What the kernel does not take is appended to
+    // Begins what is staged, by calls of `begun_at_once` each. What the kernel does not take is appended to
     // `refused`. False where the kernel asks for patience: the rest stays staged.
     virtual bool begin(std::vector<Completion>* refused) = 0;
     // Appends what has completed, without waiting.

@@ -27,13 +27,15 @@ class Libaio final : public KernelQueue {
         block.aio_flags = IOCB_FLAG_RESFD;
         block.aio_resfd = static_cast<uint32_t>(event_fd_);
         staged_.push_back(&block);
+        nbytes_max_ = std::max(nbytes_max_, transfer.nbytes);
     }
 
     bool begin(std::vector<Completion>* refused) override {
         size_t begun = 0;
         bool patience = false;
         while (begun < staged_.size() && !patience) {
-            const long taken = ::syscall(__NR_io_submit, context_, staged_.size() - begun, staged_.data() + begun);
+            const size_t count = begun_at_once(staged_.size() - begun, nbytes_max_);
+            const long taken = ::syscall(__NR_io_submit, context_, count, staged_.data() + begun);
             const int error = taken < 0 ? errno : EAGAIN;
             if (taken > 0) {
                 begun += static_cast<size_t>(taken);
@@ -46,6 +48,7 @@ class Libaio final : public KernelQueue {
             }
         }
         staged_.erase(staged_.begin(), staged_.begin() + static_cast<ptrdiff_t>(begun));
+        if (staged_.empty()) nbytes_max_ = 0;
         return !patience;
     }
 
@@ -66,6 +69,8 @@ class Libaio final : public KernelQueue {
     aio_context_t context_ = 0;
     std::vector<iocb> blocks_;
     std::vector<iocb*> staged_;
+    // The largest of what is staged.
+    uint64_t nbytes_max_ = 0;
     std::vector<io_event> events_;
 };
 

@@ -13,8 +13,8 @@ _ASYNCHRONOUS = NoEffect("requests are always submitted in batches and never wai
 class Aio(Section):
     """How NVMe is read and written. DeepSpeed's keys are hints: none of them can make a run fail."""
 
-    block_size: Annotated[Count, HONOURED] = 1048576
-    """Bytes of one request to the drive."""
+    block_size: Annotated[Count | None, HONOURED] = None
+    """Bytes of one request to the drive; 512 KiB when absent."""
     queue_depth: Annotated[Count, HONOURED] = 8
     """Requests in flight for one I/O thread."""
     intra_op_parallelism: Annotated[Count | None, HONOURED, Also(("thread_count",))] = None

@@ -27,7 +27,7 @@ from torch import Tensor
 from infinity.errors import CapacityError, TransferError
 from infinity.log import logger
 from infinity.memory.stripes import PROBE_NBYTES, Piece, Stripes, measured_weights
-from infinity.ops.aio import File, Queue, Request
+from infinity.ops.aio import BLOCK_NBYTES, File, Queue, Request
 from infinity.plan.types import Extent
 from infinity.transfer import Transfer
 
@@ -47,7 +47,7 @@ class QueueOptions:
     depth: int = 32
     threads: int = 4
     timeout_seconds: float = 300.0
-    block_nbytes: int = 1 << 20
+    block_nbytes: int = BLOCK_NBYTES
     checksum: bool = False
     weights: tuple[float, ...] = ()
 

@@ -38,7 +38,8 @@ __all__ = ["BACKENDS", "File", "Queue", "Request"]
 # In the order in which "auto" tries them.
 BACKENDS = (*CODES, "python")
 
-BLOCK_NBYTES = 1 << 20
+# 32 of them in flight move more than 1 MiB blocks do, and as much as twice as many of half the size.
+BLOCK_NBYTES = 512 << 10
 PENDING_MAX = 16384
 # Failures that nobody asked about and that are kept for `close`.
 _UNSEEN_MAX = 64

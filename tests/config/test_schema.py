@@ -103,9 +103,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "super_offload": False,
         "cpuadam_cores_perc": 0.8,
     },
-    # The number of I/O threads is ours to choose when the file does not.
+    # Sizes of blocks and the number of I/O threads are ours to choose when the file does not.
     "aio": {
-        "block_size": 1048576,
+        "block_size": None,
         "queue_depth": 8,
         "intra_op_parallelism": None,
         "checksum": False,
