@@ -121,10 +121,7 @@ INFINITY_EXPORT int32_t infinity_adam_stats(void* pool, int32_t isa, const Span*
         }
         std::vector<BlockSum> blocks(first_block.back());
         for_chunks(*static_cast<Pool*>(pool), spans, count, [&](uint64_t run, uint64_t begin, uint64_t end) {
-            for (uint64_t at = begin; at < end; at += kBlockNumel) {
-                blocks[first_block[run] + at / kBlockNumel] =
-                    kernels->sum(spans[run], at, std::min(at + kBlockNumel, end));
-            }
+            kernels->sum(spans[run], begin, end, &blocks[first_block[run] + begin / kBlockNumel]);
         });
         for (uint64_t run = 0; run < count; ++run) {
             BlockSum total{0.0, 0};

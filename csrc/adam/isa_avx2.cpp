@@ -90,6 +90,10 @@ struct SumLanes {
     }
 };
 
+template <Dtype dtype, bool finite_only>
+struct RowSums;
+using BfloatSums = RowSums<kBfloat16, false>;
+
 }  // namespace
 }  // namespace infinity::adam
 

@@ -89,6 +89,38 @@ struct SumLanes {
     }
 };
 
+// Sums of bf16 squares in the lanes and the order of SumLanes. The even elements of two rows make one vector, the odd
+// ones another, by one shift and one mask for 32 elements. Their halves are converted from memory, not from a register,
+// so that no operation is needed to take a half out.
+struct BfloatSums {
+    static constexpr uint64_t kNumel = 32;
+    __m512d even, odd;
+
+    static BfloatSums zero() { return BfloatSums{_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+    void add_squares(const char* at) {
+        const __m512i pairs = _mm512_loadu_si512(at);
+        even = add_halves(_mm512_slli_epi32(pairs, 16), even);
+        odd = add_halves(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xFFFF0000))), odd);
+    }
+    void store(double* out) const {
+        double columns[2][8];
+        _mm512_storeu_pd(columns[0], even);
+        _mm512_storeu_pd(columns[1], odd);
+        for (int lane = 0; lane < kSumLanes; ++lane) out[lane] = columns[lane % 2][lane / 2];
+    }
+
+  private:
+    // The first row before the second.
+    static __m512d add_halves(__m512i values, __m512d sums) {
+        alignas(64) float rows[16];
+        _mm512_store_si512(rows, values);
+        __asm__("" : "+m"(rows));
+        const __m512d first = _mm512_cvtps_pd(_mm256_load_ps(rows));
+        const __m512d second = _mm512_cvtps_pd(_mm256_load_ps(rows + 8));
+        return _mm512_fmadd_pd(second, second, _mm512_fmadd_pd(first, first, sums));
+    }
+};
+
 }  // namespace
 }  // namespace infinity::adam
 

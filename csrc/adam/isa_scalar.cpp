@@ -85,6 +85,10 @@ struct SumLanes {
     void store(double* out) const { std::memcpy(out, sums, sizeof sums); }
 };
 
+template <Dtype dtype, bool finite_only>
+struct RowSums;
+using BfloatSums = RowSums<kBfloat16, false>;
+
 }  // namespace
 }  // namespace infinity::adam
 

@@ -67,7 +67,8 @@ struct BlockSum {
 struct Kernels {
     // Returns the number of elements that were left as they are, because their gradient is not finite.
     uint64_t (*step)(const Piece& piece, uint64_t begin, uint64_t end);
-    BlockSum (*sum)(const Span& span, uint64_t begin, uint64_t end);
+    // One BlockSum for each block of [begin, end); `begin` is where a block begins, `end` where one ends.
+    void (*sum)(const Span& span, uint64_t begin, uint64_t end, BlockSum* out);
     void (*split)(const float* values, uint16_t* param, int16_t* remainder, uint64_t numel);
     void (*join)(const uint16_t* param, const int16_t* remainder, float* values, uint64_t numel);
 };
