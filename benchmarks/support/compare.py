@@ -29,6 +29,7 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, help="sequences in a step, over all ranks (4, with bf16 8)")
     parser.add_argument("--positions", type=int, default=256)
     parser.add_argument("--folder", help="folder on the drive")
+    parser.add_argument("--unclipped", action="store_true", help="no clipping; bf16 without a check of all gradients")
     parser.add_argument("--zero", type=json.loads, help="keys of zero_optimization for all engines, as JSON")
     parser.add_argument("--deepspeed-python", help="Python of an environment with deepspeed and its built operators")
     return parser
@@ -40,7 +41,9 @@ def task_options(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         batch = given.batch or {"fp32": 4, "bf16": 8}[given.dtype]
         names = ("dtype", "model", "positions", "warmup", "steps", "zero")
+        unclipped: dict[str, Any] = {"clip": 0.0, "checked": False} if given.unclipped else {}
         yield {
+            **unclipped,
             **{name: getattr(given, name) for name in names},
             "batch": max(1, batch // given.ranks), "folder": folder,
         }  # fmt: skip
@@ -48,9 +51,10 @@ def task_options(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def headline(options: dict[str, Any], given: argparse.Namespace) -> str:
     """What is trained, in one line."""
+    clipping = "no clipping" if given.unclipped else "clipping at 1"
     return (
         f"{options['model']}, {options['dtype']}, {given.ranks} rank(s), {options['batch']} x {options['positions']} "
-        f"tokens a rank and step, clipping at 1, {given.rounds} rounds of {given.warmup} + {given.steps} steps"
+        f"tokens a rank and step, {clipping}, {given.rounds} rounds of {given.warmup} + {given.steps} steps"
     )
 
 

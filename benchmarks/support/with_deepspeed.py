@@ -32,9 +32,10 @@ def build(options: dict[str, Any]) -> _Trainer:
     if tier == "nvme":
         buffer_numel = max(largest * 51 // 50, zero["sub_group_size"])
         zero["offload_param"] |= {"buffer_count": 5, "buffer_size": buffer_numel, "max_in_cpu": 0}
+    bf16 = {"enabled": options["dtype"] == "bf16", "check_grad_overflow": options.get("checked", True)}
     config = {
         "train_micro_batch_size_per_gpu": options["batch"], "gradient_clipping": options.get("clip", CLIP),
-        "bf16": {"enabled": options["dtype"] == "bf16"}, "zero_optimization": zero,
+        "bf16": bf16, "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
         "aio": {
             "block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 1, "single_submit": False,

@@ -17,9 +17,10 @@ def build(options: dict[str, Any]) -> _Trainer:
     """An engine at stage 3. What is on NVMe is built there, unit by unit."""
     tier, _, serial = options["contender"].partition(":")[2].partition("-")
     zero = offload(tier, options)
+    bf16 = {"enabled": options["dtype"] == "bf16", "check_grad_overflow": options.get("checked", True)}
     config = {
         "train_micro_batch_size_per_gpu": options["batch"], "gradient_clipping": options.get("clip", CLIP),
-        "overlap": not serial, "log_level": "error", "bf16": {"enabled": options["dtype"] == "bf16"},
+        "overlap": not serial, "log_level": "error", "bf16": bf16,
         "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
         "zero_optimization": {"stage": 3, **zero},
     }  # fmt: skip
