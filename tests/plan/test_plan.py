@@ -124,11 +124,19 @@ def pools_are_bounded(plan: Plan) -> None:
         spec.key.index: spec.nbytes for spec in plan.partitions if spec.home is NVME and spec.key.kind is Kind.PARAM
     }
     groups = [spec.nbytes for spec in plan.partitions if spec.home is NVME and spec.key.kind is Kind.STATES]
-    ahead = plan.budget.fetch_nbytes_max + max(params.values(), default=0)
-    stepped = max((sum(params.get(piece.unit, 0) for piece in group.slices) for group in plan.sub_groups), default=0)
-    total = sum(params.values())
-    assert min(total, max(ahead, STEP_WINDOW * stepped)) <= plan.pools.param_nbytes <= total
-    assert plan.pools.param_nbytes < max(ahead, STEP_WINDOW * stepped) + EXTENT_ALIGNMENT
+    total, largest = sum(params.values()), max(params.values(), default=0)
+    order = [plan.sub_groups[index] for index in plan.step_order]
+    stepped = 0
+    for at in range(len(order)):
+        units = {piece.unit for group in order[at : at + STEP_WINDOW] for piece in group.slices}
+        stepped = max(stepped, sum(params.get(unit, 0) for unit in units))
+    # One unit in use, and beside it what is fetched ahead or what is stepped.
+    needed = largest + max(plan.budget.fetch_nbytes_max, stepped)
+    assert min(total, needed) <= plan.pools.param_nbytes <= total
+    assert plan.pools.param_nbytes < needed + EXTENT_ALIGNMENT
+    assert sorted(plan.step_order) == [*range(len(plan.sub_groups))]
+    hidden = [plan.visible(group) for group in order]
+    assert hidden == sorted(hidden, reverse=True), "what the program can see is stepped first"
     assert plan.pools.states_nbytes == min(sum(groups), STEP_WINDOW * max(groups, default=0))
     assert plan.pools.param_nbytes % EXTENT_ALIGNMENT == plan.pools.states_nbytes % EXTENT_ALIGNMENT == 0
     staged = plan.request.accelerator and plan.request.optimizer_tier is not GPU
