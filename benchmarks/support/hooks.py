@@ -124,7 +124,7 @@ def _collectives(units: int, world: int) -> Callable[[], list[float]]:
         moments.append(time.perf_counter())
         for _ in range(units):
             all_gather(full, part, dist.group.WORLD).wait()
-            reduce_scatter(part, full, dist.group.WORLD).wait()
+            reduce_scatter(part, full, group=dist.group.WORLD).wait()
         moments.append(time.perf_counter())
         return [*moments, time.perf_counter()]
 
