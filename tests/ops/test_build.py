@@ -85,6 +85,7 @@ def test_without_a_device_nvcc_is_never_asked_for_anything(tmp_path: Path) -> No
     assert "kernels" not in reply.stdout and "CUDA" not in reply.stderr
 
 
+@needs_compiler
 def test_a_device_without_nvcc_gets_the_twin_and_one_line() -> None:
     script = """
 import logging
