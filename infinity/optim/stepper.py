@@ -16,8 +16,9 @@ thread begins during backward: a sub-group is stepped as soon as the gradients o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,14 +162,15 @@ class Stepper:
         self._early = None
         sweep = Sweep(behind.hyper, grad_scale, arrived, steps)
         rest = [group for group in self._hidden if group.index not in behind.begun]
-        # Reserved at once: the next forward may begin before the thread does.
-        self._store.reserve(behind.reservation, *(key for group in rest for key in (*_changed(group), *_grads(group))))
-        # The drive has something to do while the visible ones are stepped.
-        self._prefetch(rest[: STEP_READS - 1], behind.reservation)
-        visible = self._resident_first(self._visible)
-        self._sweep(sweep, visible, Counter(key for group in visible for key in _changed(group)), None)
-        if rest:
-            self._hand_over(behind, sweep, self._resident_first(rest))
+        with self._telling(behind.reservation):
+            # Reserved before anything is stepped: when that fails, the rest must not look as if nothing had happened.
+            self._store.reserve(behind.reservation, *_touched(rest))
+            # The drive has something to do while the visible ones are stepped.
+            self._prefetch(rest[: STEP_READS - 1], behind.reservation)
+            visible = self._resident_first(self._visible)
+            self._sweep(sweep, visible, Counter(_touched(visible)), None)
+            if rest:
+                self._hand_over(behind, sweep, self._resident_first(rest))
 
     def finish(self) -> None:
         """Return when everything begun is done; raises what went wrong with it."""
@@ -200,26 +202,31 @@ class Stepper:
         return self._plan.layouts[unit].slots
 
     def _pass(self, hyper: tuple[AdamHyper, ...], grad_scale: float) -> _Pass:
-        uses = Counter(key for group in self._hidden for key in (*_changed(group), *_grads(group)))
-        return _Pass(hyper, grad_scale, Reservation(), uses)
+        return _Pass(hyper, grad_scale, Reservation(), uses=Counter(_touched(self._hidden)))
 
     def _hand_over(self, behind: _Pass, sweep: Sweep, groups: Sequence[SubGroup]) -> None:
         """Let the thread step these sub-groups."""
         behind.begun.update(group.index for group in groups)
-        keys = [key for group in groups for key in (*_changed(group), *_grads(group))]
-        self._store.reserve(behind.reservation, *keys)
-        self._prefetch(groups[:1], behind.reservation)
-        self._go_on(behind.reservation, self._sweep, sweep, groups, behind.uses, behind.reservation)
+        with self._telling(behind.reservation):
+            self._store.reserve(behind.reservation, *_touched(groups))
+            self._prefetch(groups[:1], behind.reservation)
+            self._go_on(behind.reservation, self._sweep, sweep, groups, behind.uses, behind.reservation)
+
+    @contextmanager
+    def _telling(self, reservation: Reservation) -> Iterator[None]:
+        """When the block fails, whoever wants what is reserved meets its error, and waits for nobody."""
+        try:
+            yield
+        except BaseException as error:
+            self._store.fail(reservation, error)
+            raise
 
     def _go_on(self, reservation: Reservation, job: Callable[..., None], *arguments: Any) -> None:
-        """Run a job behind the program. When it fails, whoever wants what is reserved meets its error."""
+        """Run a job behind the program."""
 
         def run() -> None:
-            try:
+            with self._telling(reservation):
                 job(*arguments)
-            except BaseException as error:
-                self._store.fail(reservation, error)
-                raise
 
         assert self._thread is not None
         self._under_way = [each for each in self._under_way if not each[0].done() or each[0].exception()]
@@ -243,7 +250,7 @@ class Stepper:
                 return
             self._prefetch(groups[at + 1 : at + 1 + STEP_READS], reservation)
             self._step_group(group, sweep, reservation)
-            keys = [*_changed(group), *_grads(group)]
+            keys = _touched([group])
             uses.subtract(keys)
             done = [key for key in keys if uses[key] <= 0]
             self._store.flush(*done)
@@ -309,6 +316,11 @@ def _changed(group: SubGroup) -> list[Key]:
 
 def _grads(group: SubGroup) -> list[Key]:
     return [Key(Kind.GRAD, piece.unit) for piece in group.slices]
+
+
+def _touched(groups: Sequence[SubGroup]) -> list[Key]:
+    """Every partition that stepping these sub-groups reads or writes, once for each of them."""
+    return [key for group in groups for key in (*_changed(group), *_grads(group))]
 
 
 def _piece(states: Partition, at: int, param: Tensor, grad: Tensor, run: Run, hyper: AdamHyper) -> Piece:

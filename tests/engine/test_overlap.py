@@ -145,3 +145,23 @@ def test_whole_parameters_are_up_to_date_when_step_returns(tmp_path):
     result = train(Peeking(), settings(tmp_path, **row), steps=3)
     for seen, master in zip(result.seen[::2], result.seen[1::2], strict=True):
         assert torch.equal(seen, master)
+
+
+def test_a_step_that_fails_before_it_goes_behind_leaves_nobody_waiting(tmp_path, monkeypatch):
+    """The visible part raises; what was reserved for later raises the same, and waits for no step that is off."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("no memory for the step")
+
+    class Failing(Case):
+        def before_step(self, call, micro, access):
+            monkeypatch.setattr("infinity.optim.stepper.adam_step", fail)
+            with pytest.raises(MemoryError, match="for the step"):
+                call.step()
+            with pytest.raises(MemoryError, match="for the step"):
+                list(self.losses(call, 0, micro))
+            raise KeyError("seen")
+
+    row = {**ON_NVME, "zero": {"stage3_param_persistence_threshold": 1500, "sub_group_size": 640}}
+    with pytest.raises(KeyError, match="seen"):
+        train(Failing(), settings(tmp_path, **row), steps=1)
