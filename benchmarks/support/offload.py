@@ -1,8 +1,12 @@
-"""The zero_optimization section of stage 3 by tier: keys that infinity and DeepSpeed share, with the same values."""
+"""What infinity and DeepSpeed share: keys of stage 3 by tier, with the same values, and the training loop's verbs."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from torch import Tensor
+
+from support import models
 
 # Elements of an optimizer sub-group, and bounds of what is gathered, for a model of 100 M parameters that is offloaded
 # to save memory. Without offload both engines run with their defaults, which gather once for forward and backward.
@@ -23,3 +27,18 @@ def offload(tier: str, options: dict[str, Any]) -> dict[str, Any]:
     if states is not None:
         section["offload_optimizer"] = dict(states)
     return section
+
+
+class EngineTrainer:
+    """The loop that infinity's and DeepSpeed's engines share; see `support.training.Trainer`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def forward_backward(self, inputs: dict[str, Tensor]) -> float:
+        loss = models.loss_of(self._engine(**inputs))
+        self._engine.backward(loss)
+        return loss.item()
+
+    def step(self) -> None:
+        self._engine.step()

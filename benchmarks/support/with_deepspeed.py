@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
-import torch
 
 from support import models
-from support.offload import offload
+from support.offload import EngineTrainer, offload
 from support.training import ADAM, CLIP
 
 
@@ -48,18 +47,7 @@ def build(options: dict[str, Any]) -> _Trainer:
     return _Trainer(engine)
 
 
-class _Trainer:
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def forward_backward(self, inputs: dict[str, torch.Tensor]) -> float:
-        loss = models.loss_of(self._engine(**inputs))
-        self._engine.backward(loss)
-        return loss.item()
-
-    def step(self) -> None:
-        self._engine.step()
-
+class _Trainer(EngineTrainer):
     def settle(self) -> None:
         """It waits for its transfers itself."""
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-
 import infinity
 from support import models
-from support.offload import offload
+from support.offload import EngineTrainer, offload
 from support.training import ADAM, CLIP
 
 
@@ -30,18 +28,7 @@ def build(options: dict[str, Any]) -> _Trainer:
     return _Trainer(engine)
 
 
-class _Trainer:
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def forward_backward(self, inputs: dict[str, torch.Tensor]) -> float:
-        loss = models.loss_of(self._engine(**inputs))
-        self._engine.backward(loss)
-        return loss.item()
-
-    def step(self) -> None:
-        self._engine.step()
-
+class _Trainer(EngineTrainer):
     def settle(self) -> None:
         self._engine.synchronize()
         self._engine.store.settle()
