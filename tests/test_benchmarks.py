@@ -102,7 +102,8 @@ def test_a_rank_that_fails_is_an_error_with_its_output(support):
 def test_the_kernel_counts_what_is_written_past_the_page_cache(support, tmp_path):
     machine = support("machine")
     path = tmp_path / "file"
-    before = machine.io_nbytes()[1]
     with path.open("wb", buffering=0) as file:
+        # A new name may take a page of its folder, which counts too.
+        before = machine.io_nbytes()[1]
         file.write(b"x" * (1 << 20))
-    assert machine.io_nbytes()[1] - before in (0, 1 << 20)
+        assert machine.io_nbytes()[1] - before in (0, 1 << 20)
