@@ -23,7 +23,6 @@ from infinity.memory.host import HostMemory
 from infinity.memory.ledger import Ledger
 from infinity.ops import adam, build, kernels, reference
 from infinity.ops.adam import Piece
-from infinity.ops.piece import AdamConstants
 from tests.support.pieces import DTYPES, HYPER, STORAGES, make_piece, on_device, same, states, table_of, values
 
 pytestmark = [
@@ -85,7 +84,7 @@ def test_adam_has_the_bits_of_the_cpu(device: Device, storage: str, grad_dtype: 
         assert int(counted) == left_out > 0
         # What runs on a device that the kernels do not run on.
         for twin in twins:
-            reference.adam_step(twin, AdamConstants.of(twin.hyper, step=step, grad_scale=0.37))
+            reference.adam_step(twin, twin.hyper.constants(step=step, grad_scale=0.37))
     for piece, ours, twin in zip(pieces, above, twins, strict=True):
         assert all(same(ours_state.cpu(), state) for ours_state, state in zip(states(ours), states(piece), strict=True))
         assert all(same(twin_state.cpu(), state) for twin_state, state in zip(states(twin), states(piece), strict=True))

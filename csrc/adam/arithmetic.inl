@@ -8,6 +8,7 @@
 //   store_bf16, store_f16     nearest with ties away from zero; nearest with ties to even
 //   load_split, store_split   fp32 <-> (bf16 bits, int16 remainder)
 //   broadcast, sub, mul, div, root, fma(a, b, c) = a * b + c rounded once, all to nearest even, denormals kept
+//   sign                      1, -1, or 0 for both zeros and what is no number
 //   nonfinite                 the number of lanes that are infinite or not a number
 //
 // and, where functions need another prefix (such as that of an accelerator), the macro INFINITY_FN.
@@ -56,6 +57,11 @@ INFINITY_FN constexpr uint64_t param_nbytes() {
     return storage == kPlain ? 4 : 2;
 }
 
+template <Rule rule>
+INFINITY_FN constexpr bool two_states() {
+    return rule == kAdam || rule == kAdamW;
+}
+
 template <Dtype dtype>
 INFINITY_FN constexpr uint64_t dtype_nbytes() {
     return dtype == kFloat32 ? 4 : 2;
@@ -93,25 +99,41 @@ INFINITY_FN int nonfinite_lanes(const void* grad, const Constants& c) {
     return nonfinite(scaled_grad<grad_dtype>(grad, c));
 }
 
-// The definition of Adam. reference.py says the same in torch; change both or neither.
+// The definition of every rule. reference.py says the same in torch; change both or neither.
 //
 // The decayed weight is rounded before it is updated, as in torch: leaving that out errs less (a fused operation by up to
 // half, decay and update added first by three quarters and more), and is then farther from torch than 1e-6 in 10 steps.
-template <Dtype grad_dtype, Storage storage, bool adamw>
+template <Dtype grad_dtype, Storage storage, Rule rule>
 INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
     Vec p = load_weight<storage>(at);
     Vec g = scaled_grad<grad_dtype>(at.grad, c);
-    if constexpr (adamw) {
+    if constexpr (rule == kAdamW || rule == kLion) {
         p = mul(p, c.decay);
     } else {
         g = fma(c.weight_decay, p, g);
     }
     Vec m = load(at.exp_avg);
-    m = fma(c.one_minus_beta1, sub(g, m), m);
-    const Vec v = fma(c.beta2, load(at.exp_avg_sq), mul(c.one_minus_beta2, mul(g, g)));
-    const Vec u = div(m, fma(root(v), c.inv_sqrt_bias_correction2, c.eps));
+    Vec u;
+    if constexpr (rule == kAdam || rule == kAdamW) {
+        m = fma(c.one_minus_beta1, sub(g, m), m);
+        const Vec v = fma(c.beta2, load(at.exp_avg_sq), mul(c.one_minus_beta2, mul(g, g)));
+        u = div(m, fma(root(v), c.inv_sqrt_bias_correction2, c.eps));
+        store(at.exp_avg_sq, v);
+    }
+    if constexpr (rule == kLion) {
+        u = sign(fma(c.one_minus_beta1, sub(g, m), m));
+        m = fma(c.one_minus_beta2, sub(g, m), m);
+    }
+    if constexpr (rule == kAdagrad) {
+        m = fma(g, g, m);
+        u = div(g, fma(root(m), c.inv_sqrt_bias_correction2, c.eps));
+    }
+    if constexpr (rule == kMomentum) {
+        m = fma(c.beta2, m, mul(c.one_minus_beta1, g));
+        // The buffer itself, or Nesterov's look ahead.
+        u = fma(c.inv_sqrt_bias_correction2, m, mul(c.decay, g));
+    }
     store(at.exp_avg, m);
-    store(at.exp_avg_sq, v);
     store_weight<storage>(at, fma(c.minus_step_size, u, p));
 }
 

@@ -23,6 +23,9 @@ enum Storage : int32_t {
     kMasterBfloat = 3,
 };
 
+// How an element is stepped: see step_lanes. kLion, kAdagrad and kMomentum keep one state, in exp_avg.
+enum Rule : int32_t { kAdam = 0, kAdamW = 1, kLion = 2, kAdagrad = 3, kMomentum = 4 };
+
 // One contiguous run of elements that share hyper-parameters. Mirrored by a ctypes structure in infinity/ops/adam.py.
 struct Piece {
     void* param;
@@ -34,8 +37,8 @@ struct Piece {
     uint64_t numel;
     Storage storage;
     Dtype grad_dtype;
-    // Decoupled: p *= decay. Otherwise g += weight_decay * p.
-    int32_t adamw;
+    Rule rule;
+    // Named after what they are to Adam; infinity/ops/rules.py says what the other rules put there.
     float grad_scale;
     float weight_decay;
     float decay;

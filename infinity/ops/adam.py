@@ -1,4 +1,4 @@
-"""Adam and AdamW on CPU memory: one call steps every piece, and gives the same bits however it is run.
+"""Adam and its relatives on CPU memory: one call steps every piece, and gives the same bits however it is run.
 
 The arithmetic is defined once (csrc/adam/arithmetic.inl; `infinity.ops.reference` says it again in torch): fp32,
 explicit fused multiply-adds, IEEE square root and division. Instruction set, number of threads, native code or plain
@@ -26,12 +26,18 @@ from torch import Tensor
 
 from infinity.ops import build, kernels, reference
 from infinity.ops.cores import allowed_cores, thread_count
-from infinity.ops.piece import AdamConstants, AdamHyper, Piece
+from infinity.ops.piece import Piece
+from infinity.ops.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Rule, StepConstants
 
 __all__ = [
+    "AdagradHyper",
     "AdamHyper",
     "GradStats",
+    "Hyper",
+    "LionHyper",
+    "MomentumHyper",
     "Piece",
+    "Rule",
     "accumulate",
     "adam_step",
     "grad_stats",
@@ -53,7 +59,7 @@ _PLAIN, _SPLIT, _MASTER_HALF, _MASTER_BFLOAT = range(4)
 _ACCUMULATE_NUMEL = 1 << 20
 # struct Piece of csrc/adam/types.h: what differs from piece to piece, then what its hyper-parameters and the step say.
 _HEAD = struct.Struct("@6PQ2i")
-_TAIL = struct.Struct(f"@i{len(AdamConstants.FLOATS)}f")
+_TAIL = struct.Struct(f"@i{StepConstants.COUNT}f")
 
 
 class GradStats(NamedTuple):
@@ -66,7 +72,8 @@ class GradStats(NamedTuple):
 def adam_step(
     pieces: Sequence[Piece], *, step: int, grad_scale: float, native: bool | None = None
 ) -> int | Tensor:
-    """Step every piece in place: gradients are multiplied by `grad_scale`; `step` counts from 1.
+    """Step every piece in place, by the rule of its hyper-parameters: gradients are multiplied by `grad_scale`; `step`
+    counts from 1.
 
     An element whose gradient, so multiplied, is not finite keeps every bit of its weight and moments. Returns how many
     those are, over all pieces; for pieces on a CUDA device as a tensor there (int64 []), so that the host goes on.
@@ -78,12 +85,13 @@ def adam_step(
         raise ValueError(f"step counts from 1, got {step}")
     # Most pieces share theirs, as the very object; hashing its values would cost more than all else here.
     hypers = {id(piece.hyper): piece.hyper for piece in pieces}
-    constants = {key: AdamConstants.of(hyper, step=step, grad_scale=grad_scale) for key, hyper in hypers.items()}
-    table = _table(pieces, {key: _TAIL.pack(hypers[key].adamw, *each.floats()) for key, each in constants.items()})
+    constants = {key: hyper.constants(step=step, grad_scale=grad_scale) for key, hyper in hypers.items()}
+    table = _table(pieces, {key: _TAIL.pack(hypers[key].rule, *each.floats()) for key, each in constants.items()})
     elsewhere = {piece.param.device for piece in pieces if not piece.param.is_cpu}
     if len(elsewhere) == 1 and native is not False and all(not piece.param.is_cpu for piece in pieces):
         (device,) = elsewhere
-        if kernels.available(device):
+        # The device's kernel knows Adam and AdamW; the plain twin knows every rule, on every device.
+        if kernels.available(device) and all(piece.hyper.rule.two_states for piece in pieces):
             return kernels.adam_step(table, len(pieces), device)
     if elsewhere or not _runtime.uses_native(native):
         return sum(reference.adam_step(piece, constants[id(piece.hyper)]) for piece in pieces)
@@ -291,6 +299,8 @@ def _table(pieces: Sequence[Piece], tails: Mapping[int, bytes]) -> bytes:
         if (
             split_or_plain
             and piece.master is None
+            and v is not None
+            and piece.hyper.rule.two_states
             and code is not None
             and (m.dtype is _FP32 and v.dtype is _FP32)
             and numel == grad.numel() == m.numel() == v.numel()
@@ -300,10 +310,14 @@ def _table(pieces: Sequence[Piece], tails: Mapping[int, bytes]) -> bytes:
             storage = _PLAIN if rest is None else _SPLIT
         else:
             storage, code = _check_piece(index, piece), _DTYPE_CODES[grad.dtype]
-        others = (0 if rest is None else rest.data_ptr(), 0 if piece.master is None else piece.master.data_ptr())
-        head = _HEAD.pack(param.data_ptr(), grad.data_ptr(), m.data_ptr(), v.data_ptr(), *others, numel, storage, code)
+        others = (_pointer(v), _pointer(rest), _pointer(piece.master))
+        head = _HEAD.pack(param.data_ptr(), grad.data_ptr(), m.data_ptr(), *others, numel, storage, code)
         records.append(head + tails[id(piece.hyper)])
     return b"".join(records)
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _check_piece(index: int, piece: Piece) -> int:
@@ -316,7 +330,11 @@ def _check_piece(index: int, piece: Piece) -> int:
     _check_tensor(say("param"), piece.param, _FLOATS, numel, device)
     _check_tensor(say("grad"), piece.grad, _FLOATS, numel, device)
     _check_tensor(say("exp_avg"), piece.exp_avg, (torch.float32,), numel, device)
-    _check_tensor(say("exp_avg_sq"), piece.exp_avg_sq, (torch.float32,), numel, device)
+    if piece.hyper.rule.two_states != (piece.exp_avg_sq is not None):
+        kept = "two states" if piece.hyper.rule.two_states else "one state"
+        raise ValueError(f"{say('exp_avg_sq')}: {piece.hyper.rule.name} keeps {kept} an element")
+    if piece.exp_avg_sq is not None:
+        _check_tensor(say("exp_avg_sq"), piece.exp_avg_sq, (torch.float32,), numel, device)
     if piece.remainder is not None and piece.master is not None:
         raise ValueError(f"{say('remainder')} and {say('master')} exclude each other")
     if piece.remainder is not None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from infinity.ops.piece import AdamConstants, Piece
+from infinity.ops.piece import Piece
+from infinity.ops.rules import Rule, StepConstants
 
 # Bounds the temporaries: an fp64 or two and some masks per element of a chunk.
 _CHUNK_NUMEL = 1 << 18
@@ -20,7 +21,7 @@ _BLOCK_NUMEL = 4096
 _SUM_LANES = 16
 
 
-def adam_step(piece: Piece, constants: AdamConstants) -> int:
+def adam_step(piece: Piece, constants: StepConstants) -> int:
     """Step a checked piece in place: `csrc/adam/arithmetic.inl`, step_lanes, in torch.
 
     Elements whose scaled gradient is not finite keep every bit of their state; returns how many those are.
@@ -30,27 +31,45 @@ def adam_step(piece: Piece, constants: AdamConstants) -> int:
         weight = _load_weight(piece, at)
         grad = piece.grad.view(-1)[at].float() * constants.grad_scale
         finite = grad.isfinite()
-        if piece.hyper.adamw:
+        (left_out,) = (~finite).nonzero(as_tuple=True)
+        kept = [state[at][left_out] for state in _states(piece)]
+        if piece.hyper.rule in (Rule.ADAMW, Rule.LION):
             weight = weight * constants.decay
         else:
             grad = fma(constants.weight_decay, weight, grad)
-        exp_avg, exp_avg_sq = piece.exp_avg.view(-1)[at], piece.exp_avg_sq.view(-1)[at]
-        m = fma(constants.one_minus_beta1, grad - exp_avg, exp_avg)
-        v = fma(constants.beta2, exp_avg_sq, (grad * grad) * constants.one_minus_beta2)
-        # Through fp64: torch's fp32 root may be one bit off. An fp32 root is never as close to a rounding boundary as
-        # an fp64 root can err.
-        root = v.double().sqrt().float()
-        denominator = fma(root, constants.inv_sqrt_bias_correction2, torch.tensor(constants.eps, device=root.device))
-        weight = fma(constants.minus_step_size, m / denominator, weight)
-        (left_out,) = (~finite).nonzero(as_tuple=True)
-        kept = [state[at][left_out] for state in _states(piece)]
-        exp_avg.copy_(m)
-        exp_avg_sq.copy_(v)
-        _store_weight(piece, at, weight)
+        update = _update(piece, at, grad, constants)
+        _store_weight(piece, at, fma(constants.minus_step_size, update, weight))
         for state, old in zip(_states(piece), kept, strict=True):
             state[at][left_out] = old
         nonfinite_count += left_out.numel()
     return nonfinite_count
+
+
+def _update(piece: Piece, at: slice, grad: Tensor, constants: StepConstants) -> Tensor:
+    """What the step size is multiplied with; moves the states."""
+    rule, state = piece.hyper.rule, piece.exp_avg.view(-1)[at]
+    if rule is Rule.LION:
+        update = fma(constants.one_minus_beta1, grad - state, state).sign()
+        state.copy_(fma(constants.one_minus_beta2, grad - state, state))
+        return update
+    if rule is Rule.ADAGRAD:
+        state.copy_(fma(grad, grad, state))
+        return grad / _denominator(state, constants)
+    if rule is Rule.MOMENTUM:
+        state.copy_(fma(constants.beta2, state, grad * constants.one_minus_beta1))
+        return fma(constants.inv_sqrt_bias_correction2, state, grad * constants.decay)
+    assert piece.exp_avg_sq is not None
+    squares = piece.exp_avg_sq.view(-1)[at]
+    state.copy_(fma(constants.one_minus_beta1, grad - state, state))
+    squares.copy_(fma(constants.beta2, squares, (grad * grad) * constants.one_minus_beta2))
+    return state / _denominator(squares, constants)
+
+
+def _denominator(squares: Tensor, constants: StepConstants) -> Tensor:
+    # Through fp64: torch's fp32 root may be one bit off. An fp32 root is never as close to a rounding boundary as an
+    # fp64 root can err.
+    root = squares.double().sqrt().float()
+    return fma(root, constants.inv_sqrt_bias_correction2, torch.tensor(constants.eps, device=root.device))
 
 
 def grad_stats(tensor: Tensor) -> tuple[float, int]:

@@ -38,7 +38,7 @@ Outcome work(void* pool, int32_t isa, uint64_t seed) {
         const auto storage = static_cast<Storage>(index % 4);
         const auto dtype = static_cast<Dtype>(index % 3);
         outcome.arrays.push_back(make_arrays(numel, storage, dtype, seed * 1000 + index));
-        pieces.push_back(piece_of(outcome.arrays.back(), numel, storage, dtype, index % 2 == 0));
+        pieces.push_back(piece_of(outcome.arrays.back(), numel, storage, dtype, static_cast<Rule>(index % 5)));
         spans.push_back(Span{outcome.arrays.back().grad.data(), numel, dtype});
     }
     outcome.sums.resize(spans.size());

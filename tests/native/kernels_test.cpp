@@ -39,7 +39,7 @@ void steps(void* pool) {
         const auto dtype = static_cast<Dtype>(index % 3);
         for (auto [arrays, pieces] : {std::pair{&ours, &our_pieces}, std::pair{&twins, &twin_pieces}}) {
             arrays->push_back(make_arrays(numel, storage, dtype, static_cast<uint64_t>(index)));
-            pieces->push_back(piece_of(arrays->back(), numel, storage, dtype, index % 2 == 0));
+            pieces->push_back(piece_of(arrays->back(), numel, storage, dtype, static_cast<Rule>(index % 2)));
         }
     }
     uint64_t our_count = 0, twin_count = 0;

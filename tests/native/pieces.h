@@ -69,18 +69,18 @@ inline Arrays make_arrays(uint64_t numel, Storage storage, Dtype grad_dtype, uin
     return made;
 }
 
-inline Piece piece_of(Arrays& arrays, uint64_t numel, Storage storage, Dtype grad_dtype, bool adamw) {
+inline Piece piece_of(Arrays& arrays, uint64_t numel, Storage storage, Dtype grad_dtype, Rule rule) {
     Piece piece{};
     piece.param = arrays.param.data();
     piece.grad = arrays.grad.data();
     piece.exp_avg = arrays.exp_avg.data();
-    piece.exp_avg_sq = arrays.exp_avg_sq.data();
+    piece.exp_avg_sq = rule == kAdam || rule == kAdamW ? arrays.exp_avg_sq.data() : nullptr;
     piece.remainder = storage == kSplit ? arrays.remainder.data() : nullptr;
     piece.master = storage >= kMasterHalf ? arrays.master.data() : nullptr;
     piece.numel = numel;
     piece.storage = storage;
     piece.grad_dtype = grad_dtype;
-    piece.adamw = adamw;
+    piece.rule = rule;
     // Constants in the order of types.h; the values do not matter.
     float* const constants = &piece.grad_scale;
     const float values[] = {0.5f, 0.01f, 0.001f, 0.1f, 0.999f, 0.001f, 1.5f, 1e-8f, 0.003f};

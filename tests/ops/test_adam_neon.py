@@ -56,14 +56,14 @@ static void fill(std::vector<uint16_t>& halves) {
 static void fill(std::vector<float>& floats) { for (auto& number : floats) number = value(true); }
 
 int main() {
-    constexpr uint64_t numel = 70001;
+    constexpr uint64_t numel = 40001;
     for (int32_t isa = 0; isa < kIsaCount; ++isa) {
         if (!infinity_adam_isa_supported(isa)) continue;
         state = 1, hash = 14695981039346656037u;
         void* pool = infinity_adam_pool_new(2, nullptr, 0);
         for (int32_t storage = kPlain; storage <= kMasterBfloat; ++storage)
             for (int32_t dtype = kFloat32; dtype <= kFloat16; ++dtype)
-                for (int32_t adamw = 0; adamw < 2; ++adamw) {
+                for (int32_t rule = kAdam; rule <= kMomentum; ++rule) {
                     std::vector<float> weight(numel), m(numel), v(numel), grad(numel);
                     std::vector<uint16_t> half_grad(numel), param(numel);
                     std::vector<int16_t> remainder(numel);
@@ -77,7 +77,7 @@ int main() {
                                       wide ? static_cast<const void*>(grad.data()) : half_grad.data(),
                                       m.data(), v.data(), storage == kSplit ? remainder.data() : nullptr,
                                       storage >= kMasterHalf ? weight.data() : nullptr, numel,
-                                      static_cast<Storage>(storage), static_cast<Dtype>(dtype), adamw,
+                                      static_cast<Storage>(storage), static_cast<Dtype>(dtype), static_cast<Rule>(rule),
                                       0.37f, 0.01f, 0.99999f, 0.1f, 0.99f, 0.01f, 1.7f, 1e-8f, -1e-2f};
                     uint64_t left_out = 0;
                     for (int step = 0; step < 2; ++step) {

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from infinity.ops import adam, reference
-from infinity.ops.adam import AdamHyper, Piece
-from infinity.ops.piece import AdamConstants
+from infinity.ops.adam import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Piece, Rule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STORAGES = ("plain", "split", "master_half", "master_bfloat")
@@ -17,6 +16,15 @@ STORAGES = ("plain", "split", "master_half", "master_bfloat")
 EDGES = [0.0, -0.0, 1e-45, -1e-40, 6e-8, 2.9802322e-8, 1.00390625, -1.01171875, 1.00048828125, 65519.0, 65520.0,
          3.3895314e38, 3.3961775e38, float("inf"), float("-inf"), float("nan")]  # fmt: skip
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, adamw=True)
+# One of every rule, and of every way in which it reads its constants.
+HYPERS: dict[str, Hyper] = {
+    "adamw": HYPER,
+    "adam": AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, adamw=False),
+    "lion": LionHyper(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1),
+    "adagrad": AdagradHyper(lr=1e-2, lr_decay=0.01, eps=1e-10, weight_decay=0.1),
+    "momentum": MomentumHyper(lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1, nesterov=False),
+    "nesterov": MomentumHyper(lr=1e-2, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=True),
+}
 
 
 def same(left: Tensor, right: Tensor) -> bool:
@@ -42,11 +50,13 @@ def states(piece: Piece) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def make_piece(numel: int, storage: str, grad_dtype: torch.dtype, hyper: AdamHyper = HYPER, shift: int = 0) -> Piece:
+def make_piece(numel: int, storage: str, grad_dtype: torch.dtype, hyper: Hyper = HYPER, shift: int = 0) -> Piece:
     """A piece whose tensors start `shift` elements into their memory."""
     generator = torch.Generator().manual_seed(numel)
     weight, grad = values(numel, generator).nan_to_num(1.0), values(numel, generator, 3.0).to(grad_dtype)
-    moments = values(numel, generator).nan_to_num(0.5), values(numel, generator).nan_to_num(0.25).abs()
+    first, second = values(numel, generator).nan_to_num(0.5), values(numel, generator).nan_to_num(0.25).abs()
+    # A sum of squares is not negative.
+    moments = (first, second) if hyper.rule.two_states else (second if hyper.rule is Rule.ADAGRAD else first,)
 
     def placed(tensor: Tensor) -> Tensor:
         return torch.cat([tensor.new_zeros(shift), tensor])[shift:]
@@ -79,6 +89,6 @@ def table_of(pieces: list[Piece], step: int, grad_scale: float) -> tuple[bytes, 
     """The C structures that one call of the kernels steps, and their number."""
     tails = {}
     for piece in pieces:
-        constants = AdamConstants.of(piece.hyper, step=step, grad_scale=grad_scale)
-        tails[id(piece.hyper)] = adam._TAIL.pack(piece.hyper.adamw, *constants.floats())
+        constants = piece.hyper.constants(step=step, grad_scale=grad_scale)
+        tails[id(piece.hyper)] = adam._TAIL.pack(piece.hyper.rule, *constants.floats())
     return adam._table(pieces, tails), len(pieces)
