@@ -168,12 +168,14 @@ def _section(sections: tuple[type[Section], ...], value: Any, path: str, found: 
         return _NOTHING
     if len(sections) == 1:
         return _walk(sections[0], value, path, found)
-    by_type = {get_args(section.model_fields["type"].annotation)[0]: section for section in sections}
+    by_type = {name: section for section in sections for name in get_args(section.model_fields["type"].annotation)}
     kind = value.get("type")
     if isinstance(kind, str) and kind in by_type:
         return _walk(by_type[kind], value, path, found)
     expected = ", ".join(f'"{name}"' for name in by_type)
-    if "type" in value:
+    if isinstance(kind, str) and kind.lower() == "auto":
+        found.problems.append(f'{path}.type: "auto" is refused: name the type, one of {expected}')
+    elif "type" in value:
         found.problems.append(f"{path}.type: {kind!r} is not one of {expected}")
     else:
         # Without a type only the keys beside it can be checked.
@@ -218,9 +220,9 @@ def _validate(values: dict[str, Any], found: _Found) -> Config | None:
 
 
 def _sentence(problem: dict[str, Any]) -> str:
-    # The schedule's type stands in the location as well, because it chose the class.
+    # A type that chose the class stands in the location as well.
     location = [str(part) for part in problem["loc"]]
-    if location[0] == "scheduler":
+    if location[0] in ("scheduler", "optimizer"):
         del location[1]
     path = ".".join(location)
     if problem["type"] == "missing":

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr
 
 from infinity.config.machine import Aio, Memory
+from infinity.config.optimizer import AnyOptimizer
 from infinity.config.section import HONOURED, Absent, Also, NoEffect, Refused, Section, leaves, mark, reply_of
-from infinity.config.training import Amp, Bf16, DataTypes, Fp16, Optimizer, Scheduler, TorchAutocast
+from infinity.config.training import Amp, Bf16, DataTypes, Fp16, Scheduler, TorchAutocast
 from infinity.config.values import (
     Count,
     Dtype,
@@ -167,7 +168,7 @@ class Config(Section):
     watchdog_seconds: Annotated[Positive, HONOURED] = 600.0
     """Ours. Time limit of one I/O request or wait, after which an error says who waited for what."""
 
-    optimizer: Optimizer | None = None
+    optimizer: Annotated[AnyOptimizer | None, Field(discriminator="type")] = None
     scheduler: Annotated[Scheduler | None, Field(discriminator="type")] = None
     fp16: Fp16 = Fp16()
     bf16: Annotated[Bf16, Also(("bfloat16",))] = Bf16()

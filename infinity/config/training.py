@@ -1,78 +1,22 @@
-"""The sections about arithmetic: optimizer, learning-rate schedule, precision."""
+"""The sections about arithmetic: learning-rate schedule, precision."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from infinity.config.section import HONOURED, Absent, NoAuto, NoEffect, Refused, Section
 from infinity.config.values import (
-    Betas,
     Count,
     Dtype,
     Flag,
     Natural,
-    OptimizerType,
     Positive,
-    Unusable,
     WarmupType,
     Weight,
 )
 
 _NAMED = NoAuto("name the type")
 _KEPT_FP32 = "master weights and moments are kept exactly, split so that they take 12 bytes a parameter in all"
-
-
-class AdamParams(Section):
-    """Hyper-parameters of Adam and AdamW."""
-
-    lr: Annotated[Positive, HONOURED] = 1e-3
-    """Learning rate."""
-    betas: Annotated[Betas, HONOURED] = (0.9, 0.999)
-    """Decay of the first and of the second moment."""
-    eps: Annotated[Weight, HONOURED] = 1e-8
-    """Added to the denominator."""
-    weight_decay: Annotated[Weight, HONOURED] = 0.0
-    """Weight decay; decoupled from the gradient in AdamW."""
-    bias_correction: Annotated[Flag, HONOURED] = True
-    """Correct the moments for their start at zero."""
-    adam_w_mode: Annotated[Flag, HONOURED] = True
-    """Decoupled weight decay. Type "Adam" is AdamW too unless this is false; "AdamW" is always AdamW."""
-    torch_adam: Annotated[Flag, NoEffect("one optimizer serves every tier, with torch's arithmetic")] = False
-    """Use torch's own Adam."""
-    fp32_optimizer_states: Annotated[
-        Flag, Refused("16-bit moments do not exist here yet", "Leave fp32_optimizer_states out, or set it to true")
-    ] = True
-    """Keep the moments in fp32."""
-    max_grad_norm: Annotated[
-        Weight | None, Refused("the optimizer does not clip", 'Set "gradient_clipping" at the top level instead')
-    ] = None
-    """Clipping bound of some optimizers."""
-
-
-class Optimizer(Section):
-    """The optimizer that infinity builds when the program brings none."""
-
-    type: Annotated[OptimizerType, HONOURED, _NAMED]
-    """"Adam" or "AdamW", in any case of letters."""
-    params: AdamParams = AdamParams()
-    legacy_fusion: Annotated[Flag, NoEffect("the optimizer's kernels are always fused")] = False
-    """Fuse kernels in the older way."""
-
-    @property
-    def decoupled(self) -> bool:
-        """Whether weight decay is AdamW's."""
-        return self.type == "AdamW" or self.params.adam_w_mode
-
-    @classmethod
-    def rewrite(cls, raw: Any) -> Any:
-        kind = raw.get("type") if isinstance(raw, Mapping) else None
-        if isinstance(kind, str) and kind.lower() not in ("adam", "adamw", "auto"):
-            raise Unusable(
-                f"type {kind!r} is refused: offloaded kernels exist for Adam and AdamW, other types come later. "
-                'Set the type to "AdamW"'
-            )
-        return raw
 
 
 class LRRangeTestParams(Section):

@@ -169,4 +169,3 @@ LogLevel = Annotated[
 ]
 TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], _one_of("Ignore", "Warn", "Fail")]
 WarmupType = Annotated[Literal["log", "linear"], _one_of("log", "linear")]
-OptimizerType = Annotated[Literal["Adam", "AdamW"], _one_of("Adam", "AdamW")]

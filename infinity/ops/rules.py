@@ -139,8 +139,8 @@ class AdagradHyper:
 
 @dataclass(frozen=True, slots=True)
 class MomentumHyper:
-    """SGD with momentum: `beta2` is the momentum, `one_minus_beta1` what a gradient adds to the buffer (in the first step
-    all of it); `inv_sqrt_bias_correction2` and `decay` are the shares of buffer and gradient in the update.
+    """SGD with momentum. `beta2`: the momentum; `one_minus_beta1`: what a gradient adds to the buffer (all of it in the
+    first step); `inv_sqrt_bias_correction2` and `decay`: the shares of buffer and gradient in the update.
     """
 
     lr: float

@@ -7,7 +7,7 @@ import random
 import string
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -75,8 +75,10 @@ def _known_names(raw: Mapping[str, Any], path: tuple[str, ...]) -> set[str]:
         candidates = sections_of(section.model_fields[names_of(section)[name]])
         if not candidates:
             return set()
-        chosen = raw[name]["type"] if len(candidates) > 1 else candidates[0].__name__
-        section = next(one for one in candidates if one.__name__ == chosen)
+        by_type = {
+            kind: one for one in candidates if len(candidates) > 1 for kind in get_args(one.model_fields["type"].annotation)
+        }
+        section = by_type[raw[name]["type"]] if by_type else candidates[0]
     return set(names_of(section))
 
 

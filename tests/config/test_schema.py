@@ -151,7 +151,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "use_reentrant": True,
     },
     "optimizer": {"legacy_fusion": False},
-    "optimizer.params": {
+    "optimizer.params LionParams": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    "optimizer.params AdagradParams": {
+        "lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10,
+    },
+    "optimizer.params SgdParams": {
+        "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
+    },
+    "optimizer.params RmspropParams": {
+        "lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False,
+    },
+    "optimizer.params AdamaxParams": {"lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "optimizer.params NadamParams": {
+        "lr": 2e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum_decay": 4e-3,
+        "decoupled_weight_decay": False,
+    },
+    "optimizer.params AdamParams": {
         "lr": 1e-3,
         "betas": (0.9, 0.999),
         "eps": 1e-8,
@@ -232,7 +247,7 @@ ALL = list(_keys())
 def test_every_key_has_deepspeeds_default() -> None:
     found: dict[str, dict[str, Any]] = {}
     for path, section, name, field in ALL:
-        place = f"{path} {section.__name__}" if path == "scheduler.params" else path
+        place = f"{path} {section.__name__}" if path in ("scheduler.params", "optimizer.params") else path
         if not field.is_required() and name != "classes":
             found.setdefault(place, {})[name] = field.default
     assert found == DEFAULTS
