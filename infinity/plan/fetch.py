@@ -166,18 +166,35 @@ def _keep(trace: Sequence[int], full_nbytes: Sequence[int], budget: FetchBudget)
     latest: dict[int, int] = {}
     for position, unit in enumerate(trace):
         if unit in latest:
-            between = {other for other in trace[latest[unit] + 1 : position] if other != unit}
-            spans.append((sum(full_nbytes[other] for other in between), latest[unit], position))
+            distance = _distance(trace, latest[unit], position, full_nbytes, budget.reuse_nbytes_max)
+            if distance is not None:
+                spans.append((distance, latest[unit], position))
         latest[unit] = position
-    for distance, first, last in sorted(spans):
+    for _, first, last in sorted(spans):
         unit = trace[first]
         # A unit in use lies beside what is kept: both must fit at every position between.
         fits = all(
             kept[at] + full_nbytes[unit] + full_nbytes[trace[at]] <= budget.live_nbytes_max
             for at in range(first + 1, last)
         )
-        if distance <= budget.reuse_nbytes_max and fits:
+        if fits:
             keep[first] = True
             for at in range(first + 1, last):
                 kept[at] += full_nbytes[unit]
     return tuple(keep)
+
+
+def _distance(
+    trace: Sequence[int], first: int, last: int, full_nbytes: Sequence[int], nbytes_max: int
+) -> int | None:  # fmt: skip
+    """Bytes of the other units used between two uses of one; None when they are more than `nbytes_max`."""
+    seen = {trace[first]}
+    nbytes = 0
+    for at in range(first + 1, last):
+        other = trace[at]
+        if other not in seen:
+            seen.add(other)
+            nbytes += full_nbytes[other]
+            if nbytes > nbytes_max:
+                return None
+    return nbytes

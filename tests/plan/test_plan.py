@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from infinity.errors import CapacityError
-from infinity.plan.layout import make_layouts
-from infinity.plan.placement import Policy, UnitPlacement, place_units
-from infinity.plan.plan import STEP_WINDOW, Capacity, Plan, PlanRequest, make_plan
+from infinity.plan.capacity import Capacity
+from infinity.plan.layout import cut_sub_groups, make_layouts
+from infinity.plan.placement import Homes, Policy, UnitPlacement, always_whole, place
+from infinity.plan.plan import STEP_WINDOW, Plan, PlanRequest, make_plan
 from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, UnitSpec, find_units
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, EXTENT_ALIGNMENT, Key, Kind, Tier
@@ -149,7 +150,8 @@ def placed(
     layouts = make_layouts(model(1, 1000, frozen=int(frozen)), dp)
     persistent = 10_000 if small else 0
     policy = Policy(stage=stage, dp=dp, param_tier=param, optimizer_tier=states, persistence_numel_max=persistent)
-    return place_units(layouts, policy)[0]
+    groups = cut_sub_groups(layouts, dp, 10**9)
+    return place(layouts, groups, policy, Homes((param,), (states,) * len(groups))).units[0]
 
 
 PLACEMENTS = [
@@ -181,7 +183,7 @@ def test_homes_follow_the_table(where, how, expected):
 def test_small_units_stay_whole_until_their_total_is_reached():
     layouts = make_layouts(model(4, 1000), 1)
     policy = Policy(3, 1, CPU, CPU, persistence_numel_max=2000, persistent_total_numel_max=2 * layouts[0].numel)
-    assert [placed.whole for placed in place_units(layouts, policy)] == [True, True, False, False]
+    assert always_whole(layouts, policy) == {0, 1}
 
 
 def table(plan: Plan, tier: Tier) -> dict[Kind, int]:
