@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from infinity.comm.mesh import Mesh, Ranks, detect
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
+from infinity.config.optimizer import Adam
 from infinity.engine import Engine, Parts
 from infinity.errors import ConfigError
 from infinity.log import logger, start
@@ -28,8 +29,9 @@ from infinity.memory.nvme import NvmeTier, QueueOptions
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import set_threads
 from infinity.ops.cores import share_of_cores, thread_count
-from infinity.optim.adam import TieredAdam, groups_from_torch
+from infinity.optim.choose import Chosen, adam_from_params, from_name, from_torch
 from infinity.optim.lr import build_scheduler
+from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.stepper import Stepper
 from infinity.plan.capacity import Capacity
 from infinity.plan.plan import Plan
@@ -61,7 +63,7 @@ def initialize(
     mesh: None = None,
     config_params: ConfigSource = None,
     args: Any = None,
-) -> tuple[Engine, TieredAdam, DataLoader[Any] | None, Any]:
+) -> tuple[Engine, TieredOptimizer, DataLoader[Any] | None, Any]:
     """Make a model trainable on the memory that the machine has.
 
     model: any `nn.Module` with real parameters, ordinary or made under `infinity.Init`; they move to their tiers.
@@ -86,10 +88,12 @@ def initialize(
     trained = _trained(resolved, model, model_parameters, optimizer)
     with ExitStack() as undo:
         groups = _mesh_of(model, resolved, ranks, device, undo)
-        plan, limits = preflight(resolved, model, trained.group_of(), device, groups)
+        plan, limits = preflight(
+            resolved, model, trained.group_of(), device, groups, moments=trained.optimizer.method.moments
+        )
         parts = _build(resolved, model, plan, limits, device, groups, trained, undo)
         engine = Engine(parts)
-        engine.optimizer = TieredAdam(trained.groups, trained.defaults, engine.apply_step)
+        engine.optimizer = TieredOptimizer(trained.groups, trained.optimizer.defaults, engine.apply_step)
         engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
         loader = _loader(resolved, training_data, collate_fn, ranks)
         undo.pop_all()
@@ -168,12 +172,10 @@ def state(param: nn.Parameter) -> ParameterState:
 
 @dataclass(slots=True)
 class _Trained:
-    """Parameter groups of the run, their defaults, and the kind of Adam."""
+    """Parameter groups of the run, and what steps them."""
 
     groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
-    decoupled: bool
-    bias_correction: bool
+    optimizer: Chosen
 
     def group_of(self) -> dict[int, int]:
         return {id(param): index for index, group in enumerate(self.groups) for param in group["params"]}
@@ -235,14 +237,16 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
             )
         # A scheduler that watches the program's own optimizer sees that it is stepped, by the engine.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        taken, defaults, decoupled = groups_from_torch(optimizer)
-        trained = _Trained(taken, defaults, decoupled, bias_correction=True)
+        found = from_torch(optimizer)
     else:
         section = config.config.optimizer or load_config({"optimizer": {"type": "AdamW"}}).optimizer
         assert section is not None
-        params = section.params
-        defaults = {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
-        trained = _Trained([dict(group) for group in groups], defaults, section.decoupled, params.bias_correction)
+        params = section.params.model_dump()
+        if isinstance(section, Adam):
+            found = adam_from_params(params, decoupled=section.decoupled)
+        else:
+            found = from_name(section.type, params)
+    trained = _Trained(found.groups or [dict(group) for group in groups], found)
     if not any(param.requires_grad for group in trained.groups for param in group["params"]):
         raise ConfigError("no parameter requires a gradient: there is nothing to train")
     mine = {id(param) for param in model.parameters()}
@@ -284,7 +288,10 @@ def _build(
         )
         for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
     ]
-    Materializer(units, plan=plan, store=store, mesh=mesh, spool=spool).run()
+    Materializer(
+        units, plan=plan, store=store, mesh=mesh, spool=spool,
+        moments_start=trained.optimizer.method.start,
+    ).run()
     if spool is not None:
         spool.close()
     gradients = Gradients(units, plan=plan, store=store, device=device, mesh=mesh, ledger=ledger)
@@ -318,9 +325,8 @@ def _stepper(
     # Beside the next forward there is something to gain where bytes move: to a drive, or to a device that computes.
     moves = device.is_accelerator or plan.nvme_nbytes > 0
     return Stepper(
-        plan, store, index=ranks.rank, decoupled=trained.decoupled, bias_correction=trained.bias_correction,
-        behind=config.config.overlap and moves,
-    )  # fmt: skip
+        plan, store, index=ranks.rank, method=trained.optimizer.method, behind=config.config.overlap and moves
+    )
 
 
 def _mesh_of(model: nn.Module, config: ResolvedConfig, ranks: Ranks, device: Device, undo: ExitStack) -> Mesh:
@@ -372,7 +378,7 @@ def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, led
         raise
 
 
-def _scheduler(config: ResolvedConfig, given: Any, optimizer: TieredAdam) -> Any:
+def _scheduler(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer) -> Any:
     if given is not None:
         is_factory = callable(given) and not hasattr(given, "step")
         return given(optimizer) if is_factory else given
@@ -401,11 +407,10 @@ def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
     """The one line that says what was decided, defaults that people trip over included."""
     clip = config.clip_norm
     default = " (default)" if config.sources["gradient_clipping"] == "default" else ""
-    kind = "AdamW" if trained.decoupled else "Adam"
     return (
         f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {config.compute_dtype}, {plan.topology.dp} "
-        f"rank(s), "
-        f"{kind}; parameters on {plan.homes(Kind.PARAM)}, optimizer states on {plan.homes(Kind.STATES)}; "
+        f"rank(s), {trained.optimizer.name}; parameters on {plan.homes(Kind.PARAM)}, "
+        f"optimizer states on {plan.homes(Kind.STATES)}; "
         f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "
         + (f"clipping at {clip:g}{default}" if clip else "no clipping")
     )

@@ -28,9 +28,9 @@ from infinity.memory.host import trim
 from infinity.memory.ledger import Ledger, MemoryReport
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import shutdown_threads
-from infinity.optim.adam import TieredAdam
 from infinity.optim.clip import clip_factor
 from infinity.optim.loss_scale import LossScaler
+from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
 from infinity.plan.types import Tier
@@ -80,7 +80,7 @@ class Engine(nn.Module):
         self.coordinator = parts.coordinator
         self.gradients = parts.gradients
         self.units = parts.units
-        self.optimizer: TieredAdam
+        self.optimizer: TieredOptimizer
         self.lr_scheduler: Any = None
         self.global_steps = 0
         self.micro_steps = 0
@@ -97,7 +97,8 @@ class Engine(nn.Module):
         self._ordered = False
         self._arrived: dict[Unit, list[bool]] = {}
         # A gradient that is not finite skips the whole step, or (bf16 on request) leaves its own elements out.
-        self._checked = parts.config.compute_dtype != "bf16" or parts.config.config.bf16.check_grad_overflow
+        element_by_element = parts.stepper.guarded and parts.config.compute_dtype == "bf16"
+        self._checked = not element_by_element or parts.config.config.bf16.check_grad_overflow
         self._early = not self._checked and not parts.config.clip_norm and not parts.plan.placement.grad_whole
         self._ahead = parts.config.config.overlap and not all(unit.placed.whole for unit in self.units)
         self._closed = False

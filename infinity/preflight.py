@@ -24,15 +24,17 @@ from infinity.plan.refusal import refuse
 from infinity.plan.request import Question
 from infinity.plan.spec import describe
 from infinity.plan.topology import Topology
-from infinity.plan.types import Tier
+from infinity.plan.types import Kind, Tier
 from infinity.zero import parameter
 
 
 def preflight(
-    config: ResolvedConfig, model: nn.Module, groups: Mapping[int, int], device: Device, mesh: Mesh
+    config: ResolvedConfig, model: nn.Module, groups: Mapping[int, int], device: Device, mesh: Mesh,
+    *, moments: tuple[Kind, ...],
 ) -> tuple[Plan, Capacity]:
     """The plan of a run, and what each tier may hold while it lasts. Collective.
 
+    moments: what the optimizer keeps of an element.
     groups: the optimizer parameter group of each trained parameter, by id. CapacityError for a plan that does not fit,
     ConfigError for a model without values; of a model without values that would not fit either, it is the first.
     """
@@ -46,6 +48,7 @@ def preflight(
         capacity=_agreed(own, mesh),
         budget=_agreed(budget, mesh),
         blocks=tuple(getattr(model, "_no_split_modules", None) or ()),
+        moments=moments,
     )
     plan = question.plan()
     refuse(question, plan, rank=ranks.rank)

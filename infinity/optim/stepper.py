@@ -27,7 +27,8 @@ from torch import Tensor
 from infinity.errors import StateError
 from infinity.memory.partition import Partition
 from infinity.memory.store import Reservation, TieredStore
-from infinity.ops.adam import AdamHyper, Piece, adam_step, grad_stats
+from infinity.ops.adam import grad_stats
+from infinity.optim.method import Cut, Method
 from infinity.optim.sweep import Run, Sweep
 from infinity.plan.layout import Slot, SubGroup
 from infinity.plan.plan import STEP_READS, Plan
@@ -38,7 +39,7 @@ from infinity.plan.types import Key, Kind
 class _Pass:
     """One step that goes on behind the program: what it holds, and which sub-groups still need each partition."""
 
-    hyper: tuple[AdamHyper, ...]
+    hyper: tuple[Any, ...]
     grad_scale: float
     reservation: Reservation
     uses: Counter[Key]
@@ -48,16 +49,15 @@ class _Pass:
 
 
 class Stepper:
-    """Adam over a plan's sub-groups. `index` is this rank's among the ranks that share a unit."""
+    """One optimizer over a plan's sub-groups. `index` is this rank's among the ranks that share a unit."""
 
     def __init__(
-        self, plan: Plan, store: TieredStore, *, index: int, decoupled: bool, bias_correction: bool, behind: bool
+        self, plan: Plan, store: TieredStore, *, index: int, method: Method, behind: bool
     ) -> None:
         self._plan = plan
         self._store = store
         self._index = index
-        self._decoupled = decoupled
-        self._bias_correction = bias_correction
+        self._method = method
         # Steps that each parameter has taken: one without a gradient is not stepped, as in torch.
         self.steps: dict[str, int] = {
             slot.name: 0 for layout in plan.layouts if layout.trainable for slot in layout.slots
@@ -77,12 +77,17 @@ class Stepper:
                 self._groups_of.setdefault(piece.unit, []).append(group)
         self._stopping = False
 
+    @property
+    def guarded(self) -> bool:
+        """Whether elements are left alone whose gradient is not finite."""
+        return self._method.guarded
+
     # As gradients arrive.
 
     def begin_early(self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float) -> None:
         """The backward before a step begins: see [Note: step in backward]. Arguments as of `step`."""
         if self._thread is not None and self._early is None:
-            self._early = self._pass(tuple(map(self._hyper, groups)), grad_scale)
+            self._early = self._pass(tuple(map(self._method.hyper, groups)), grad_scale)
 
     def landed(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
         """A unit's gradients have been accumulated, those of `arrived` parameters. `final`: probably the last time
@@ -158,7 +163,7 @@ class Stepper:
             for slot, flag in zip(self._slots(index), flags, strict=True):
                 self.steps[slot.name] += flag
             steps[index] = [self.steps[slot.name] for slot in self._slots(index)]
-        behind = self._early or self._pass(tuple(map(self._hyper, groups)), grad_scale)
+        behind = self._early or self._pass(tuple(map(self._method.hyper, groups)), grad_scale)
         self._early = None
         sweep = Sweep(behind.hyper, grad_scale, arrived, steps)
         rest = [group for group in self._hidden if group.index not in behind.begun]
@@ -201,7 +206,7 @@ class Stepper:
     def _slots(self, unit: int) -> Sequence[Slot]:
         return self._plan.layouts[unit].slots
 
-    def _pass(self, hyper: tuple[AdamHyper, ...], grad_scale: float) -> _Pass:
+    def _pass(self, hyper: tuple[Any, ...], grad_scale: float) -> _Pass:
         return _Pass(hyper, grad_scale, Reservation(), uses=Counter(_touched(self._hidden)))
 
     def _hand_over(self, behind: _Pass, sweep: Sweep, groups: Sequence[SubGroup]) -> None:
@@ -263,13 +268,14 @@ class Stepper:
             store.read(*_grads(group), by=reservation) as grads,
             store.write(*_changed(group), by=reservation) as (states, *params),
         ):
-            by_step: dict[int, list[Piece]] = {}
+            cuts: list[Cut] = []
             copies: list[tuple[Tensor, Tensor]] = []
             at = 0
             for piece, grad, param in zip(group.slices, grads, params, strict=True):
                 stop = piece.start + piece.numel
                 home = param.view(Kind.PARAM)[piece.start : stop]
-                state_device = states.view(Kind.EXP_AVG).device
+                assert states.buffer is not None
+                state_device = states.buffer.device
                 # A device partition stepped on the CPU is copied there and back.
                 local = home if home.device == state_device else home.to(state_device)
                 local_grad = grad.view(Kind.GRAD)[piece.start : stop].to(state_device)
@@ -278,22 +284,21 @@ class Stepper:
                 layout = self._plan.layouts[piece.unit]
                 parts = self._plan.placement.units[piece.unit].parts
                 first = (self._index if parts > 1 else 0) * layout.partition_numel(parts) + piece.start
-                for run in sweep.runs(layout, piece, first):
+                for run in sweep.runs(layout, piece, first, joins=self._method.joins):
                     span = slice(run.start, run.start + run.numel)
-                    by_step.setdefault(run.step, []).append(
-                        _piece(states, at, local[span], local_grad[span], run, sweep.hyper[run.group])
-                    )
+                    cuts.append(self._cut(states, at, local[span], local_grad[span], run, sweep.hyper[run.group]))
                 at += piece.numel
-            for step, pieces in by_step.items():
-                adam_step(pieces, step=step, grad_scale=sweep.grad_scale)
+            self._method.step(cuts, grad_scale=sweep.grad_scale)
             for home, local in copies:
                 home.copy_(local)
 
-    def _hyper(self, group: Mapping[str, Any]) -> AdamHyper:
-        return AdamHyper(
-            lr=float(group["lr"]), beta1=float(group["betas"][0]), beta2=float(group["betas"][1]),
-            eps=float(group["eps"]), weight_decay=float(group["weight_decay"]), adamw=self._decoupled,
-            bias_correction=self._bias_correction,
+    def _cut(self, states: Partition, at: int, param: Tensor, grad: Tensor, run: Run, hyper: Any) -> Cut:
+        span = slice(at + run.start, at + run.start + run.numel)
+        kinds = {section.kind for section in states.spec.sections}
+        return Cut(
+            run, hyper, param, grad, [states.view(kind)[span] for kind in self._method.moments],
+            remainder=states.view(Kind.REMAINDER)[span] if Kind.REMAINDER in kinds else None,
+            master=states.view(Kind.MASTER)[span] if Kind.MASTER in kinds else None,
         )  # fmt: skip
 
 
@@ -321,13 +326,3 @@ def _grads(group: SubGroup) -> list[Key]:
 def _touched(groups: Sequence[SubGroup]) -> list[Key]:
     """Every partition that stepping these sub-groups reads or writes, once for each of them."""
     return [key for group in groups for key in (*_changed(group), *_grads(group))]
-
-
-def _piece(states: Partition, at: int, param: Tensor, grad: Tensor, run: Run, hyper: AdamHyper) -> Piece:
-    span = slice(at + run.start, at + run.start + run.numel)
-    kinds = {section.kind for section in states.spec.sections}
-    return Piece(
-        param=param, grad=grad, exp_avg=states.view(Kind.EXP_AVG)[span], exp_avg_sq=states.view(Kind.EXP_AVG_SQ)[span],
-        remainder=states.view(Kind.REMAINDER)[span] if Kind.REMAINDER in kinds else None,
-        master=states.view(Kind.MASTER)[span] if Kind.MASTER in kinds else None, hyper=hyper,
-    )  # fmt: skip

@@ -8,38 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from infinity.ops.adam import AdamHyper
 from infinity.plan.layout import Slice, UnitLayout
 
 
 class Run(NamedTuple):
-    """A stretch of a slice that one piece of the optimizer steps: same parameter group, same step count."""
+    """A stretch of a slice that is stepped at once: same parameter group, same step count. `name` is the parameter's
+    where stretches of several are not joined.
+    """
 
     start: int
     numel: int
     group: int
     step: int
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """One step. By parameter group: `hyper`. By unit index: which parameters have a gradient, and their step counts."""
 
-    hyper: tuple[AdamHyper, ...]
+    hyper: tuple[Any, ...]
     grad_scale: float
     arrived: Mapping[int, Sequence[bool]]
     steps: Mapping[int, Sequence[int]]
 
-    def runs(self, layout: UnitLayout, piece: Slice, first: int) -> list[Run]:
+    def runs(self, layout: UnitLayout, piece: Slice, first: int, *, joins: bool) -> list[Run]:
         """Cut a slice, whose first element is `first` of the unit, where the parameter group or the step count
-        changes, and leave out what had no gradient.
+        changes (without `joins`: at every parameter), and leave out what had no gradient.
 
         The padding between two parameters of a run is stepped with them: it is zero and stays zero.
         """
         arrived, steps = self.arrived[layout.index], self.steps[layout.index]
-        if all(arrived) and len(set(steps)) == 1 and len({slot.group for slot in layout.slots}) == 1:
+        if joins and all(arrived) and len(set(steps)) == 1 and len({slot.group for slot in layout.slots}) == 1:
             # By far the most frequent case, padding at the end included.
             return [Run(0, piece.numel, layout.slots[0].group, steps[0])]
         by_name = {slot.name: (flag, step) for slot, flag, step in zip(layout.slots, arrived, steps, strict=True)}
@@ -50,9 +52,10 @@ class Sweep:
             if not has_grad:
                 joined = False
                 continue
-            if joined and (runs[-1].group, runs[-1].step) == (overlap.slot.group, step):
+            if joins and joined and (runs[-1].group, runs[-1].step) == (overlap.slot.group, step):
                 runs[-1] = runs[-1]._replace(numel=overlap.range_start + overlap.numel - runs[-1].start)
             else:
-                runs.append(Run(overlap.range_start, overlap.numel, overlap.slot.group, step))
+                name = "" if joins else overlap.slot.name
+                runs.append(Run(overlap.range_start, overlap.numel, overlap.slot.group, step, name))
             joined = True
         return runs

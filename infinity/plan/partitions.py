@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from infinity.plan.layout import SubGroup, UnitLayout
 from infinity.plan.placement import Placement
-from infinity.plan.types import Extent, Key, Kind, PartitionSpec, Section, Tier, pack_sections
+from infinity.plan.types import ADAM_MOMENTS, Extent, Key, Kind, PartitionSpec, Section, Tier, pack_sections
 
 
-def states_kinds(compute_dtype: str) -> list[tuple[Kind, str]]:
+def states_kinds(compute_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS) -> list[tuple[Kind, str]]:
     """The optimizer states of an element and their dtypes: what completes PARAM to the fp32 master, and the moments."""
     master = {"fp32": [], "bf16": [(Kind.REMAINDER, "int16")], "fp16": [(Kind.MASTER, "fp32")]}[compute_dtype]
-    return [*master, (Kind.EXP_AVG, "fp32"), (Kind.EXP_AVG_SQ, "fp32")]
+    return [*master, *((kind, "fp32") for kind in moments)]
 
 
 def make_partitions(
     layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], placement: Placement, *, compute_dtype: str,
-    grad_dtype: str,
+    grad_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS,
 ) -> tuple[tuple[PartitionSpec, ...], int]:  # fmt: skip
     """Every partition, those of units first, then one for each sub-group; and the size of the NVMe file."""
     made: list[tuple[Key, tuple[Section, ...], Tier]] = []
@@ -26,7 +26,7 @@ def make_partitions(
         if layout.trainable:
             sections = pack_sections([(Kind.GRAD, grad_dtype, numel)])
             made.append((Key(Kind.GRAD, layout.index), sections, placed.grad))
-    kinds = states_kinds(compute_dtype)
+    kinds = states_kinds(compute_dtype, moments)
     # There are thousands of sub-groups, and few sizes.
     by_numel: dict[int, tuple[Section, ...]] = {}
     for group, home in zip(groups, placement.states, strict=True):

@@ -23,6 +23,7 @@ from infinity.plan.placement import Homes, Placement, Policy, always_whole, plac
 from infinity.plan.spec import ModelSpec
 from infinity.plan.topology import Topology
 from infinity.plan.types import (
+    ADAM_MOMENTS,
     CACHE_LINE,
     DTYPE_NBYTES,
     EXTENT_ALIGNMENT,
@@ -64,6 +65,8 @@ class PlanRequest:
     compute_dtype: str = "fp32"
     grad_dtype: str = "fp32"
     communication_dtype: str = "fp32"
+    # What the optimizer keeps of an element beside the master weight, in fp32.
+    moments: tuple[Kind, ...] = ADAM_MOMENTS
     sub_group_numel: int = 1_000_000_000
     # What a sub-group needs at most where states may move; see `SPLIT_NUMEL`.
     split_numel: int = SPLIT_NUMEL
@@ -255,7 +258,7 @@ def _bounded(request: PlanRequest, capacity: Capacity) -> PlanRequest:
     gpu, cpu = capacity.of(Tier.GPU), capacity.of(Tier.CPU)
     width = DTYPE_NBYTES[request.compute_dtype]
     live = request.live_numel if gpu is None else min(request.live_numel, max(gpu // 8 // width, 1))
-    window = STEP_WINDOW * _states_nbytes(request)
+    window = STEP_WINDOW * max(_states_nbytes(request), 1)
     split = request.split_numel if cpu is None else min(request.split_numel, max(cpu // 16 // window, 1))
     ahead = request.prefetch_numel if cpu is None else min(request.prefetch_numel, cpu // 16 // width)
     return replace(request, live_numel=live, prefetch_numel=min(ahead, live // 2), split_numel=split)
@@ -331,7 +334,7 @@ def _values(
 
 def _states_nbytes(request: PlanRequest) -> int:
     """Bytes of an element's optimizer states."""
-    return sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype))
+    return sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype, request.moments))
 
 
 def _assemble(
@@ -340,8 +343,9 @@ def _assemble(
 ) -> Plan:  # fmt: skip
     """Everything that follows from the placement."""
     partitions, nvme_nbytes = make_partitions(
-        layouts, groups, placement, compute_dtype=request.compute_dtype, grad_dtype=request.grad_dtype
-    )
+        layouts, groups, placement, compute_dtype=request.compute_dtype, grad_dtype=request.grad_dtype,
+        moments=request.moments,
+    )  # fmt: skip
     width = DTYPE_NBYTES[request.compute_dtype]
     fetch_nbytes = fetch_nbytes_by_unit(partitions, placement)
     budget = FetchBudget(

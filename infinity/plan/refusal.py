@@ -220,10 +220,10 @@ def _different(config: ResolvedConfig, keys: Mapping[str, Any]) -> dict[str, Any
 def _hopeless(question: Question) -> bool:
     """Whether what must lie somewhere is too much already: known without a plan."""
     config, limits, dp = question.config, question.limits, question.topology.dp
-    request = plan_request(config, accelerator=question.accelerator)
+    request = plan_request(config, accelerator=question.accelerator, moments=question.moments)
     specs = question.node.all_params().values()
     trained = sum(spec.numel for spec in specs if spec.trainable) // (dp if request.stage else 1)
-    states = trained * sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype))
+    states = trained * sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype, request.moments))
     params = sum(spec.numel for spec in specs) * DTYPE_NBYTES[request.compute_dtype]
     whole, cut = (params, 0) if request.stage < 3 else (0, params // dp)
     # Gradients never go to NVMe: at least one of the memory tiers has them, or they have a part each.

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from infinity.config.resolve import ResolvedConfig
 from infinity.plan.capacity import Capacity
+from infinity.plan.moments import moments_of
 from infinity.plan.plan import Plan, PlanRequest, make_plan
 from infinity.plan.spec import ModuleNode, UnitRules, find_units
 from infinity.plan.topology import Topology
-from infinity.plan.types import Tier
+from infinity.plan.types import Kind, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Question:
     capacity: Capacity
     budget: Capacity | None = None
     blocks: tuple[str, ...] = ()
+    # What the optimizer keeps of an element; None: what the configuration's does.
+    moments: tuple[Kind, ...] | None = None
 
     @property
     def limits(self) -> Capacity:
@@ -39,11 +42,16 @@ class Question:
     def plan(self) -> Plan:
         """The plan of this model, configuration and machine, whether it fits or not."""
         spec = find_units(self.node, unit_rules(self.config, self.blocks))
-        return make_plan(spec, self.topology, plan_request(self.config, accelerator=self.accelerator), self.limits)
+        request = plan_request(self.config, accelerator=self.accelerator, moments=self.moments)
+        return make_plan(spec, self.topology, request, self.limits)
 
 
-def plan_request(config: ResolvedConfig, *, accelerator: bool) -> PlanRequest:
-    """What the configuration asks of the plan. `accelerator`: whether the device has memory of its own."""
+def plan_request(
+    config: ResolvedConfig, *, accelerator: bool, moments: tuple[Kind, ...] | None = None
+) -> PlanRequest:
+    """What the configuration asks of the plan. `accelerator`: whether the device has memory of its own; `moments`: what
+    an optimizer keeps that the program has brought.
+    """
     zero = config.zero
     compute = config.compute_dtype
     # Several micro-batches add up in fp32 unless the configuration says otherwise; a single one is kept as it arrives.
@@ -52,7 +60,9 @@ def plan_request(config: ResolvedConfig, *, accelerator: bool) -> PlanRequest:
         stage=config.stage, param_tier=_tier(config.param_tier), optimizer_tier=_tier(config.optimizer_tier),
         optimizer_share=config.optimizer_share, param_cpu_numel=config.param_cpu_numel,
         drive=config.nvme_path is not None, compute_dtype=compute, grad_dtype=grad,
-        communication_dtype=config.communication_dtype or compute, sub_group_numel=zero.sub_group_size,
+        communication_dtype=config.communication_dtype or compute,
+        moments=moments_of(config.config.optimizer) if moments is None else moments,
+        sub_group_numel=zero.sub_group_size,
         prefetch_numel=zero.stage3_prefetch_bucket_size, persistence_numel=zero.stage3_param_persistence_threshold,
         persistent_total_numel=zero.stage3_model_persistence_threshold, live_numel=zero.stage3_max_live_parameters,
         reuse_numel=zero.stage3_max_reuse_distance, accelerator=accelerator,

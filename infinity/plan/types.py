@@ -48,7 +48,17 @@ class Kind(Enum):
     EXP_AVG = "exp_avg"
     # Second moment of Adam, fp32.
     EXP_AVG_SQ = "exp_avg_sq"
-    # All optimizer states of one sub-group, adjacent: REMAINDER or MASTER, EXP_AVG, EXP_AVG_SQ.
+    # States of other optimizers, by torch's names, fp32.
+    MOMENTUM_BUFFER = "momentum_buffer"
+    SUM = "sum"
+    SQUARE_AVG = "square_avg"
+    GRAD_AVG = "grad_avg"
+    EXP_INF = "exp_inf"
+    STATE_1 = "state_1"
+    STATE_2 = "state_2"
+    STATE_3 = "state_3"
+    STATE_4 = "state_4"
+    # All optimizer states of one sub-group, adjacent: REMAINDER or MASTER, then what the optimizer keeps.
     STATES = "states"
     # Whole parameters, gathered for compute.
     FULL = "full"
@@ -58,6 +68,10 @@ class Kind(Enum):
     POOL = "pool"
 
     __hash__ = object.__hash__
+
+
+# What Adam keeps of an element.
+ADAM_MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,15 @@ class Materializer:
     """Fills the store from the model's parameters. `spool` holds the values of a model that was built under `Init`."""
 
     def __init__(
-        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, mesh: Mesh, spool: Spool | None
-    ) -> None:
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, mesh: Mesh, spool: Spool | None,
+        moments_start: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`moments_start`: the first value of what the optimizer keeps of an element."""
         self._units = list(units)
         self._plan = plan
         self._store = store
         self._mesh = mesh
+        self._moments_start = moments_start
         # An empty spool stands for none.
         self._spool = spool or Spool(None, mesh=mesh, timeout_seconds=1.0)
         self._agreed: set[int] = set()
@@ -77,8 +80,8 @@ class Materializer:
             for piece, unit, partition in zip(group.slices, units, params, strict=True):
                 self._fill_slice(unit, piece, partition, states, at)
                 at += piece.numel
-            for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ):
-                states.view(kind).zero_()
+            for kind in self._plan.request.moments:
+                states.view(kind).fill_(self._moments_start)
         self._store.flush(states_key, *(unit.key for unit in units))
         return units
 

@@ -75,10 +75,10 @@ def _known_names(raw: Mapping[str, Any], path: tuple[str, ...]) -> set[str]:
         candidates = sections_of(section.model_fields[names_of(section)[name]])
         if not candidates:
             return set()
-        by_type = {
-            kind: one for one in candidates if len(candidates) > 1 for kind in get_args(one.model_fields["type"].annotation)
-        }
-        section = by_type[raw[name]["type"]] if by_type else candidates[0]
+        section = candidates[0]
+        for one in candidates if len(candidates) > 1 else ():
+            if raw[name]["type"] in get_args(one.model_fields["type"].annotation):
+                section = one
     return set(names_of(section))
 
 
