@@ -78,6 +78,7 @@ def make_schedule(
     fetched: dict[int, int] = {}
     peak = 0
     units = len(set(trace))
+    reading = any(fetch_nbytes)
     for position, unit in enumerate(trace):
         live[unit] = full_nbytes[unit]
         gathered.pop(unit, None)
@@ -94,7 +95,8 @@ def make_schedule(
             fetched[other] = fetch_nbytes[other]
             gathered[other] = live[other] = full_nbytes[other]
             ahead.append(other)
-        for other in _ahead(trace, position, fetch_nbytes, {**live, **fetched}, fetch_room, units, fetch_due):
+        present = {**live, **fetched} if reading else live
+        for other in _ahead(trace, position, fetch_nbytes, present, fetch_room, units, fetch_due) if reading else ():
             fetched[other] = fetch_nbytes[other]
             if fetch_nbytes[other]:
                 reads.append(other)
@@ -161,6 +163,10 @@ def _latest_starts(deadlines: Sequence[float], nbytes: Sequence[int], rate: floa
 def _keep(trace: Sequence[int], full_nbytes: Sequence[int], budget: FetchBudget) -> tuple[bool, ...]:
     """Whether each use's unit stays gathered until its next use: the shortest reuses first, within the live budget."""
     keep = [False] * len(trace)
+    if sum(full_nbytes[unit] for unit in set(trace)) <= min(budget.live_nbytes_max, budget.reuse_nbytes_max):
+        # Everything may stay until its next use.
+        final = {unit: position for position, unit in enumerate(trace)}
+        return tuple(position < final[unit] for position, unit in enumerate(trace))
     kept = [0] * len(trace)
     spans = []
     latest: dict[int, int] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
@@ -42,6 +43,7 @@ STEP_WINDOW = 1 + STEP_READS + 2
 # memory, and makes the first forward units wait longer for their step. It is also fine enough a grain to divide states
 # between tiers by. The configuration's bound may be lower.
 SPLIT_NUMEL = 1 << 21
+SPLIT_NUMEL_MIN = 1 << 16
 # Where a share is divided off, it is exact to one in so many.
 SHARES_MIN = 256
 # So many sub-groups are as good as more: a plan's own size, and the time that it takes, stay bounded.
@@ -163,12 +165,18 @@ class Plan:
             if nbytes:
                 table[tier][kind] = table[tier].get(kind, 0) + nbytes
 
-        for spec in self.partitions:
-            if spec.key.kind is Kind.PARAM and self.placement.units[spec.key.index].aliased:
-                continue
-            for section in spec.sections:
-                add(spec.home, section.kind, section.nbytes)
-            add(spec.home, Kind.POOL, spec.nbytes - sum(section.nbytes for section in spec.sections))
+        # There are thousands of sub-groups but few kinds of them, whose sections are one object: these are counted.
+        counts = Counter(
+            (id(spec.sections), spec.home, spec.nbytes)
+            for spec in self.partitions
+            if spec.key.kind is not Kind.PARAM or not self.placement.units[spec.key.index].aliased
+        )
+        sections_of = {id(spec.sections): spec.sections for spec in self.partitions}
+        for (identity, home, nbytes), count in counts.items():
+            for section in sections_of[identity]:
+                add(home, section.kind, count * section.nbytes)
+                nbytes -= section.nbytes
+            add(home, Kind.POOL, count * nbytes)
         for layout, placed in zip(self.layouts, self.placement.units, strict=True):
             add(Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
             if self.placement.grad_whole and layout.trainable:
@@ -248,7 +256,12 @@ def make_plan(
         )
 
     values = _values(layouts, groups, policy, request)
-    return settle(values, tiers, capacity, settled, lambda plan: plan.nbytes_by_tier())
+
+    def gradients(plan: Plan) -> int:
+        follows = request.optimizer_tier is None
+        return plan.bytes_by_tier()[Tier.GPU].get(Kind.GRAD, 0) if follows else 0
+
+    return settle(values, tiers, capacity, settled, Plan.nbytes_by_tier, gradients)
 
 
 def _bounded(request: PlanRequest, capacity: Capacity) -> PlanRequest:
@@ -259,7 +272,7 @@ def _bounded(request: PlanRequest, capacity: Capacity) -> PlanRequest:
     width = DTYPE_NBYTES[request.compute_dtype]
     live = request.live_numel if gpu is None else min(request.live_numel, max(gpu // 8 // width, 1))
     window = STEP_WINDOW * max(_states_nbytes(request), 1)
-    split = request.split_numel if cpu is None else min(request.split_numel, max(cpu // 16 // window, 1))
+    split = request.split_numel if cpu is None else min(request.split_numel, max(cpu // 16 // window, SPLIT_NUMEL_MIN))
     ahead = request.prefetch_numel if cpu is None else min(request.prefetch_numel, cpu // 16 // width)
     return replace(request, live_numel=live, prefetch_numel=min(ahead, live // 2), split_numel=split)
 

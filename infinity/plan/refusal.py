@@ -8,6 +8,8 @@ says what hardware would have to have. The estimator asks the same questions bef
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +30,9 @@ _GROUP = f"{_ZERO}.sub_group_size"
 _SOME_DRIVE = ("a folder on a drive",)
 # Live parameters, in elements, of the tighter choices: they also bound the size of a unit, which is a quarter of it.
 _LIVE_NUMELS = (200_000_000, 40_000_000, 8_000_000)
-# So many times the ranks are tried at most.
+# Up to so many times the ranks are tried, by these factors from the least that could do.
 _TIMES_MAX = 1024
+_MARGINS = (1.1, 1.5, 3.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,35 +96,34 @@ def nearest_fit(question: Question) -> Fit | None:
 
 
 def _more_ranks(question: Question) -> Fit | None:
-    """More nodes like these: the fewest on which the configuration fits as it is, or with budgets deciding."""
-    keys = _different(question.config, _by_budget(question.config))
-    dp = question.topology.dp
+    """More nodes like these, with the configuration as it is, or else with budgets deciding: a few numbers of them from
+    the least that could be enough on, so that what is found is near the fewest.
+    """
+    for keys in ({}, _different(question.config, _by_budget(question.config)) or None):
+        if keys is None:
+            continue
+        other = replace(question, config=changed(question.config, keys))
+        for times in _enough(other):
+            there = _times(other, times)
+            plan = there.plan()
+            if there.limits.fits(plan.nbytes_by_tier()):
+                return Fit(keys, there.topology.world_size, plan)
+    return None
 
-    def fit(times: int) -> Fit | None:
-        topology = replace(question.topology, dp=dp * times)
-        for changes in ({}, keys):
-            other = replace(question, config=changed(question.config, changes), topology=topology)
-            if not _hopeless(other):
-                plan = other.plan()
-                if other.limits.fits(plan.nbytes_by_tier()):
-                    return Fit(changes, topology.world_size, plan)
-        return None
 
-    times, found = 2, None
-    while found is None and times <= _TIMES_MAX:
-        found = fit(times)
-        times *= 2
-    if found is None:
-        return None
-    fewest, most = times // 4, times // 2
-    while most - fewest > 1:
-        middle = (fewest + most) // 2
-        better = fit(middle)
-        if better is not None:
-            found, most = better, middle
-        else:
-            fewest = middle
-    return found
+def _enough(question: Question) -> list[int]:
+    """How many times the ranks to try: what could just do, and more."""
+    numbers = range(2, _TIMES_MAX)
+
+    def could_do(times: int) -> bool:
+        return not _hopeless(_times(question, times))
+
+    at = bisect_left(numbers, True, key=could_do)
+    return [math.ceil(numbers[at] * margin) for margin in _MARGINS] if at < len(numbers) else []
+
+
+def _times(question: Question, times: int) -> Question:
+    return replace(question, topology=replace(question.topology, dp=question.topology.dp * times))
 
 
 def smallest(question: Question) -> Plan:
@@ -221,10 +223,10 @@ def _hopeless(question: Question) -> bool:
     """Whether what must lie somewhere is too much already: known without a plan."""
     config, limits, dp = question.config, question.limits, question.topology.dp
     request = plan_request(config, accelerator=question.accelerator, moments=question.moments)
-    specs = question.node.all_params().values()
-    trained = sum(spec.numel for spec in specs if spec.trainable) // (dp if request.stage else 1)
+    numel, trained = question.numels
+    trained //= dp if request.stage else 1
     states = trained * sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype, request.moments))
-    params = sum(spec.numel for spec in specs) * DTYPE_NBYTES[request.compute_dtype]
+    params = numel * DTYPE_NBYTES[request.compute_dtype]
     whole, cut = (params, 0) if request.stage < 3 else (0, params // dp)
     # Gradients never go to NVMe: at least one of the memory tiers has them, or they have a part each.
     grads = trained * DTYPE_NBYTES[request.grad_dtype]

@@ -5,7 +5,7 @@ The engine and the estimator ask the same `Question`, so that an estimate is the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from infinity.config.resolve import ResolvedConfig
 from infinity.plan.capacity import Capacity
@@ -32,6 +32,13 @@ class Question:
     blocks: tuple[str, ...] = ()
     # What the optimizer keeps of an element; None: what the configuration's does.
     moments: tuple[Kind, ...] | None = None
+    # Elements of the model, and of its trained parameters.
+    numels: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        specs = self.node.all_params().values()
+        trained = sum(spec.numel for spec in specs if spec.trainable)
+        object.__setattr__(self, "numels", (sum(spec.numel for spec in specs), trained))
 
     @property
     def limits(self) -> Capacity:

@@ -256,7 +256,7 @@ def test_a_whole_unit_is_not_fetched_before_its_step():
     assert not any(plan.schedule.fetch_ahead)
 
 
-def test_a_plan_that_does_not_fit_is_refused_with_numbers_and_a_way_out():
+def test_a_plan_that_does_not_fit_is_refused_with_numbers():
     big = model(40, 10_000_000)
     request = PlanRequest(stage=3, param_tier=CPU, optimizer_tier=CPU, compute_dtype="bf16", grad_dtype="bf16")
     plan = make_plan(big, Topology(), request)
@@ -265,27 +265,9 @@ def test_a_plan_that_does_not_fit_is_refused_with_numbers_and_a_way_out():
     text = str(caught.value)
     for part in ("rank 3 plans 5.60 GB on cpu but 4.00 GB are free", "exp_avg 1.60 GB", "master remainders 0.80 GB"):
         assert part in text
-    assert 'offload_optimizer.device = "nvme"' in text and text.index("exp_avg") < text.index("remainders")
+    assert text.index("exp_avg") < text.index("remainders"), "the largest first"
     plan.check(Capacity())
     plan.check(Capacity(cpu=sum(table(plan, CPU).values()), gpu=10**12, nvme=0))
-
-
-@pytest.mark.parametrize(
-    ("tier", "request_", "advice", "vain"),
-    [
-        (CPU, PlanRequest(param_tier=CPU, optimizer_tier=NVME), "offload_param.device", "offload_optimizer"),
-        (CPU, PlanRequest(param_tier=NVME, optimizer_tier=NVME), "sub_group_size", "offload_param"),
-        (GPU, PlanRequest(stage=1), "offload_optimizer.device", "max_live"),
-        (GPU, PlanRequest(stage=2, optimizer_tier=CPU), "Use stage 3", "offload_optimizer"),
-        (GPU, PlanRequest(param_tier=CPU, optimizer_tier=CPU), "stage3_max_live_parameters", "Use stage 3"),
-        (NVME, PlanRequest(param_tier=NVME, optimizer_tier=NVME), "Free space", "sub_group_size"),
-    ],
-)
-def test_advice_is_what_is_not_so_already(tier, request_, advice, vain):
-    plan = make_plan(model(dtype="fp32"), Topology(dp=2), replace(request_, persistence_numel=0))
-    with pytest.raises(CapacityError) as caught:
-        plan.check(Capacity(**{tier.value: 1}))
-    assert advice in str(caught.value) and vain not in str(caught.value)
 
 
 def test_a_plan_for_70_billion_parameters_takes_less_than_a_second():
