@@ -86,7 +86,7 @@ def measure(
         steps[dtype] = rates.adam_seconds(dtype, _ADAM_SHARE * seconds / len(DTYPES))
     progress.task("copies")
     copied = rates.copy_rate(_COPY_SHARE * seconds / 2)
-    links = rates.link_rates(device, _COPY_SHARE * seconds / 2) if device.is_accelerator else (None, None)
+    links = rates.link_rates(device, _COPY_SHARE * seconds / 2) if device.is_accelerator else (None,) * 3
     shutdown_threads()
     drives: list[Drive] = []
     for index, folder in enumerate(folders):
@@ -99,7 +99,7 @@ def measure(
         memory_nbytes=int(psutil.virtual_memory().total), drives=tuple(drives), copy_rate=copied,
         adam_seconds={dtype: step for dtype, (step, _) in steps.items()},
         norm_seconds={dtype: norm for dtype, (_, norm) in steps.items()}, compute=found,
-        up_rate=links[0], down_rate=links[1], network_rate=ASSUMED.network_rate, assumptions=("network_rate",),
+        up_rate=links[0], down_rate=links[1], device_copy_rate=links[2], network_rate=ASSUMED.network_rate, assumptions=("network_rate",),
     )  # fmt: skip
 
 

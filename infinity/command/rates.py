@@ -121,11 +121,11 @@ def fit(numel: int, flops: dict[int, float], taken: dict[int, float]) -> Compute
     return Compute(rate=1 / slope, parameter_seconds=fixed / numel)
 
 
-def link_rates(device: Device, seconds: float) -> tuple[float, float]:
-    """Bytes a second from pinned CPU memory to the accelerator, and back."""
+def link_rates(device: Device, seconds: float) -> tuple[float, float, float]:
+    """Bytes a second from pinned CPU memory to the accelerator, back, and copied within its memory."""
     memory = HostMemory(device, pin=True, ledger=Ledger())
     host = memory.allocate(_COPY_NBYTES)
-    there = device.empty(_COPY_NBYTES, torch.uint8)
+    there, beside = (device.empty(_COPY_NBYTES, torch.uint8) for _ in range(2))
 
     def up() -> None:
         device.arrived(device.copy(there, host))
@@ -133,8 +133,12 @@ def link_rates(device: Device, seconds: float) -> tuple[float, float]:
     def down() -> None:
         device.arrived(device.copy(host, there))
 
+    def within() -> None:
+        beside.copy_(there)
+        device.synchronize()
+
     try:
-        rates = tuple(_COPY_NBYTES / repeat(way, seconds / 2) for way in (up, down))
+        to, back, inside = (_COPY_NBYTES / repeat(way, seconds / 3) for way in (up, down, within))
     finally:
         memory.close()
-    return rates[0], rates[1]
+    return to, back, inside

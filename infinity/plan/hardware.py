@@ -75,6 +75,8 @@ class HardwareProfile(_Record):
     # Bytes a second between CPU memory and the accelerator; None where there is none.
     up_rate: float | None = None
     down_rate: float | None = None
+    # Bytes copied a second within the accelerator's memory; None where there is none.
+    device_copy_rate: float | None = None
     # Bytes a second that a rank sends to others; None where nobody has said.
     network_rate: float | None = None
     # Names of the numbers above that were not measured.
@@ -99,7 +101,7 @@ ASSUMED = HardwareProfile(
         "fp32": Compute(rate=10e12, parameter_seconds=1e-11), "bf16": Compute(rate=50e12, parameter_seconds=5e-12),
         "fp16": Compute(rate=50e12, parameter_seconds=5e-12),
     },
-    up_rate=22e9, down_rate=22e9, network_rate=10e9,
+    up_rate=22e9, down_rate=22e9, device_copy_rate=700e9, network_rate=10e9,
     assumptions=("every rate",),
 )  # fmt: skip
 
