@@ -21,6 +21,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COPY_NBYTES = 256 << 20
 # Sub-groups of a step from NVMe have about this many elements each.
 _PIECE_NUMEL, _PIECES = 1 << 21, 16
+_VOCABULARY = 32_000
 _HYPER = AdamHyper(
     lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, adamw=True, bias_correction=True
 )
@@ -79,14 +80,17 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = F.rms_norm(x, x.shape[-1:], self.norms[0])
-        parts = [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(normed).chunk(3, dim=-1)]
-        x = x + self.out(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(-2))
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(normed).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         normed = F.rms_norm(x, x.shape[-1:], self.norms[1])
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
 def compute(dtype: str, device: Device, seconds: float) -> Compute:
-    """What a transformer block reaches in forward and backward: measured at two numbers of tokens.
+    """What a transformer block reaches in forward and backward: measured at two numbers of tokens; and a head's loss.
 
     What does not grow with the tokens (reading weights, making gradients) is kept apart.
     """
@@ -106,8 +110,27 @@ def compute(dtype: str, device: Device, seconds: float) -> Compute:
             x.grad = None
             device.synchronize()
 
-        taken[tokens] = repeat(run, seconds / 2)
-    return fit(numel, {tokens: 3 * (2 * numel + 4 * positions * hidden) * tokens for tokens in taken}, taken)
+        taken[tokens] = repeat(run, seconds / 3)
+    found = fit(numel, {tokens: 3 * (2 * numel + 4 * positions * hidden) * tokens for tokens in taken}, taken)
+    tokens = many if large else many // 2
+    head = repeat(_head(tokens, hidden, _DTYPES[dtype], device), seconds / 3)
+    operations = 6 * tokens * hidden * _VOCABULARY
+    beyond = head - operations / found.rate - hidden * _VOCABULARY * found.parameter_seconds
+    return found.model_copy(update={"logit_seconds": max(beyond, 0.0) / (tokens * _VOCABULARY)})
+
+
+def _head(tokens: int, hidden: int, dtype: torch.dtype, device: Device) -> Callable[[], None]:
+    """Forward and backward of a language model's head and its loss, which is computed in fp32."""
+    weight = torch.randn(_VOCABULARY, hidden, device=device.torch, dtype=dtype, requires_grad=True)
+    x = torch.randn(tokens, hidden, device=device.torch, dtype=dtype, requires_grad=True)
+    labels = torch.randint(_VOCABULARY, (tokens,), device=device.torch)
+
+    def run() -> None:
+        F.cross_entropy(F.linear(x, weight).float(), labels).backward()
+        weight.grad = x.grad = None
+        device.synchronize()
+
+    return run
 
 
 def fit(numel: int, flops: dict[int, float], taken: dict[int, float]) -> Compute:
