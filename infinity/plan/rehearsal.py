@@ -8,20 +8,18 @@ the arena's buffers; what it has not stepped yet the program waits for. Gathers 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from infinity.plan.lanes import Job, Lane, Lanes, Process
-from infinity.plan.layout import Slice, SubGroup
-from infinity.plan.plan import STEP_READS, STEP_WINDOW, Plan
+from infinity.plan.layout import SubGroup
+from infinity.plan.plan import STEP_READS, Plan
 from infinity.plan.traffic import Steps, nvme_specs, uses
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
 
 # Steps until the arenas hold what they hold in a long run; the one after them counts.
 _WARM_STEPS = 1
-# More sub-groups than this are taken together: the pipeline's grain, not its length, is lost.
-_GROUPS_MAX = 192
 
 
 @dataclass(frozen=True)
@@ -126,9 +124,8 @@ class _Rehearsal:
         self._compute_lane = Lane.ACCELERATOR if plan.request.accelerator else Lane.CORES
         self._params, self._states = nvme_specs(plan, Kind.PARAM), nvme_specs(plan, Kind.STATES)
         self._param_arena = _Arena(self._lanes, plan.pools.param_nbytes)
-        hidden, self._merged = _coarse(self._steps.hidden)
-        self._hidden = hidden
-        self._state_arena = _Arena(self._lanes, max(plan.pools.states_nbytes, STEP_WINDOW * self._largest()))
+        self._hidden = self._steps.hidden
+        self._state_arena = _Arena(self._lanes, plan.pools.states_nbytes)
         # Sub-groups that still have to step each unit, once they are handed over.
         self._left: dict[int, int] = {}
         # What the stepper has to do: sub-groups to step, and gradients (numbers of elements) to take the norm of.
@@ -160,13 +157,6 @@ class _Rehearsal:
         for group in self._hidden if self._early else ():
             found.setdefault(max(self._last.get(piece.unit, 0) for piece in group.slices), []).append(group)
         return found
-
-    def _largest(self) -> int:
-        return max((self._states_nbytes(group) for group in self._hidden), default=0)
-
-    def _states_nbytes(self, group: SubGroup) -> int:
-        members = self._merged.get(group.index, (group.index,))
-        return sum(self._states[index].nbytes for index in members if index in self._states)
 
     # The program.
 
@@ -298,14 +288,11 @@ class _Rehearsal:
                 if isinstance(other, SubGroup):
                     yield from self._fetch(other, wait=False)
         accelerator = self._plan.request.accelerator
-        members = self._merged.get(group.index, (group.index,))
-        if accelerator and self._plan.placement.states[members[0]] is Tier.GPU:
+        if accelerator and self._plan.placement.states[group.index] is Tier.GPU:
             yield self._lanes.submit(Lane.ACCELERATOR, group.numel * self._speeds.device_adam_seconds)
         else:
-            yield from self._host(
-                group.numel * self._speeds.adam_seconds + len(members) * self._speeds.group_seconds
-            )
-        jobs = [self._state_arena.write(group.index)] if self._states_nbytes(group) else []
+            yield from self._host(group.numel * self._speeds.adam_seconds + self._speeds.group_seconds)
+        jobs = [self._state_arena.write(group.index)] if group.index in self._states else []
         for piece in group.slices:
             placed = self._plan.placement.units[piece.unit]
             ends = piece.start + piece.numel >= self._plan.layouts[piece.unit].partition_numel(placed.parts)
@@ -315,9 +302,8 @@ class _Rehearsal:
             yield from jobs
 
     def _fetch(self, group: SubGroup, *, wait: bool) -> Process:
-        nbytes = self._states_nbytes(group)
-        if nbytes:
-            yield from self._state_arena.fetch(group.index, nbytes, wait=wait)
+        if group.index in self._states:
+            yield from self._state_arena.fetch(group.index, self._states[group.index].nbytes, wait=wait)
         for piece in group.slices:
             if piece.unit in self._params:
                 yield from self._param_arena.fetch(piece.unit, self._params[piece.unit].nbytes, wait=wait)
@@ -329,29 +315,3 @@ class _Rehearsal:
 
 def _idle(job: Job | None) -> bool:
     return job is None or job.done
-
-
-def _coarse(groups: Sequence[SubGroup]) -> tuple[list[SubGroup], dict[int, tuple[int, ...]]]:
-    """At most `_GROUPS_MAX` sub-groups: consecutive ones taken together, and the indices of those by the first's."""
-    size = -(-len(groups) // _GROUPS_MAX)
-    if size <= 1:
-        return [*groups], {}
-    merged, members = [], {}
-    for at in range(0, len(groups), size):
-        together = groups[at : at + size]
-        merged.append(SubGroup(together[0].index, tuple(_joined(together))))
-        members[together[0].index] = tuple(group.index for group in together)
-    return merged, members
-
-
-def _joined(groups: Sequence[SubGroup]) -> Iterator[Slice]:
-    """The groups' slices, neighbours of one unit as one."""
-    joined: dict[int, Slice] = {}
-    for group in groups:
-        for piece in group.slices:
-            before = joined.get(piece.unit)
-            start = min(before.start, piece.start) if before else piece.start
-            joined[piece.unit] = Slice(piece.unit, start, piece.numel + (before.numel if before else 0))
-    yield from joined.values()
-
-

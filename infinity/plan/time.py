@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from infinity.plan.grain import Coarse, coarse
 from infinity.plan.hardware import ASSUMED, ASSUMED_WRITES_A_BYTE, Compute, Drive, HardwareProfile
 from infinity.plan.lanes import Lane
 from infinity.plan.layout import Slot
@@ -116,8 +117,9 @@ def predict(
     by default 6 a parameter and token, embeddings left out. early: the step begins in backward, as it does with
     gradient_clipping 0 where not all gradients are checked first. overlap: the configuration's key.
     """
-    machine = _Machine.of(plan, profile, tokens, flops)
-    case = _Case(plan, machine, accumulation, early, overlap)
+    rehearsed = coarse(plan)
+    machine = _Machine.of(plan, rehearsed, profile, tokens, flops)
+    case = _Case(plan, rehearsed, machine, accumulation, early, overlap)
     base = case.rehearse()
     parts = {bound: machine.seconds(bound, base, plan, accumulation) for bound in Bound}
     gains: dict[Bound, float] = {}
@@ -147,12 +149,16 @@ class _Machine:
     compute_seconds: float
 
     @classmethod
-    def of(cls, plan: Plan, profile: HardwareProfile, tokens: int, flops: float | None) -> _Machine:
+    def of(
+        cls, plan: Plan, rehearsed: Coarse, profile: HardwareProfile, tokens: int, flops: float | None
+    ) -> _Machine:
         request, sharers = plan.request, plan.topology.local_size
         drives = profile.drives or ASSUMED.drives
         compute = _compute(profile, request.compute_dtype)
         slower = 1 if request.accelerator else sharers
-        seconds = [each * slower for each in _compute_seconds(plan, compute, tokens, flops)]
+        each = _compute_seconds(plan, compute, tokens, flops)
+        seconds = [slower * sum(each[unit] for unit in units) for units in rehearsed.units]
+        uses = len(plan.schedule) / max(len(rehearsed.plan.schedule), 1)
         # Of the step's streams, what a copy of the same bytes would take: 28 bytes a parameter, and half is read.
         width = DTYPE_NBYTES[request.compute_dtype]
         streams = 16 + 3 * width + (4 if width == 2 else 0)
@@ -171,7 +177,8 @@ class _Machine:
                 backward_seconds=[each * 2 / 3 for each in seconds], copy_seconds=sharers / profile.copy_rate,
                 adam_seconds=_by_dtype(profile.adam_seconds, request.compute_dtype) * sharers,
                 norm_seconds=_by_dtype(profile.norm_seconds, request.compute_dtype) * sharers,
-                device_adam_seconds=on_device, group_seconds=_GROUP_SECONDS, use_seconds=_USE_SECONDS,
+                device_adam_seconds=on_device, group_seconds=_GROUP_SECONDS * rehearsed.groups_in_one,
+                use_seconds=_USE_SECONDS * uses,
             ),
             compute_seconds=sum(seconds),
         )  # fmt: skip
@@ -218,6 +225,7 @@ _LANES = {
 @dataclass(frozen=True)
 class _Case:
     plan: Plan
+    rehearsed: Coarse
     machine: _Machine
     accumulation: int
     early: bool
@@ -225,15 +233,16 @@ class _Case:
 
     def rehearse(self) -> Rehearsed:
         return rehearse(
-            self.plan, self.machine.speeds, accumulation=self.accumulation, early=self.early, overlap=self.overlap
-        )
+            self.rehearsed.plan, self.machine.speeds, accumulation=self.accumulation, early=self.early,
+            overlap=self.overlap,
+        )  # fmt: skip
 
     def tokens_to_hide(self, profile: HardwareProfile, tokens: int, flops: float | None) -> int | None:
         """The fewest tokens of a micro-batch, to a fifth, whose step is as short as with drives that cost nothing."""
 
         def hidden(count: int) -> bool:
             scaled = None if flops is None else flops * count / tokens
-            machine = _Machine.of(self.plan, profile, count, scaled)
+            machine = _Machine.of(self.plan, self.rehearsed, profile, count, scaled)
             free = machine.faster(Bound.NVME_READ, float("inf")).faster(Bound.NVME_WRITE, float("inf"))
             limit = replace(self, machine=free).rehearse().seconds
             return replace(self, machine=machine).rehearse().seconds <= _HIDDEN_WITHIN * limit
