@@ -133,6 +133,9 @@ def compute(dtype: str, device: Device, seconds: float) -> Compute:
             device.synchronize()
 
         taken[tokens] = repeat(run, seconds / 3)
+        if tokens == few and taken[few] * many / few > seconds:
+            # Too slow for the rest: one rate is all that the time allows.
+            return Compute(rate=3 * (2 * numel + 4 * _BLOCKS * positions * hidden) * few / taken[few])
     found = fit(numel, {tokens: 3 * (2 * numel + 4 * _BLOCKS * positions * hidden) * tokens for tokens in taken}, taken)
     tokens = many if large else many // 2
     head = repeat(_head(tokens, hidden, _DTYPES[dtype], device), seconds / 3)
