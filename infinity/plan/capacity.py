@@ -72,6 +72,7 @@ def in_words(kind: Kind) -> str:
         Kind.PARAM: "parameters", Kind.GRAD: "gradients", Kind.REMAINDER: "master remainders",
         Kind.MASTER: "master weights", Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq",
         Kind.FULL: "gathered parameters", Kind.FULL_GRAD: "whole gradients", Kind.POOL: "pools",
+        Kind.MODEL: "the model as it was built", Kind.ACTIVATION: "activations",
     }  # fmt: skip
     return names.get(kind, kind.value)
 
