@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from infinity.comm import collectives
 from infinity.comm.mesh import Mesh
+from infinity.memory.host import trim
 from infinity.memory.master import encode
 from infinity.memory.partition import DTYPES, Partition
 from infinity.memory.store import TieredStore
@@ -22,6 +23,9 @@ from infinity.plan.types import Key, Kind
 from infinity.zero import parameter
 from infinity.zero.spool import Spool
 from infinity.zero.unit import Unit
+
+# The C library is asked to give back to the system what parameters had, whenever this much of it has been let go.
+_TRIM_NBYTES = 16 << 20
 
 
 class Materializer:
@@ -37,6 +41,8 @@ class Materializer:
         # An empty spool stands for none.
         self._spool = spool or Spool(None, mesh=mesh, timeout_seconds=1.0)
         self._agreed: set[int] = set()
+        # Bytes of parameters let go since the latest trim.
+        self._let_go_nbytes = 0
 
     def run(self) -> None:
         """Give every partition its value and every parameter its place in its unit."""
@@ -128,7 +134,11 @@ class Materializer:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             self._spool.forget(param)
             if not parameter.is_released(param) or param.dtype is not dtype:
+                self._let_go_nbytes += param.nbytes
                 _detach_data(param, slot.shape, dtype, unit.full.device)
+        if self._let_go_nbytes >= _TRIM_NBYTES:
+            trim()
+            self._let_go_nbytes = 0
 
     def _last_group(self, unit: Unit) -> SubGroup:
         return next(
