@@ -25,7 +25,8 @@ from infinity.memory.capacity import capped, free_cpu_nbytes, free_nvme_nbytes
 from infinity.memory.device import Device
 from infinity.memory.host import HostMemory, trim
 from infinity.memory.ledger import Ledger
-from infinity.memory.nvme import NvmeTier, QueueOptions
+from infinity.memory.nvme import NvmeTier
+from infinity.memory.queue_options import queue_options
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import set_threads
 from infinity.ops.cores import share_of_cores, thread_count
@@ -369,17 +370,8 @@ def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, led
     """The partitions' memory and, where the plan has extents, this rank's swap file."""
     nvme = None
     if plan.nvme_nbytes:
-        aio = config.config.aio
-        threads = aio.intra_op_parallelism or QueueOptions().threads
-        options = QueueOptions(
-            depth=aio.queue_depth * threads,
-            threads=threads,
-            timeout_seconds=config.config.watchdog_seconds,
-            block_nbytes=aio.block_size or QueueOptions().block_nbytes,
-            checksum=aio.checksum,
-            weights=aio.drive_weights,
-        )
         assert config.nvme_path is not None
+        options = queue_options(config, config.nvme_path)
         nvme = NvmeTier.open(config.nvme_path, nbytes=plan.nvme_nbytes, rank=ranks.rank, options=options)
     sections = (config.zero.offload_param, config.zero.offload_optimizer)
     pin = all(section is None or section.pin_memory for section in sections)

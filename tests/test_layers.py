@@ -25,6 +25,12 @@ _EVERYTHING = {
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
     "infinity": {"infinity.api", "infinity.errors", "infinity.zero"},
+    "infinity.__main__": {"infinity.command"},
+    # A command may ask everything of the machine and nothing of a model; `estimate` is started by its name.
+    "infinity.command": {
+        "infinity.config", "infinity.errors", "infinity.log", "infinity.memory", "infinity.ops", "infinity.plan",
+        "infinity.transfer",
+    },
     "infinity.api": _EVERYTHING,
     "infinity.engine": _EVERYTHING,
     "infinity.checkpoint": {"infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log"},

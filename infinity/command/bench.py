@@ -29,7 +29,7 @@ from infinity.plan.hardware import ASSUMED, Compute, Drive, HardwareProfile, sav
 
 DTYPES = ("fp32", "bf16", "fp16")
 # Shares of the time: drives, a transformer block (by dtype), the optimizer (by dtype), copies; the rest is spare.
-_DRIVE_SHARE, _COMPUTE_SHARE, _ADAM_SHARE, _COPY_SHARE = 0.55, 0.2, 0.06, 0.04
+_DRIVE_SHARE, _COMPUTE_SHARE, _ADAM_SHARE, _COPY_SHARE = 0.5, 0.25, 0.06, 0.04
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +71,7 @@ def measure(
     folders: Sequence[str], *, seconds: float, endurance_tb: Sequence[float] = (), progress: Progress | None = None
 ) -> HardwareProfile:
     """A profile of this machine, made in about `seconds` at most."""
+    began = time.monotonic()
     progress = progress or Progress()
     device = Device.detect(0)
     cores = allowed_cores()
@@ -91,7 +92,9 @@ def measure(
     drives: list[Drive] = []
     for index, folder in enumerate(folders):
         endurance = int(endurance_tb[index] * 1e12) if index < len(endurance_tb) else None
-        share = _DRIVE_SHARE * seconds / len(folders)
+        # On a slow machine what came before took longer than its share.
+        left = 0.95 * seconds - (time.monotonic() - began)
+        share = min(_DRIVE_SHARE * seconds / len(folders), max(left / (len(folders) - index), 1.0))
         drives.append(measure_drive(folder, seconds=share, endurance_nbytes=endurance, tell=progress.task))
     return HardwareProfile(
         host=socket.gethostname(), date=time.strftime("%Y-%m-%d %H:%M"), processor=_processor(),
@@ -99,7 +102,8 @@ def measure(
         memory_nbytes=int(psutil.virtual_memory().total), drives=tuple(drives), copy_rate=copied,
         adam_seconds={dtype: step for dtype, (step, _) in steps.items()},
         norm_seconds={dtype: norm for dtype, (_, norm) in steps.items()}, compute=found,
-        up_rate=links[0], down_rate=links[1], device_copy_rate=links[2], network_rate=ASSUMED.network_rate, assumptions=("network_rate",),
+        up_rate=links[0], down_rate=links[1], device_copy_rate=links[2], network_rate=ASSUMED.network_rate,
+        assumptions=("network_rate",),
     )  # fmt: skip
 
 
@@ -125,6 +129,7 @@ def show(profile: HardwareProfile) -> str:
     rows.append(
         ["and ns a parameter and pass", *(f"{each.parameter_seconds * 1e9:.2f}" if each else "" for each in known)]
     )
+    rows.append(["and ns a logit of the head", *(f"{each.logit_seconds * 1e9:.2f}" if each else "" for each in known)])
     lines += ["", table(rows), "", f"copies within CPU memory {_rate(profile.copy_rate)}"]
     if profile.up_rate is not None and profile.down_rate is not None:
         lines.append(f"CPU to accelerator {_rate(profile.up_rate)}, back {_rate(profile.down_rate)}")

@@ -21,16 +21,26 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COPY_NBYTES = 256 << 20
 # Sub-groups of a step from NVMe have about this many elements each.
 _PIECE_NUMEL, _PIECES = 1 << 21, 16
+_VOCABULARY = 32_000
+# Enough for their weights not to stay in a cache from one pass to the next.
+_BLOCKS = 4
 _HYPER = AdamHyper(
     lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, adamw=True, bias_correction=True
 )
 
 
 def repeat(body: Callable[[], object], seconds: float, least: int = 2) -> float:
-    """Median seconds of a call, over as many as fit into `seconds` after one to warm up; at least `least`."""
+    """Median seconds of a call, over as many as fit into `seconds` after one to warm up; at least `least`.
+
+    One that takes most of the time by itself is not repeated.
+    """
+    began = time.perf_counter()
     body()
+    first = time.perf_counter() - began
+    if first > 0.7 * seconds:
+        return first
     taken: list[float] = []
-    ends = time.monotonic() + seconds
+    ends = time.monotonic() + seconds - first
     while len(taken) < least or time.monotonic() < ends:
         began = time.perf_counter()
         body()
@@ -66,48 +76,84 @@ def _piece(dtype: torch.dtype) -> Piece:
 
 
 class TransformerBlock(nn.Module):
-    """Attention and SwiGLU behind RMSNorms: what most of a language model's time goes to."""
+    """A Llama's block as model libraries write it in eager PyTorch: norms in fp32, rotary positions, SwiGLU."""
 
     def __init__(self, hidden: int, intermediate: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norms = nn.ParameterList(torch.ones(hidden) for _ in range(2))
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(hidden, intermediate, bias=False) for _ in range(2))
         self.down = nn.Linear(intermediate, hidden, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x, x.shape[-1:], self.norms[0])
-        parts = [part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(normed).chunk(3, dim=-1)]
-        x = x + self.out(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(-2))
-        normed = F.rms_norm(x, x.shape[-1:], self.norms[1])
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        normed = _rms_norm(x, self.norms[0])
+        query, key, value = (
+            linear(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        query, key = (part * cosine + _rotated(part) * sine for part in (query, key))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        normed = _rms_norm(x, self.norms[1])
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
 def compute(dtype: str, device: Device, seconds: float) -> Compute:
-    """What a transformer block reaches in forward and backward: measured at two numbers of tokens.
+    """What a transformer block reaches in forward and backward: measured at two numbers of tokens; and a head's loss.
 
     What does not grow with the tokens (reading weights, making gradients) is kept apart.
     """
     large = device.is_accelerator
     hidden, intermediate, heads = (4096, 11008, 32) if large else (1024, 2816, 16)
     positions, few, many = (1024, 1024, 8192) if large else (256, 256, 1024)
-    block = TransformerBlock(hidden, intermediate, heads).to(device.torch, _DTYPES[dtype])
-    numel = sum(param.numel() for param in block.parameters())
+    blocks = nn.ModuleList(TransformerBlock(hidden, intermediate, heads) for _ in range(_BLOCKS))
+    blocks.to(device.torch, _DTYPES[dtype])
+    numel = sum(param.numel() for param in blocks.parameters())
     taken = {}
     for tokens in (few, many):
         x = torch.randn(tokens // positions, positions, hidden, device=device.torch, dtype=_DTYPES[dtype])
-        x.requires_grad_()
+        angles = torch.randn(2, positions, hidden // heads, device=device.torch).to(_DTYPES[dtype])
 
-        def run(x: Tensor = x) -> None:
-            block(x).sum().backward()
-            block.zero_grad(set_to_none=True)
-            x.grad = None
+        def run(x: Tensor = x, angles: Tensor = angles) -> None:
+            for block in blocks:
+                x = block(x, *angles)
+            x.sum().backward()
+            blocks.zero_grad(set_to_none=True)
             device.synchronize()
 
-        taken[tokens] = repeat(run, seconds / 2)
-    return fit(numel, {tokens: 3 * (2 * numel + 4 * positions * hidden) * tokens for tokens in taken}, taken)
+        taken[tokens] = repeat(run, seconds / 3)
+    found = fit(numel, {tokens: 3 * (2 * numel + 4 * _BLOCKS * positions * hidden) * tokens for tokens in taken}, taken)
+    tokens = many if large else many // 2
+    head = repeat(_head(tokens, hidden, _DTYPES[dtype], device), seconds / 3)
+    operations = 6 * tokens * hidden * _VOCABULARY
+    beyond = head - operations / found.rate - hidden * _VOCABULARY * found.parameter_seconds
+    return found.model_copy(update={"logit_seconds": max(beyond, 0.0) / (tokens * _VOCABULARY)})
+
+
+def _head(tokens: int, hidden: int, dtype: torch.dtype, device: Device) -> Callable[[], None]:
+    """Forward and backward of a language model's head and its loss, which is computed in fp32."""
+    # As small as trained ones: probabilities next to nothing would be denormal numbers, which are slow.
+    weight = torch.randn(_VOCABULARY, hidden, device=device.torch).mul_(hidden**-0.5).to(dtype).requires_grad_()
+    x = torch.randn(tokens, hidden, device=device.torch, dtype=dtype, requires_grad=True)
+    labels = torch.randint(_VOCABULARY, (tokens,), device=device.torch)
+
+    def run() -> None:
+        F.cross_entropy(F.linear(x, weight).float(), labels).backward()
+        weight.grad = x.grad = None
+        device.synchronize()
+
+    return run
 
 
 def fit(numel: int, flops: dict[int, float], taken: dict[int, float]) -> Compute:

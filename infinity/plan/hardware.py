@@ -44,12 +44,14 @@ class Drive(_Record):
 
 
 class Compute(_Record):
-    """What a transformer block reaches in forward and backward, element-wise work included, in one dtype."""
+    """What a language model's parts reach in forward and backward, element-wise work included, in one dtype."""
 
-    # Floating-point operations a second as the number of tokens grows.
+    # Floating-point operations a second of a transformer block as the number of tokens grows.
     rate: float
     # Seconds a parameter of one forward and backward whatever the tokens: reading weights, making gradients.
     parameter_seconds: float = 0.0
+    # Seconds a logit (token and word of the vocabulary) that the head and its loss take beyond their operations.
+    logit_seconds: float = 0.0
 
 
 class HardwareProfile(_Record):
@@ -98,8 +100,9 @@ ASSUMED = HardwareProfile(
     adam_seconds={"fp32": 0.5e-9, "bf16": 0.45e-9, "fp16": 0.55e-9},
     norm_seconds={"fp32": 0.08e-9, "bf16": 0.06e-9, "fp16": 0.06e-9},
     compute={
-        "fp32": Compute(rate=10e12, parameter_seconds=1e-11), "bf16": Compute(rate=50e12, parameter_seconds=5e-12),
-        "fp16": Compute(rate=50e12, parameter_seconds=5e-12),
+        "fp32": Compute(rate=10e12, parameter_seconds=1e-11, logit_seconds=5e-11),
+        "bf16": Compute(rate=50e12, parameter_seconds=5e-12, logit_seconds=4e-11),
+        "fp16": Compute(rate=50e12, parameter_seconds=5e-12, logit_seconds=4e-11),
     },
     up_rate=22e9, down_rate=22e9, device_copy_rate=700e9, network_rate=10e9,
     assumptions=("every rate",),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from infinity.plan.lanes import Job, Lane, Lanes, Process
 from infinity.plan.layout import Slice, SubGroup
@@ -18,7 +19,7 @@ from infinity.plan.traffic import Steps, nvme_specs, uses
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
 
 # Steps until the arenas hold what they hold in a long run; the one after them counts.
-_WARM_STEPS = 2
+_WARM_STEPS = 1
 # More sub-groups than this are taken together: the pipeline's grain, not its length, is lost.
 _GROUPS_MAX = 192
 
@@ -130,7 +131,8 @@ class _Rehearsal:
         self._state_arena = _Arena(self._lanes, max(plan.pools.states_nbytes, STEP_WINDOW * self._largest()))
         # Sub-groups that still have to step each unit, once they are handed over.
         self._left: dict[int, int] = {}
-        self._queue: deque[tuple[str, SubGroup | int]] = deque()
+        # What the stepper has to do: sub-groups to step, and gradients (numbers of elements) to take the norm of.
+        self._queue: deque[SubGroup | int] = deque()
         self._stepping = False
         self._gathered: dict[int, bool] = {}
         self._flying: list[bool] = []
@@ -179,10 +181,8 @@ class _Rehearsal:
         schedule, half = self._plan.schedule, len(self._plan.schedule.trace) // 2
         ahead = self._overlap and (self._plan.request.accelerator or self._plan.topology.dp > 1)
         for at, unit, gathered in self._uses:
-            if gathered:
-                if unit not in self._gathered:
-                    self._start(unit)
-            yield from self._host(self._speeds.use_seconds)
+            if gathered and unit not in self._gathered:
+                self._start(unit)
             if self._overlap:
                 for other in schedule.gather_ahead[at]:
                     if ahead and other not in self._gathered:
@@ -193,7 +193,7 @@ class _Rehearsal:
             if gathered:
                 yield lambda unit=unit: self._gathered[unit]  # type: ignore[misc]
             seconds = (self._speeds.forward_seconds if at < half else self._speeds.backward_seconds)[unit]
-            yield self._lanes.submit(self._compute_lane, seconds * self._share[unit])
+            yield self._lanes.submit(self._compute_lane, seconds * self._share[unit] + self._speeds.use_seconds)
             if at == self._last[unit] and self._plan.layouts[unit].trainable:
                 yield from self._gradient(unit, at, final=final)
             if not schedule.keep[at]:
@@ -240,7 +240,7 @@ class _Rehearsal:
                 yield from self._host(kept * self._speeds.norm_seconds)
                 self._hand_over(self._landing.get(at, ()))
             elif self._steps.behind:
-                self._queue.append(("norm", kept))
+                self._queue.append(kept)
 
         if ranks > 1 or request.accelerator:
             self._flying.append(True)
@@ -276,13 +276,13 @@ class _Rehearsal:
         for group in groups:
             for piece in group.slices:
                 self._left[piece.unit] = self._left.get(piece.unit, 0) + 1
-            self._queue.append(("step", group))
+            self._queue.append(group)
 
     def _stepper(self) -> Process:
         while True:
             yield lambda: bool(self._queue)
             self._stepping = True
-            kind, what = self._queue.popleft()
+            what = self._queue.popleft()
             if isinstance(what, int):
                 yield from self._host(what * self._speeds.norm_seconds)
             else:
@@ -294,9 +294,9 @@ class _Rehearsal:
     def _step(self, group: SubGroup) -> Process:
         yield from self._fetch(group, wait=True)
         if self._overlap:
-            following = [what for _, what in self._queue if isinstance(what, SubGroup)] if self._queue else []
-            for other in following[:STEP_READS]:
-                yield from self._fetch(other, wait=False)
+            for other in islice(self._queue, STEP_READS):
+                if isinstance(other, SubGroup):
+                    yield from self._fetch(other, wait=False)
         accelerator = self._plan.request.accelerator
         members = self._merged.get(group.index, (group.index,))
         if accelerator and self._plan.placement.states[members[0]] is Tier.GPU:
@@ -312,8 +312,7 @@ class _Rehearsal:
             if piece.unit in self._params and ends:
                 jobs.append(self._param_arena.write(piece.unit))
         if not self._overlap:
-            for job in jobs:
-                yield job
+            yield from jobs
 
     def _fetch(self, group: SubGroup, *, wait: bool) -> Process:
         nbytes = self._states_nbytes(group)

@@ -2,8 +2,8 @@
 
 The step is rehearsed along the plan (see `infinity.plan.rehearsal`). What bounds it is asked of the rehearsal as well:
 the resource whose rate, if it were a quarter higher, would shorten the step the most. Computation is counted in
-floating-point operations, 2 a parameter and token forward and 4 backward, without embeddings (they are looked up), and
-attention or recomputation where the caller adds it.
+floating-point operations, 2 a parameter and token forward and 4 backward, and attention or recomputation where the
+caller adds it. Tables are left out, for they are looked up; one that is the head as well counts there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from enum import Enum
 
 from infinity.plan.hardware import ASSUMED, ASSUMED_WRITES_A_BYTE, Compute, Drive, HardwareProfile
 from infinity.plan.lanes import Lane
+from infinity.plan.layout import Slot
 from infinity.plan.plan import Plan
 from infinity.plan.rehearsal import Rehearsed, Speeds, rehearse
 from infinity.plan.types import DTYPE_NBYTES, Tier
@@ -23,6 +24,7 @@ _USE_SECONDS = 50e-6
 _GROUP_SECONDS = 200e-6
 # Words in the names of parameters that are looked up instead of multiplied with.
 _LOOKED_UP = ("embed", "wte", "wpe", "position")
+_HEADS = ("lm_head", "embed_out", "output.weight")
 _FASTER = 1.25
 # I/O counts as hidden when a step takes so much longer than with drives that cost nothing.
 _HIDDEN_WITHIN = 1.05
@@ -52,7 +54,8 @@ class StepTime:
     seconds: float
     bound_by: Bound
     tokens: int
-    # What each resource would take alone, and how much shorter the step is where it is a quarter faster.
+    # What each resource would take alone; by how much a quarter more of its rate shortens the step, for those that
+    # could be the bound.
     parts: Mapping[Bound, float]
     gains: Mapping[Bound, float]
     # Tokens of a micro-batch and rank from which I/O hides behind computation; None where it never does.
@@ -118,10 +121,11 @@ def predict(
     machine = _Machine.of(plan, profile, tokens, flops)
     case = _Case(plan, machine, accumulation, early, overlap)
     base = case.rehearse()
-    gains = {}
     parts = {bound: machine.seconds(bound, base, plan, accumulation) for bound in Bound}
-    for bound in Bound:
-        if parts[bound] > 0 and not briefly:
+    gains: dict[Bound, float] = {}
+    for bound, taken in sorted(parts.items(), key=lambda item: -item[1]):
+        # No more than what is cut from its own work can be gained.
+        if not briefly and (not gains or max(gains.values()) < taken * (1 - 1 / _FASTER)):
             gains[bound] = base.seconds - replace(case, machine=machine.faster(bound)).rehearse().seconds
     drives = profile.drives or ASSUMED.drives
     rated = [drive.endurance_nbytes or int(drive.capacity_nbytes * ASSUMED_WRITES_A_BYTE) for drive in drives]
@@ -150,19 +154,13 @@ class _Machine:
         drives = profile.drives or ASSUMED.drives
         compute = _compute(profile, request.compute_dtype)
         slower = 1 if request.accelerator else sharers
-        matrices = [_multiplied_numel(plan, index) for index in range(len(plan.layouts))]
-        operations = 6.0 * sum(matrices) * tokens if flops is None else flops
-        rate = operations / max(sum(matrices), 1) / compute.rate * slower
-        fixed = compute.parameter_seconds * slower
-        seconds = [
-            numel * rate + layout.numel * fixed for numel, layout in zip(matrices, plan.layouts, strict=True)
-        ]
+        seconds = [each * slower for each in _compute_seconds(plan, compute, tokens, flops)]
         # Of the step's streams, what a copy of the same bytes would take: 28 bytes a parameter, and half is read.
         width = DTYPE_NBYTES[request.compute_dtype]
         streams = 16 + 3 * width + (4 if width == 2 else 0)
         on_device = streams / 2 / (profile.device_copy_rate or ASSUMED.device_copy_rate or 1.0)
         read, write, mixed = (
-            sum(getattr(drive, name) for drive in drives) / sharers for name in ("read_rate", "write_rate", "mixed_rate")
+            sum(getattr(drive, f"{name}_rate") for drive in drives) / sharers for name in ("read", "write", "mixed")
         )
         return cls(
             Speeds(
@@ -233,7 +231,7 @@ class _Case:
         )
 
     def tokens_to_hide(self, profile: HardwareProfile, tokens: int, flops: float | None) -> int | None:
-        """The fewest tokens of a micro-batch, to an eighth, whose step is as short as with drives that cost nothing."""
+        """The fewest tokens of a micro-batch, to a fifth, whose step is as short as with drives that cost nothing."""
 
         def hidden(count: int) -> bool:
             scaled = None if flops is None else flops * count / tokens
@@ -250,16 +248,40 @@ class _Case:
         low = high // 4
         while low and hidden(low):
             high, low = low, low // 4
-        while high - low > max(high // 8, 1):
-            middle = (low + high) // 2
+        while high > 1.2 * low + 1:
+            middle = round((max(low, 1) * high) ** 0.5)
             low, high = (low, middle) if hidden(middle) else (middle, high)
         return high
 
 
-def _multiplied_numel(plan: Plan, index: int) -> int:
-    """Elements of a unit's parameters that tokens are multiplied with: those of a table are looked up."""
-    slots = [slot for slot in plan.layouts[index].slots if len(slot.shape) > 1]
-    return sum(slot.numel for slot in slots if not any(word in slot.name.lower() for word in _LOOKED_UP))
+def _compute_seconds(plan: Plan, compute: Compute, tokens: int, flops: float | None) -> list[float]:
+    """Forward and backward of one micro-batch by unit."""
+    matrices = [sum(slot.numel for slot in layout.slots if _multiplies(slot)) for layout in plan.layouts]
+    # The unit of the head, and the size of the vocabulary. A table that serves as head too has no other one.
+    slots = [(layout.index, slot) for layout in plan.layouts for slot in layout.slots if len(slot.shape) == 2]
+    heads = [(index, slot) for index, slot in slots if any(word in slot.name.lower() for word in _HEADS)]
+    tables = [(index, slot) for index, slot in slots if not _multiplies(slot)]
+    unit, words = -1, 0
+    if heads:
+        unit, words = heads[-1][0], heads[-1][1].shape[0]
+    elif tables:
+        unit, slot = max(tables, key=lambda item: item[1].numel)
+        words = slot.shape[0]
+        matrices[unit] += slot.numel
+    operations = 6.0 * sum(matrices) * tokens if flops is None else flops
+    rate = operations / max(sum(matrices), 1) / compute.rate
+    seconds = [
+        numel * rate + layout.numel * compute.parameter_seconds
+        for numel, layout in zip(matrices, plan.layouts, strict=True)
+    ]
+    if words:
+        seconds[unit] += tokens * words * compute.logit_seconds
+    return seconds
+
+
+def _multiplies(slot: Slot) -> bool:
+    """Whether tokens are multiplied with a parameter: a table's rows are looked up, a vector's elements added."""
+    return len(slot.shape) > 1 and not any(word in slot.name.lower() for word in _LOOKED_UP)
 
 
 def _compute(profile: HardwareProfile, dtype: str) -> Compute:

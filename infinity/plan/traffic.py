@@ -16,6 +16,9 @@ from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.types import DTYPE_NBYTES, Kind, PartitionSpec, Tier
 
+# Sub-groups stepped last that may still be in memory: more than any arena holds.
+_WARM_GROUPS = 64
+
 
 class Link(Enum):
     """What bytes travel over."""
@@ -216,7 +219,9 @@ class _Walk:
         if not self._params and not self._states:
             return
         # What an earlier step has left: the arenas' contents do not depend on what came before that.
-        for group in [*self._steps.visible, *self._steps.hidden][-64:]:
+        in_backward = [group for _, groups in self._steps.in_backward() for group in groups]
+        last = [*in_backward, *self._steps.visible] if self._early else [*self._steps.visible, *self._steps.hidden]
+        for group in last[-_WARM_GROUPS:]:
             self._use_states(group)
         self._passes(1, [])
         self._counting = True

@@ -42,6 +42,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("nebula", "datastates_ckpt", "autotuning", "timers", "amp", "torch_autocast")),
         "overlap": True,
         "watchdog_seconds": 600.0,
+        "hardware_profile": None,
     },
     "zero_optimization": {
         "stage": 0,
