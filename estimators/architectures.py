@@ -55,6 +55,11 @@ def block_classes(values: Mapping[str, Any]) -> tuple[str, ...]:
     return (architecture.prefix + architecture.block,)
 
 
+def completed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with those that the file leaves out."""
+    return {**_architecture(values).defaults, **values}
+
+
 def _architecture(values: Mapping[str, Any]) -> Architecture:
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
