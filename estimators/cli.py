@@ -23,7 +23,7 @@ from estimators.machine import Machine
 from estimators.picture import picture
 from estimators.presets import PRESETS
 from estimators.report import as_json, chosen, compare, headline, largest_found, report
-from estimators.search import Choice, Question, fit, largest, usual
+from estimators.search import Choice, Wish, fit, largest, usual
 from infinity.config import parse_bytes
 from infinity.errors import ConfigError
 from infinity.plan.hardware import ASSUMED, load_profile
@@ -63,20 +63,20 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
         "ranks": args.ranks, "ranks_per_node": args.ranks_per_node, "batch": args.batch, "sequence": args.sequence,
         "profile": load_profile(args.profile) if args.profile else ASSUMED,
     }  # fmt: skip
-    question = Question(model, machine, options, dtype=args.dtype, checkpointing=args.checkpointing)
+    wish = Wish(model, machine, options, dtype=args.dtype, checkpointing=args.checkpointing)
     if args.max:
-        member, deepest = largest(question)
+        member, deepest = largest(wish)
         found = [choice for choice in (member, deepest) if choice is not None]
         best = max(found, key=lambda choice: choice.estimate.plan.numel)
         both = {"known": _choice(member), "deepest": _choice(deepest)} if args.json else None
         return largest_found(member, deepest), both, best.estimate, deepest.estimate.fits
     if args.compare or (args.config is None and not args.fit and not machine.known):
-        rows = _compared(args, question)
+        rows = _compared(args, wish)
         data = [{"name": name, **found.as_dict()} for name, found in rows] if args.json else None
         text = "\n".join([*headline(rows[0][1])[:1], "", compare(rows), *_hints(args)])
         return text, data, rows[0][1], all(found.fits for _, found in rows)
     if args.config is None:
-        choice = fit(question)
+        choice = fit(wish)
         if args.save is not None:
             _write(args.save, as_json(choice.config) + "\n")
         return chosen(choice), _choice(choice) if args.json else None, choice.estimate, choice.estimate.fits
@@ -84,16 +84,16 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
     return report(single), single.as_dict() if args.json else None, single, single.fits
 
 
-def _compared(args: argparse.Namespace, question: Question) -> list[tuple[str, Estimate]]:
+def _compared(args: argparse.Namespace, wish: Wish) -> list[tuple[str, Estimate]]:
     """Named estimates: of the files that are given, or of the usual placements."""
     if not args.compare:
-        return [*usual(question)]
+        return [*usual(wish)]
     return [
         (
             Path(path).stem,
             estimate(
-                question.model, path, machine=question.machine, checkpointing=bool(args.checkpointing),
-                **question.options,
+                wish.model, path, machine=wish.machine, checkpointing=bool(args.checkpointing),
+                **wish.options,
             ),
         )
         for path in args.compare

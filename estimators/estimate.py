@@ -3,7 +3,7 @@
     estimate("llama-3.1-8b", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, ranks=8)
 
 Nothing is computed here that the engine does not decide in the same way: the tree is that of transformers, the rules
-and the request are made by the engine's own functions, and `make_plan` is called with them.
+and the request are made by the engine's own functions, which is asked the engine's `Question`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 from estimators.activations import activations
 from estimators.architectures import completed, known
 from estimators.compute import step_flops
-from estimators.machine import Limits, Machine
+from estimators.machine import Machine
 from estimators.model import Described, described
-from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
+from infinity.config import ResolveContext, ResolvedConfig, Share, load_config, resolve
 from infinity.errors import ConfigError
 from infinity.plan.activation import Activations
+from infinity.plan.capacity import BUDGET_SHARE, Capacity
 from infinity.plan.hardware import ASSUMED, HardwareProfile, load_profile
 from infinity.plan.phases import Phase, at_rest, bytes_by_phase
-from infinity.plan.plan import Plan, make_plan
-from infinity.plan.request import plan_request, unit_rules
-from infinity.plan.spec import ModelSpec, find_units
+from infinity.plan.plan import Plan
+from infinity.plan.request import Question
 from infinity.plan.time import StepTime, predict
 from infinity.plan.topology import Topology
 from infinity.plan.traffic import Link, Traffic, traffic
@@ -50,6 +50,14 @@ class Workload:
     # Whether every layer's activations are computed again in backward.
     checkpointing: bool
 
+    @classmethod
+    def of(cls, model: Described, batch: int, sequence: int | None, checkpointing: bool) -> Workload:
+        """With a sequence as long as the model takes, up to 4096, where nobody says. ConfigError for a longer one."""
+        most = model.positions_max
+        if sequence is not None and most is not None and sequence > most:
+            raise ConfigError(f"{model.name} takes sequences of at most {most:,} tokens, not {sequence:,}")
+        return cls(batch, min(SEQUENCE, most or SEQUENCE) if sequence is None else sequence, checkpointing)
+
     @property
     def tokens(self) -> int:
         return self.batch * self.sequence
@@ -69,27 +77,12 @@ class Estimate:
     @cached_property
     def activations(self) -> Activations | None:
         """What autograd keeps; None for a module of which no hyper-parameters are known."""
-        return self._activations(self.work.checkpointing)
+        return activations_of(self.model, self.config.compute_dtype, self.work, self.machine)
 
     @cached_property
     def activations_otherwise(self) -> Activations | None:
         """The same with checkpointing the other way."""
-        return self._activations(not self.work.checkpointing)
-
-    def _activations(self, checkpointing: bool) -> Activations | None:
-        if self._values is None:
-            return None
-        return activations(
-            self._values, batch=self.work.batch, sequence=self.work.sequence,
-            compute_dtype=self.config.compute_dtype, checkpointing=checkpointing,
-            accelerator=self.machine.accelerator,
-        )  # fmt: skip
-
-    @property
-    def _values(self) -> Mapping[str, Any] | None:
-        """Those of the config.json, completed; None where its architecture is not known."""
-        values = self.model.values
-        return completed(values) if values is not None and values.get("model_type") in known() else None
+        return self.with_checkpointing(not self.work.checkpointing).activations
 
     @cached_property
     def at_rest(self) -> Table:
@@ -114,21 +107,23 @@ class Estimate:
         return max(reserved, *(sum(table[tier].values()) for table in phases))
 
     @property
-    def limits(self) -> Limits:
-        """What a rank may plan with on the machine that was given."""
-        return self.machine.limits(self.plan.topology.local_size)
+    def capacity(self) -> Capacity:
+        """What a rank may have of the machine that was given."""
+        return self.machine.capacity(self.plan.topology.local_size)
 
     @cached_property
     def excess(self) -> Mapping[Tier, int]:
-        """Bytes by which each tier is too small, as far as anything is known of it."""
-        found = {}
-        together = not self.plan.request.accelerator
-        for tier in Tier:
-            limit = self.limits.cpu if together and tier is Tier.GPU else self.limits.of(tier)
-            # Without an accelerator both tiers are the same memory.
-            needed = self.peak(tier) + (self.peak(Tier.GPU) if together and tier is Tier.CPU else 0)
-            if limit is not None and needed > limit and not (together and tier is Tier.GPU):
-                found[tier] = needed - limit
+        """Bytes by which each tier is too small, as far as anything is known of it: for the peak on the machine, and
+        for the plan within the configuration's own limits. What is one memory counts as the CPU's.
+        """
+        peak = {tier: self.peak(tier) for tier in Tier}
+        allowed = _capacity(self.config, self.machine, self.plan.topology.local_size)
+        found: dict[Tier, int] = {}
+        for held, room in ((peak, self.capacity), (self.plan.nbytes_by_tier(), allowed)):
+            needed = [(tier, held[tier], own) for tier, own in zip(Tier, (room.gpu, room.cpu, room.nvme), strict=True)]
+            for tier, nbytes, limit in [*needed, (Tier.CPU, held[Tier.GPU] + held[Tier.CPU], room.process)]:
+                if limit is not None and nbytes > limit:
+                    found[tier] = max(found.get(tier, 0), nbytes - limit)
         return found
 
     @property
@@ -173,13 +168,16 @@ class Estimate:
     def flops(self) -> float:
         """Operations of one micro-batch's forward and backward."""
         return step_flops(
-            self.model.tree(self.config.compute_dtype), self._values or {}, tokens=self.work.tokens,
+            self.model.tree(self.config.compute_dtype), complete_values(self.model) or {}, tokens=self.work.tokens,
             sequence=self.work.sequence, checkpointing=self.work.checkpointing,
         )  # fmt: skip
 
-    def of_node(self, table: Table) -> dict[Tier, int]:
-        """Totals of all of a node's ranks."""
-        return {tier: sum(kinds.values()) * self.plan.topology.local_size for tier, kinds in table.items()}
+    def of_node(self, phase: Phase) -> dict[Tier, int]:
+        """Totals of all of a node's ranks in one phase. Of what is saved only rank 0 has a copy."""
+        others = self.plan.topology.local_size - 1
+        copied = self.phases[phase][Tier.CPU].get(Kind.FULL, 0) if phase is Phase.SAVE else 0
+        held = {tier: sum(kinds.values()) for tier, kinds in self.phases[phase].items()}
+        return {tier: n + others * (n - (copied if tier is Tier.CPU else 0)) for tier, n in held.items()}
 
     def with_checkpointing(self, checkpointing: bool) -> Estimate:
         """The same run with layers computed again in backward, or not: the plan is the same."""
@@ -206,14 +204,14 @@ class Estimate:
             "nbytes_at_rest": _plain(self.at_rest),
             "nbytes_by_phase": {phase.value: _plain(table) for phase, table in self.phases.items()},
             "nbytes_of_node": {
-                phase.value: {tier.value: nbytes for tier, nbytes in self.of_node(table).items()}
-                for phase, table in self.phases.items()
+                phase.value: {tier.value: nbytes for tier, nbytes in self.of_node(phase).items()}
+                for phase in self.phases
             },
             "activations": _activations_as_dict(self.activations),
             "activations_otherwise": _activations_as_dict(self.activations_otherwise),
             "gathered_nbytes_max": plan.schedule.peak_nbytes,
             "nvme_file_nbytes": plan.nvme_nbytes,
-            "limits": {tier.value: self.limits.of(tier) for tier in Tier},
+            "limits": {tier.value: self.capacity.of(tier) for tier in Tier},
             "fits": self.fits,
             "traffic_nbytes": {link.value: self.traffic.total(link) for link in Link},
             "step": {
@@ -259,25 +257,48 @@ def estimate(
     local = min(ranks, RANKS_PER_NODE) if ranks_per_node is None else ranks_per_node
     if local < 1 or ranks % local:
         raise ConfigError(f"{ranks} ranks cannot be {local} on each node: ranks_per_node must divide the ranks")
-    positions = what.positions_max
-    if sequence is not None and positions is not None and sequence > positions and what.values is not None:
-        raise ConfigError(f"{what.name} takes sequences of at most {positions:,} tokens, not {sequence:,}")
     topology = Topology(dp=ranks, local_size=local)
-    work = Workload(
-        batch=resolved.micro_batch if batch is None else batch,
-        sequence=min(SEQUENCE, positions or SEQUENCE) if sequence is None else sequence,
-        checkpointing=checkpointing,
-    )
-    plan = make_plan(
-        spec_of(what, resolved), topology, plan_request(resolved, accelerator=machine.accelerator)
-    )
+    work = Workload.of(what, resolved.micro_batch if batch is None else batch, sequence, checkpointing)
+    plan = Question(
+        node=what.tree(resolved.compute_dtype), config=resolved, topology=topology, accelerator=machine.accelerator,
+        capacity=_capacity(resolved, machine, local), blocks=what.blocks,
+    ).plan()  # fmt: skip
     rates = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
     return Estimate(model=what, config=resolved, plan=plan, work=work, profile=rates, machine=machine)
 
 
-def spec_of(model: Described, config: ResolvedConfig) -> ModelSpec:
-    """The model as the engine would see it under this configuration."""
-    return find_units(model.tree(config.compute_dtype), unit_rules(config, model.blocks))
+def activations_of(model: Described, dtype: str, work: Workload, machine: Machine) -> Activations | None:
+    """Bytes of a micro-batch's activations; None where the architecture is not known."""
+    values = complete_values(model)
+    if values is None:
+        return None
+    return activations(
+        values, batch=work.batch, sequence=work.sequence, compute_dtype=dtype, checkpointing=work.checkpointing,
+        accelerator=machine.accelerator,
+    )  # fmt: skip
+
+
+def complete_values(model: Described) -> dict[str, Any] | None:
+    """The values of the config.json, completed; None where its architecture is not known."""
+    known_type = model.values is not None and model.values.get("model_type") in known()
+    return completed(model.values) if known_type and model.values is not None else None
+
+
+def _capacity(config: ResolvedConfig, machine: Machine, ranks: int) -> Capacity:
+    """The machine's part of a rank within the configuration's limits; where budgets decide without, they leave room."""
+    room, limits = machine.capacity(ranks), config.config.memory
+    usual = BUDGET_SHARE if "auto" in (config.param_tier, config.optimizer_tier) else None
+
+    def within(free: int | None, limit: int | Share | None, sharers: int) -> int | None:
+        if isinstance(limit, int):
+            return limit // sharers if free is None else min(limit // sharers, free)
+        return free if limit is None or free is None else limit.of(free)
+
+    gpu, cpu = limits.gpu.max_bytes or usual, limits.cpu.max_bytes or usual
+    nvme = within(room.nvme, limits.nvme.max_bytes, ranks)
+    if machine.accelerator:
+        return Capacity(gpu=within(room.gpu, gpu, 1), cpu=within(room.cpu, cpu, ranks), nvme=nvme)
+    return Capacity(process=within(room.process, cpu, ranks), nvme=nvme)
 
 
 def _plain(table: Table) -> dict[str, dict[str, int]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from infinity.plan.types import Tier
+from infinity.plan.capacity import Capacity
 
 # Set aside on an accelerator: its context, and what the allocator cannot use for the gaps between blocks.
 CONTEXT_NBYTES = 10**9
@@ -25,19 +25,6 @@ PROCESS_NBYTES = 10**9
 DRIVE_SHARE = 0.03
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bytes that one rank may plan with on each tier; None where nothing is known."""
-
-    gpu: int | None = None
-    cpu: int | None = None
-    nvme: int | None = None
-
-    def of(self, tier: Tier) -> int | None:
-        """The limit of one tier."""
-        return {Tier.GPU: self.gpu, Tier.CPU: self.cpu, Tier.NVME: self.nvme}[tier]
 
 
 @dataclass(frozen=True)
@@ -62,14 +49,13 @@ class Machine:
         limits = [limit for limit in map(_number, _CGROUP_LIMITS) if limit is not None]
         return cls(gpu, min([free, *limits]), shutil.disk_usage(folder).free, accelerator=gpu is not None)
 
-    def limits(self, ranks_per_node: int) -> Limits:
+    def capacity(self, ranks_per_node: int) -> Capacity:
         """A rank's part: its accelerator, and an equal part of what the node has left."""
         cpu, nvme = self.cpu_nbytes, self.nvme_nbytes
-        return Limits(
-            gpu=None if self.gpu_nbytes is None else max(int(self.gpu_nbytes * (1 - GAPS)) - CONTEXT_NBYTES, 0),
-            cpu=None if cpu is None else max(cpu - SYSTEM_NBYTES, 0) // ranks_per_node - PROCESS_NBYTES,
-            nvme=None if nvme is None else int(nvme * (1 - DRIVE_SHARE)) // ranks_per_node,
-        )
+        gpu = None if self.gpu_nbytes is None else max(int(self.gpu_nbytes * (1 - GAPS)) - CONTEXT_NBYTES, 0)
+        own = None if cpu is None else max((cpu - SYSTEM_NBYTES) // ranks_per_node - PROCESS_NBYTES, 0)
+        drive = None if nvme is None else int(nvme * (1 - DRIVE_SHARE)) // ranks_per_node
+        return Capacity(gpu=gpu, cpu=own, nvme=drive) if self.accelerator else Capacity(process=own, nvme=drive)
 
     @property
     def known(self) -> bool:

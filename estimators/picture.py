@@ -77,7 +77,7 @@ def _panel(
     tier: Tier, columns: Mapping[str, Mapping[Kind, int]], found: Estimate, left: float, width: float
 ) -> list[str]:
     """One tier: title, scale, a stack for each phase, and the limit where it is known and near."""
-    limit = found.limits.of(tier)
+    limit = found.capacity.of(tier)
     highest = max(sum(kinds.values()) for kinds in columns.values())
     near = limit is not None and limit < 4 * highest
     reach = max(highest, limit if near and limit is not None else 0)

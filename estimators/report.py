@@ -62,7 +62,7 @@ def headline(found: Estimate) -> list[str]:
         f"{found.model.name}: {plan.numel / 1e9:.2f} B parameters, {request.compute_dtype}, stage {request.stage}, "
         f"{where}; {work.batch} x {work.sequence:,} tokens{accumulated}{checkpointed}",
         f"parameters {_where(found, Kind.PARAM, Kind.FULL)}, optimizer states {_where(found, *_STATES)}, gradients "
-        f"({request.grad_dtype}) {_where(found, Kind.GRAD, Kind.FULL_GRAD)}; {len(plan.layouts)} units, "
+        f"({request.grad_dtype}) {_where(found, Kind.GRAD)}; {len(plan.layouts)} units, "
         f"{len(plan.sub_groups):,} sub-groups",
     ]
     return [part for line in lines for part in wrap(line, WIDTH, break_on_hyphens=False)]
@@ -85,9 +85,10 @@ def tables(found: Estimate) -> list[str]:
         lines.append(f"  {'total':<{_LABEL - 2}}" + "".join(f"{_gb(nbytes):>{_COLUMN}}" for nbytes in totals))
         ranks = found.plan.topology.local_size
         if ranks > 1 and tier is not Tier.GPU:
-            of_node = "".join(f"{_gb(nbytes * ranks):>{_COLUMN}}" for nbytes in totals)
+            node = [totals[0] * ranks, *(found.of_node(phase)[tier] for phase in found.phases)]
+            of_node = "".join(f"{_gb(nbytes):>{_COLUMN}}" for nbytes in node)
             lines.append(f"  {f'of a node ({ranks} ranks)':<{_LABEL - 2}}{of_node}")
-        limit = found.limits.of(tier)
+        limit = found.capacity.of(tier)
         if limit is not None:
             verdict = "too much by " + amount(found.excess[tier]) if tier in found.excess else "fits"
             lines.append(f"  {'a rank may have':<{_LABEL - 2}}{_gb(limit):>{_COLUMN}}  {verdict}")
@@ -155,9 +156,9 @@ def as_json(value: object, indent: int = 0) -> str:
 
 def _summary(found: Estimate) -> str:
     parts = [
-        f"{amount(found.peak(tier))} of {amount(found.limits.of(tier) or 0)} {_PLACES[tier]}"
+        f"{amount(found.peak(tier))} of {amount(found.capacity.of(tier) or 0)} {_PLACES[tier]}"
         for tier in Tier
-        if found.peak(tier) and found.limits.of(tier) is not None
+        if found.peak(tier) and found.capacity.of(tier) is not None
     ]
     return "At the peak a rank holds " + ", ".join(parts) + "."
 
@@ -231,7 +232,7 @@ def _notes(found: Estimate) -> list[str]:
     """What would surprise later."""
     notes = []
     saved = sum(found.phases[Phase.SAVE][Tier.CPU].values())
-    limit = found.limits.cpu
+    limit = found.capacity.of(Tier.CPU)
     if limit is not None and saved > limit and Tier.CPU not in found.excess:
         notes.append(
             f"state_dict() makes the whole model on rank 0 and would take {amount(saved)} there, which is not free: "

@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from estimators.estimate import RANKS_PER_NODE, Estimate, estimate
-from estimators.machine import Limits, Machine
+from estimators.estimate import RANKS_PER_NODE, Estimate, Workload, activations_of, estimate
+from estimators.machine import Machine
 from estimators.model import described
 from estimators.presets import PRESETS, family
 from infinity.errors import ConfigError
+from infinity.plan.capacity import Capacity
 from infinity.plan.types import Tier
 
 # Of an accelerator, what whole units may take: the less, the more often they are gathered.
 _LIVE_SHARES = (8, 32)
+_LIVE_DEFAULT = 10**9
 _LAYERS_MAX = 1 << 16
 _DEVICES = {Tier.GPU: "none", Tier.CPU: "cpu", Tier.NVME: "nvme"}
 NAMES = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
@@ -47,12 +49,12 @@ class Choice:
     @property
     def lacking(self) -> float:
         """By what part of itself the scarcest tier is too small; 0 where all fits."""
-        limits, excess = self.estimate.limits, self.estimate.excess
+        limits, excess = self.estimate.capacity, self.estimate.excess
         return max((nbytes / max(limits.of(tier) or 0, 1) for tier, nbytes in excess.items()), default=0.0)
 
 
 @dataclass(frozen=True)
-class Question:
+class Wish:
     """A model on a machine, as `estimate` takes them, without a configuration."""
 
     model: Any
@@ -63,62 +65,65 @@ class Question:
     checkpointing: bool | None = None
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> Capacity:
         """What a rank may have."""
-        ranks = self.options.get("ranks", 1)
-        return self.machine.limits(self.options.get("ranks_per_node") or min(ranks, RANKS_PER_NODE))
+        return self.machine.capacity(self.ranks_per_node)
 
-    def of(self, model: Any) -> Question:
-        """The same question about another model."""
+    @property
+    def ranks_per_node(self) -> int:
+        return self.options.get("ranks_per_node") or min(self.options.get("ranks", 1), RANKS_PER_NODE)
+
+    def of(self, model: Any) -> Wish:
+        """The same wish about another model."""
         return replace(self, model=model)
 
 
-def fit(question: Question) -> Choice:
+def fit(wish: Wish) -> Choice:
     """The configuration with the shortest step of those that fit; where none does, the one that lacks the least.
 
     ConfigError where nothing is known about the machine.
     """
-    if not question.machine.known:
+    if not wish.machine.known:
         raise ConfigError("nothing is known about the machine: give --gpu, --ram and --nvme, or ask on that machine")
     fitting: list[Choice] = []
     others: list[Choice] = []
-    for choice in _planned(question, [*_candidates(question)]):
+    for choice in (*_planned(wish, [*_candidates(wish)]), *_by_budget(wish)):
         (fitting if choice.estimate.fits else others).append(choice)
     if fitting:
         return min(fitting, key=lambda choice: choice.seconds)
     if not others:
         # All were left out for their states alone: the one that needs least nearby says what is missing.
-        others = [*_planned(question, [_outermost(question)])]
+        others = [*_planned(wish, [_outermost(wish)])]
     return min(others, key=lambda choice: choice.lacking)
 
 
-def usual(question: Question) -> Iterator[tuple[str, Estimate]]:
+def usual(wish: Wish) -> Iterator[tuple[str, Estimate]]:
     """The usual placements by name, whether they fit or not."""
     for stage, param, states in _PLACEMENTS:
-        config = _config(question, (stage, param, states), Limits(), None)
-        found = estimate(question.model, config, machine=question.machine, **question.options)
+        config = _config(wish, (stage, param, states), Capacity(), None)
+        found = estimate(wish.model, config, machine=wish.machine, **wish.options)
         name = f"parameters {NAMES[param]}, optimizer {NAMES[states]}"
-        yield name, found.with_checkpointing(bool(question.checkpointing))
+        yield name, found.with_checkpointing(bool(wish.checkpointing))
 
 
-def largest(question: Question) -> tuple[Choice | None, Choice]:
+def largest(wish: Wish) -> tuple[Choice | None, Choice]:
     """The largest member of the model's family that fits (None: no known one does), and the model itself with as many
     layers as fit, of its own width.
     """
-    what = described(question.model)
+    what = described(wish.model)
     if what.values is None or what.module is not None:
         raise ConfigError("the largest model is searched for from a name or a config.json, not from a module")
     members = [name for name in PRESETS if family(name) == family(what.name)] if what.name in PRESETS else []
     sized = sorted(members, key=_numel, reverse=True)
-    member = next((found for name in sized if (found := fit(question.of(name))).estimate.fits), None)
+    member = next((found for name in sized if (found := fit(wish.of(name))).estimate.fits), None)
     key = "n_layer" if "n_layer" in what.values else "num_hidden_layers"
 
     def with_layers(layers: int) -> dict[str, Any]:
         assert what.values is not None
         return {**what.values, "_name_or_path": f"{what.name} with {layers:,} layers", key: layers}
 
-    count = _last(lambda layers: _fits(question.of(with_layers(layers))))
-    return member, fit(question.of(with_layers(max(count, 1))))
+    count = _last(lambda layers: _fits(wish.of(with_layers(layers))))
+    return member, fit(wish.of(with_layers(max(count, 1))))
 
 
 def _last(holds: Callable[[int], bool]) -> int:
@@ -133,9 +138,9 @@ def _last(holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _fits(question: Question) -> bool:
+def _fits(wish: Wish) -> bool:
     """Whether any candidate fits: those that need the least of the accelerator are enough to know."""
-    sparing = replace(question, checkpointing=True if question.checkpointing is None else question.checkpointing)
+    sparing = replace(wish, checkpointing=True if wish.checkpointing is None else wish.checkpointing)
     candidates = [*_candidates(sparing, sparing=True)]
     return any(choice.estimate.fits for choice in _planned(sparing, candidates[::-1]))
 
@@ -144,43 +149,73 @@ def _numel(name: str) -> int:
     return described(name).tree("bf16").numel
 
 
-def _planned(question: Question, candidates: list[dict[str, Any]]) -> Iterator[Choice]:
+def _planned(wish: Wish, candidates: list[dict[str, Any]]) -> Iterator[Choice]:
     """Estimates of candidates, each without and then, where that does not fit, with recomputed activations."""
     for config in candidates:
-        found = estimate(question.model, config, machine=question.machine, **question.options)
-        first = found.with_checkpointing(bool(question.checkpointing))
+        found = estimate(wish.model, config, machine=wish.machine, **wish.options)
+        first = found.with_checkpointing(bool(wish.checkpointing))
         yield Choice(config, first)
-        if question.checkpointing is None and not first.fits:
+        if wish.checkpointing is None and not first.fits:
             yield Choice(config, found.with_checkpointing(True))
 
 
-def _candidates(question: Question, *, sparing: bool = False) -> Iterator[dict[str, Any]]:
+def _by_budget(wish: Wish) -> Iterator[Choice]:
+    """What the planner makes of what the activations leave, tier by tier."""
+    room, local, what = wish.limits, wish.ranks_per_node, described(wish.model)
+    batch, sequence = wish.options.get("batch") or 1, wish.options.get("sequence")
+    for checkpointing in (False, True) if wish.checkpointing is None else (wish.checkpointing,):
+        config = _config(wish, (3, Tier.GPU, Tier.GPU), room, None)
+        used = activations_of(what, wish.dtype, Workload.of(what, batch, sequence, checkpointing), wish.machine)
+        held = 0 if used is None else used.nbytes
+        nearest, cpu = room.of(Tier.GPU), room.of(Tier.CPU)
+        if nearest is None or cpu is None or nearest <= held:
+            continue
+        drive = {"nvme_path": "nvme"} if room.nvme is not None else {}
+        config["zero_optimization"] |= {"offload_param": {"device": "auto", **drive}}
+        config["zero_optimization"] |= {"offload_optimizer": {"device": "auto", **drive}}
+        memory = {"gpu": nearest - held, "cpu": cpu * local}
+        if not wish.machine.accelerator:
+            memory = {"cpu": (cpu - held) * local}
+        config["memory"] = {name: {"max_bytes": _rounded(nbytes)} for name, nbytes in memory.items()}
+        found = estimate(wish.model, config, machine=wish.machine, **wish.options)
+        yield Choice(config, found.with_checkpointing(checkpointing))
+
+
+def _rounded(nbytes: int) -> str:
+    """A limit as people write it, never above what it is."""
+    return f"{nbytes // 10**7 / 100:g}GB"
+
+
+def _candidates(wish: Wish, *, sparing: bool = False) -> Iterator[dict[str, Any]]:
     """Configurations worth a plan; `sparing`: of each placement, only the one with the smallest bounds."""
-    ranks, limits = question.options.get("ranks", 1), question.limits
-    numel = described(question.model).tree(question.dtype).numel
+    ranks, limits = wish.options.get("ranks", 1), wish.limits
+    numel = described(wish.model).tree(wish.dtype).numel
     for stage, param, states in (*_WHOLE, *_PLACEMENTS) if ranks > 1 else _PLACEMENTS:
-        needed = _states_nbytes(numel, ranks, question.dtype, (stage, param, states), question.machine)
+        needed = _states_nbytes(numel, ranks, wish.dtype, (stage, param, states), wish.machine)
         if any(nbytes and (limits.of(tier) or 0) < nbytes for tier, nbytes in needed.items() if _bounded(limits, tier)):
             continue
         shares = (None, *_LIVE_SHARES) if stage == 3 and limits.gpu is not None else (None,)
+        found: list[dict[str, Any]] = []
         for share in shares[-1:] if sparing else shares:
-            yield _config(question, (stage, param, states), limits, share)
+            config = _config(wish, (stage, param, states), limits, share)
+            found += [] if config in found else [config]
+        yield from found
 
 
-def _bounded(limits: Limits, tier: Tier) -> bool:
+def _bounded(limits: Capacity, tier: Tier) -> bool:
     """Whether candidates have to keep within a limit: a drive that nobody has named is not there."""
     return tier is Tier.NVME or limits.of(tier) is not None
 
 
-def _outermost(question: Question) -> dict[str, Any]:
+def _outermost(wish: Wish) -> dict[str, Any]:
     """What needs the least of the fast tiers."""
-    limits = question.limits
+    limits = wish.limits
     tier = Tier.CPU if limits.nvme is None else Tier.NVME
-    return _config(question, (3, tier, tier), limits, _LIVE_SHARES[-1] if limits.gpu is not None else None)
+    return _config(wish, (3, tier, tier), limits, _LIVE_SHARES[-1] if limits.gpu is not None else None)
 
 
 def _config(
-    question: Question, placement: tuple[int, Tier, Tier], limits: Limits, share: int | None
+    wish: Wish, placement: tuple[int, Tier, Tier], limits: Capacity, share: int | None
 ) -> dict[str, Any]:
     """The training configuration of a candidate, with nothing in it that is not needed."""
     stage, param, states = placement
@@ -190,11 +225,12 @@ def _config(
             zero[name] = {"device": _DEVICES[tier], **({"nvme_path": "nvme"} if tier is Tier.NVME else {})}
     if share is not None:
         assert limits.gpu is not None
-        live = max(limits.gpu // share // (4 if question.dtype == "fp32" else 2), 1_000_000)
-        live = min(round(live, -6), 10**9)
-        zero |= {"stage3_max_live_parameters": live, "stage3_prefetch_bucket_size": min(live // 4, 50_000_000)}
-    precision = {} if question.dtype == "fp32" else {question.dtype: {"enabled": True}}
-    micro = question.options.get("batch") or 1
+        live = max(limits.gpu // share // (4 if wish.dtype == "fp32" else 2), 1_000_000)
+        live = round(live, -6)
+        if live < _LIVE_DEFAULT:
+            zero |= {"stage3_max_live_parameters": live, "stage3_prefetch_bucket_size": min(live // 4, 50_000_000)}
+    precision = {} if wish.dtype == "fp32" else {wish.dtype: {"enabled": True}}
+    micro = wish.options.get("batch") or 1
     return {"train_micro_batch_size_per_gpu": micro, **precision, "zero_optimization": zero}
 
 

@@ -220,8 +220,7 @@ class Plan:
 
     def fingerprint(self) -> str:
         """A short hash of every decision, equal for equal plans on any machine."""
-        text = json.dumps(asdict(self), sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _add(table: dict[Tier, dict[Kind, int]], tier: Tier, kind: Kind, nbytes: int) -> None:
@@ -263,12 +262,11 @@ def make_plan(
             )
         )
 
-    values = _values(layouts, groups, policy, request)
-
     def gradients(plan: Plan) -> int:
         follows = request.optimizer_tier is None
         return plan.bytes_by_tier()[Tier.GPU].get(Kind.GRAD, 0) if follows else 0
 
+    values = _values(layouts, groups, policy, request)
     return settle(values, tiers, capacity, settled, Plan.nbytes_by_tier, gradients)
 
 

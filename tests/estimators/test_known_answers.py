@@ -42,7 +42,7 @@ def test_a_split_master_saves_two_of_them():
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize(("dtype", "states"), [("fp16", FULL_MASTER), ("bf16", SPLIT_MASTER)])
 def test_the_stages_have_the_formulas_of_zero(dtype, states, ranks):
-    # Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), K = 12: 4 + 12/N,
+    # Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020): 4 + 12/N,
     # 2 + 14/N and 16/N; a split master takes 10 where they have 12. Gradients of stage 1 lie whole until the boundary,
     # and beside them each rank's part of their sum.
     one, two, three = (made(stage, dtype, ranks) for stage in (1, 2, 3))
