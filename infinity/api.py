@@ -39,6 +39,7 @@ from infinity.plan.types import Kind
 from infinity.preflight import pinning, preflight
 from infinity.zero import parameter
 from infinity.zero.access import ParameterState, modify, read
+from infinity.zero.activation import measure_activations
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
@@ -46,7 +47,7 @@ from infinity.zero.materialize import Materializer
 from infinity.zero.spool import Spool, spool_of
 from infinity.zero.unit import Unit
 
-__all__ = ["GatheredParameters", "Init", "initialize", "modify", "read", "state"]
+__all__ = ["GatheredParameters", "Init", "initialize", "measure_activations", "modify", "read", "state"]
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 

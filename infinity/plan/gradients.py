@@ -13,12 +13,19 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Placement
 from infinity.plan.types import DTYPE_NBYTES, Tier
 
+# glibc takes larger pieces from the system one by one and gives them back when they are freed (its
+# DEFAULT_MMAP_THRESHOLD_MAX on 64 bits); smaller ones stay in its heap.
+_HEAP_PIECE_NBYTES_MAX = 32 << 20
 
-def left_nbytes(trace: Sequence[int], layouts: Sequence[UnitLayout]) -> tuple[int, ...]:
+
+def left_nbytes(trace: Sequence[int], layouts: Sequence[UnitLayout], *, accelerator: bool) -> tuple[int, ...]:
     """Bytes of gradients on parameters at most, at each position of a backward trace.
 
     A unit that several modules need (tied weights) has its gradients from the first to the last of them, and at each
     but the first two more: the one that has just come, and the sum, which autograd puts into memory of its own.
+
+    In the process's own memory, what a unit of other shapes left before stays in the C library's heap, where it serves
+    gradients of the same shapes again, but not larger ones.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -26,10 +33,23 @@ def left_nbytes(trace: Sequence[int], layouts: Sequence[UnitLayout]) -> tuple[in
         first.setdefault(unit, position)
         last[unit] = position
     left = []
+    # By shapes of a unit's gradients: what they leave in the heap.
+    heap: dict[tuple[int, ...], int] = {}
     for position, unit in enumerate(trace):
         waiting = sum(_nbytes(layouts[other]) for other in first if first[other] <= position <= last[other])
-        left.append(waiting + (2 * _nbytes(layouts[unit]) if first[unit] < position else 0))
+        again = 2 * _nbytes(layouts[unit]) if first[unit] < position else 0
+        pieces = _pieces(layouts[unit])
+        before = max((nbytes for shapes, nbytes in heap.items() if shapes != pieces), default=0)
+        left.append(waiting + again + (0 if accelerator else before))
+        heap[pieces] = sum(piece for piece in pieces if piece < _HEAP_PIECE_NBYTES_MAX)
     return tuple(left)
+
+
+def _pieces(layout: UnitLayout) -> tuple[int, ...]:
+    """Bytes of each parameter's gradient."""
+    if not layout.trainable:
+        return ()
+    return tuple(slot.numel * DTYPE_NBYTES[layout.dtype] for slot in layout.slots)
 
 
 @dataclass(frozen=True, slots=True)

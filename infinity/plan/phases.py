@@ -22,6 +22,8 @@ from infinity.plan.types import DTYPE_NBYTES, Key, Kind, PartitionSpec, Tier
 # first used, Python modules loaded late, threads' stacks, connections, I/O queues, tables of the C library's heap.
 # Measured, and held to this bound, by benchmarks/memory_truth.py.
 OVERHEAD_NBYTES = 192 << 20
+# 16-bit parameters are cut from fp32 values so many at a time.
+FILL_NUMEL = 1 << 20
 
 Table = dict[Tier, dict[Kind, int]]
 
@@ -48,7 +50,8 @@ def bytes_by_phase(
     """Bytes by tier and kind at each phase's busiest moment, of this rank, in the steady state.
 
     activation_nbytes: what autograd keeps and computes with at its peak (see `estimators.activations`).
-    model_dtype, model_nbytes_max: what the model is built in, and how much of it lies in memory at a time (None: all).
+    model_dtype, model_nbytes_max: what the model is built in, and how much of it lies in memory at a time (None: all),
+    beside the parameter being worked on.
     """
     gathered = _Gathered.follow(plan)
     rest = _at_rest(plan, gathered)
@@ -143,7 +146,7 @@ def _backward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: i
     """
     begin = len(plan.schedule) // 2
     trace = plan.schedule.trace[begin:]
-    for index, left in enumerate(left_nbytes(trace, plan.layouts)):
+    for index, left in enumerate(left_nbytes(trace, plan.layouts, accelerator=plan.request.accelerator)):
         kept = activation_nbytes
         if plan.request.accelerator:
             kept = kept * (len(trace) - index) // len(trace)
@@ -185,29 +188,31 @@ def _initialise(plan: Plan, model_dtype: str, model_nbytes_max: int | None) -> I
     last_group = {piece.unit: group.index for group in plan.sub_groups for piece in group.slices}
     for group in plan.sub_groups:
         filling.fill(Key(Kind.STATES, group.index), *(Key(Kind.PARAM, piece.unit) for piece in group.slices))
-        # 16-bit parameters are cut from fp32 values: those, and the two parts, of one slice at a time.
+        # The fp32 values and the two parts that they are cut into.
         width = 8 if DTYPE_NBYTES[plan.request.compute_dtype] == 2 else 0
-        yield filling.table(width * max(piece.numel for piece in group.slices))
+        yield filling.table(width * min(FILL_NUMEL, max(piece.numel for piece in group.slices)))
         for piece in group.slices:
             if last_group[piece.unit] == group.index:
                 filling.take(plan.layouts[piece.unit])
 
 
 class _Filling:
-    """Partitions that have their values, arenas as far as they have been used, and what is left of the model."""
+    """Partitions that have their values, and what is left of the model."""
 
     def __init__(self, plan: Plan, model_dtype: str, model_nbytes_max: int | None) -> None:
         self._plan = plan
         self._specs = {spec.key: spec for spec in plan.partitions}
         self._filled: set[Key] = set()
-        self._through = {Kind.PARAM: 0, Kind.STATES: 0}
         # There are as many moments as sub-groups: sums are carried from one to the next.
         self._held: Table = {tier: {} for tier in Tier}
         for layout, placed in zip(plan.layouts, plan.placement.units, strict=True):
             _add(self._held, Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
         self._own = {layout.index: _own_nbytes(layout, model_dtype) for layout in plan.layouts}
         self._own_left = sum(self._own.values())
-        self._own_max = self._own_left if model_nbytes_max is None else model_nbytes_max
+        self._own_max = self._own_left
+        if model_nbytes_max is not None:
+            largest = max((slot.numel for layout in plan.layouts for slot in layout.slots), default=0)
+            self._own_max = model_nbytes_max + largest * DTYPE_NBYTES[model_dtype]
 
     def fill(self, *keys: Key) -> None:
         for key in keys:
@@ -216,9 +221,7 @@ class _Filling:
             self._filled.add(key)
             if key.kind is Kind.PARAM and self._plan.placement.units[key.index].aliased:
                 continue
-            spec = self._specs[key]
-            _add_partition(self._held, spec)
-            self._through[key.kind] += spec.nbytes if spec.home is Tier.NVME else 0
+            _add_partition(self._held, self._specs[key])
 
     def take(self, layout: UnitLayout) -> None:
         """The unit's values are in its partitions."""
@@ -226,9 +229,8 @@ class _Filling:
 
     def table(self, temporary_nbytes: int = 0) -> Table:
         table = _copy(self._held)
-        pools, through = self._plan.pools, self._through
-        touched = min(through[Kind.PARAM], pools.param_nbytes) + min(through[Kind.STATES], pools.states_nbytes)
-        _add(table, Tier.CPU, Kind.POOL, touched)
+        # All of it from the beginning: what the kernel is told of as buffers for I/O, it holds.
+        _add(table, Tier.CPU, Kind.POOL, self._plan.pools.param_nbytes + self._plan.pools.states_nbytes)
         _add(table, Tier.CPU, Kind.MODEL, min(self._own_left, self._own_max))
         _add(table, Tier.CPU, Kind.ACTIVATION, temporary_nbytes)
         return table

@@ -433,7 +433,7 @@ def _pools(
         states_nbytes=min(sum(states), STEP_WINDOW * max(states, default=0)),
         staging_nbytes=align_up(max(staged, default=0), CACHE_LINE),
         gathered_nbytes=schedule.peak_nbytes,
-        left_nbytes=max(left_nbytes(backward, layouts), default=0),
+        left_nbytes=max(left_nbytes(backward, layouts, accelerator=request.accelerator), default=0),
         scratch=make_scratch(
             layouts, placement, dp=topology.dp, wire=request.communication_dtype, grad_dtype=request.grad_dtype,
             accelerator=request.accelerator,

@@ -26,6 +26,9 @@ from infinity.plan.types import Key, Kind, Tier
 from infinity.transfer import Completed, Transfer, WorkTransfer
 from infinity.zero.unit import Unit
 
+# Elements that are cast at a time where gradients add up in another dtype than they arrive in.
+_CAST_NUMEL = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class _Reducing:
@@ -227,7 +230,7 @@ class Gradients:
         """Replace or add, in the target's dtype, across devices. What is replaced travels beside the computation."""
         if first:
             return self._device.copy(target, source)
-        target.add_(source.to(target.device))
+        _add(target, source.to(target.device))
         return Completed()
 
     def _arrive(self) -> None:
@@ -252,7 +255,11 @@ class Gradients:
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             if param.grad is not None:
                 piece = buffer[slot.offset : slot.offset + slot.numel]
-                (piece.copy_ if first else piece.add_)(param.grad.reshape(-1))
+                grad = param.grad.reshape(-1)
+                if first:
+                    piece.copy_(grad)
+                else:
+                    _add(piece, grad)
 
     def _reduce_whole(self, unit: Unit) -> None:
         """Stages 0 and 1, at the boundary: sum over ranks; keep this rank's slice, or everything at stage 0."""
@@ -326,6 +333,15 @@ class Gradients:
         """The reduction in flight, which is no longer this object's."""
         flying, self._flying = self._flying, None
         return flying
+
+
+def _add(target: Tensor, source: Tensor) -> None:
+    """`target += source`, flat, on one device. Where their dtypes differ torch casts all of it first, on the CPU into
+    memory of its own: there it is given a part at a time.
+    """
+    step = _CAST_NUMEL if target.dtype is not source.dtype and target.is_cpu else max(target.numel(), 1)
+    for begin in range(0, target.numel(), step):
+        target[begin : begin + step].add_(source[begin : begin + step])
 
 
 def on_any_rank(mine: Sequence[bool], mesh: Mesh) -> list[bool]:

@@ -22,7 +22,7 @@ LLAMA_8B = {
 PLAIN_8B = "--layers 32 --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256".split()
 NVME_FILE = str(ROOT / "examples" / "configs" / "nvme_offload.json")
 CPU_FILE = str(ROOT / "examples" / "configs" / "cpu_offload.json")
-SMALL_MACHINE = "--gpu 4GB --ram 16GB --nvme 100GB".split()
+SMALL_MACHINE = "--gpu 4GB --ram 16GB --nvme 100GB --sequence 512".split()
 
 
 def answer(arguments: list[str], capsys, code: int = 0) -> str:

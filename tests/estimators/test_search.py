@@ -17,7 +17,7 @@ GB = 10**9
 
 def wish(gpu: float, ram: float, nvme: float | None, model: object = "llama-3.2-1b", **options: object) -> Wish:
     machine = Machine(int(gpu * GB), int(ram * GB), None if nvme is None else int(nvme * GB))
-    return Wish(model, machine, options)
+    return Wish(model, machine, {"sequence": 512, **options})
 
 
 def test_a_large_accelerator_takes_everything():
@@ -51,8 +51,8 @@ def test_the_found_configuration_is_planned_as_it_was_found():
     asked = wish(8, 16, 500)
     found = fit(asked)
     again = estimate(
-        asked.model, found.config, machine=asked.machine, checkpointing=found.estimate.work.checkpointing
-    )  # fmt: skip
+        asked.model, found.config, machine=asked.machine, checkpointing=found.estimate.work.checkpointing, sequence=512
+    )
     assert again.plan == found.estimate.plan
     assert again.fits
 
