@@ -24,7 +24,7 @@ _EVERYTHING = {
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
-    "infinity": {"infinity.api", "infinity.errors", "infinity.zero"},
+    "infinity": {"estimators", "infinity.api", "infinity.errors", "infinity.zero"},
     "infinity.__main__": {"infinity.command"},
     # A command may ask everything of the machine and nothing of a model; `estimate` is started by its name.
     "infinity.command": {

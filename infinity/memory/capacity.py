@@ -15,12 +15,9 @@ import psutil
 from infinity.config.machine import Memory
 from infinity.config.units import Share
 from infinity.memory.nvme import Folders, clean, folders
-from infinity.plan.capacity import Capacity
+from infinity.plan.capacity import BUDGET_SHARE, Capacity
 
 _CGROUP = Path("/sys/fs/cgroup")
-
-# What placement by budget fills of memory that no limit was given for: the rest is left to activations, and to others.
-_BUDGET_SHARE = Share(0.75)
 
 
 def capacity(
@@ -33,7 +30,7 @@ def capacity(
     own_nbytes: of the model's own memory, which is given back while its partitions are made. nvme_free_nbytes: of the
     node's drives, None without any. by_budget: whether the plan fills what it is given.
     """
-    unlimited = _BUDGET_SHARE if by_budget else None
+    unlimited = BUDGET_SHARE if by_budget else None
     gpu, cpu = limits.gpu.max_bytes or unlimited, limits.cpu.max_bytes or unlimited
     nvme = capped(nvme_free_nbytes, limits.nvme.max_bytes, ranks)
     free = free_cpu_nbytes() + own_nbytes * ranks

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from infinity.config.units import Share
 from infinity.plan.types import Kind, Tier
+
+# What placement by budget fills of memory that no limit was given for: the rest is left to activations, and to others.
+BUDGET_SHARE = Share(0.75)
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,11 +163,6 @@ class Plan:
     def bytes_at_home(self) -> dict[Tier, dict[Kind, int]]:
         """Bytes of values at their homes, with units and gradients that stay whole; POOL is what rounding adds."""
         table: dict[Tier, dict[Kind, int]] = {tier: {} for tier in Tier}
-
-        def add(tier: Tier, kind: Kind, nbytes: int) -> None:
-            if nbytes:
-                table[tier][kind] = table[tier].get(kind, 0) + nbytes
-
         # There are thousands of sub-groups but few kinds of them, whose sections are one object: these are counted.
         counts = Counter(
             (id(spec.sections), spec.home, spec.nbytes)
@@ -177,13 +172,13 @@ class Plan:
         sections_of = {id(spec.sections): spec.sections for spec in self.partitions}
         for (identity, home, nbytes), count in counts.items():
             for section in sections_of[identity]:
-                add(home, section.kind, count * section.nbytes)
+                _add(table, home, section.kind, count * section.nbytes)
                 nbytes -= section.nbytes
-            add(home, Kind.POOL, count * nbytes)
+            _add(table, home, Kind.POOL, count * nbytes)
         for layout, placed in zip(self.layouts, self.placement.units, strict=True):
-            add(Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
+            _add(table, Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
             if self.placement.grad_whole and layout.trainable:
-                add(Tier.GPU, Kind.FULL_GRAD, layout.numel * DTYPE_NBYTES[self.request.grad_dtype])
+                _add(table, Tier.GPU, Kind.FULL_GRAD, layout.numel * DTYPE_NBYTES[self.request.grad_dtype])
         return table
 
     def bytes_by_tier(self) -> dict[Tier, dict[Kind, int]]:
@@ -192,14 +187,9 @@ class Plan:
         A bound of every phase of training (see `infinity.plan.phases`), to which activations come.
         """
         table = self.bytes_at_home()
-
-        def add(tier: Tier, kind: Kind, nbytes: int) -> None:
-            if nbytes:
-                table[tier][kind] = table[tier].get(kind, 0) + nbytes
-
-        add(Tier.GPU, Kind.FULL, self.pools.gathered_nbytes)
-        add(Tier.GPU, Kind.FULL_GRAD, self.pools.left_nbytes + self.pools.scratch.nbytes)
-        add(Tier.CPU, Kind.POOL, self.pools.param_nbytes + self.pools.states_nbytes + self.pools.staging_nbytes)
+        _add(table, Tier.GPU, Kind.FULL, self.pools.gathered_nbytes)
+        _add(table, Tier.GPU, Kind.FULL_GRAD, self.pools.left_nbytes + self.pools.scratch.nbytes)
+        _add(table, Tier.CPU, Kind.POOL, self.pools.param_nbytes + self.pools.states_nbytes + self.pools.staging_nbytes)
         return table
 
     def nbytes_by_tier(self) -> dict[Tier, int]:
@@ -233,8 +223,12 @@ class Plan:
 
     def fingerprint(self) -> str:
         """A short hash of every decision, equal for equal plans on any machine."""
-        text = json.dumps(asdict(self), sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _add(table: dict[Tier, dict[Kind, int]], tier: Tier, kind: Kind, nbytes: int) -> None:
+    if nbytes:
+        table[tier][kind] = table[tier].get(kind, 0) + nbytes
 
 
 def make_plan(
@@ -271,12 +265,11 @@ def make_plan(
             )
         )
 
-    values = _values(layouts, groups, policy, request)
-
     def gradients(plan: Plan) -> int:
         follows = request.optimizer_tier is None
         return plan.bytes_by_tier()[Tier.GPU].get(Kind.GRAD, 0) if follows else 0
 
+    values = _values(layouts, groups, policy, request)
     return settle(values, tiers, capacity, settled, Plan.nbytes_by_tier, gradients)
 
 
