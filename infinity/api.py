@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from infinity.breakdown import baseline_nbytes
 from infinity.comm.mesh import Mesh, Ranks, detect
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.engine import Engine, Parts
@@ -89,9 +90,11 @@ def initialize(
     device = Device.detect(ranks.local_rank)
     trained = _trained(resolved, model, model_parameters, optimizer)
     plan = _plan(resolved, model, trained, ranks, device)
-    plan.check(_capacity(resolved, plan, model, ranks, device), rank=ranks.rank)
+    limits = _capacity(resolved, plan, model, ranks, device)
+    plan.check(limits, rank=ranks.rank)
+    ledger = Ledger(limits=limits, baseline_nbytes=baseline_nbytes(model))
     with ExitStack() as undo:
-        parts = _build(resolved, model, plan, ranks, device, trained, undo)
+        parts = _build(resolved, model, plan, ranks, device, trained, ledger, undo)
         engine = Engine(parts)
         engine.optimizer = TieredAdam(trained.groups, trained.defaults, engine.apply_step)
         engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
@@ -298,6 +301,7 @@ def _build(
     ranks: Ranks,
     device: Device,
     trained: _Trained,
+    ledger: Ledger,
     undo: ExitStack,
 ) -> Parts:
     """Allocate what the plan says and move the model into it. What was built is taken down again when a later part
@@ -306,7 +310,6 @@ def _build(
     spool = spool_of(list(model.parameters()))
     mesh = spool.mesh if spool is not None else _mesh(config, ranks, device)
     undo.callback(mesh.close)
-    ledger = Ledger()
     store = _store(config, plan, ranks, device, ledger)
     undo.callback(store.close)
     by_name = dict(model.named_parameters())

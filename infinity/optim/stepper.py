@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from infinity import record
 from infinity.errors import StateError
 from infinity.memory.partition import Partition
 from infinity.memory.store import Reservation, TieredStore
@@ -116,7 +117,7 @@ class Stepper:
 
     def _measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
         keys = [Key(Kind.GRAD, unit) for unit in units]
-        with self._store.read(*keys, by=reservation) as partitions:
+        with self._store.read(*keys, by=reservation) as partitions, record.span(record.COMPUTE, "gradient norm"):
             found = grad_stats([partition.view(Kind.GRAD) for partition in partitions])
         self._stats.update((unit, (stats[0], stats[1])) for unit, stats in zip(units, found, strict=True))
         if reservation is not None:
@@ -225,7 +226,7 @@ class Stepper:
         """Run a job behind the program."""
 
         def run() -> None:
-            with self._telling(reservation):
+            with self._telling(reservation), record.span(record.ENGINE, "behind the program"):
                 job(*arguments)
 
         assert self._thread is not None
@@ -284,8 +285,9 @@ class Stepper:
                         _piece(states, at, local[span], local_grad[span], run, sweep.hyper[run.group])
                     )
                 at += piece.numel
-            for step, pieces in by_step.items():
-                adam_step(pieces, step=step, grad_scale=sweep.grad_scale)
+            with record.span(record.COMPUTE, "optimizer", states.key, states.spec.nbytes):
+                for step, pieces in by_step.items():
+                    adam_step(pieces, step=step, grad_scale=sweep.grad_scale)
             for home, local in copies:
                 home.copy_(local)
 
@@ -299,7 +301,8 @@ class Stepper:
 
 def _look(future: Future[None], reservation: Reservation) -> None:
     try:
-        future.result()
+        with record.span(record.WAIT, "optimizer step"):
+            future.result()
     except BaseException:
         reservation.seen = True
         raise

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 
 from torch import Tensor
 
+from infinity import record
 from infinity.comm import collectives
 from infinity.comm.mesh import Mesh
 from infinity.memory.device import Device
@@ -45,9 +46,11 @@ class Gradients:
         self._whole = plan.placement.grad_whole
         self._wire = DTYPES[plan.request.communication_dtype]
         grad_dtype = DTYPES[plan.request.grad_dtype]
-        self._buffers = {unit: device.empty(unit.layout.numel, grad_dtype) for unit in self._units if self._whole}
-        for buffer in self._buffers.values():
-            ledger.add(Tier.GPU, Kind.FULL_GRAD, buffer.numel() * buffer.element_size())
+        self._buffers: dict[Unit, Tensor] = {}
+        for unit in self._units if self._whole else ():
+            nbytes = unit.layout.numel * grad_dtype.itemsize
+            with ledger.taking(Tier.GPU, {Kind.FULL_GRAD: nbytes}, f"whole gradients of {unit.layout.name}"):
+                self._buffers[unit] = device.empty(unit.layout.numel, grad_dtype)
         # Which parameters of a unit have had a gradient since the last step, on this rank.
         self.arrived = {unit: [False] * len(unit.params) for unit in self._units}
         # Units whose accumulation has begun since the last step.
@@ -167,6 +170,10 @@ class Gradients:
 
     def _collect(self, unit: Unit) -> None:
         """Take the gradients that autograd has left on the unit's parameters."""
+        with record.span(record.ENGINE, "collect gradients", self.partition(unit)):
+            self._take(unit)
+
+    def _take(self, unit: Unit) -> None:
         present = [param.grad is not None for param in unit.params]
         self.arrived[unit] = [old or new for old, new in zip(self.arrived[unit], present, strict=True)]
         if not unit.layout.numel:
@@ -220,7 +227,7 @@ class Gradients:
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
             unit, lease, copies = arriving
-            with lease:
+            with lease, record.span(record.WAIT, "copy from the device", self.partition(unit)):
                 for copy in copies:
                     self._device.arrived(copy)
             self.landed(unit)
@@ -248,12 +255,16 @@ class Gradients:
             buffer.zero_()
         self._begun.add(unit)
         full = buffer.to(self._wire)
-        if unit.placed.parts == 1:
-            collectives.all_reduce(full, self._mesh.reduce).wait()
-            mine = full
-        else:
-            mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
-            collectives.reduce_scatter(mine, full, group=self._mesh.reduce).wait()
+        key, nbytes = self.partition(unit), full.numel() * full.element_size()
+        record.take_off("reductions", key, nbytes)
+        with record.span(record.WAIT, "reduction", key, nbytes):
+            if unit.placed.parts == 1:
+                collectives.all_reduce(full, self._mesh.reduce).wait()
+                mine = full
+            else:
+                mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
+                collectives.reduce_scatter(mine, full, group=self._mesh.reduce).wait()
+        record.land("reductions", key)
         with self._store.write(self.partition(unit)) as (partition,):
             partition.view(Kind.GRAD).copy_(mine)
         self.landed(unit)
@@ -273,6 +284,7 @@ class Gradients:
                 full[slot.offset : end].copy_(param.grad.reshape(-1))
         full[end:].zero_()
         mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
+        record.take_off("reductions", self.partition(unit), full.numel() * full.element_size())
         self._flying = (unit, collectives.reduce_scatter(mine, *buffers, group=self._mesh.reduce), mine)
 
     def _flat(self) -> list[Tensor]:
@@ -280,16 +292,14 @@ class Gradients:
         if not self._buffers_flat:
             count = 1 + collectives.needs_workspace(self._mesh.reduce)
             numel = max(unit.layout.numel for unit in self._units)
-            self._buffers_flat = [self._device.empty(numel, self._wire) for _ in range(count)]
-            self._book_flat(1)
+            kinds = {Kind.FULL_GRAD: count * numel * self._wire.itemsize}
+            with self._ledger.taking(Tier.GPU, kinds, "gradients on their way into a reduction"):
+                self._buffers_flat = [self._device.empty(numel, self._wire) for _ in range(count)]
         return self._buffers_flat
 
-    def _book_flat(self, sign: int) -> None:
-        nbytes = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers_flat)
-        self._ledger.add(Tier.GPU, Kind.FULL_GRAD, sign * nbytes)
-
     def _drop_flat(self) -> None:
-        self._book_flat(-1)
+        nbytes = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers_flat)
+        self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -nbytes)
         self._buffers_flat = []
 
     def _land(self) -> None:
@@ -297,7 +307,9 @@ class Gradients:
         flying = self._take_flying()
         if flying is not None:
             unit, transfer, mine = flying
-            transfer.wait()
+            with record.span(record.WAIT, "reduction", self.partition(unit), unit.layout.numel * mine.element_size()):
+                transfer.wait()
+            record.land("reductions", self.partition(unit))
             self._accumulate(unit, mine)
         self._arrive()
 
