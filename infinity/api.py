@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from infinity.breakdown import baseline_nbytes
 from infinity.comm.mesh import Mesh, Ranks, detect
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.config.optimizer import Adam
@@ -34,7 +35,6 @@ from infinity.optim.choose import Chosen, adam_from_params, from_name, from_torc
 from infinity.optim.lr import build_scheduler
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.stepper import Stepper
-from infinity.plan.capacity import Capacity
 from infinity.plan.plan import Plan
 from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind
@@ -93,7 +93,8 @@ def initialize(
         plan, limits = preflight(
             resolved, model, trained.group_of(), device, groups, moments=trained.optimizer.method.moments
         )
-        parts = _build(resolved, model, plan, limits, device, groups, trained, undo)
+        ledger = Ledger(limits=limits, baseline_nbytes=baseline_nbytes(model))
+        parts = _build(resolved, model, plan, device, groups, trained, ledger, undo)
         engine = Engine(parts)
         engine.optimizer = TieredOptimizer(trained.groups, trained.optimizer.defaults, engine.apply_step)
         engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
@@ -261,10 +262,10 @@ def _build(
     config: ResolvedConfig,
     model: nn.Module,
     plan: Plan,
-    limits: Capacity,
     device: Device,
     mesh: Mesh,
     trained: _Trained,
+    ledger: Ledger,
     undo: ExitStack,
 ) -> Parts:
     """Allocate what the plan says and move the model into it. What was built is taken down again when a later part
@@ -274,7 +275,6 @@ def _build(
     spool = spool_of(list(model.parameters()))
     if spool is not None:
         undo.callback(mesh.close)
-    ledger = Ledger(limits=limits)
     store = _store(config, plan, ranks, device, ledger)
     undo.callback(store.close)
     by_name = dict(model.named_parameters())

@@ -8,16 +8,17 @@ engine.step()                 at the accumulation boundary: norm, clip, step, re
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
+from infinity.breakdown import Breakdown
 from infinity.comm.collectives import exchange
 from infinity.comm.mesh import Mesh
 from infinity.config.resolve import ResolvedConfig
@@ -25,15 +26,17 @@ from infinity.errors import StateError
 from infinity.log import logger
 from infinity.memory.device import Device
 from infinity.memory.host import trim
-from infinity.memory.ledger import Ledger, MemoryReport
+from infinity.memory.ledger import Ledger
+from infinity.memory.report import MemoryReport
 from infinity.memory.store import TieredStore
+from infinity.observer import Observer
 from infinity.ops.adam import shutdown_threads
 from infinity.optim.clip import clip_factor
 from infinity.optim.loss_scale import LossScaler
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
-from infinity.plan.types import Tier
+from infinity.timeline import Timeline
 from infinity.zero import access
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients, on_any_rank
@@ -87,7 +90,6 @@ class Engine(nn.Module):
         self.global_samples = 0
         self.skipped_steps = 0
         self._device = parts.device
-        self._ledger = parts.ledger
         self._hooks = parts.hooks
         self._stepper = parts.stepper
         self._scaler = _loss_scaler(parts.config)
@@ -101,6 +103,10 @@ class Engine(nn.Module):
         self._checked = not element_by_element or parts.config.config.bf16.check_grad_overflow
         self._early = not self._checked and not parts.config.clip_norm and not parts.plan.placement.grad_whole
         self._ahead = parts.config.config.overlap and not all(unit.placed.whole for unit in self.units)
+        self._observer = Observer(
+            Breakdown(parts.plan, parts.ledger, parts.store, parts.units, parts.device), parts.config.config,
+            rank=parts.mesh.ranks.rank, world_size=parts.mesh.ranks.world_size,
+        )  # fmt: skip
         self._closed = False
         self._since = (time.perf_counter(), 0)
         self.gradients.landed = self._on_landed
@@ -122,11 +128,9 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; returns what it returns."""
         self._alive("run forward")
-        try:
+        self._observer.begin_step(self.global_steps + 1)
+        with self._observer.phase("forward", self.coordinator.abandon):
             return self.module(*args, **kwargs)
-        except BaseException:
-            self.coordinator.abandon()
-            raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Run backward of a scalar loss, scaled for gradient accumulation and for fp16. Returns the unscaled loss.
@@ -150,12 +154,9 @@ class Engine(nn.Module):
         if self._early and self.is_gradient_accumulation_boundary():
             self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
         self.coordinator.begin_backward(scaled=True)
-        try:
+        with self._observer.phase("backward", self.coordinator.abandon):
             scaled.backward(retain_graph=retain_graph)
             self.coordinator.end_backward()
-        except BaseException:
-            self.coordinator.abandon()
-            raise
         return loss
 
     def step(self) -> None:
@@ -166,6 +167,12 @@ class Engine(nn.Module):
         self.micro_steps += 1
         if not boundary:
             return
+        with self._observer.phase("step", lambda: None):
+            self._apply_gradients()
+        self._observer.end_step(self.global_steps)
+
+    def _apply_gradients(self) -> None:
+        """The step at the accumulation boundary."""
         if self._scaler is not None and self.coordinator.plain_backward:
             raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
         self._settle_gradients()
@@ -275,30 +282,22 @@ class Engine(nn.Module):
         """The global gradient norm of the latest step, before clipping; infinite when a gradient was not finite."""
         return self._norm
 
-    def memory(self) -> MemoryReport:
-        """Where this rank's bytes are: tier x kind, now and at most; prints as a table."""
-        in_process = (Tier.CPU,) if self._device.is_accelerator else (Tier.CPU, Tier.GPU)
-        resident = int(psutil.Process().memory_info().rss)
-        return MemoryReport.of(self._ledger, resident=resident, in_process=in_process)
+    def memory(self, by_unit: bool = False) -> MemoryReport:
+        """Where this rank's bytes are: tier x kind (x unit on request), now and at most; prints as a table."""
+        return self._observer.report(by_unit=by_unit)
+
+    def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
+        """Record what happens in a `with` block: where each step waits, what moves, what memory holds.
+
+        path: a page (".html") or a Chrome trace (".json") that is written at the end; ranks above 0 put theirs beside
+        it. The object has the figures, and writes the other kind, too. One at a time in a process.
+        """
+        self._alive("record a timeline")
+        return self._observer.timeline(path)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full tensors on rank 0's CPU, empty on other ranks; gathered unit by unit. Collective."""
-        wanted = self.global_rank == 0
-        whole: dict[int, Tensor] = {}
-        for unit in self.units:
-            with access.gathered(self, [unit]):
-                if wanted:
-                    whole.update((id(param), param.detach().cpu().clone()) for param in unit.params)
-        names = {name: param for name, param in self.module.named_parameters(remove_duplicate=False)}
-        result: dict[str, Any] = {name: whole[id(param)] for name, param in names.items()} if wanted else {}
-        if wanted:
-            skipped = {
-                f"{path}.{name}" if path else name
-                for path, inner in self.module.named_modules()
-                for name in inner._non_persistent_buffers_set
-            }
-            result.update((name, b.detach().cpu()) for name, b in self.module.named_buffers() if name not in skipped)
-        return result
+        return access.full_state_dict(self, self.module, wanted=self.global_rank == 0)
 
     # The end.
 
@@ -317,6 +316,7 @@ class Engine(nn.Module):
         with ExitStack() as stack:
             # Backwards.
             stack.callback(self._return_everything)
+            stack.callback(self._observer.close)
             stack.callback(lambda: self._stepper.close(at_once=at_once))
 
     def _return_everything(self) -> None:
@@ -422,6 +422,8 @@ class Engine(nn.Module):
     def _alive(self, verb: str) -> None:
         if self._closed:
             raise StateError(f"cannot {verb}: this engine was closed")
+        if self._observer.broken:
+            raise StateError(f"cannot {verb}: {self._observer.broken}")
         self._stepper.check()
 
 

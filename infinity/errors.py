@@ -18,7 +18,23 @@ class CapacityError(InfinityError, ValueError):
 
 
 class TierMemoryError(InfinityError, MemoryError):
-    """A tier ran out at run time although the plan fitted: tier, kind, bytes asked, used, limit."""
+    """A tier ran out at run time although the plan fitted.
+
+    Attributes, in bytes where they are numbers: `tier`, `kind` ("gpu", "exp_avg"), `asked`, `used`, `limit` (None where
+    the system refused without one), `owners` (the largest holders there, as (name, bytes)).
+    """
+
+    def __init__(
+        self, message: str, *, tier: str = "", kind: str = "", asked: int = 0, used: int = 0, limit: int | None = None,
+        owners: tuple[tuple[str, int], ...] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.tier = tier
+        self.kind = kind
+        self.asked = asked
+        self.used = used
+        self.limit = limit
+        self.owners = owners
 
 
 class StateError(InfinityError, RuntimeError):

@@ -20,7 +20,8 @@ FOLDERS = ("infinity", "estimators", "examples")
 _EVERYTHING = {
     "infinity.config", "infinity.errors", "infinity.plan", "infinity.log", "infinity.transfer", "infinity.ops",
     "infinity.comm", "infinity.memory", "infinity.optim", "infinity.zero", "infinity.parallel", "infinity.checkpoint",
-    "infinity.engine", "infinity.preflight",
+    "infinity.engine", "infinity.preflight", "infinity.record", "infinity.timeline", "infinity.breakdown",
+    "infinity.observer",
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
@@ -34,25 +35,37 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.api": _EVERYTHING,
     "infinity.engine": _EVERYTHING,
     "infinity.preflight": _EVERYTHING,
+    # What the engine shows of itself: where bytes are, and what happened when.
+    "infinity.breakdown": {
+        "infinity.plan", "infinity.memory", "infinity.zero", "infinity.record", "infinity.errors",
+    },
+    "infinity.timeline": {"infinity.record"},
+    "infinity.observer": {
+        "infinity.config", "infinity.log", "infinity.memory", "infinity.record", "infinity.breakdown",
+        "infinity.timeline",
+    },
     "infinity.checkpoint": {"infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log"},
     "infinity.zero": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log", "infinity.transfer",
+        "infinity.record",
     },
     "infinity.optim": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.ops", "infinity.errors", "infinity.log",
-        "infinity.transfer",
+        "infinity.transfer", "infinity.record",
     },
     "infinity.parallel": {"infinity.plan", "infinity.comm", "infinity.ops", "infinity.errors", "infinity.log"},
     "infinity.memory": {
         "infinity.config", "infinity.plan", "infinity.ops", "infinity.transfer", "infinity.log", "infinity.errors",
+        "infinity.record",
     },
-    "infinity.comm": {"infinity.plan", "infinity.transfer", "infinity.errors", "infinity.log"},
+    "infinity.comm": {"infinity.plan", "infinity.transfer", "infinity.errors", "infinity.log", "infinity.record"},
     "infinity.ops": {"infinity.errors"},
     "infinity.transfer": {"infinity.errors"},
     "infinity.log": {"infinity.errors"},
     "infinity.plan": {"infinity.config", "infinity.errors"},
     "infinity.config": {"infinity.errors"},
     "infinity.errors": set(),
+    "infinity.record": set(),
     "estimators": {"infinity.config", "infinity.plan", "infinity.errors"},
     # Only what the package itself exports.
     "examples": {"infinity"},

@@ -106,6 +106,12 @@ INFINITY_EXPORT void infinity_aio_outcome(void* request, int32_t* error, uint64_
 // Of a checked request that is done without an error: the CRC-32C of its bytes.
 INFINITY_EXPORT uint32_t infinity_aio_checksum(void* request) { return request_of(request).checksum(); }
 
+// Of a request that is done: when its first block began (0: none did) and when it was over, in nanoseconds of the
+// steady clock.
+INFINITY_EXPORT void infinity_aio_moments(void* request, int64_t* began_ns, int64_t* ended_ns) {
+    request_of(request).moments(began_ns, ended_ns);
+}
+
 INFINITY_EXPORT void infinity_aio_release(void* request) { delete static_cast<Handle*>(request); }
 
 // Makes memory known to the kernel, so that transfers in it cost less: 0, or an errno value where that cannot be had

@@ -10,6 +10,15 @@
 
 namespace infinity::aio {
 
+namespace {
+
+int64_t now_ns() {
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+}
+
+}  // namespace
+
 Request::Request(const Order& order, uint64_t block_nbytes, std::shared_ptr<Room> room)
     : order(order),
       block_nbytes((block_nbytes + order.target.alignment - 1) / order.target.alignment * order.target.alignment),
@@ -34,6 +43,7 @@ bool Request::begin_block(bool last) {
     if (error_ != 0) return false;
     ++blocks_active_;
     all_begun_ = last;
+    if (began_ns_ == 0) began_ns_ = now_ns();
     return true;
 }
 
@@ -84,8 +94,14 @@ uint32_t Request::checksum() const {
     return all;
 }
 
+void Request::moments(int64_t* began_ns, int64_t* ended_ns) const {
+    *began_ns = began_ns_;
+    *ended_ns = ended_ns_;
+}
+
 void Request::settle() {
     if (!all_begun_ || blocks_active_ != 0 || done()) return;
+    ended_ns_ = now_ns();
     done_.store(true, std::memory_order_release);
     changed_.notify_all();
     room_->leave();

@@ -95,6 +95,8 @@ class Request {
     void digest(uint64_t first);
     // After done(), of a checked request without an error: the CRC-32C of all its bytes.
     uint32_t checksum() const;
+    // After done(): when its first block began (0: none did) and when it was over; steady clock, nanoseconds.
+    void moments(int64_t* began_ns, int64_t* ended_ns) const;
 
     const Order order;
     // Of all blocks but the last; a multiple of the file's alignment.
@@ -114,6 +116,8 @@ class Request {
     bool all_begun_ = false;
     int32_t error_ = 0;
     uint64_t position_ = 0;
+    int64_t began_ns_ = 0;
+    int64_t ended_ns_ = 0;
     std::atomic<bool> done_{false};
 };
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from infinity import record
 from infinity.transfer import WorkTransfer
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -109,5 +110,6 @@ def exchange(values: list[float], group: Any, world_size: int) -> list[list[floa
         return [values]
     mine = torch.tensor(values, dtype=torch.float64)
     everyone = torch.empty(world_size * len(values), dtype=torch.float64)
-    all_gather(everyone, mine, group).wait()
+    with record.span(record.WAIT, "other ranks", nbytes=everyone.nbytes):
+        all_gather(everyone, mine, group).wait()
     return everyone.view(world_size, len(values)).tolist()

@@ -1,11 +1,11 @@
-"""The sections about the machine: how its drive is used, and how much of it."""
+"""The sections about the machine: how its drive is used, how much of it, and what a step does with it."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 from infinity.config.section import HONOURED, Also, NoEffect, Refused, Section
-from infinity.config.values import Count, Flag, Limit, Shares
+from infinity.config.values import Count, Flag, Limit, Picture, Shares
 
 _ASYNCHRONOUS = NoEffect("requests are always submitted in batches and never waited for one by one")
 
@@ -49,3 +49,12 @@ class Memory(Section):
     gpu: Tier = Tier()
     cpu: Tier = Tier()
     nvme: Tier = Tier()
+
+
+class Timeline(Section):
+    """Ours. A picture of one optimizer step: where it waited, what moved, what memory held (docs/timeline.md)."""
+
+    path: Annotated[Picture | None, HONOURED] = None
+    """File to write: a page (".html") or a Chrome trace (".json"); ranks above 0 put theirs beside it. Absent: none."""
+    step: Annotated[Count, HONOURED] = 4
+    """The optimizer step to record, counted from 1. The first ones warm up."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr
 
-from infinity.config.machine import Aio, Memory
+from infinity.config.machine import Aio, Memory, Timeline
 from infinity.config.optimizer import AnyOptimizer
 from infinity.config.section import HONOURED, Absent, Also, NoEffect, Refused, Section, leaves, mark, reply_of
 from infinity.config.training import Amp, Bf16, DataTypes, Fp16, Scheduler, TorchAutocast
@@ -179,6 +179,7 @@ class Config(Section):
     zero_optimization: ZeroOptimization = ZeroOptimization()
     aio: Aio = Aio()
     memory: Memory = Memory()
+    timeline: Timeline = Timeline()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     checkpoint: Checkpoint = Checkpoint()
     pipeline: Pipeline = Pipeline()
@@ -189,8 +190,8 @@ class Config(Section):
     """Mixed precision of apex."""
     wall_clock_breakdown: Annotated[Flag, NoEffect("the breakdown of a step's time arrives later")] = False
     """Print where the time of a step goes."""
-    memory_breakdown: Annotated[Flag, NoEffect("the memory ledger arrives later")] = False
-    """Print where memory goes."""
+    memory_breakdown: Annotated[Flag, HONOURED] = False
+    """Print where memory goes: after the first step, and whenever steps_per_print prints."""
     dump_state: Annotated[Flag, NoEffect("print the resolved configuration's explain() instead")] = False
     """Print the engine's state at the start."""
     disable_allgather: Annotated[Flag, NoEffect("a unit is gathered by one collective that the plan chooses")] = False

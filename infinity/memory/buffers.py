@@ -8,14 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from infinity import record
 from infinity.errors import TierMemoryError
 from infinity.memory.device import Device
 from infinity.memory.host import HostMemory
-from infinity.memory.ledger import Ledger
+from infinity.memory.ledger import Ledger, mb
 from infinity.memory.partition import Partition
 from infinity.memory.pool import Arena, piece_nbytes
+from infinity.memory.report import PoolUse
 from infinity.plan.plan import Pools
 from infinity.plan.types import Key, Kind, Tier
+
+# In a recording: what lies in the arenas, by arena.
+POOLS = "pools"
 
 
 def arena_name(key: Key) -> str:
@@ -34,22 +39,24 @@ class Buffers:
         self._adopted: set[Key] = set()
         # Whose buffers lie in each arena.
         self._inside: dict[str, dict[Key, Partition]] = {"param": {}, "states": {}}
-        self.arenas = {
-            name: Arena(name, host.allocate(nbytes))
-            for name, nbytes in (("param", pools.param_nbytes), ("states", pools.states_nbytes))
-            if nbytes
-        }
-        for arena in self.arenas.values():
-            ledger.add(Tier.CPU, Kind.POOL, arena.nbytes)
+        self.arenas: dict[str, Arena] = {}
+        for name, nbytes in (("param", pools.param_nbytes), ("states", pools.states_nbytes)):
+            if nbytes:
+                with ledger.taking(Tier.CPU, {Kind.POOL: nbytes}, f"the {name} pool"):
+                    self.arenas[name] = Arena(name, host.allocate(nbytes))
 
     def adopt(self, key: Key) -> None:
         """The partition's buffer is somebody else's."""
         self._adopted.add(key)
 
+    def adopted(self, key: Key) -> bool:
+        """Whether the partition's buffer is somebody else's."""
+        return key in self._adopted
+
     def take(self, partition: Partition) -> Tensor | None:
         """A buffer for a partition; None where its arena has no free range that is long enough.
 
-        TierMemoryError where the system refuses memory at a GPU or CPU home.
+        TierMemoryError where a GPU or CPU home's limit, or the system, refuses memory.
         """
         if not partition.on_nvme:
             return self._allocate(partition)
@@ -59,6 +66,7 @@ class Buffers:
         buffer = self.arenas[name].take(partition.spec.nbytes)
         if buffer is not None:
             self._inside[name][partition.key] = partition
+            record.level(POOLS, name, self.arenas[name].taken_nbytes)
         return buffer
 
     def give(self, partition: Partition, buffer: Tensor) -> None:
@@ -70,10 +78,31 @@ class Buffers:
                 name = arena_name(partition.key)
                 self.arenas[name].give(buffer)
                 del self._inside[name][partition.key]
+                record.level(POOLS, name, self.arenas[name].taken_nbytes)
         else:
             self.book(partition, -1)
             if partition.spec.home is Tier.CPU:
                 self._host.release(buffer)
+
+    def no_room(self, partition: Partition, claimed: list[Partition]) -> TierMemoryError:
+        """The error for a partition that finds no room in its arena; `claimed` are the partitions that hold it."""
+        arena = self.arenas[arena_name(partition.key)]
+        largest = sorted(claimed, key=lambda other: -other.spec.nbytes)[:3]
+        owners = tuple((str(other.key), other.spec.nbytes) for other in largest)
+        held = ", ".join(f"{name} {mb(nbytes)}" for name, nbytes in owners) or "nobody"
+        asked, used = partition.spec.nbytes, arena.taken_nbytes
+        return TierMemoryError(
+            f"no room on cpu for {partition.key}: asked {mb(asked)} of the {arena.name} pool, used {mb(used)}, limit "
+            f"{mb(arena.nbytes)}; largest leases: {held}. Lower sub_group_size, or split the leases.",
+            tier=Tier.CPU.value, kind=Kind.POOL.value, asked=asked, used=used, limit=arena.nbytes, owners=owners,
+        )  # fmt: skip
+
+    def use(self) -> dict[str, PoolUse]:
+        """How full each arena is."""
+        return {
+            name: PoolUse(reserved=arena.nbytes, used=arena.taken_nbytes, most=arena.most_nbytes)
+            for name, arena in self.arenas.items()
+        }
 
     def inside(self, name: str) -> list[Partition]:
         """Partitions whose buffers lie in one arena."""
@@ -120,15 +149,8 @@ class Buffers:
 
     def _allocate(self, partition: Partition) -> Tensor:
         spec = partition.spec
-        try:
+        kinds = {section.kind: section.nbytes for section in spec.sections}
+        with self._ledger.taking(spec.home, kinds, str(spec.key)):
             if spec.home is Tier.GPU:
-                buffer = self._device.empty(spec.nbytes, torch.uint8)
-            else:
-                buffer = self._host.allocate(spec.nbytes)
-        except (OSError, RuntimeError) as error:
-            raise TierMemoryError(
-                f"no room on {spec.home.value} for {spec.key}: asked {spec.nbytes / 1e6:.1f} MB, "
-                f"used {self._ledger.total(spec.home) / 1e6:.1f} MB, and the system refused more: {error}"
-            ) from error
-        self.book(partition, 1)
-        return buffer
+                return self._device.empty(spec.nbytes, torch.uint8)
+            return self._host.allocate(spec.nbytes)

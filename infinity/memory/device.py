@@ -24,6 +24,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from infinity import record
 from infinity.memory.elastic import ElasticBuffer
 from infinity.memory.pages import HUGE_PAGE, page_aligned
 from infinity.transfer import Completed, StreamTransfer, Transfer
@@ -78,7 +79,8 @@ class Device:
         """
         from_device, to_device = self.holds(source), self.holds(target)
         if not (from_device or to_device):
-            target.copy_(source)
+            with record.span(record.COPY, "copy", nbytes=target.nbytes):
+                target.copy_(source)
             return Completed()
         if from_device and to_device:
             target.copy_(source)
@@ -119,6 +121,10 @@ class Device:
     def free_nbytes(self) -> int | None:
         """Free device memory, or None where the device is the CPU."""
         return int(torch.cuda.mem_get_info(self.torch)[0]) if self.is_accelerator else None
+
+    def allocated_nbytes(self) -> int | None:
+        """Bytes of living tensors on the device, or None where the device is the CPU."""
+        return int(torch.cuda.memory_allocated(self.torch)) if self.is_accelerator else None
 
     def register(self, pointer: int, nbytes: int) -> str | None:
         """Pin CPU memory for every device; returns the driver's reason when it refuses, None when it is pinned."""

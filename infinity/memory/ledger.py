@@ -1,71 +1,120 @@
-"""Where every byte is: tier x kind -> bytes now and at most.
+"""Where every byte is: tier x kind -> bytes now and at most, and what a tier may hold.
 
-The store and the units book every buffer that they take or return.
+Whoever takes or returns a buffer books it here: the store for partitions and pools, units for whole parameters, the
+gradients for whole gradients. `taking` stands around an allocation and keeps the tier's limit; what the system itself
+refuses becomes the same error with the same numbers (see `infinity.memory.refusal`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from infinity import record
+from infinity.errors import TierMemoryError
+from infinity.memory.refusal import MemoryRefused, is_refusal
 from infinity.plan.capacity import Capacity
 from infinity.plan.types import Kind, Tier
+
+_REMEDIES = {
+    Tier.GPU: "Lower stage3_max_live_parameters or the micro-batch, offload more, or raise memory.gpu.max_bytes.",
+    Tier.CPU: 'Put more on NVMe (device = "nvme"), lower sub_group_size, or raise memory.cpu.max_bytes.',
+    Tier.NVME: "Free space on the drive, add one to nvme_path, or raise memory.nvme.max_bytes.",
+}
+_OWNERS = 5
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts what the engine holds. `now` and `peak` are keyed by (tier, kind), in bytes. `limits`: what this rank may
-    hold on each tier.
+    """Counts what the engine holds. `now` and `peak` are keyed by (tier, kind), `most` by tier, in bytes.
+
+    limits: what this rank may hold on each tier. baseline_nbytes: the process's resident memory without the model,
+    before there was an engine.
     """
 
     limits: Capacity = field(default_factory=Capacity)
+    baseline_nbytes: int = 0
     now: dict[tuple[Tier, Kind], int] = field(default_factory=dict)
     peak: dict[tuple[Tier, Kind], int] = field(default_factory=dict)
+    # Of a tier as a whole: its kinds need not be at their peaks together.
+    most: dict[Tier, int] = field(default_factory=dict)
     pinned_nbytes: int = 0
 
     def add(self, tier: Tier, kind: Kind, nbytes: int) -> None:
         """Book `nbytes` more (or fewer, when negative) of one kind on one tier."""
         entry = (tier, kind)
-        self.now[entry] = self.now.get(entry, 0) + nbytes
-        self.peak[entry] = max(self.peak.get(entry, 0), self.now[entry])
+        held = self.now[entry] = self.now.get(entry, 0) + nbytes
+        record.level(tier.value, kind.value, held)
+        if nbytes > 0:
+            self.peak[entry] = max(self.peak.get(entry, 0), held)
+            self.most[tier] = max(self.most.get(tier, 0), self.total(tier))
 
     def total(self, tier: Tier) -> int:
         """Bytes held on one tier now."""
         return sum(nbytes for (where, _), nbytes in self.now.items() if where is tier)
 
+    def room(self, tier: Tier) -> int | None:
+        """Bytes that the tier's limit leaves; None where there is no limit."""
+        limit = self.limits.of(tier)
+        return None if limit is None else limit - self.total(tier)
 
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """What `engine.memory()` returns: data that prints as a table. All numbers are bytes of this rank."""
+    @contextmanager
+    def taking(self, tier: Tier, kinds: Mapping[Kind, int], owner: str) -> Iterator[None]:
+        """Book what the block allocates for `owner`, once it has.
 
-    now: dict[str, dict[str, int]]
-    peak: dict[str, dict[str, int]]
-    pinned: int
-    resident: int
-    unaccounted: int
+        TierMemoryError where that goes beyond the tier's limit, before the block; MemoryRefused where the system
+        refuses. Then nothing is booked.
+        """
+        asked = sum(kinds.values())
+        room = self.room(tier)
+        if room is not None and asked > max(room, 0):
+            raise self._beyond(tier, kinds, owner)
+        try:
+            yield
+        except (MemoryError, OSError, RuntimeError) as error:
+            if isinstance(error, TierMemoryError) or not is_refusal(error):
+                raise
+            raise self._refused(tier, kinds, owner, error) from error
+        for kind, nbytes in kinds.items():
+            self.add(tier, kind, nbytes)
 
-    @classmethod
-    def of(cls, ledger: Ledger, *, resident: int, in_process: tuple[Tier, ...]) -> MemoryReport:
-        """Build a report. `in_process` are the tiers whose bytes are part of the process's resident memory."""
+    def owners(self, tier: Tier) -> tuple[tuple[str, int], ...]:
+        """The kinds that hold most on a tier, as (name, bytes), the largest first."""
+        held = [(kind.value, nbytes) for (where, kind), nbytes in self.now.items() if where is tier and nbytes > 0]
+        return tuple(sorted(held, key=lambda item: -item[1])[:_OWNERS])
 
-        def table(entries: dict[tuple[Tier, Kind], int]) -> dict[str, dict[str, int]]:
-            return {
-                tier.value: {kind.value: size for (where, kind), size in entries.items() if where is tier and size}
-                for tier in Tier
-            }
+    def _beyond(self, tier: Tier, kinds: Mapping[Kind, int], owner: str) -> TierMemoryError:
+        asked, used, limit = sum(kinds.values()), self.total(tier), self.limits.of(tier)
+        assert limit is not None
+        return TierMemoryError(
+            f"no room on {tier.value} for {owner}: asked {mb(asked)}, used {mb(used)}, limit {mb(limit)}. "
+            f"{_REMEDIES[tier]}{holders(self.owners(tier))}",
+            tier=tier.value, kind=_largest(kinds), asked=asked, used=used, limit=limit, owners=self.owners(tier),
+        )  # fmt: skip
 
-        accounted = sum(ledger.total(tier) for tier in in_process)
-        return cls(table(ledger.now), table(ledger.peak), ledger.pinned_nbytes, resident, resident - accounted)
-
-    def __str__(self) -> str:
-        lines = [f"{'tier':<6}{'kind':<12}{'now':>12}{'peak':>12}"]
-        for tier, kinds in self.peak.items():
-            for kind, peak in kinds.items():
-                lines.append(f"{tier:<6}{kind:<12}{_mb(self.now[tier].get(kind, 0)):>12}{_mb(peak):>12}")
-        lines.append(
-            f"resident {_mb(self.resident)}, of it not the engine's {_mb(self.unaccounted)}; pinned {_mb(self.pinned)}"
-        )
-        return "\n".join(lines)
+    def _refused(self, tier: Tier, kinds: Mapping[Kind, int], owner: str, error: BaseException) -> MemoryRefused:
+        asked, used = sum(kinds.values()), self.total(tier)
+        return MemoryRefused(
+            f"no room on {tier.value} for {owner}: asked {mb(asked)}, used {mb(used)}, and the system refused more: "
+            f"{error}. {_REMEDIES[tier]}{holders(self.owners(tier))}",
+            tier=tier.value, kind=_largest(kinds), asked=asked, used=used, limit=self.limits.of(tier),
+            owners=self.owners(tier),
+        )  # fmt: skip
 
 
-def _mb(nbytes: int) -> str:
+def _largest(kinds: Mapping[Kind, int]) -> str:
+    return max(kinds, key=lambda kind: kinds[kind]).value if kinds else ""
+
+
+def holders(owners: tuple[tuple[str, int], ...]) -> str:
+    """The small table below a message: who holds most."""
+    if not owners:
+        return ""
+    width = max(len(name) for name, _ in owners)
+    return "\nlargest there:" + "".join(f"\n  {name:<{width}}  {mb(nbytes):>12}" for name, nbytes in owners)
+
+
+def mb(nbytes: int) -> str:
+    """An amount for people."""
     return f"{nbytes / 1e6:,.1f} MB"

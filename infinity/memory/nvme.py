@@ -24,6 +24,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from infinity import record
 from infinity.errors import CapacityError, TransferError
 from infinity.log import logger
 from infinity.memory.stripes import PROBE_NBYTES, Piece, Stripes, measured_weights
@@ -206,7 +207,7 @@ class NvmeTier:
             for piece in self._stripes.pieces(extent):
                 whole = piece.nbytes == extent.nbytes
                 part = buffer if whole else buffer[piece.begin : piece.begin + piece.nbytes]
-                requests.append(self._move(piece, part, write=write, priority=priority))
+                requests.append(self._move(piece, part, extent, write=write, priority=priority))
         except BaseException:
             # The caller takes the buffer back: nothing may be in flight in it.
             striped = Striped(requests)
@@ -216,7 +217,14 @@ class NvmeTier:
             raise
         return requests[0] if len(requests) == 1 else Striped(requests)
 
-    def _move(self, piece: Piece, part: Tensor, *, write: bool, priority: int) -> Request:
+    def _move(self, piece: Piece, part: Tensor, extent: Extent, *, write: bool, priority: int) -> Request:
+        request = self._submit_piece(piece, part, write=write, priority=priority)
+        lane = f"NVMe {'writes' if write else 'reads'}"
+        # The extent tells whose bytes they are.
+        record.follow(lane if len(self._drives) == 1 else f"{lane}, drive {piece.drive}", extent, part.nbytes, request)
+        return request
+
+    def _submit_piece(self, piece: Piece, part: Tensor, *, write: bool, priority: int) -> Request:
         drive = self._drives[piece.drive]
         if self._written is None:
             submit = drive.queue.write if write else drive.queue.read

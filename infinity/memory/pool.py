@@ -23,6 +23,7 @@ class Arena:
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]
         # Offset -> bytes of the pieces that are out.
         self._taken: dict[int, int] = {}
+        self.most_nbytes = 0
 
     @property
     def buffer(self) -> Tensor:
@@ -46,6 +47,7 @@ class Arena:
                 self._free[index : index + 1] = rest
                 piece = self._buffer[offset : offset + nbytes]
                 self._taken[offset] = wanted
+                self.most_nbytes = max(self.most_nbytes, self.taken_nbytes)
                 return piece
         return None
 

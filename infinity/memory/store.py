@@ -20,6 +20,7 @@ from functools import partial
 
 from torch import Tensor
 
+from infinity import record
 from infinity.errors import TierMemoryError, TransferError
 from infinity.log import logger
 from infinity.memory.buffers import Buffers, arena_name
@@ -28,6 +29,7 @@ from infinity.memory.host import HostMemory
 from infinity.memory.ledger import Ledger
 from infinity.memory.nvme import NvmeTier
 from infinity.memory.partition import Partition, State
+from infinity.memory.report import PoolUse
 from infinity.plan.plan import Pools
 from infinity.plan.types import Key, PartitionSpec
 
@@ -216,6 +218,16 @@ class TieredStore:
         """Whether the value needs no fetch any more: it is there, or on its way."""
         return self._partitions[key].buffer is not None
 
+    def pools(self) -> dict[str, PoolUse]:
+        """How full the arenas are."""
+        with self._changed:
+            return self._buffers.use()
+
+    def held(self) -> Iterator[tuple[Partition, bool]]:
+        """Every partition, and whether its bytes are its own: those of an aliased one are its unit's."""
+        for partition in self._partitions.values():
+            yield partition, not self._buffers.adopted(partition.key)
+
     @property
     def io_backend(self) -> str | None:
         """What moves bytes between NVMe and memory; None where nothing does."""
@@ -270,14 +282,15 @@ class TieredStore:
                 if owner.error is not None:
                     owner.seen = True
                     raise owner.error
-                self._wait_for_others(by)
+                self._wait_for_others(by, "optimizer step", key)
 
-    def _wait_for_others(self, by: Reservation | None) -> None:
+    def _wait_for_others(self, by: Reservation | None, cause: str, key: Key) -> None:
         self._stuck.add(by)
         # Another party that waits for room must see that nobody will make some.
         self._changed.notify_all()
         try:
-            self._changed.wait()
+            with record.span(record.WAIT, cause, key):
+                self._changed.wait()
         finally:
             self._stuck.discard(by)
 
@@ -295,20 +308,20 @@ class TieredStore:
             # Earlier buffers may lie in the middle of the free space: start from an empty arena, once.
             self._clear(keys)
             for partition in by_size:
-                self._bring(partition, fresh, by, keys)
+                self._bring(partition, fresh, by)
         for partition in by_size:
             if partition.state is State.READING:
                 self._settle(partition)
             partition.awaited = False
         return partitions
 
-    def _bring(self, partition: Partition, fresh: bool, by: Reservation | None, asked: Iterable[Key] = ()) -> None:
+    def _bring(self, partition: Partition, fresh: bool, by: Reservation | None) -> None:
         """Make sure that a partition has its value, or a fetch under way."""
         if partition.state is State.FAILED:
             raise partition.error("use")
         if partition.state not in (State.ABSENT, State.SPILLED):
             return
-        buffer = self._take(partition, by, asked)
+        buffer = self._take(partition, by)
         if partition.state is State.SPILLED and not fresh:
             self._submit_fetch(partition, buffer)
         else:
@@ -331,7 +344,7 @@ class TieredStore:
                 return None
         return buffer
 
-    def _take(self, partition: Partition, by: Reservation | None, asked: Iterable[Key]) -> Tensor:
+    def _take(self, partition: Partition, by: Reservation | None) -> Tensor:
         """A buffer for a partition: waits for transfers, gives up others' clean buffers, waits for others' leases."""
         name = arena_name(partition.key)
         while (buffer := self._take_now(partition)) is None:
@@ -339,8 +352,9 @@ class TieredStore:
                 continue
             others = [party for party, count in self._holds.items() if count and party is not by]
             if all(party in self._stuck for party in others):
-                raise self._no_room(name, partition, asked)
-            self._wait_for_others(by)
+                claimed = [other for other in self._buffers.inside(name) if self._claims[other.key]]
+                raise self._buffers.no_room(partition, claimed)
+            self._wait_for_others(by, "room in a pool", partition.key)
         return buffer
 
     def _spare(self, name: str) -> list[Partition]:
@@ -404,9 +418,11 @@ class TieredStore:
         """Wait for a transfer in flight. A partition that fails gives its buffer back, and the error is raised."""
         while (transfer := partition.transfer) is not None:
             error: BaseException | None = None
+            cause = "NVMe read" if partition.state is State.READING else "NVMe write"
             self._changed.release()
             try:
-                transfer.wait()
+                with record.span(record.WAIT, cause, partition.key, partition.spec.nbytes):
+                    transfer.wait()
             except BaseException as caught:
                 error = caught
             finally:
@@ -422,14 +438,3 @@ class TieredStore:
         buffer = partition.surrender()
         if buffer is not None:
             self._buffers.give(partition, buffer)
-
-    def _no_room(self, name: str, partition: Partition, asked: Iterable[Key]) -> TierMemoryError:
-        arena = self._buffers.arenas[name]
-        claimed = [other for other in self._buffers.inside(name) if self._claims[other.key]]
-        owners = sorted(claimed, key=lambda other: -other.spec.nbytes)[:3]
-        held = ", ".join(f"{other.key} {other.spec.nbytes / 1e6:.1f} MB" for other in owners) or "nobody"
-        return TierMemoryError(
-            f"no room on cpu for {partition.key}: asked {partition.spec.nbytes / 1e6:.1f} MB of the {arena.name} pool, "
-            f"used {arena.taken_nbytes / 1e6:.1f} MB, limit {arena.nbytes / 1e6:.1f} MB; largest leases: {held}. "
-            "Lower sub_group_size, or split the leases."
-        )

@@ -58,7 +58,7 @@ class Request:
 
     __slots__ = (
         "__weakref__", "_buffer", "_checked", "_expected", "_given_up", "_handle", "_outcome", "_queue", "_reported",
-        "checksum", "nbytes", "offset", "operation", "path",
+        "checksum", "moments", "nbytes", "offset", "operation", "path",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +70,8 @@ class Request:
         self.nbytes = buffer.nbytes
         # The CRC-32C of the bytes, where it was asked for and once they are moved.
         self.checksum: int | None = None
+        # When its first byte began to move (0: none did) and when it was over, once it is done; perf_counter_ns.
+        self.moments = (0, 0)
         self._queue = queue
         self._buffer: Tensor | None = buffer
         self._expected = expected
@@ -141,6 +143,7 @@ class Request:
 
     def _finish(self, handle: _Handle) -> None:
         code, position = handle.outcome()
+        self.moments = handle.moments()
         if code == END_OF_FILE:
             self._outcome = errno.EIO, f"got {position} of {self.nbytes} bytes, then the file ended"
         elif code:
@@ -373,6 +376,7 @@ class _Handle(Protocol):
     def cancel(self) -> bool: ...
     def outcome(self) -> tuple[int, int]: ...
     def checksum(self) -> int: ...
+    def moments(self) -> tuple[int, int]: ...
 
 
 class _Engine(Protocol):

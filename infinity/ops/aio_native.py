@@ -16,6 +16,7 @@ CODES = {"io_uring": 2, "libaio": 1, "threads": 0}
 
 _log = logging.getLogger("infinity")
 _int32_at, _uint64_at = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_uint64)
+_int64_at = ctypes.POINTER(ctypes.c_int64)
 
 
 class _TargetC(ctypes.Structure):
@@ -47,6 +48,7 @@ _PROMPT = {
     "cancel": (_i32, (_address,)),
     "outcome": (None, (_address, _int32_at, _uint64_at)),
     "checksum": (ctypes.c_uint32, (_address,)),
+    "moments": (None, (_address, _int64_at, _int64_at)),
     "release": (None, (_address,)),
     "register_file": (_i32, (_address, _i32)),
     "unregister_file": (None, (_address, _i32)),
@@ -97,6 +99,11 @@ class NativeHandle:
 
     def checksum(self) -> int:
         return int(self._calls.checksum(self._pointer))
+
+    def moments(self) -> tuple[int, int]:
+        began, ended = ctypes.c_int64(), ctypes.c_int64()
+        self._calls.moments(self._pointer, began, ended)
+        return began.value, ended.value
 
     def __del__(self) -> None:
         self._calls.release(self._pointer)

@@ -63,6 +63,9 @@ class _Progress:
     position: int = 0
     # By the byte at which a block begins.
     checksums: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # perf_counter_ns: when the first block began (0: none did), and when the job was over.
+    began_ns: int = 0
+    ended_ns: int = 0
     over: threading.Event = field(default_factory=threading.Event)
 
     def fail(self, error: int, position: int) -> None:
@@ -109,6 +112,10 @@ class PythonHandle:
         for _, (crc, nbytes) in sorted(self._progress.checksums.items()):
             whole = combine(whole, crc, nbytes)
         return whole
+
+    def moments(self) -> tuple[int, int]:
+        """When the first block began (0: none did) and when the job was over (perf_counter_ns), once done."""
+        return self._progress.began_ns, self._progress.ended_ns
 
 
 class PythonEngine:
@@ -210,6 +217,7 @@ class PythonEngine:
         if progress.blocks_active == 0 and progress.all_begun and not progress.over.is_set():
             # The entry and its progress refer to each other: descriptors must not wait for the collector.
             progress.entry[1] = None
+            progress.ended_ns = time.perf_counter_ns()
             progress.over.set()
             self._unfinished -= 1
             self._room.notify_all()
@@ -248,6 +256,7 @@ class PythonEngine:
             end = min(begin + step, job.nbytes)
             progress.begun_nbytes = end
             progress.blocks_active += 1
+            progress.began_ns = progress.began_ns or time.perf_counter_ns()
             if end == job.nbytes:
                 heapq.heappop(self._pending)
             return progress, begin, end

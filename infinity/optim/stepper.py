@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from infinity import record
 from infinity.errors import StateError
 from infinity.memory.partition import Partition
 from infinity.memory.store import Reservation, TieredStore
@@ -121,7 +122,7 @@ class Stepper:
 
     def _measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
         keys = [Key(Kind.GRAD, unit) for unit in units]
-        with self._store.read(*keys, by=reservation) as partitions:
+        with self._store.read(*keys, by=reservation) as partitions, record.span(record.COMPUTE, "gradient norm"):
             found = grad_stats([partition.view(Kind.GRAD) for partition in partitions])
         self._stats.update((unit, (stats[0], stats[1])) for unit, stats in zip(units, found, strict=True))
         if reservation is not None:
@@ -230,7 +231,7 @@ class Stepper:
         """Run a job behind the program."""
 
         def run() -> None:
-            with self._telling(reservation):
+            with self._telling(reservation), record.span(record.ENGINE, "behind the program"):
                 job(*arguments)
 
         assert self._thread is not None
@@ -288,7 +289,8 @@ class Stepper:
                     span = slice(run.start, run.start + run.numel)
                     cuts.append(self._cut(states, at, local[span], local_grad[span], run, sweep.hyper[run.group]))
                 at += piece.numel
-            self._method.step(cuts, grad_scale=sweep.grad_scale)
+            with record.span(record.COMPUTE, "optimizer", states.key, states.spec.nbytes):
+                self._method.step(cuts, grad_scale=sweep.grad_scale)
             for home, local in copies:
                 home.copy_(local)
 
@@ -304,7 +306,8 @@ class Stepper:
 
 def _look(future: Future[None], reservation: Reservation) -> None:
     try:
-        future.result()
+        with record.span(record.WAIT, "optimizer step"):
+            future.result()
     except BaseException:
         reservation.seen = True
         raise

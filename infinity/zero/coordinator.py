@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from infinity import record
 from infinity.errors import StateError
 from infinity.memory.device import Device
 from infinity.memory.store import TieredStore
@@ -25,6 +26,8 @@ from infinity.zero.unit import Gathered, Unit
 # Traces whose schedules are remembered, and the length after which a trace is no longer recorded.
 _SCHEDULES_MAX = 16
 _TRACE_MAX = 100_000
+# Lanes of a recording.
+FORWARD, BACKWARD = "modules, forward", "modules, backward"
 
 
 class Scope:
@@ -111,12 +114,14 @@ class Coordinator:
         self._open.append(scope)
         for unit in scope.units:
             self._use(unit)
+        record.take_off(FORWARD, scope)
         return scope
 
     def close_scope(self, scope: Scope, *, will_return: bool) -> None:
         """The module has run. `will_return`: its outputs carry gradients, so that its backward will come through
         here.
         """
+        record.land(FORWARD, scope)
         while self._open and self._open[-1] is not scope:
             # A forward that was left by an exception did not close its inner scopes.
             self._leave(self._open.pop())
@@ -179,16 +184,17 @@ class Coordinator:
         if scope.in_backward:
             return
         scope.in_backward = True
-        if scope.held:
-            return
-        self._backward.append(scope)
-        for unit in scope.units:
-            self._use(unit)
+        if not scope.held:
+            self._backward.append(scope)
+            for unit in scope.units:
+                self._use(unit)
+        record.take_off(BACKWARD, scope)
 
     def leave_backward(self, scope: Scope) -> None:
         """All gradients of the module's inputs are there, or backward is over: its units are done with this call."""
         if not scope.in_backward and not scope.held:
             return
+        record.land(BACKWARD, scope)
         scope.in_backward = scope.held = False
         self._backward.remove(scope)
         if scope.counted:
@@ -255,8 +261,11 @@ class Coordinator:
 
     def _use(self, unit: Unit) -> None:
         unit.users += 1
-        if unit.placed.whole:
-            return
+        if not unit.placed.whole:
+            with record.span(record.ENGINE, "use", unit.key):
+                self._bring(unit)
+
+    def _bring(self, unit: Unit) -> None:
         self._advance(unit)
         watch = self._watch if self._mode == "train" else None
         if watch is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from infinity import record
 from infinity.comm import collectives
 from infinity.comm.mesh import Mesh
 from infinity.memory.device import Device
@@ -63,9 +64,11 @@ class Gradients:
         self._wire = DTYPES[plan.request.communication_dtype]
         self._planned = plan.pools.scratch
         grad_dtype = DTYPES[plan.request.grad_dtype]
-        self._buffers = {unit: device.empty(unit.layout.numel, grad_dtype) for unit in self._units if self._whole}
-        for buffer in self._buffers.values():
-            ledger.add(Tier.GPU, Kind.FULL_GRAD, buffer.numel() * buffer.element_size())
+        self._buffers: dict[Unit, Tensor] = {}
+        for unit in self._units if self._whole else ():
+            nbytes = unit.layout.numel * grad_dtype.itemsize
+            with ledger.taking(Tier.GPU, {Kind.FULL_GRAD: nbytes}, f"whole gradients of {unit.layout.name}"):
+                self._buffers[unit] = device.empty(unit.layout.numel, grad_dtype)
         # Which parameters of a unit have had a gradient since the last step, on this rank.
         self.arrived = {unit: [False] * len(unit.params) for unit in self._units}
         # Units whose accumulation has begun since the last step.
@@ -185,6 +188,10 @@ class Gradients:
 
     def _collect(self, unit: Unit) -> None:
         """Take the gradients that autograd has left on the unit's parameters."""
+        with record.span(record.ENGINE, "collect gradients", self.partition(unit)):
+            self._take(unit)
+
+    def _take(self, unit: Unit) -> None:
         present = [param.grad is not None for param in unit.params]
         self.arrived[unit] = [old or new for old, new in zip(self.arrived[unit], present, strict=True)]
         if not unit.layout.numel:
@@ -238,7 +245,7 @@ class Gradients:
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
             unit, lease, copies = arriving
-            with lease:
+            with lease, record.span(record.WAIT, "copy from the device", self.partition(unit)):
                 for copy in copies:
                     self._device.arrived(copy)
             self.landed(unit)
@@ -271,7 +278,9 @@ class Gradients:
         self._begun.add(unit)
         scratch = self._take_scratch()
         full = scratch.full[: buffer.numel()].copy_(buffer) if scratch.full.numel() else buffer
-        with self._store.write(self.partition(unit)) as (partition,):
+        key, nbytes = self.partition(unit), full.numel() * full.element_size()
+        record.take_off("reductions", key, nbytes)
+        with self._store.write(key) as (partition,), record.span(record.WAIT, "reduction", key, nbytes):
             target = partition.view(Kind.GRAD)
             if unit.placed.parts == 1:
                 collectives.all_reduce(full, self._mesh.reduce).wait()
@@ -282,6 +291,7 @@ class Gradients:
                 collectives.reduce_scatter(mine, full, scratch.room(unit), group=self._mesh.reduce).wait()
                 if mine is not target:
                     target.copy_(mine)
+        record.land("reductions", key)
         self.landed(unit)
 
     def _start_reduce(self, unit: Unit) -> None:
@@ -299,6 +309,7 @@ class Gradients:
                 full[slot.offset : end].copy_(param.grad.reshape(-1))
         full[end:].zero_()
         mine = scratch.mine[: unit.layout.partition_numel(unit.placed.parts)]
+        record.take_off("reductions", self.partition(unit), full.numel() * full.element_size())
         transfer = collectives.reduce_scatter(mine, full, scratch.room(unit), group=self._mesh.reduce)
         self._flying = (unit, transfer, mine)
 
@@ -307,12 +318,13 @@ class Gradients:
         if self._scratch is None:
             planned = self._planned
             width = self._wire.itemsize
-            self._scratch = _Reducing(
-                full=self._device.empty(planned.full_nbytes // width, self._wire),
-                workspace=self._device.empty(planned.workspace_nbytes // width, self._wire),
-                mine=self._device.empty(planned.mine_nbytes // width, self._wire),
-            )
-            self._ledger.add(Tier.GPU, Kind.FULL_GRAD, self._planned.nbytes)
+            kinds = {Kind.FULL_GRAD: planned.nbytes}
+            with self._ledger.taking(Tier.GPU, kinds, "gradients on their way into a reduction"):
+                self._scratch = _Reducing(
+                    full=self._device.empty(planned.full_nbytes // width, self._wire),
+                    workspace=self._device.empty(planned.workspace_nbytes // width, self._wire),
+                    mine=self._device.empty(planned.mine_nbytes // width, self._wire),
+                )
         return self._scratch
 
     def _drop_scratch(self) -> None:
@@ -325,7 +337,9 @@ class Gradients:
         flying = self._take_flying()
         if flying is not None:
             unit, transfer, mine = flying
-            transfer.wait()
+            with record.span(record.WAIT, "reduction", self.partition(unit), unit.layout.numel * mine.element_size()):
+                transfer.wait()
+            record.land("reductions", self.partition(unit))
             self._accumulate(unit, mine)
         self._arrive()
 

@@ -9,12 +9,13 @@ refreshed after each step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
+from infinity import record
 from infinity.comm.collectives import all_gather
 from infinity.comm.mesh import Mesh
 from infinity.memory.device import Device
@@ -64,12 +65,15 @@ class Unit:
         self.leasing = False
         self._dtype = DTYPES[layout.dtype]
         self._elastic = None if placed.whole else device.elastic(layout.numel, self._dtype)
-        self.full = self._elastic.tensor if self._elastic else device.empty(layout.numel, self._dtype)
+        if self._elastic is None:
+            with self._taking():
+                self.full = device.empty(layout.numel, self._dtype)
+        else:
+            self.full = self._elastic.tensor
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
         self._placeholders = [parameter.placeholder(slot.shape, self._dtype, device.torch) for slot in layout.slots]
         if placed.whole:
             self.full.zero_()
-            self._book(1)
             if placed.aliased:
                 store.adopt(self.key, self.own.view(torch.uint8))
 
@@ -90,8 +94,8 @@ class Unit:
         if self.state is not Gathered.PARTITIONED:
             return
         if self._elastic is not None and not self._elastic.has_bytes:
-            self._elastic.take()
-            self._book(1)
+            with self._taking():
+                self._elastic.take()
         self.state = Gathered.GATHERING
         try:
             self._transfer = self._fill()
@@ -104,7 +108,9 @@ class Unit:
         if self.state is Gathered.GATHERED:
             return
         self.start_gather()
-        self._transfer.wait()
+        with record.span(record.WAIT, "gather", self.key, self.layout.nbytes):
+            self._transfer.wait()
+        record.land("gathers", self.key)
         self.let_go(wait=False)
         for param, view in zip(self.params, self._views, strict=True):
             parameter.restore(param, view)
@@ -119,7 +125,8 @@ class Unit:
             return True
         if not wait and not self._copied.done():
             return False
-        self._device.arrived(self._copied)
+        with record.span(record.WAIT, "copy to the device", self.key):
+            self._device.arrived(self._copied)
         self._copied = Completed()
         self.leasing = False
         self._lease.close()
@@ -139,6 +146,7 @@ class Unit:
             return
         if self.state is Gathered.GATHERING:
             self._transfer.wait()
+            record.land("gathers", self.key)
         self.hide()
         # The host does not wait: the device has been told to, before it may use the bytes for something else.
         self.let_go(wait=False)
@@ -150,7 +158,7 @@ class Unit:
         """Give the memory of a released unit's full buffer back."""
         if self.state is Gathered.PARTITIONED and self._elastic is not None and self._elastic.has_bytes:
             self._elastic.free()
-            self._book(-1)
+            self._return()
 
     def abandon(self) -> None:
         """Release after an error. A gather that still runs keeps its buffer: waiting for it might fail the same way."""
@@ -177,10 +185,11 @@ class Unit:
         self.leasing = False
         self._lease.close()
         if self.has_bytes:
-            self._book(-1)
+            self._return()
 
     def _fill(self) -> Transfer:
         """Put this rank's partition into its place in the full buffer and gather the others'."""
+        record.take_off("gathers", self.key, self.layout.nbytes)
         if not self.placed.aliased:
             self.let_go(wait=True)
             (partition,) = self._lease.enter_context(self._store.read(self.key))
@@ -189,11 +198,20 @@ class Unit:
             self.let_go(wait=False)
         if self.placed.parts == 1 or not self.layout.numel:
             return self._copied
-        self._copied.wait()
+        with record.span(record.WAIT, "copy to the device", self.key):
+            self._copied.wait()
         return all_gather(self.full, self.own, self._mesh.gather)
 
-    def _book(self, sign: int) -> None:
-        own = self.own.numel() * self.full.element_size() if self.placed.aliased else 0
-        self._ledger.add(Tier.GPU, Kind.FULL, sign * (self.layout.nbytes - own))
-        if own:
-            self._ledger.add(Tier.GPU, Kind.PARAM, sign * own)
+    @property
+    def kinds(self) -> dict[Kind, int]:
+        """Bytes of the full buffer by kind: of an aliased partition this rank's slice is its home."""
+        numel = self.layout.partition_numel(self.placed.parts) if self.placed.aliased else 0
+        own = numel * self._dtype.itemsize
+        return {Kind.FULL: self.layout.nbytes - own, **({Kind.PARAM: own} if own else {})}
+
+    def _taking(self) -> AbstractContextManager[None]:
+        return self._ledger.taking(Tier.GPU, self.kinds, f"the whole of {self.layout.name}")
+
+    def _return(self) -> None:
+        for kind, nbytes in self.kinds.items():
+            self._ledger.add(Tier.GPU, kind, -nbytes)

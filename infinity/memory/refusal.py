@@ -1,0 +1,30 @@
+"""When the system, or the accelerator's allocator, refuses memory: one error, whoever was asked.
+
+The C library, the kernel and torch each say it in their own way. `MemoryRefused` is what all of it becomes: it has the
+numbers, and is caught as `TierMemoryError`, as `MemoryError`, and as the `torch.OutOfMemoryError` (a RuntimeError)
+that a program written for torch expects.
+"""
+
+from __future__ import annotations
+
+import errno
+
+import torch
+
+from infinity.errors import TierMemoryError
+
+# Of torch's own allocators for CPU memory, which raise a plain RuntimeError.
+_SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+
+
+class MemoryRefused(TierMemoryError, torch.OutOfMemoryError):
+    """Memory was refused by the system; what it said is the cause."""
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an exception says that there is no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS)

@@ -1,0 +1,120 @@
+"""What `engine.memory()` returns: where this rank's bytes are, as data that prints as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from infinity.memory.ledger import Ledger, mb
+from infinity.plan.types import Kind, Tier
+
+# Units of a report in print: the largest, and one line for the rest.
+_UNITS_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """An arena in CPU memory: bytes reserved, in use now, and in use at most."""
+
+    reserved: int
+    used: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What is known of this process beside the ledger.
+
+    resident: resident memory now. in_process: the tiers whose bytes are part of it. device: bytes that torch has
+    allocated on the accelerator, activations included; None without one.
+    """
+
+    resident: int
+    in_process: tuple[Tier, ...]
+    device: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """All numbers are bytes of this rank.
+
+    `now` and `peak` go by tier and kind; `most` is a tier's own peak, `limits` what it may hold. `pools` are the arenas
+    in CPU memory. Of the `resident` memory, `baseline` was there before the engine (the interpreter, torch, the
+    program), and `unaccounted` is neither that nor the engine's: activations where the device is the CPU, what
+    allocators keep, and, where it is negative, memory that is reserved and was never touched. `activations` is what
+    torch holds on an accelerator beyond the engine's. `by_unit` goes by tier, kind and unit, when it was asked for.
+    """
+
+    now: dict[str, dict[str, int]]
+    peak: dict[str, dict[str, int]]
+    most: dict[str, int]
+    limits: dict[str, int | None]
+    pools: dict[str, PoolUse]
+    pinned: int
+    resident: int
+    baseline: int
+    unaccounted: int
+    activations: int | None = None
+    by_unit: dict[str, dict[str, dict[str, int]]] | None = None
+
+    @classmethod
+    def of(
+        cls, ledger: Ledger, process: Process, *, pools: Mapping[str, PoolUse] | None = None,
+        by_unit: dict[str, dict[str, dict[str, int]]] | None = None,
+    ) -> MemoryReport:  # fmt: skip
+        """A report of the ledger as it is now."""
+
+        def table(entries: dict[tuple[Tier, Kind], int]) -> dict[str, dict[str, int]]:
+            return {
+                tier.value: {kind.value: size for (where, kind), size in entries.items() if where is tier and size}
+                for tier in Tier
+            }
+
+        accounted = ledger.baseline_nbytes + sum(ledger.total(tier) for tier in process.in_process)
+        return cls(
+            now=table(ledger.now), peak=table(ledger.peak),
+            most={tier.value: ledger.most.get(tier, 0) for tier in Tier},
+            limits={tier.value: ledger.limits.of(tier) for tier in Tier}, pools=dict(pools or {}),
+            pinned=ledger.pinned_nbytes, resident=process.resident, baseline=ledger.baseline_nbytes,
+            unaccounted=process.resident - accounted,
+            activations=None if process.device is None else process.device - ledger.total(Tier.GPU), by_unit=by_unit,
+        )  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers in plain dictionaries, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{'tier':<6}{'kind':<12}{'now':>14}{'peak':>14}{'limit':>14}"]
+        for tier, kinds in self.peak.items():
+            for kind, peak in sorted(kinds.items(), key=lambda item: -item[1]):
+                lines.append(f"{tier:<6}{kind:<12}{mb(self.now[tier].get(kind, 0)):>14}{mb(peak):>14}")
+            if kinds:
+                limit = self.limits[tier]
+                total = f"{mb(sum(self.now[tier].values())):>14}{mb(self.most[tier]):>14}"
+                lines.append(f"{tier:<6}{'in all':<12}{total}{'none' if limit is None else mb(limit):>14}")
+        for name, pool in self.pools.items():
+            lines.append(f"pool {name}: {mb(pool.used)} in use, {mb(pool.most)} at most, {mb(pool.reserved)} reserved")
+        if self.activations is not None:
+            lines.append(f"on the device beside that {mb(self.activations)}: activations, workspaces")
+        lines.append(
+            f"resident {mb(self.resident)}: {mb(self.baseline)} before the engine, {mb(self.unaccounted)} not "
+            f"accounted for; pinned {mb(self.pinned)}"
+        )
+        return "\n".join([*lines, *self._unit_lines()])
+
+    def _unit_lines(self) -> list[str]:
+        lines = []
+        for tier, kinds in (self.by_unit or {}).items():
+            totals: dict[str, int] = {}
+            for units in kinds.values():
+                for unit, nbytes in units.items():
+                    totals[unit] = totals.get(unit, 0) + nbytes
+            ranked = sorted(totals.items(), key=lambda item: -item[1])
+            for unit, nbytes in ranked[:_UNITS_SHOWN]:
+                parts = ", ".join(f"{kind} {mb(held[unit])}" for kind, held in kinds.items() if held.get(unit))
+                lines.append(f"{tier:<6}{unit}: {mb(nbytes)} ({parts})")
+            if rest := ranked[_UNITS_SHOWN:]:
+                lines.append(f"{tier:<6}{len(rest)} more units: {mb(sum(nbytes for _, nbytes in rest))}")
+        return lines

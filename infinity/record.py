@@ -1,0 +1,211 @@
+"""What happens when, while somebody records it: spans of work and of waiting, transfers, and bytes held over time.
+
+    recording = record.start()
+    with record.span(record.WAIT, "NVMe read", key, nbytes):
+        ...
+    recording.stop()
+
+The calls stand where the work is done, and are next to free while nobody records. There is one recording at a time, of
+the whole process, as of any profiler. Times are `time.perf_counter_ns()`, which is the clock of the I/O queue, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+# What a thread does. The innermost span of a moment says it.
+PHASE = "phase"
+COMPUTE = "compute"
+COPY = "copy"
+ENGINE = "engine"
+WAIT = "wait"
+
+
+class Span(NamedTuple):
+    """A thread did something from `begin` to `end` (ns); `cause` says what, or what it waited for, `subject` with
+    what."""
+
+    thread: int
+    what: str
+    cause: str
+    subject: object
+    begin: int
+    end: int
+    nbytes: int
+
+
+class Flight(NamedTuple):
+    """Something under way in a lane of its own, beside what threads do: a transfer, a module's forward or backward."""
+
+    lane: str
+    subject: object
+    begin: int
+    end: int
+    nbytes: int
+    # When it was asked for; `begin` where it began at once.
+    asked: int
+    # Whether it was over when the recording stopped.
+    over: bool
+
+
+class Level(NamedTuple):
+    """Bytes of one kind on one tier from a moment on."""
+
+    at: int
+    tier: str
+    kind: str
+    nbytes: int
+
+
+class Timed(Protocol):
+    """A transfer that knows, once it is done, when its bytes began and ended to move (ns; began 0: never)."""
+
+    def done(self) -> bool: ...
+
+    @property
+    def moments(self) -> tuple[int, int]: ...
+
+
+class Recording:
+    """What was recorded from `begin` to `end`. Threads append at any time; lists are read after `stop`."""
+
+    def __init__(self, describe: Callable[[Any], str] = str) -> None:
+        self.describe = describe
+        self.program = threading.get_ident()
+        self.threads: dict[int, str] = {}
+        self.spans: list[Span] = []
+        self.flights: list[Flight] = []
+        self.levels: list[Level] = []
+        self.end = 0
+        self._open: dict[int, _Open] = {}
+        self._under_way: dict[tuple[str, object], tuple[int, int]] = {}
+        self._transfers: list[tuple[str, object, int, int, Timed]] = []
+        self.begin = time.perf_counter_ns()
+
+    def stop(self) -> None:
+        """End the recording. What is still under way ends with it."""
+        global _recording
+        if _recording is self:
+            _recording = None
+        if self.end:
+            return
+        self.end = time.perf_counter_ns()
+        for still in [*self._open.values()]:
+            self.spans.append(still.until(self.end))
+        for (lane, subject), (begin, nbytes) in [*self._under_way.items()]:
+            self.flights.append(Flight(lane, subject, begin, self.end, nbytes, begin, over=False))
+        for lane, subject, nbytes, asked, transfer in self._transfers:
+            over = transfer.done()
+            begin, end = transfer.moments if over else (asked, self.end)
+            # One that failed before its first byte never began.
+            begin = begin or asked
+            self.flights.append(Flight(lane, subject, begin, max(min(end, self.end), begin), nbytes, asked, over))
+        self._open.clear()
+        self._under_way.clear()
+        self._transfers.clear()
+
+    def add_open(self, span: _Open) -> None:
+        self._open[id(span)] = span
+        self.threads.setdefault(span.thread, threading.current_thread().name)
+
+    def close(self, span: _Open, end: int) -> None:
+        if self._open.pop(id(span), None) is not None:
+            self.spans.append(span.until(end))
+
+    def take_off(self, lane: str, subject: object, nbytes: int) -> None:
+        self._under_way.setdefault((lane, subject), (time.perf_counter_ns(), nbytes))
+
+    def land(self, lane: str, subject: object) -> None:
+        started = self._under_way.pop((lane, subject), None)
+        if started is not None:
+            begin, nbytes = started
+            self.flights.append(Flight(lane, subject, begin, time.perf_counter_ns(), nbytes, begin, over=True))
+
+    def follow(self, lane: str, subject: object, nbytes: int, transfer: Timed) -> None:
+        self._transfers.append((lane, subject, nbytes, time.perf_counter_ns(), transfer))
+
+
+_recording: Recording | None = None
+
+
+def start(describe: Callable[[Any], str] = str) -> Recording:
+    """Begin to record. `describe` names the subjects. RuntimeError while another recording is under way."""
+    global _recording
+    if _recording is not None:
+        raise RuntimeError("a timeline is being recorded already: there is one at a time in a process")
+    _recording = Recording(describe)
+    return _recording
+
+
+def span(what: str, cause: str, subject: object = "", nbytes: int = 0) -> _Open | _Nothing:
+    """A context manager around what this thread does, or waits for."""
+    recording = _recording
+    return _NOTHING if recording is None else _Open(recording, what, cause, subject, nbytes)
+
+
+def take_off(lane: str, subject: object, nbytes: int = 0) -> None:
+    """Something begins that ends elsewhere, with `land`."""
+    if _recording is not None:
+        _recording.take_off(lane, subject, nbytes)
+
+
+def land(lane: str, subject: object) -> None:
+    """What `take_off` began is over; nothing happens when it was not recorded."""
+    if _recording is not None:
+        _recording.land(lane, subject)
+
+
+def follow(lane: str, subject: object, nbytes: int, transfer: Timed) -> None:
+    """A transfer was submitted that keeps its own times."""
+    if _recording is not None:
+        _recording.follow(lane, subject, nbytes, transfer)
+
+
+def level(tier: str, kind: str, nbytes: int) -> None:
+    """From now on there are so many bytes of a kind on a tier."""
+    if _recording is not None:
+        _recording.levels.append(Level(time.perf_counter_ns(), tier, kind, nbytes))
+
+
+class _Open:
+    """A span under way."""
+
+    __slots__ = ("_begin", "_cause", "_nbytes", "_recording", "_subject", "_what", "thread")
+
+    def __init__(self, recording: Recording, what: str, cause: str, subject: object, nbytes: int) -> None:
+        self._recording = recording
+        self._what = what
+        self._cause = cause
+        self._subject = subject
+        self._nbytes = nbytes
+        self.thread = threading.get_ident()
+        self._begin = 0
+
+    def until(self, end: int) -> Span:
+        return Span(self.thread, self._what, self._cause, self._subject, self._begin, end, self._nbytes)
+
+    def __enter__(self) -> None:
+        self._recording.add_open(self)
+        self._begin = time.perf_counter_ns()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._recording.close(self, time.perf_counter_ns())
+
+
+class _Nothing:
+    """What stands in for a span while nobody records."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
