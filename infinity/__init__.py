@@ -11,18 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinity.api import GatheredParameters, Init, initialize, modify, read, state
+    from infinity.hub import load_hf
 
 __version__ = "0.1.0"
 
-__all__ = ["GatheredParameters", "Init", "__version__", "errors", "initialize", "modify", "read", "state"]
+__all__ = ["GatheredParameters", "Init", "__version__", "errors", "initialize", "load_hf", "modify", "read", "state"]
 
-_FROM_API = ("GatheredParameters", "Init", "initialize", "modify", "read", "state")
+_FROM = {
+    "infinity.api": ("GatheredParameters", "Init", "initialize", "modify", "read", "state"),
+    "infinity.hub": ("load_hf",),
+}
+_HOMES = {name: module for module, names in _FROM.items() for name in names}
 _SUBMODULES = ("api", "errors", "zero")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FROM_API:
-        value = getattr(importlib.import_module("infinity.api"), name)
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _SUBMODULES:
         value = importlib.import_module(f"infinity.{name}")
     else:

@@ -131,11 +131,7 @@ class Init:
     def __enter__(self) -> Init:
         if not self._enabled:
             return self
-        config = load_config(self._source)
-        ranks = detect()
-        resolved = resolve(config, ResolveContext(world_size=ranks.world_size))
-        device = Device.detect(ranks.local_rank)
-        spool = Spool(resolved.nvme_path, mesh=_mesh(resolved, ranks, device), timeout_seconds=config.watchdog_seconds)
+        spool = open_spool(self._source)
         hook = register_module_parameter_registration_hook(
             lambda module, name, param: (
                 spool.adopt(param, f"{type(module).__name__}.{name}") if param is not None else None
@@ -148,6 +144,16 @@ class Init:
     def __exit__(self, *exception: Any) -> None:
         self._exit.__exit__(*exception)
         trim()
+
+
+def open_spool(source: ConfigSource) -> Spool:
+    """A spool for a model that is to be built, on the drives that the configuration names, with the mesh of ranks."""
+    config = load_config(source)
+    ranks = detect()
+    start(ranks.rank, config.log_level)
+    resolved = resolve(config, ResolveContext(world_size=ranks.world_size))
+    mesh = _mesh(resolved, ranks, Device.detect(ranks.local_rank))
+    return Spool(resolved.nvme_path, mesh=mesh, timeout_seconds=config.watchdog_seconds)
 
 
 @contextmanager

@@ -24,7 +24,8 @@ _EVERYTHING = {
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
-    "infinity": {"infinity.api", "infinity.errors", "infinity.zero"},
+    "infinity": {"infinity.api", "infinity.errors", "infinity.hub", "infinity.zero"},
+    "infinity.hub": _EVERYTHING | {"infinity.api"},
     "infinity.api": _EVERYTHING,
     "infinity.engine": _EVERYTHING,
     "infinity.checkpoint": {"infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log"},

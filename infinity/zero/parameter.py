@@ -26,6 +26,11 @@ class Keeper(Protocol):
 class ReleasedParameter(nn.Parameter):
     """The class of a parameter between release and gather; see the module's text."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        # The copy is an ordinary parameter: this one has to be whole before its class is looked at.
+        keeper_of(self).touch([self], "copy.deepcopy")
+        return nn.Parameter.__deepcopy__(self, memo)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
