@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.api import GatheredParameters, Init, initialize, modify, read, state
+    from infinity.api import GatheredParameters, initialize, modify, read, state
+    from infinity.building import Init
     from infinity.hub import load_hf
 
 __version__ = "0.1.0"
@@ -18,7 +19,8 @@ __version__ = "0.1.0"
 __all__ = ["GatheredParameters", "Init", "__version__", "errors", "initialize", "load_hf", "modify", "read", "state"]
 
 _FROM = {
-    "infinity.api": ("GatheredParameters", "Init", "initialize", "modify", "read", "state"),
+    "infinity.api": ("GatheredParameters", "initialize", "modify", "read", "state"),
+    "infinity.building": ("Init",),
     "infinity.hub": ("load_hf",),
 }
 _HOMES = {name: module for module, names in _FROM.items() for name in names}

@@ -1,22 +1,21 @@
-"""The public verbs: `initialize`, `Init`, and whole parameters outside the loop.
+"""The public verbs: `initialize`, and whole parameters outside the loop.
 
 `initialize` is the whole engine in one reading: configuration -> specification -> plan -> store -> units -> engine.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from infinity.comm.mesh import Mesh, Ranks, detect
+from infinity.building import ConfigSource, mesh_of
+from infinity.comm.mesh import Ranks, detect
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.engine import Engine, Parts
 from infinity.errors import ConfigError
@@ -43,15 +42,13 @@ from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.materialize import Materializer
-from infinity.zero.spool import Spool, spool_of
+from infinity.zero.spool import spool_of
 from infinity.zero.unit import Unit
 
-__all__ = ["GatheredParameters", "Init", "initialize", "modify", "read", "state"]
+__all__ = ["GatheredParameters", "initialize", "modify", "read", "state"]
 
 # Without an accelerator the two tiers share the process's memory.
 _NEIGHBOURS = {Tier.GPU: Tier.CPU, Tier.CPU: Tier.GPU}
-
-ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
 def initialize(
@@ -102,58 +99,6 @@ def initialize(
         logger.info(line)
     logger.info(_headline(resolved, plan, trained))
     return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-class Init:
-    """`with infinity.Init(config=config):` builds a model of any size straight into its tiers.
-
-    Values are those that an ordinary construction would give: constructors and initialisers run as they are. Parameters
-    beyond a window of 256 MB go to the NVMe folder that the configuration names; without one they stay in CPU memory.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module | None = None,
-        config: ConfigSource = None,
-        config_dict_or_path: ConfigSource = None,
-        enabled: bool = True,
-        **unknown: Any,
-    ) -> None:
-        if module is not None or unknown:
-            what = "module" if module is not None else next(iter(unknown))
-            raise ConfigError(
-                f"Init({what}=...) is not supported: build the model inside `with infinity.Init(config=...):`"
-            )
-        self._enabled = enabled
-        self._source = config if config is not None else config_dict_or_path
-        self._exit = ExitStack()
-
-    def __enter__(self) -> Init:
-        if not self._enabled:
-            return self
-        spool = open_spool(self._source)
-        hook = register_module_parameter_registration_hook(
-            lambda module, name, param: (
-                spool.adopt(param, f"{type(module).__name__}.{name}") if param is not None else None
-            )
-        )
-        self._exit.callback(hook.remove)
-        self._exit.push(lambda kind, *_: spool.seal() if kind is None else spool.close())
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._exit.__exit__(*exception)
-        trim()
-
-
-def open_spool(source: ConfigSource) -> Spool:
-    """A spool for a model that is to be built, on the drives that the configuration names, with the mesh of ranks."""
-    config = load_config(source)
-    ranks = detect()
-    start(ranks.rank, config.log_level)
-    resolved = resolve(config, ResolveContext(world_size=ranks.world_size))
-    mesh = _mesh(resolved, ranks, Device.detect(ranks.local_rank))
-    return Spool(resolved.nvme_path, mesh=mesh, timeout_seconds=config.watchdog_seconds)
 
 
 @contextmanager
@@ -310,7 +255,7 @@ def _build(
     fails.
     """
     spool = spool_of(list(model.parameters()))
-    mesh = spool.mesh if spool is not None else _mesh(config, ranks, device)
+    mesh = spool.mesh if spool is not None else mesh_of(config, ranks, device)
     undo.callback(mesh.close)
     ledger = Ledger()
     store = _store(config, plan, ranks, device, ledger)
@@ -343,7 +288,8 @@ def _build(
         for name, buffer in buffer_owner._buffers.items():
             if buffer is not None:
                 buffer_owner._buffers[name] = buffer.to(device.torch)
-    hooks = ModuleHooks(model, units, coordinator)
+    synced = ranks.world_size > 1 and not all(unit.placed.whole for unit in units)
+    hooks = ModuleHooks(model, units, coordinator, synced=synced)
     undo.callback(hooks.remove)
     stepper = _stepper(config, plan, store, ranks, device, trained)
     undo.callback(stepper.close)
@@ -365,10 +311,6 @@ def _stepper(
         plan, store, index=ranks.rank, decoupled=trained.decoupled, bias_correction=trained.bias_correction,
         behind=config.config.overlap and moves,
     )  # fmt: skip
-
-
-def _mesh(config: ResolvedConfig, ranks: Ranks, device: Device) -> Mesh:
-    return Mesh(ranks, accelerator=device.is_accelerator, timeout_seconds=config.config.watchdog_seconds)
 
 
 def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, ledger: Ledger) -> TieredStore:

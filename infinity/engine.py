@@ -167,6 +167,7 @@ class Engine(nn.Module):
             return
         if self._scaler is not None and self.coordinator.plain_backward:
             raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
+        self._hooks.check_tree()
         self._settle_gradients()
         squares, nonfinite = self._global_stats()
         self.coordinator.next_step()
@@ -282,6 +283,7 @@ class Engine(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full tensors on rank 0's CPU, empty on other ranks; gathered unit by unit. Collective."""
+        self._hooks.check_tree()
         wanted = self.global_rank == 0
         whole: dict[int, Tensor] = {}
         for unit in self.units:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from infinity.api import ConfigSource, open_spool
+from infinity.building import ConfigSource, open_spool
 from infinity.comm.collectives import exchange
 from infinity.errors import ConfigError
 from infinity.log import logger
