@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from infinity.building import ConfigSource, mesh_of
@@ -143,6 +144,12 @@ def _check_model(model: nn.Module) -> None:
                 f"{name} is on the meta device and has no values: build the model under `with "
                 f"infinity.Init(config=...):` instead"
             )
+        kind = type(param)
+        if is_traceable_wrapper_subclass_type(kind):
+            raise ConfigError(
+                f"{name} is a {kind.__name__}, which wraps other tensors and cannot be partitioned as plain bytes: "
+                "pass a model with plain weights, or quantized ones whose parameters are plain int8 or uint8 tensors"
+            )
         owner = param.__dict__.get("_infinity_owner")
         if owner is not None and not owner._closed:
             raise ConfigError(
@@ -203,8 +210,9 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
         params = section.params
         defaults = {"lr": params.lr, "betas": params.betas, "eps": params.eps, "weight_decay": params.weight_decay}
         trained = _Trained([dict(group) for group in groups], defaults, section.decoupled, params.bias_correction)
-    if not any(param.requires_grad for group in trained.groups for param in group["params"]):
-        raise ConfigError("no parameter requires a gradient: there is nothing to train")
+    trains = any(param.requires_grad for group in trained.groups for param in group["params"])
+    if not trains and (chosen is not None or optimizer is not None):
+        raise ConfigError("no parameter that is given to train requires a gradient")
     mine = {id(param) for param in model.parameters()}
     if any(id(param) not in mine for group in trained.groups for param in group["params"]):
         raise ConfigError("model_parameters (or the optimizer) name a parameter that is not in the model")

@@ -160,6 +160,8 @@ class Engine(nn.Module):
     def step(self) -> None:
         """At the accumulation boundary: average, check, clip and apply the gradients; otherwise only count."""
         self._alive("step")
+        if not any(unit.layout.trainable for unit in self.units):
+            raise StateError("nothing to step: every parameter was frozen when the engine was made")
         self._applied = False
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1

@@ -93,7 +93,11 @@ def read(params: Params) -> Iterator[None]:
         versions = [[param._version for param in chosen] for _, chosen in entered]
         yield
         for (owner, chosen), before in zip(entered, versions, strict=True):
-            changed = [param._version != version for param, version in zip(chosen, before, strict=True)]
+            home = {id(param): unit for unit in units_of(owner, chosen) for param in unit.params}
+            changed = [
+                param._version != version or home[id(param)].strayed(param) is not None
+                for param, version in zip(chosen, before, strict=True)
+            ]
             for param, flag in zip(chosen, on_any_rank(changed, owner.mesh), strict=True):
                 if flag:
                     raise StateError(
@@ -118,9 +122,24 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
             yield
         for owner, units, before in entered:
             for unit, old in zip(units, before, strict=True):
+                for param in unit.params:
+                    _take(param, unit.strayed(param))
                 if owner.mesh.ranks.world_size > 1:
                     collectives.broadcast(unit.full, owner.mesh.gather, source)
                 _write_back(owner, unit, old)
+
+
+def _take(param: nn.Parameter, assigned: Tensor | None) -> None:
+    """Keep data that was assigned to a parameter instead of being written into it."""
+    if assigned is None:
+        return
+    if assigned.shape != param.shape:
+        raise StateError(
+            f"{name_of(param)} has shape {tuple(param.shape)} in the engine's plan and was given data of shape "
+            f"{tuple(assigned.shape)}: change shapes (resize embeddings) before infinity.initialize(), or close the "
+            "engine and make a new one"
+        )
+    param.data.copy_(assigned)
 
 
 def _write_back(owner: Owner, unit: Unit, old: Tensor) -> None:

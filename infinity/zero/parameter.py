@@ -95,12 +95,15 @@ def is_released(param: nn.Parameter) -> bool:
 def release(param: nn.Parameter, placeholder: Tensor) -> None:
     """Take the data away. `placeholder` is a NaN scalar of the parameter's dtype and device, expanded to its shape."""
     param.data = placeholder
+    if type(param) is not nn.Parameter and not is_released(param):
+        # A class of its own, as the packed weights of quantized models have.
+        param.__dict__["_infinity_class"] = type(param)
     param.__class__ = ReleasedParameter
 
 
 def restore(param: nn.Parameter, data: Tensor) -> None:
     """Give the parameter its data, a tensor of its logical shape."""
-    param.__class__ = nn.Parameter
+    param.__class__ = param.__dict__.get("_infinity_class", nn.Parameter)
     param.data = data
 
 

@@ -110,6 +110,16 @@ class Unit:
             parameter.restore(param, view)
         self.state = Gathered.GATHERED
 
+    def strayed(self, param: nn.Parameter) -> Tensor | None:
+        """Data that was assigned to a whole parameter (`param.data = ...`), which gets its place in the unit back."""
+        index = next(index for index, other in enumerate(self.params) if other is param)
+        view = self._views[index]
+        assigned = param.data
+        if assigned.shape == view.shape and assigned.data_ptr() == view.data_ptr():
+            return None
+        parameter.restore(param, view)
+        return assigned
+
     def let_go(self, *, wait: bool) -> bool:
         """Return the partition's lease, if the copy out of it is over; with `wait`, stop the host until it is.
 
