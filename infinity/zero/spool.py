@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from infinity.comm.mesh import Mesh
 from infinity.errors import ConfigError, StateError
+from infinity.memory.host import trim
 from infinity.memory.nvme import NvmeTier, QueueOptions
 from infinity.memory.pages import page_aligned
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up
@@ -65,6 +66,7 @@ class Spool:
         # Parameters whose values are in memory, the one used longest ago first.
         self._recent: OrderedDict[int, None] = OrderedDict()
         self._files: list[tuple[NvmeTier, int]] = []
+        self._freed_nbytes = 0
         # Whether the model is still being built: then touching a parameter makes it whole.
         self.open = True
         # What origins need open.
@@ -187,6 +189,11 @@ class Spool:
         if not parameter.is_released(place.param):
             parameter.release(place.param, parameter.placeholder(place.shape, place.dtype, place.data.device))
         place.data = None
+        self._freed_nbytes += nbytes
+        if self._freed_nbytes >= WINDOW_NBYTES // 4:
+            # The allocator keeps what constructors gave back, in pieces that the next layer does not fit.
+            self._freed_nbytes = 0
+            trim()
 
     def _load(self, place: _Place) -> Tensor:
         if place.extent is None or place.tier is None:
