@@ -393,6 +393,8 @@ class Engine(nn.Module):
         if self.global_steps == _WATCHED_STEP:
             self.coordinator.watch(self._device)
             return
+        # The drive is measured alone: a step that has begun in backward would share it.
+        self._stepper.finish()
         found = agree(self.coordinator.use_times(), self.units, self.store, self._device, self.mesh)
         if found is not None:
             self.coordinator.retime(*found)

@@ -355,8 +355,7 @@ class TieredStore:
                 continue
             if other.state is State.WRITING and other.transfer is not None and other.transfer.done():
                 self._settle(other)
-            if other.state is State.RESIDENT and not self._claims[other.key]:
-                self._drop(other)
+            if self._drop(other):
                 return True
         return False
 
@@ -366,8 +365,7 @@ class TieredStore:
         for other in sorted(spare, key=lambda other: other.awaited):
             self._flush([other.key])
             self._settle(other)
-            if other.state is State.RESIDENT and not self._claims[other.key]:
-                self._drop(other)
+            if self._drop(other):
                 return True
         return False
 
@@ -380,7 +378,8 @@ class TieredStore:
             for partition in everyone:
                 self._settle(partition)
             for partition in everyone:
-                self._drop(partition)
+                # Somebody may have claimed it while this waited.
+                self._drop(partition, claims=int(partition.key in asked))
 
     def _flush(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -392,10 +391,14 @@ class TieredStore:
                 if not self._overlap:
                     self._settle(partition)
 
-    def _drop(self, partition: Partition) -> None:
-        if partition.on_nvme and partition.state is State.RESIDENT and not partition.leased:
-            self._buffers.give(partition, partition.drop())
-            partition.awaited = False
+    def _drop(self, partition: Partition, claims: int = 0) -> bool:
+        """Free a clean buffer that nobody uses or is about to use; whether it was. `claims`: the caller's own."""
+        wanted = partition.leased or self._claims[partition.key] > claims
+        if not partition.on_nvme or partition.state is not State.RESIDENT or wanted:
+            return False
+        self._buffers.give(partition, partition.drop())
+        partition.awaited = False
+        return True
 
     def _settle(self, partition: Partition) -> None:
         """Wait for a transfer in flight. A partition that fails gives its buffer back, and the error is raised."""

@@ -150,3 +150,37 @@ def test_parties_that_wait_for_each_other_end_with_an_error(bench):
         with pytest.raises(TierMemoryError, match="no room"):
             other.result()
     made.store.check()
+
+
+def test_nobody_drops_what_another_party_is_about_to_use(bench):
+    made = bench([param(0, 1), param(1, 1)], polls_max=1000)
+    made.fill(A, 1)
+    made.fill(B, 2)
+    made.spill(A, B)
+    with made.store.read(A):
+        pass
+    transfers = made.tier.flying
+    wait = threading.Event()
+
+    def use() -> tuple[int, int]:
+        # A is there; the lease waits for B.
+        with made.store.write(A, B) as (first, second):
+            return int(first.buffer[0]), int(second.buffer[0])
+
+    # A request that nobody hears of before the event: waiting for it takes that long.
+    submit = made.tier.read
+
+    def slow(extent, buffer):
+        transfer = submit(extent, buffer)
+        finish = transfer.wait
+        transfer.wait = lambda: (wait.wait(10), finish())
+        return transfer
+
+    made.tier.read = slow
+    other = Party(use)
+    assert other.is_waiting() and transfers
+    made.store.drop(A)
+    assert made.store[A].state is State.RESIDENT
+    wait.set()
+    assert other.result() == (1, 2)
+    made.store.check()
