@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity import log
 from infinity.errors import ConfigError, StateError
 from tests.support.hub import hf_model
 from tests.zero.test_adapters import HYPER, tokens
@@ -156,6 +157,30 @@ def test_data_that_is_assigned_is_kept_by_modify_and_refused_by_read(engine: Any
         weight.data = torch.zeros(32)
     assert (infinity.state(weight).master == 1.5).all()
     step_once(engine)
+
+
+class Repacks(nn.Module):
+    """A layer that gives its weight other data when it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data = self.linear.weight.data * 2
+        return self.linear(x)
+
+
+def test_data_assigned_inside_forward_is_told_to_be_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log._said.discard("data-assigned")
+    model = nn.Sequential(Repacks(), nn.Linear(8, 8))
+    engine, *_ = infinity.initialize(model=model, config=config(3, "nvme", str(tmp_path)))
+    with engine:
+        before = infinity.state(model[0].linear.weight).master
+        with torch.no_grad(), caplog.at_level("WARNING", "infinity"):
+            engine(torch.ones(2, 8))
+        assert "0.linear.weight.data was assigned while the parameter was whole" in caplog.text
+        assert torch.equal(infinity.state(model[0].linear.weight).master, before)
 
 
 def test_weights_are_initialised_anew_in_place(engine: Any) -> None:
