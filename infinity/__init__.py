@@ -11,24 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from estimators.estimate import estimate
-    from infinity.api import GatheredParameters, Init, initialize, measure_activations, modify, read, state
+    from infinity.api import GatheredParameters, initialize, measure_activations, modify, read, state
+    from infinity.building import Init
+    from infinity.hub import load_hf
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "GatheredParameters", "Init", "__version__", "errors", "estimate", "initialize", "measure_activations",
-    "modify", "read", "state",
+    "GatheredParameters", "Init", "__version__", "errors", "estimate", "initialize", "load_hf",
+    "measure_activations", "modify", "read", "state",
 ]  # fmt: skip
 
-_FROM_API = ("GatheredParameters", "Init", "initialize", "measure_activations", "modify", "read", "state")
+_FROM = {
+    "infinity.api": ("GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"),
+    "infinity.building": ("Init",),
+    "infinity.hub": ("load_hf",),
+    "estimators.estimate": ("estimate",),
+}
+_HOMES = {name: module for module, names in _FROM.items() for name in names}
 _SUBMODULES = ("api", "errors", "zero")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FROM_API:
-        value = getattr(importlib.import_module("infinity.api"), name)
-    elif name == "estimate":
-        value = importlib.import_module("estimators.estimate").estimate
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _SUBMODULES:
         value = importlib.import_module(f"infinity.{name}")
     else:

@@ -1,22 +1,22 @@
-"""The public verbs: `initialize`, `Init`, and whole parameters outside the loop.
+"""The public verbs: `initialize`, and whole parameters outside the loop.
 
 `initialize` is the whole engine in one reading: configuration -> specification -> plan -> store -> units -> engine.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from infinity.breakdown import baseline_nbytes
+from infinity.building import ConfigSource, mesh_of
 from infinity.comm.mesh import Mesh, Ranks, detect
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.config.optimizer import Adam
@@ -46,12 +46,10 @@ from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.materialize import Materializer
-from infinity.zero.spool import Spool, spool_of
+from infinity.zero.spool import spool_of
 from infinity.zero.unit import Unit
 
-__all__ = ["GatheredParameters", "Init", "initialize", "measure_activations", "modify", "read", "state"]
-
-ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
+__all__ = ["GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"]
 
 
 def initialize(
@@ -107,52 +105,6 @@ def initialize(
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
-class Init:
-    """`with infinity.Init(config=config):` builds a model of any size straight into its tiers.
-
-    Values are those that an ordinary construction would give: constructors and initialisers run as they are. Parameters
-    beyond a window of 256 MB go to the NVMe folder that the configuration names; without one they stay in CPU memory.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module | None = None,
-        config: ConfigSource = None,
-        config_dict_or_path: ConfigSource = None,
-        enabled: bool = True,
-        **unknown: Any,
-    ) -> None:
-        if module is not None or unknown:
-            what = "module" if module is not None else next(iter(unknown))
-            raise ConfigError(
-                f"Init({what}=...) is not supported: build the model inside `with infinity.Init(config=...):`"
-            )
-        self._enabled = enabled
-        self._source = config if config is not None else config_dict_or_path
-        self._exit = ExitStack()
-
-    def __enter__(self) -> Init:
-        if not self._enabled:
-            return self
-        config = load_config(self._source)
-        ranks = detect()
-        resolved = resolve(config, ResolveContext(world_size=ranks.world_size))
-        device = Device.detect(ranks.local_rank)
-        spool = Spool(resolved.nvme_path, mesh=_mesh(resolved, ranks, device), timeout_seconds=config.watchdog_seconds)
-        hook = register_module_parameter_registration_hook(
-            lambda module, name, param: (
-                spool.adopt(param, f"{type(module).__name__}.{name}") if param is not None else None
-            )
-        )
-        self._exit.callback(hook.remove)
-        self._exit.push(lambda kind, *_: spool.seal() if kind is None else spool.close())
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._exit.__exit__(*exception)
-        trim()
-
-
 @contextmanager
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
@@ -188,6 +140,12 @@ def _check_model(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise ConfigError(f"{name} is a lazy parameter: run one forward to give it a shape before initialize()")
+        kind = type(param)
+        if is_traceable_wrapper_subclass_type(kind):
+            raise ConfigError(
+                f"{name} is a {kind.__name__}, which wraps other tensors and cannot be partitioned as plain bytes: "
+                "pass a model with plain weights, or quantized ones whose parameters are plain int8 or uint8 tensors"
+            )
         owner = param.__dict__.get("_infinity_owner")
         if owner is not None and not owner._closed:
             raise ConfigError(
@@ -250,8 +208,9 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
         else:
             found = from_name(section.type, params)
     trained = _Trained(found.groups or [dict(group) for group in groups], found)
-    if not any(param.requires_grad for group in trained.groups for param in group["params"]):
-        raise ConfigError("no parameter requires a gradient: there is nothing to train")
+    trains = any(param.requires_grad for group in trained.groups for param in group["params"])
+    if not trains and (chosen is not None or optimizer is not None):
+        raise ConfigError("no parameter that is given to train requires a gradient")
     mine = {id(param) for param in model.parameters()}
     if any(id(param) not in mine for group in trained.groups for param in group["params"]):
         raise ConfigError("model_parameters (or the optimizer) name a parameter that is not in the model")
@@ -308,7 +267,8 @@ def _build(
         for name, buffer in buffer_owner._buffers.items():
             if buffer is not None:
                 buffer_owner._buffers[name] = buffer.to(device.torch)
-    hooks = ModuleHooks(model, units, coordinator)
+    synced = ranks.world_size > 1 and not all(unit.placed.whole for unit in units)
+    hooks = ModuleHooks(model, units, coordinator, synced=synced)
     undo.callback(hooks.remove)
     stepper = _stepper(config, plan, store, ranks, device, trained)
     undo.callback(stepper.close)
@@ -336,13 +296,9 @@ def _mesh_of(model: nn.Module, config: ResolvedConfig, ranks: Ranks, device: Dev
     spool = spool_of(list(model.parameters()))
     if spool is not None:
         return spool.mesh
-    mesh = _mesh(config, ranks, device)
+    mesh = mesh_of(config, ranks, device)
     undo.callback(mesh.close)
     return mesh
-
-
-def _mesh(config: ResolvedConfig, ranks: Ranks, device: Device) -> Mesh:
-    return Mesh(ranks, accelerator=device.is_accelerator, timeout_seconds=config.config.watchdog_seconds)
 
 
 def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, ledger: Ledger) -> TieredStore:

@@ -162,6 +162,8 @@ class Engine(nn.Module):
     def step(self) -> None:
         """At the accumulation boundary: average, check, clip and apply the gradients; otherwise only count."""
         self._alive("step")
+        if not any(unit.layout.trainable for unit in self.units):
+            raise StateError("nothing to step: every parameter was frozen when the engine was made")
         self._applied = False
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
@@ -175,6 +177,7 @@ class Engine(nn.Module):
         """The step at the accumulation boundary."""
         if self._scaler is not None and self.coordinator.plain_backward:
             raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
+        self._hooks.check_tree()
         self._settle_gradients()
         squares, nonfinite = self._global_stats()
         self.coordinator.next_step()
@@ -297,6 +300,7 @@ class Engine(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full tensors on rank 0's CPU, empty on other ranks; gathered unit by unit. Collective."""
+        self._hooks.check_tree()
         return access.full_state_dict(self, self.module, wanted=self.global_rank == 0)
 
     # The end.

@@ -1,4 +1,4 @@
-"""A model whose state is twice the memory limit trains, and gives the weights of a run without a limit."""
+"""Models twice the memory limit train, are built and are loaded, and are what they are without a limit."""
 
 from __future__ import annotations
 
@@ -37,3 +37,37 @@ def test_eight_gigabytes_of_state_train_under_four_of_memory(tmp_path: Path) -> 
     unlimited = json.loads(free.stdout.splitlines()[-1])
     assert unlimited["losses"] == result["losses"]
     assert unlimited["sha256"] == result["sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_parameters_of_twice_the_memory_are_built_and_loaded_within_it(tmp_path: Path) -> None:
+    limit = 860 << 20
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    folder, drive = str(tmp_path / "model"), str(tmp_path / "drive")
+
+    def command(*arguments: str) -> list[str]:
+        return [sys.executable, "-m", "tests.support.load_large", *arguments]
+
+    subprocess.run(command("make", folder), env=env, check=True, timeout=300)
+    for how in ("init", "load"):
+        limited = run_limited(command(how, folder, drive), limit_nbytes=limit, timeout=300, env=env)
+        assert limited.returncode == 0, f"{how} under the {limited.how}: {limited.stderr[-4000:]}"
+        result = json.loads(limited.stdout.splitlines()[-1])
+        assert result["nbytes"] >= 2 * limit
+        assert result["planned"]["nvme"] >= result["nbytes"]
+        peak = "unknown" if limited.peak is None else f"{limited.peak / 1e6:.0f} MB"
+        print(f"{how}: {result['nbytes'] / 1e6:.0f} MB of parameters, peak {peak} of {limit / 1e6:.0f} MB")
+    hashes = {1: result["sha256"]}
+    for ranks in (2, 4):
+        program = command("load", folder, drive, str(ranks))
+        run = subprocess.run(program, env=env, capture_output=True, text=True, timeout=300, check=False)
+        assert run.returncode == 0, run.stderr[-4000:]
+        result = json.loads(run.stdout.splitlines()[-1])
+        hashes[ranks] = result["sha256"]
+        # Above what the process took before: what the plan has in memory, a slice of the largest tensor, and 256 MB.
+        allowed = result["planned"]["cpu"] + result["planned"]["gpu"] + 4 * 8000 * 1024 // ranks + (256 << 20)
+        print(f"{ranks} ranks: the highest took {result['peak'] / 1e6:.0f} MB, allowed are {allowed / 1e6:.0f} MB")
+        assert result["peak"] <= allowed
+    assert len(set(hashes.values())) == 1
+    assert not list(Path(drive).iterdir())

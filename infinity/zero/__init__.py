@@ -1,18 +1,20 @@
 """ZeRO: units that are gathered before use and released after it, gradients reduced into partitions.
 
-`infinity.zero.Init` and `infinity.zero.GatheredParameters` are the names that DeepSpeed users know.
+`infinity.zero.Init`, `infinity.zero.GatheredParameters` and the functions `safe_get_...` and `safe_set_...` are the
+names that DeepSpeed users know.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-_PUBLIC = {"Init", "GatheredParameters"}
+_PUBLIC = {"Init": "infinity.building", "GatheredParameters": "infinity.api"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        from infinity import api
-
-        return getattr(api, name)
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    if name.startswith(("safe_get_", "safe_set_")):
+        return getattr(importlib.import_module("infinity.zero.safe"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

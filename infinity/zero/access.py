@@ -24,6 +24,8 @@ from infinity.zero.gradients import Gradients, on_any_rank
 from infinity.zero.parameter import name_of
 from infinity.zero.unit import Unit
 
+_MOMENTS = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
+
 Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
 
@@ -110,7 +112,11 @@ def read(params: Params) -> Iterator[None]:
         versions = [[param._version for param in chosen] for _, chosen in entered]
         yield
         for (owner, chosen), before in zip(entered, versions, strict=True):
-            changed = [param._version != version for param, version in zip(chosen, before, strict=True)]
+            home = {id(param): unit for unit in units_of(owner, chosen) for param in unit.params}
+            changed = [
+                param._version != version or home[id(param)].strayed(param) is not None
+                for param, version in zip(chosen, before, strict=True)
+            ]
             for param, flag in zip(chosen, on_any_rank(changed, owner.mesh), strict=True):
                 if flag:
                     raise StateError(
@@ -135,9 +141,24 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
             yield
         for owner, units, before in entered:
             for unit, old in zip(units, before, strict=True):
+                for param in unit.params:
+                    _take(param, unit.strayed(param))
                 if owner.mesh.ranks.world_size > 1:
                     collectives.broadcast(unit.full, owner.mesh.gather, source)
                 _write_back(owner, unit, old)
+
+
+def _take(param: nn.Parameter, assigned: Tensor | None) -> None:
+    """Keep data that was assigned to a parameter instead of being written into it."""
+    if assigned is None:
+        return
+    if assigned.shape != param.shape:
+        raise StateError(
+            f"{name_of(param)} has shape {tuple(param.shape)} in the engine's plan and was given data of shape "
+            f"{tuple(assigned.shape)}: change shapes (resize embeddings) before infinity.initialize(), or close the "
+            "engine and make a new one"
+        )
+    param.data.copy_(assigned)
 
 
 def _write_back(owner: Owner, unit: Unit, old: Tensor) -> None:
@@ -178,7 +199,7 @@ class ParameterState:
 
     `master`, `exp_avg`, `exp_avg_sq` and `grad` gather on read (fp32 CPU tensors of the parameter's shape, the same
     on every rank) and scatter on assignment. Collective: every rank must do the same. A frozen parameter has only
-    `master`.
+    `master`. `local` and `set_local` touch what is this rank's, alone.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -194,15 +215,113 @@ class ParameterState:
         self._slot = self._unit.layout.slots[index]
 
     @property
+    def trainable(self) -> bool:
+        """Whether it has gradients and moments."""
+        return self._unit.layout.trainable
+
+    @property
     def master(self) -> Tensor:
         """The fp32 master weight."""
-        return self._gather(self._read_master())
+        return self._gather(self._own("master"))
 
     @master.setter
     def master(self, value: Tensor) -> None:
-        own = self._replace(self._read_master(), value)
+        self._replace("master", value)
+
+    @property
+    def exp_avg(self) -> Tensor:
+        """The first moment."""
+        return self._gather(self._own("exp_avg"))
+
+    @exp_avg.setter
+    def exp_avg(self, value: Tensor) -> None:
+        self._replace("exp_avg", value)
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        """The second moment."""
+        return self._gather(self._own("exp_avg_sq"))
+
+    @exp_avg_sq.setter
+    def exp_avg_sq(self, value: Tensor) -> None:
+        self._replace("exp_avg_sq", value)
+
+    @property
+    def grad(self) -> Tensor:
+        """The accumulated gradient, averaged over ranks and unscaled, before clipping; zeros after a step."""
+        return self._gather(self._own("grad"))
+
+    @grad.setter
+    def grad(self, value: Tensor) -> None:
+        self._replace("grad", value)
+
+    def local(self, kind: str) -> Tensor:
+        """This rank's elements of "master", "grad", "exp_avg" or "exp_avg_sq": [n] in fp32 on the CPU; n may be 0."""
+        own = self._own(kind)
+        return torch.cat([own[at : at + numel] for _, at, numel in self._pieces(own)] or [own[:0]])
+
+    def set_local(self, kind: str, value: Tensor) -> None:
+        """Set what `local` gives. Only this rank's: where every rank has everything, all must be given the same."""
+        own = self._own(kind)
+        flat = value.detach().cpu().float().reshape(-1)
+        mine = sum(numel for _, _, numel in self._pieces(own))
+        if flat.numel() != mine:
+            raise ValueError(f"{self._slot.name}: this rank has {mine} elements, the new value {flat.numel()}")
+        done = 0
+        for _, at, numel in self._pieces(own):
+            own[at : at + numel] = flat[done : done + numel]
+            done += numel
+        self._set_own(kind, own)
+
+    def _own(self, kind: str) -> Tensor:
+        """This rank's partition of one kind of state of the whole unit, on the CPU, in memory of its own."""
+        if kind == "master":
+            return self._read_master()
+        if not self.trainable:
+            raise StateError(f"{self._slot.name} is frozen and has no {kind}")
+        if kind == "grad":
+            return self._owner.gradients.own_sum(self._unit).float().cpu() * self._owner.grad_factor
+        return self._read_states(_MOMENTS[kind])
+
+    def _set_own(self, kind: str, own: Tensor) -> None:
+        if kind == "master":
+            self._write_master(own)
+        elif kind == "grad":
+            self._owner.gradients.replace(self._unit, self._param, own / self._owner.grad_factor)
+        else:
+            self._write_states(_MOMENTS[kind], own)
+
+    def _replace(self, kind: str, value: Tensor) -> None:
+        """Put this rank's part of a full value into its partition."""
+        own = self._own(kind)
+        if tuple(value.shape) != self._slot.shape:
+            raise ValueError(f"{self._slot.name} has shape {self._slot.shape}, the new value {tuple(value.shape)}")
+        flat = value.detach().cpu().float().reshape(-1)
+        for start, at, numel in self._pieces(own):
+            own[at : at + numel] = flat[start : start + numel]
+        self._set_own(kind, own)
+
+    def _pieces(self, own: Tensor) -> Iterator[tuple[int, int, int]]:
+        """Where this rank's partition has elements of the parameter: (start in it, start in the partition, numel)."""
+        first = self._unit.rank_in_parts * own.numel()
+        for overlap in self._unit.layout.overlaps(first, first + own.numel()):
+            if overlap.slot is self._slot:
+                yield overlap.slot_start, overlap.range_start, overlap.numel
+
+    def _read_master(self) -> Tensor:
         store, key = self._owner.store, self._unit.key
-        if not self._unit.layout.trainable:
+        if not self.trainable:
+            with store.read(key) as (partition,):
+                return decode(partition.view(Kind.PARAM), None, 0)
+        pieces = []
+        for states_key, start, at, numel in self._slices():
+            with store.read(key, states_key) as (partition, states):
+                pieces.append(decode(partition.view(Kind.PARAM)[start : start + numel], states, at))
+        return torch.cat(pieces) if pieces else torch.zeros(0)
+
+    def _write_master(self, own: Tensor) -> None:
+        store, key = self._owner.store, self._unit.key
+        if not self.trainable:
             with store.write(key) as (partition,):
                 encode(own, partition.view(Kind.PARAM), None, 0)
         for states_key, start, at, numel in self._slices():
@@ -214,46 +333,8 @@ class ParameterState:
         if self._unit.placed.whole:
             self._unit.refresh()
 
-    @property
-    def exp_avg(self) -> Tensor:
-        """The first moment."""
-        return self._gather(self._read_states(Kind.EXP_AVG))
-
-    @exp_avg.setter
-    def exp_avg(self, value: Tensor) -> None:
-        self._write_states(Kind.EXP_AVG, self._replace(self._read_states(Kind.EXP_AVG), value))
-
-    @property
-    def exp_avg_sq(self) -> Tensor:
-        """The second moment."""
-        return self._gather(self._read_states(Kind.EXP_AVG_SQ))
-
-    @exp_avg_sq.setter
-    def exp_avg_sq(self, value: Tensor) -> None:
-        self._write_states(Kind.EXP_AVG_SQ, self._replace(self._read_states(Kind.EXP_AVG_SQ), value))
-
-    @property
-    def grad(self) -> Tensor:
-        """The accumulated gradient, averaged over ranks and unscaled, before clipping; zeros after a step."""
-        self._needs_training("grad")
-        own = self._owner.gradients.own_sum(self._unit).float().cpu() * self._owner.grad_factor
-        return self._gather(own)
-
-    def _read_master(self) -> Tensor:
-        """This rank's partition of the masters, on the CPU."""
-        store, key = self._owner.store, self._unit.key
-        if not self._unit.layout.trainable:
-            with store.read(key) as (partition,):
-                return decode(partition.view(Kind.PARAM), None, 0)
-        pieces = []
-        for states_key, start, at, numel in self._slices():
-            with store.read(key, states_key) as (partition, states):
-                pieces.append(decode(partition.view(Kind.PARAM)[start : start + numel], states, at))
-        return torch.cat(pieces) if pieces else torch.zeros(0)
-
     def _read_states(self, kind: Kind) -> Tensor:
-        """This rank's partition of one kind of state, put together from the sub-groups, on the CPU."""
-        self._needs_training(kind.value)
+        """Put together from the sub-groups."""
         pieces = []
         for key, _, at, numel in self._slices():
             with self._owner.store.read(key) as (states,):
@@ -269,10 +350,6 @@ class ParameterState:
     def _slices(self) -> Iterator[tuple[Key, int, int, int]]:
         return _slices(self._owner.plan, self._unit)
 
-    def _needs_training(self, what: str) -> None:
-        if not self._unit.layout.trainable:
-            raise StateError(f"{self._slot.name} is frozen and has no {what}")
-
     def _gather(self, own: Tensor) -> Tensor:
         """The parameter's elements from all ranks' partitions of its unit."""
         full = own
@@ -280,16 +357,3 @@ class ParameterState:
             full = own.new_empty(self._unit.layout.numel)
             collectives.all_gather(full, own, self._owner.mesh.control).wait()
         return full[self._slot.offset : self._slot.offset + self._slot.numel].clone().view(self._slot.shape)
-
-    def _replace(self, own: Tensor, value: Tensor) -> Tensor:
-        """This rank's partition with its part of the parameter replaced by `value`."""
-        if tuple(value.shape) != self._slot.shape:
-            raise ValueError(f"{self._slot.name} has shape {self._slot.shape}, the new value {tuple(value.shape)}")
-        numel = own.numel()
-        first = self._unit.rank_in_parts * numel
-        flat = value.detach().cpu().float().reshape(-1)
-        for overlap in self._unit.layout.overlaps(first, first + numel):
-            if overlap.slot is self._slot:
-                piece = flat[overlap.slot_start : overlap.slot_start + overlap.numel]
-                own[overlap.range_start : overlap.range_start + overlap.numel] = piece
-        return own

@@ -14,10 +14,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from infinity import record
 from infinity.comm import collectives
 from infinity.comm.mesh import Mesh
+from infinity.errors import StateError
 from infinity.memory.device import Device
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
@@ -54,6 +56,13 @@ class Gradients:
         # Frozen by the choice of parameter groups, yet autograd fills their gradients: those are dropped.
         self._unwanted = [
             param for unit in units if not unit.layout.trainable for param in unit.params if param.requires_grad
+        ]
+        self._frozen = [
+            (slot.name, param)
+            for unit in units
+            if not unit.layout.trainable
+            for slot, param in zip(unit.layout.slots, unit.params, strict=True)
+            if not param.requires_grad and param.is_floating_point()
         ]
         self._store = store
         self._device = device
@@ -104,6 +113,7 @@ class Gradients:
         """Collect what no module call announced, and begin a new round."""
         for param in self._unwanted:
             param.grad = None
+        self._refuse_thawed()
         if self._alone or self._whole:
             for unit in self.order:
                 self._collect(unit)
@@ -165,6 +175,21 @@ class Gradients:
             held = partition.view(Kind.GRAD)
             return held.clone() if unit in self._begun else held.new_zeros(held.numel())
 
+    def replace(self, unit: Unit, param: Parameter, own: Tensor) -> None:
+        """Put other sums into this rank's partition ([numel / parts], fp32), because `param`'s were changed."""
+        self._land()
+        self.arrived[unit] = [old or other is param for old, other in zip(self.arrived[unit], unit.params, strict=True)]
+        self._begun.add(unit)
+        if self._whole:
+            # Summed over ranks at the boundary: each puts its slice, or one of them everything.
+            buffer = self._buffers[unit].zero_()
+            if unit.placed.parts > 1 or self._mesh.ranks.rank == 0:
+                buffer[unit.rank_in_parts * own.numel() :][: own.numel()].copy_(own)
+            return
+        with self._store.write(self.partition(unit)) as (partition,):
+            partition.view(Kind.GRAD).copy_(own)
+        self.landed(unit)
+
     def reset(self) -> None:
         """Forget all gradients: the step is over, or they are not wanted."""
         self._land()
@@ -185,6 +210,20 @@ class Gradients:
         for unit in self._units:
             for param in unit.params:
                 param.grad = None
+
+    def _refuse_thawed(self) -> None:
+        """What was frozen when the plan was made has no place for a gradient, nor states to step it with."""
+        thawed = [name for name, param in self._frozen if param.grad is not None]
+        if not thawed:
+            return
+        for _, param in self._frozen:
+            param.grad = None
+        more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+        raise StateError(
+            f"{thawed[0]}{more} did not require a gradient when the engine was made and has no "
+            "optimizer states, but has a gradient now: set requires_grad back to False, or "
+            "call infinity.initialize() with it trainable and freeze it until you want it, which is always possible"
+        )
 
     def _collect(self, unit: Unit) -> None:
         """Take the gradients that autograd has left on the unit's parameters."""

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from infinity.errors import StateError
 from infinity.zero.coordinator import Coordinator, Scope
 from infinity.zero.unit import Unit
 
 
 class ModuleHooks:
-    """The hooks of one model; `remove` takes them all away."""
+    """The hooks of one model; `remove` takes them all away.
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], coordinator: Coordinator) -> None:
+    synced: whether parameters are partitioned over several ranks, so that every rank has to take part in each forward.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], coordinator: Coordinator, *, synced: bool) -> None:
         self._model = model
         self._coordinator = coordinator
+        self._known = {id(param) for unit in units for param in unit.params}
         self._stack: list[tuple[nn.Module, Scope]] = []
         wanted: dict[str, list[Unit]] = {"": []}
         for unit in units:
@@ -33,17 +39,33 @@ class ModuleHooks:
         for path, needed in wanted.items():
             module = model.get_submodule(path)
             self._handles += [
-                module.register_forward_pre_hook(self._before(needed), with_kwargs=True, prepend=True),
-                module.register_forward_hook(self._after, always_call=True),
+                module.register_forward_pre_hook(self._before(module, needed), with_kwargs=True, prepend=True),
+                module.register_forward_hook(self._after(module), always_call=True),
             ]
+        if synced and hasattr(model, "generation_config") and hasattr(model, "generate"):
+            model.generate = SyncedGenerate(model)  # type: ignore[assignment]
+
+    def check_tree(self) -> None:
+        """StateError when a parameter has joined the model since the engine was made: it would not be trained."""
+        for name, param in self._model.named_parameters():
+            if id(param) not in self._known:
+                raise StateError(
+                    f"{name} has joined the model after infinity.initialize() and is not in its plan (embeddings "
+                    "resized, an adapter added?): change the model before, or close the engine and make a new one"
+                )
 
     def remove(self) -> None:
+        if isinstance(self._model.__dict__.get("generate"), SyncedGenerate):
+            del self._model.generate
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _before(self, units: list[Unit]) -> Callable[..., Any]:
+    def _before(self, hooked: nn.Module, units: list[Unit]) -> Callable[..., Any]:
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if module is not hooked:
+                # A deep copy of the model has its own parameters, and the original's hooks.
+                return None
             if module is self._model:
                 self._coordinator.begin_pass("train" if torch.is_grad_enabled() and module.training else "eval")
             scope = self._coordinator.open_scope(units)
@@ -54,9 +76,15 @@ class ModuleHooks:
 
         return before_forward
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not any(entry is module for entry, _ in self._stack):
-            return
+    def _after(self, hooked: nn.Module) -> Callable[..., None]:
+        # Not a bound method: copying one would copy the engine.
+        def after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if module is hooked and any(entry is module for entry, _ in self._stack):
+                self._close(module, output)
+
+        return after_forward
+
+    def _close(self, module: nn.Module, output: Any) -> None:
         scope = None
         while scope is None:
             entry, candidate = self._stack.pop()
@@ -78,6 +106,23 @@ class ModuleHooks:
             self._coordinator.enter_backward(scope)
 
         return before_backward
+
+
+class SyncedGenerate:
+    """A transformers model's `generate` while its parameters are partitioned: a rank whose texts are complete goes on
+    running forward until all are, because the others cannot gather without it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._model).generate(self._model, *args, **{"synced_gpus": True, **kwargs})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the model is whole, and generates alone.
+        model = memo[id(self._model)]
+        return MethodType(type(model).generate, model)
 
 
 class _AnnounceEnd(torch.autograd.Function):

@@ -1,7 +1,9 @@
-"""Initial values: from an ordinary model, or one built under `Init`, into partitions on their tiers, unit by unit.
+"""Initial values: from an ordinary model, one built under `Init` or one that lies in files, into partitions on their
+tiers, unit by unit.
 
 Master weights take the full precision that the model came with: a model in fp32 trained in bf16 starts from its fp32
-values. Rank 0's values win. Each parameter's own memory is freed as soon as its unit has its partitions.
+values. Rank 0's values win; of files each rank reads the slices that are its own. Each parameter's own memory is freed
+as soon as its unit has its partitions.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from infinity.comm import collectives
 from infinity.comm.mesh import Mesh
+from infinity.log import Progress
 from infinity.memory.host import trim
 from infinity.memory.master import encode
 from infinity.memory.partition import DTYPES, Partition
@@ -22,6 +25,7 @@ from infinity.plan.phases import FILL_NUMEL
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
 from infinity.zero import parameter
+from infinity.zero.gradients import on_any_rank
 from infinity.zero.spool import Spool
 from infinity.zero.unit import Unit
 
@@ -48,9 +52,14 @@ class Materializer:
         # Bytes of parameters let go since the latest trim, and after how many the next is due.
         self._let_go_nbytes = 0
         self._trim_nbytes = sum(param.nbytes for unit in self._units for param in unit.params) // _TRIM_COUNT
+        # Parameters that every rank reads from the same files.
+        self._alike: set[int] = set()
+        own = sum(unit.layout.nbytes // unit.placed.parts for unit in self._units)
+        self._progress = Progress("taking the model in", own)
 
     def run(self) -> None:
         """Give every partition its value and every parameter its place in its unit."""
+        self._find_alike()
         for unit in self._units:
             if not unit.layout.trainable:
                 self._fill_frozen(unit)
@@ -114,8 +123,20 @@ class Materializer:
         for overlap in unit.layout.overlaps(first, first + target.numel()):
             param = by_name[overlap.slot.name]
             piece = target[overlap.range_start : overlap.range_start + overlap.numel]
-            flat = self._spool.values(param) if self._spooled(param) else param.detach().reshape(-1)
-            piece.copy_(flat[overlap.slot_start : overlap.slot_start + overlap.numel])
+            if self._spool.holds(param):
+                self._spool.read(param, overlap.slot_start, piece)
+            else:
+                flat = param.detach().reshape(-1)
+                piece.copy_(flat[overlap.slot_start : overlap.slot_start + overlap.numel])
+            self._progress.advance(overlap.numel * DTYPES[unit.layout.dtype].itemsize)
+
+    def _find_alike(self) -> None:
+        """Which parameters need no agreement: untouched on every rank since their files were opened."""
+        params = [param for unit in self._units for param in unit.params]
+        touched = [not self._spool.at_origin(param) for param in params]
+        if self._mesh.ranks.world_size > 1:
+            touched = on_any_rank(touched, self._mesh)
+        self._alike = {id(param) for param, flag in zip(params, touched, strict=True) if not flag}
 
     def _agree(self, unit: Unit) -> None:
         """Make every rank start from rank 0's values."""
@@ -123,17 +144,14 @@ class Materializer:
             return
         self._agreed.add(unit.layout.index)
         for param in unit.params:
-            if not param.numel():
+            if not param.numel() or id(param) in self._alike:
                 continue
-            if self._spooled(param):
+            if self._spool.holds(param):
                 collectives.broadcast(self._spool.values(param), self._mesh.control)
             else:
                 values = param.detach().contiguous().cpu()
                 collectives.broadcast(values, self._mesh.control)
                 param.data = values
-
-    def _spooled(self, param: nn.Parameter) -> bool:
-        return self._spool.holds(param)
 
     def _taken(self, unit: Unit) -> None:
         """The unit's values are in its partitions: let the parameters' own memory go."""

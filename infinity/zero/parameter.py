@@ -26,6 +26,11 @@ class Keeper(Protocol):
 class ReleasedParameter(nn.Parameter):
     """The class of a parameter between release and gather; see the module's text."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        # The copy is an ordinary parameter: this one has to be whole before its class is looked at.
+        keeper_of(self).touch([self], "copy.deepcopy")
+        return nn.Parameter.__deepcopy__(self, memo)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,12 +95,15 @@ def is_released(param: nn.Parameter) -> bool:
 def release(param: nn.Parameter, placeholder: Tensor) -> None:
     """Take the data away. `placeholder` is a NaN scalar of the parameter's dtype and device, expanded to its shape."""
     param.data = placeholder
+    if type(param) is not nn.Parameter and not is_released(param):
+        # A class of its own, as the packed weights of quantized models have.
+        param.__dict__["_infinity_class"] = type(param)
     param.__class__ = ReleasedParameter
 
 
 def restore(param: nn.Parameter, data: Tensor) -> None:
     """Give the parameter its data, a tensor of its logical shape."""
-    param.__class__ = nn.Parameter
+    param.__class__ = param.__dict__.get("_infinity_class", nn.Parameter)
     param.data = data
 
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from infinity.comm.mesh import Mesh
 from infinity.errors import ConfigError, StateError
+from infinity.memory.host import trim
 from infinity.memory.nvme import NvmeTier, QueueOptions
 from infinity.memory.pages import page_aligned
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up
@@ -32,9 +35,16 @@ _FILE_NBYTES = 1 << 30
 _PART_NBYTES = 8 << 20
 
 
+class Origin(Protocol):
+    """Where a parameter's values come from as long as nobody has touched them; the same on every rank."""
+
+    def read(self, start: int, target: Tensor) -> None:
+        """Copy the parameter's elements from `start` on into `target` ([n], any floating dtype: converted)."""
+
+
 @dataclass(slots=True)
 class _Place:
-    """Where one parameter's values are: in memory (`data`), or written to `tier` at `extent`."""
+    """Where one parameter's values are: in memory (`data`), written to `tier` at `extent`, or still at its `origin`."""
 
     param: nn.Parameter
     data: Tensor | None
@@ -42,6 +52,7 @@ class _Place:
     dtype: torch.dtype
     tier: NvmeTier | None = None
     extent: Extent | None = None
+    origin: Origin | None = None
 
 
 class Spool:
@@ -58,12 +69,23 @@ class Spool:
         # Parameters whose values are in memory, the one used longest ago first.
         self._recent: OrderedDict[int, None] = OrderedDict()
         self._files: list[tuple[NvmeTier, int]] = []
+        self._freed_nbytes = 0
         # Whether the model is still being built: then touching a parameter makes it whole.
         self.open = True
+        # What origins need open.
+        self.resources = ExitStack()
 
-    def adopt(self, param: nn.Parameter, name: str) -> None:
-        """Take charge of a parameter that a module has just registered; nothing happens to one that is known."""
+    def adopt(self, param: nn.Parameter, name: str, origin: Origin | None = None) -> None:
+        """Take charge of a parameter that a module has just registered; nothing happens to one that is known.
+
+        origin: who has its values; its data is not looked at then, and read only when somebody touches it.
+        """
         if id(param) in self._places or param.is_meta or isinstance(param, nn.UninitializedParameter):
+            return
+        if origin is not None:
+            self._places[id(param)] = _Place(param, None, param.shape, param.dtype, origin=origin)
+            parameter.adopt(param, self, name)
+            parameter.release(param, parameter.placeholder(param.shape, param.dtype, param.device))
             return
         data = param.data
         self._places[id(param)] = _Place(param, data, data.shape, data.dtype)
@@ -88,6 +110,19 @@ class Spool:
 
     def holds(self, param: nn.Parameter) -> bool:
         return id(param) in self._places
+
+    def at_origin(self, param: nn.Parameter) -> bool:
+        """Whether nobody has touched a parameter whose values come from an origin."""
+        place = self._places.get(id(param))
+        return place is not None and place.origin is not None and place.data is None and place.extent is None
+
+    def read(self, param: nn.Parameter, start: int, target: Tensor) -> None:
+        """Copy the parameter's elements from `start` on into `target` ([n]), converted to its dtype."""
+        origin = self._places[id(param)].origin
+        if origin is not None and self.at_origin(param):
+            origin.read(start, target)
+        else:
+            target.copy_(self.values(param)[start : start + target.numel()])
 
     def values(self, param: nn.Parameter) -> Tensor:
         """A parameter's values, flat; what is written into them is kept. Valid until the next call."""
@@ -120,6 +155,7 @@ class Spool:
         for tier, _ in self._files:
             tier.close()
         self._files.clear()
+        self.resources.close()
         self._places.clear()
         self._recent.clear()
 
@@ -154,6 +190,11 @@ class Spool:
         if not parameter.is_released(place.param):
             parameter.release(place.param, parameter.placeholder(place.shape, place.dtype, place.data.device))
         place.data = None
+        self._freed_nbytes += nbytes
+        if self._freed_nbytes >= WINDOW_NBYTES // 4:
+            # The allocator keeps what constructors gave back, in pieces that the next layer does not fit.
+            self._freed_nbytes = 0
+            trim()
 
     @staticmethod
     def _write(tier: NvmeTier, extent: Extent, values: Tensor) -> None:
@@ -167,7 +208,10 @@ class Spool:
 
     def _load(self, place: _Place) -> Tensor:
         if place.extent is None or place.tier is None:
-            return torch.empty(place.shape, dtype=place.dtype)
+            fresh = torch.empty(place.shape, dtype=place.dtype)
+            if place.origin is not None:
+                place.origin.read(0, fresh.view(-1))
+            return fresh
         buffer = page_aligned(place.extent.nbytes)
         place.tier.read(place.extent, buffer).wait()
         numel = place.shape.numel()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from infinity import record
 from infinity.comm.collectives import all_gather
 from infinity.comm.mesh import Mesh
+from infinity.log import warn_once
 from infinity.memory.device import Device
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
@@ -116,6 +117,16 @@ class Unit:
             parameter.restore(param, view)
         self.state = Gathered.GATHERED
 
+    def strayed(self, param: nn.Parameter) -> Tensor | None:
+        """Data that was assigned to a whole parameter (`param.data = ...`), which gets its place in the unit back."""
+        index = next(index for index, other in enumerate(self.params) if other is param)
+        view = self._views[index]
+        assigned = param.data
+        if assigned.shape == view.shape and assigned.data_ptr() == view.data_ptr():
+            return None
+        parameter.restore(param, view)
+        return assigned
+
     def let_go(self, *, wait: bool) -> bool:
         """Return the partition's lease, if the copy out of it is over; with `wait`, stop the host until it is.
 
@@ -170,9 +181,16 @@ class Unit:
 
     def hide(self) -> None:
         """Make every parameter of the unit look partitioned."""
-        for param, stand_in in zip(self.params, self._placeholders, strict=True):
-            if not parameter.is_released(param):
-                parameter.release(param, stand_in)
+        for param, view, stand_in in zip(self.params, self._views, self._placeholders, strict=True):
+            if parameter.is_released(param):
+                continue
+            if param.data_ptr() != view.data_ptr():
+                warn_once(
+                    "data-assigned",
+                    f"{parameter.name_of(param)}.data was assigned while the parameter was whole: what was assigned is "
+                    "gone with its release; use infinity.modify() to change a parameter",
+                )
+            parameter.release(param, stand_in)
 
     def refresh(self) -> None:
         """Bring a whole unit up to date with the partitions that the optimizer has written."""

@@ -1,0 +1,199 @@
+"""Fine-tune a transformers model from a local folder, whole or by LoRA, with its state on the tiers of a configuration.
+
+    python examples/make_small_model.py small                    a folder to try it with
+    python examples/finetune_hf.py small                         all weights, everything on NVMe
+    python examples/finetune_hf.py small --lora                  adapters by peft; other weights stay as they are
+    torchrun --nproc-per-node 2 examples/finetune_hf.py small --lora
+
+The folder holds config.json, safetensors and a tokenizer, as `save_pretrained` or a download leaves it. Its weights go
+straight to their tiers, so that it may be larger than the memory. The model is evaluated on held-out text before,
+between and after; at the end it continues a prompt. The run folder receives `result.json` and the tuned weights (with
+`--lora` the adapters) in `model`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import pydoc_data.topics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+import infinity
+
+HERE = Path(__file__).resolve().parent
+
+
+class Windows(Dataset):
+    """Windows of consecutive tokens; input and labels are the same."""
+
+    def __init__(self, ids: Tensor, positions: int) -> None:
+        self.ids = ids
+        self.positions = positions
+
+    def __len__(self) -> int:
+        return len(self.ids) // self.positions
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        window = self.ids[index * self.positions : (index + 1) * self.positions]
+        return {"input_ids": window, "labels": window}
+
+
+def load_text(path: str | None) -> str:
+    """A file, or the documentation topics in the standard library."""
+    if path:
+        return Path(path).read_text()
+    topics = pydoc_data.topics.topics
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def load_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The configuration file, with the command line's values in it."""
+    config = json.loads(Path(args.config).read_text())
+    config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = args.lr
+    if args.nvme_path:
+        for section in ("offload_param", "offload_optimizer"):
+            offload = config.get("zero_optimization", {}).get(section) or {}
+            if offload.get("device") == "nvme":
+                offload["nvme_path"] = args.nvme_path
+    return config
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """Small trained matrices beside every linear layer; everything else is frozen."""
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+
+
+def held_out_loss(engine: Any, batches: list[dict[str, Tensor]]) -> float:
+    """Mean loss in nats per token over text that is never trained on. Every rank takes part."""
+    engine.eval()
+    with torch.no_grad():
+        losses = [engine(**on_device(batch, engine.device)).loss.item() for batch in batches]
+    engine.train()
+    return sum(losses) / len(losses)
+
+
+def on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def cycle(loader: Any) -> Iterator[dict[str, Tensor]]:
+    """Batches without end, one pass over the data after the other."""
+    for epoch in itertools.count():
+        # With several ranks the sampler shuffles by the epoch's number.
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        yield from loader
+
+
+def train(engine: Any, loader: Any, held_out: list[dict[str, Tensor]], args: argparse.Namespace) -> dict[str, Any]:
+    """`args.steps` optimizer steps, with an evaluation before, every `args.eval_every` and after."""
+    losses: list[float] = []
+    held_out_losses = {0: held_out_loss(engine, held_out)}
+    batches = cycle(loader)
+    progress = tqdm(range(1, args.steps + 1), unit="step", disable=engine.global_rank > 0, mininterval=0.5)
+    for step in progress:
+        loss_sum = 0.0
+        for batch in itertools.islice(batches, engine.gradient_accumulation_steps()):
+            loss = engine(**on_device(batch, engine.device)).loss
+            engine.backward(loss)
+            engine.step()
+            loss_sum += loss.item()
+        losses.append(loss_sum / engine.gradient_accumulation_steps())
+        if step % args.eval_every == 0 or step == args.steps:
+            held_out_losses[step] = held_out_loss(engine, held_out)
+        progress.set_postfix_str(f"loss {losses[-1]:.3f}, held out {list(held_out_losses.values())[-1]:.3f} nats/token")
+    return {"losses": losses, "held_out": held_out_losses}
+
+
+def continue_text(engine: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
+    """What the model makes of a prompt, taking the likeliest token each time. Every rank takes part."""
+    engine.eval()
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(engine.device)
+    ids = engine.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    engine.train()
+    return tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder with config.json, safetensors and a tokenizer")
+    parser.add_argument("--lora", action="store_true", help="train adapters (peft) instead of all weights")
+    parser.add_argument("--lora-rank", type=int, default=8)
+    parser.add_argument("--config", default=str(HERE / "configs" / "demo.json"), help="configuration (JSON)")
+    parser.add_argument("--data", help="text file to train on instead of Python's documentation")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--eval-every", type=int, default=25)
+    parser.add_argument("--seq", type=int, default=128, help="tokens in a window")
+    parser.add_argument("--lr", type=float, help="learning rate (default 1e-3, with --lora 1e-2)")
+    parser.add_argument("--prompt", default="The class of an object")
+    parser.add_argument("--tokens", type=int, default=40, help="tokens to continue the prompt by")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nvme-path", help="folder for the NVMe tier, instead of the configuration's")
+    parser.add_argument("--run-dir", help="folder for results (default: runs/<time>)")
+    args = parser.parse_args(argv)
+    args.lr = args.lr or (1e-2 if args.lora else 1e-3)
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Fine-tune, and report what happened."""
+    args = parse(argv)
+    torch.manual_seed(args.seed)
+    config = load_config(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    ids = torch.tensor(tokenizer(load_text(args.data), return_attention_mask=False)["input_ids"])
+    # The last twentieth is held out: neighbours of a window would give it away.
+    cut = len(ids) * 19 // 20
+    training, held_out = Windows(ids[:cut], args.seq), Windows(ids[cut:], args.seq)
+    if not training or not held_out:
+        raise SystemExit(f"the text has {len(ids)} tokens: too short for windows of {args.seq}")
+    model = infinity.load_hf(args.model, config)
+    if args.lora:
+        model = with_adapters(model, args.lora_rank)
+    engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=training)
+    with engine:
+        first = engine.global_rank == 0
+        if first:
+            tqdm.write(engine.plan.explain())
+        began = time.perf_counter()
+        result = train(engine, loader, list(itertools.islice(DataLoader(held_out, batch_size=16), 4)), args)
+        result["seconds"] = time.perf_counter() - began
+        result["text"] = continue_text(engine, tokenizer, args.prompt, args.tokens)
+        result["memory_peak"] = engine.memory().peak
+        weights = engine.state_dict()
+    if first:
+        report(args, model, tokenizer, weights, result)
+
+
+def report(args: argparse.Namespace, model: Any, tokenizer: Any, weights: dict[str, Tensor], result: Any) -> None:
+    """Write the run folder and print the summary."""
+    folder = Path(args.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(json.dumps({"arguments": vars(args), **result}, indent=2))
+    model.save_pretrained(folder / "model", state_dict=weights)
+    tokenizer.save_pretrained(folder / "model")
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    total = sum(param.numel() for param in model.parameters())
+    before, *_, after = result["held_out"].values()
+    print(f"trained {trained:,} of {total:,} parameters in {result['seconds']:.0f} s")
+    print(f"held-out loss {before:.3f} -> {after:.3f} nats per token after {args.steps} steps")
+    print(f"continued: {result['text']!r}")
+    print(f"results and {'adapters' if args.lora else 'weights'} in {folder}{os.sep}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Safetensors files as a source of values: any range of a tensor's elements, read when it is wanted.
+
+A file is eight bytes (the header's length), a JSON header (name -> dtype, shape, byte range) and the tensors one behind
+the other. The safetensors library cuts along dimensions; a rank's slice of a flat partition is a range of elements,
+which lies in one piece in the file, so that it is read by one system call a block.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.errors import ConfigError, TransferError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Bytes read at once; also the staging memory where the dtype changes on the way.
+_BLOCK_NBYTES = 16 << 20
+# A header longer than this is not one.
+_HEADER_NBYTES_MAX = 100_000_000
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+class SafetensorsFile:
+    """One open file. Its tensors are in `tensors`; `close` when nothing reads them any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.header, start = self._read_header()
+            self.tensors = {
+                name: StoredTensor.of(self, name, entry, start)
+                for name, entry in json.loads(self.header).items()
+                if name != "__metadata__"
+            }
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` from the file; TransferError when it ends before, or cannot be read."""
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(self._fd, [target[done : done + _BLOCK_NBYTES]], offset + done)
+            except OSError as error:
+                raise self._failed(offset + done, len(target) - done, error.errno or 0, str(error)) from error
+            if not count:
+                raise self._failed(offset + done, len(target) - done, 0, "the file ends before it")
+            done += count
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read_header(self) -> tuple[bytes, int]:
+        """The JSON text, and where the tensors begin."""
+        size = os.fstat(self._fd).st_size
+        prefix = bytearray(8)
+        if size >= 8:
+            self.read_into(0, memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
+        if not 2 <= length <= min(size - 8, _HEADER_NBYTES_MAX):
+            raise ConfigError(f"{self.path} is not a safetensors file, or is cut short: it has {size} bytes")
+        header = bytearray(length)
+        self.read_into(8, memoryview(header))
+        return bytes(header), 8 + length
+
+    def _failed(self, offset: int, nbytes: int, errno: int, reason: str) -> TransferError:
+        return TransferError("read", path=str(self.path), offset=offset, nbytes=nbytes, errno=errno, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in a file: an origin of values, see `infinity.zero.spool`."""
+
+    file: SafetensorsFile
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, file: SafetensorsFile, name: str, entry: dict[str, Any], start: int) -> StoredTensor:
+        """From an entry of the header; its bytes must be in the file."""
+        dtype, shape, (first, stop) = _DTYPES.get(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+        if dtype is None:
+            raise ConfigError(f"{file.path}: {name} has dtype {entry['dtype']}, which is not supported")
+        if stop - first != math.prod(shape) * dtype.itemsize or start + stop > file.path.stat().st_size:
+            raise ConfigError(f"{file.path} is cut short or damaged: the bytes of {name} are not all there")
+        return cls(file, name, dtype, shape, start + first)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def read(self, start: int, target: Tensor) -> None:
+        """Copy elements from `start` on into `target` ([n], on any device), converted to its dtype."""
+        numel, itemsize = target.numel(), self.dtype.itemsize
+        if not 0 <= start <= self.numel - numel:
+            raise ValueError(f"{self.name} has {self.numel} elements, asked were {numel} from {start} on")
+        direct = target.dtype is self.dtype and target.device.type == "cpu" and target.is_contiguous()
+        block = max(_BLOCK_NBYTES // itemsize, 1)
+        staging = None if direct else torch.empty(min(block, numel), dtype=self.dtype)
+        for at in range(0, numel, block):
+            piece = target[at : at + block]
+            into = piece if staging is None else staging[: piece.numel()]
+            self.file.read_into(self.offset + (start + at) * itemsize, into.view(torch.uint8).numpy().data)
+            if staging is not None:
+                piece.copy_(into)
+
+    def whole(self) -> Tensor:
+        """The tensor, in memory."""
+        values = torch.empty(self.shape, dtype=self.dtype)
+        self.read(0, values.view(-1))
+        return values
+
+
+class WeightFolder:
+    """The safetensors files of a model: `model.safetensors`, or shards with an index."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: list[SafetensorsFile] = []
+        self.tensors: dict[str, StoredTensor] = {}
+        try:
+            for path, names in _shards(folder).items():
+                file = SafetensorsFile(path)
+                self._files.append(file)
+                absent = sorted(names - file.tensors.keys())
+                if absent:
+                    raise ConfigError(f"{path} lacks {', '.join(absent[:5])}, which {INDEX} says is in it")
+                self.tensors.update(file.tensors)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def fingerprint(self) -> int:
+        """CRC-32 over names and headers: ranks that see different files have different ones."""
+        crc = 0
+        for file in self._files:
+            crc = zlib.crc32(file.header, zlib.crc32(file.path.name.encode(), crc))
+        return crc
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files:
+            file.close()
+
+
+def _shards(folder: Path) -> dict[Path, set[str]]:
+    """Files to read, and the tensors that an index says are in each."""
+    if (folder / INDEX).exists():
+        shards: dict[Path, set[str]] = {}
+        for name, file in json.loads((folder / INDEX).read_text())["weight_map"].items():
+            shards.setdefault(folder / file, set()).add(name)
+        missing = [path.name for path in shards if not path.exists()]
+        if missing:
+            raise ConfigError(f"{folder} lacks {', '.join(sorted(missing))}, which {INDEX} names: fetch them again")
+        return shards
+    if (folder / SINGLE).exists():
+        return {folder / SINGLE: set()}
+    found = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".safetensors"))
+    raise ConfigError(
+        f"{folder} has neither {SINGLE} nor {INDEX}"
+        + (f", but {', '.join(found[:5])}: save the model again with save_pretrained()" if found else "")
+    )
