@@ -16,6 +16,8 @@ from infinity.engine import Engine
 from infinity.plan.types import Kind, Tier
 from tests.support.oracle import Case, join, settings, swap_files, train
 
+# Seen: 23 to 51 MB, whatever the budget, and different from run to run of the same one.
+OVERHEAD_NBYTES = 64_000_000
 BUDGETS = (300_000_000, 450_000_000, 600_000_000, 750_000_000, 1_000_000_000, 3_000_000_000)
 
 
@@ -31,22 +33,22 @@ def watched(budget: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_same_model_trains_to_the_same_bits_in_each_of_six_budgets(tmp_path):
-    """From almost everything on NVMe to nothing. Resident memory stays within the budget and 2 %, beside what the model
-    takes beyond its plan where nothing moves: activations, and torch's own workspace.
+    """From almost everything on NVMe to nothing. Resident memory stays within the budget and 2 %, beside an overhead
+    that does not grow with it: activations, torch's own workspace, and what the C library has not given back.
     """
     with ThreadPoolExecutor(2) as pool:
         replies = list(pool.map(lambda budget: watched(budget, tmp_path), BUDGETS))
-    overhead = replies[-1]["peak"] - replies[-1]["planned"]
     for budget, reply in zip(BUDGETS, replies, strict=True):
+        overhead = reply["peak"] - reply["planned"]
         print(
             f"budget {budget / 1e6:.0f} MB, planned {reply['planned'] / 1e6:.1f}, resident {reply['peak'] / 1e6:.1f} "
-            f"(fixed overhead {overhead / 1e6:.1f}), states on {reply['states']}"
+            f"({overhead / 1e6:.1f} beside the plan), states on {reply['states']}"
         )
     assert len({reply["sha256"] for reply in replies}) == 1
-    assert 0 <= overhead < 50e6
     for budget, reply in zip(BUDGETS, replies, strict=True):
         assert reply["planned"] <= budget
-        assert reply["peak"] <= 1.02 * budget + overhead
+        assert reply["peak"] <= 1.02 * budget + OVERHEAD_NBYTES
+        assert reply["peak"] <= 1.02 * reply["planned"] + OVERHEAD_NBYTES, "the plan is what is taken"
     on_nvme = [reply["nvme"] for reply in replies]
     assert on_nvme == sorted(on_nvme, reverse=True) and on_nvme[-1] == 0
     assert on_nvme[0] > 0.9 * 10 * replies[0]["numel"], "almost all states"
