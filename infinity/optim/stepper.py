@@ -65,7 +65,8 @@ class Stepper:
         }
         order = [plan.sub_groups[index] for index in plan.step_order]
         self._visible = [group for group in order if plan.visible(group) or not behind]
-        self._hidden = [group for group in order if group not in self._visible]
+        visible = {group.index for group in self._visible}
+        self._hidden = [group for group in order if group.index not in visible]
         # See [Note: step behind the program].
         self._thread = ThreadPoolExecutor(1, "infinity-step") if behind else None
         self._under_way: list[tuple[Future[None], Reservation]] = []

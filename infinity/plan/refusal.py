@@ -18,7 +18,7 @@ from infinity.config.resolve import ResolvedConfig, changed
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity, amount, excesses, in_words
 from infinity.plan.partitions import states_kinds
-from infinity.plan.plan import Plan
+from infinity.plan.plan import SUB_GROUPS_MAX, Plan
 from infinity.plan.request import Question, plan_request
 from infinity.plan.types import DTYPE_NBYTES, Tier
 
@@ -85,7 +85,7 @@ def nearest_fit(question: Question) -> Fit | None:
     """The first of an ordered list of changes whose plan fits: fewest keys first, and of those the fastest tiers; then
     the same on more ranks. None when nothing of it fits.
     """
-    choices = [(keys, changed(question.config, keys)) for keys in _changes(question.config)]
+    choices = [(keys, changed(question.config, keys)) for keys in _changes(question.config, _group_numel(question))]
     choices = [(keys, config) for keys, config in choices if not _hopeless(replace(question, config=config))]
     for keys, config in choices:
         other = replace(question, config=config)
@@ -129,7 +129,7 @@ def _times(question: Question, times: int) -> Question:
 def smallest(question: Question) -> Plan:
     """The plan with as much as possible on NVMe and the least in memory: what any hardware must have for this model."""
     keys = {**_nvme(question.config, "offload_param", "offload_optimizer"), f"{_ZERO}.stage": 3}
-    keys |= {_LIVE: _LIVE_NUMELS[-1], _AHEAD: 0, _GROUP: 1 << 18, f"{_ZERO}.stage3_param_persistence_threshold": 0}
+    keys |= {_LIVE: _LIVE_NUMELS[-1], _AHEAD: 0, _GROUP: _group_numel(question)}
     return replace(question, config=changed(question.config, keys)).plan()
 
 
@@ -150,10 +150,10 @@ def _way_out(question: Question) -> str:
     return f"Nearest configuration that fits: {' '.join(filter(None, (with_keys, where)))} (takes {takes})."
 
 
-def _changes(config: ResolvedConfig) -> list[dict[str, Any]]:
+def _changes(config: ResolvedConfig, group_numel: int) -> list[dict[str, Any]]:
     """Changes of keys to try, the nearest first: the fewest keys, then the fastest tiers."""
     found: list[dict[str, Any]] = []
-    for keys in _proposals(config):
+    for keys in _proposals(config, group_numel):
         different = _different(config, keys)
         if different and different not in found:
             found.append(different)
@@ -161,11 +161,16 @@ def _changes(config: ResolvedConfig) -> list[dict[str, Any]]:
     return sorted(found, key=lambda keys: (_SOME_DRIVE in keys.values(), len(keys)))
 
 
-def _proposals(config: ResolvedConfig) -> Iterator[dict[str, Any]]:
+def _group_numel(question: Question) -> int:
+    """A small sub-group, yet not so small that a plan had too many."""
+    return max(1 << 18, question.numels[1] // question.topology.dp // SUB_GROUPS_MAX)
+
+
+def _proposals(config: ResolvedConfig, group_numel: int) -> Iterator[dict[str, Any]]:
     stage = {f"{_ZERO}.stage": 3}
     cpu_states, cpu_params = {f"{_OPTIMIZER}.device": "cpu"}, {f"{_PARAM}.device": "cpu", **stage}
     nvme_states, nvme_params = _nvme(config, "offload_optimizer"), {**_nvme(config, "offload_param"), **stage}
-    yield {_GROUP: 1 << 18}
+    yield {_GROUP: group_numel}
     yield {_AHEAD: 0}
     for numel in _LIVE_NUMELS:
         yield {_LIVE: numel, _AHEAD: numel // 8}

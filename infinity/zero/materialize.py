@@ -64,14 +64,11 @@ class Materializer:
             if not unit.layout.trainable:
                 self._fill_frozen(unit)
                 self._taken(unit)
-        seen: list[Unit] = []
+        last = {piece.unit: group.index for group in self._plan.sub_groups for piece in group.slices}
         for group in self._plan.sub_groups:
             for unit in self._fill_group(group):
-                if unit not in seen:
-                    seen.append(unit)
-            done = [unit for unit in seen if self._last_group(unit) is group]
-            for unit in done:
-                self._taken(unit)
+                if last[unit.layout.index] == group.index:
+                    self._taken(unit)
         for unit in self._units:
             # Units without elements belong to no sub-group.
             self._taken(unit)
@@ -164,13 +161,6 @@ class Materializer:
         if self._let_go_nbytes and self._let_go_nbytes >= self._trim_nbytes:
             trim()
             self._let_go_nbytes = 0
-
-    def _last_group(self, unit: Unit) -> SubGroup:
-        return next(
-            group
-            for group in reversed(self._plan.sub_groups)
-            if any(piece.unit == unit.layout.index for piece in group.slices)
-        )
 
 
 def _detach_data(param: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
