@@ -27,14 +27,14 @@ from infinity.plan.time import StepTime, predict
 MEDIAN_LIMIT, WORST_LIMIT = 0.15, 0.30
 # Name -> what differs from 4 x 256 tokens, clipped: where states and parameters are, dtype, batch, clipping.
 CASES: dict[str, dict[str, Any]] = {
-    "fp32 cpu": {"contender": "infinity:cpu", "dtype": "fp32"},
-    "fp32 states": {"contender": "infinity:states", "dtype": "fp32"},
-    "fp32 nvme": {"contender": "infinity:nvme", "dtype": "fp32"},
-    "bf16 cpu": {"contender": "infinity:cpu", "dtype": "bf16"},
-    "bf16 states": {"contender": "infinity:states", "dtype": "bf16"},
-    "bf16 nvme": {"contender": "infinity:nvme", "dtype": "bf16"},
-    "bf16 nvme unclipped": {"contender": "infinity:nvme", "dtype": "bf16", "clip": 0.0, "checked": False},
-    "bf16 nvme 8 x 256": {"contender": "infinity:nvme", "dtype": "bf16", "batch": 8},
+    "fp32-cpu": {"contender": "infinity:cpu", "dtype": "fp32"},
+    "fp32-states": {"contender": "infinity:states", "dtype": "fp32"},
+    "fp32-nvme": {"contender": "infinity:nvme", "dtype": "fp32"},
+    "bf16-cpu": {"contender": "infinity:cpu", "dtype": "bf16"},
+    "bf16-states": {"contender": "infinity:states", "dtype": "bf16"},
+    "bf16-nvme": {"contender": "infinity:nvme", "dtype": "bf16"},
+    "bf16-nvme-unclipped": {"contender": "infinity:nvme", "dtype": "bf16", "clip": 0.0, "checked": False},
+    "bf16-nvme-8x256": {"contender": "infinity:nvme", "dtype": "bf16", "batch": 8},
 }
 
 
