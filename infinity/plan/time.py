@@ -109,13 +109,15 @@ class StepTime:
 
 def predict(
     plan: Plan, profile: HardwareProfile = ASSUMED, *, tokens: int, flops: float | None = None, accumulation: int = 1,
-    early: bool = False, overlap: bool = True,
+    early: bool = False, overlap: bool = True, briefly: bool = False,
 ) -> StepTime:  # fmt: skip
     """The step of a plan on a machine.
 
     tokens: of one micro-batch and rank. flops: operations of one micro-batch's forward and backward on this rank;
     by default 6 a parameter and token, embeddings left out. early: the step begins in backward, as it does with
-    gradient_clipping 0 where not all gradients are checked first. overlap: the configuration's key.
+    gradient_clipping 0 where not all gradients are checked first. overlap: the configuration's key. briefly: for who
+    compares many plans: one rehearsal instead of two dozen; `gains` and `tokens_to_hide` are left out, and what would
+    take longest alone counts as the bound.
     """
     rehearsed = coarse(plan)
     machine = _Machine.of(plan, rehearsed, profile, tokens, flops)
@@ -125,15 +127,15 @@ def predict(
     gains: dict[Bound, float] = {}
     for bound, taken in sorted(parts.items(), key=lambda item: -item[1]):
         # No more than what is cut from its own work can be gained.
-        if not gains or max(gains.values()) < taken * (1 - 1 / _FASTER):
+        if not briefly and (not gains or max(gains.values()) < taken * (1 - 1 / _FASTER)):
             gains[bound] = base.seconds - replace(case, machine=machine.faster(bound)).rehearse().seconds
     drives = profile.drives or ASSUMED.drives
     rated = [drive.endurance_nbytes or int(drive.capacity_nbytes * ASSUMED_WRITES_A_BYTE) for drive in drives]
     written = base.written_nbytes * plan.topology.local_size
     return StepTime(
-        seconds=base.seconds, bound_by=max(gains, key=lambda bound: gains[bound]), tokens=tokens * accumulation,
-        parts=parts, gains=gains,
-        tokens_to_hide=case.tokens_to_hide(profile, tokens, flops) if plan.nvme_nbytes else None,
+        seconds=base.seconds, bound_by=max(gains or parts, key=lambda bound: (gains or parts)[bound]),
+        tokens=tokens * accumulation, parts=parts, gains=gains,
+        tokens_to_hide=case.tokens_to_hide(profile, tokens, flops) if plan.nvme_nbytes and not briefly else None,
         nvme_read_nbytes=base.read_nbytes, nvme_written_nbytes=base.written_nbytes,
         nvme_written_nbytes_a_day=written / base.seconds * _DAY_S, endurance_nbytes=sum(rated) or None,
         endurance_assumed=any(drive.endurance_nbytes is None for drive in drives),

@@ -54,6 +54,10 @@ class Kind(Enum):
     FULL = "full"
     # Whole gradients on the device: inputs of a reduction, or kept until the boundary at stages 0 and 1.
     FULL_GRAD = "full_grad"
+    # What autograd keeps from forward for backward, and the temporaries of both.
+    ACTIVATION = "activation"
+    # The model as it was built, until its values are in their partitions.
+    MODEL = "model"
     # Pools that hold no value of their own: space reserved and not in use.
     POOL = "pool"
 
@@ -106,7 +110,8 @@ class PartitionSpec:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        end = max((section.offset + section.nbytes for section in self.sections), default=0)
+        # Sections lie one behind the other.
+        end = self.sections[-1].offset + self.sections[-1].nbytes if self.sections else 0
         nbytes = align_up(end, EXTENT_ALIGNMENT if self.home is Tier.NVME else CACHE_LINE)
         object.__setattr__(self, "nbytes", nbytes)
 

@@ -28,6 +28,9 @@ WINDOW_NBYTES = 256 << 20
 # Swap files of the spool grow by whole files of at least this many bytes.
 _FILE_NBYTES = 1 << 30
 
+# What is written at a time.
+_PART_NBYTES = 8 << 20
+
 
 @dataclass(slots=True)
 class _Place:
@@ -147,12 +150,20 @@ class Spool:
             if place.extent is None:
                 place.tier, place.extent = self._allocate(align_up(nbytes, EXTENT_ALIGNMENT))
             assert place.tier is not None
-            buffer = page_aligned(place.extent.nbytes)
-            buffer[:nbytes].copy_(place.data.detach().contiguous().view(-1).view(torch.uint8))
-            place.tier.write(place.extent, buffer).wait()
+            self._write(place.tier, place.extent, place.data.detach().contiguous().view(-1).view(torch.uint8))
         if not parameter.is_released(place.param):
             parameter.release(place.param, parameter.placeholder(place.shape, place.dtype, place.data.device))
         place.data = None
+
+    @staticmethod
+    def _write(tier: NvmeTier, extent: Extent, values: Tensor) -> None:
+        """Write `values` (uint8, flat) a part at a time, by way of a buffer that direct I/O takes."""
+        buffer = page_aligned(min(_PART_NBYTES, extent.nbytes))
+        for begin in range(0, values.numel(), _PART_NBYTES):
+            part = values[begin : begin + _PART_NBYTES]
+            buffer[: part.numel()].copy_(part)
+            nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
+            tier.write(Extent(extent.offset + begin, nbytes), buffer[:nbytes]).wait()
 
     def _load(self, place: _Place) -> Tensor:
         if place.extent is None or place.tier is None:
