@@ -24,6 +24,7 @@ _PIECE_NUMEL, _PIECES = 1 << 21, 16
 _VOCABULARY = 32_000
 # Enough for their weights not to stay in a cache from one pass to the next.
 _BLOCKS = 6
+_HOPELESS = 3
 _HYPER = AdamHyper(
     lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, adamw=True, bias_correction=True
 )
@@ -32,12 +33,12 @@ _HYPER = AdamHyper(
 def repeat(body: Callable[[], object], seconds: float, least: int = 2) -> float:
     """Median seconds of a call, over as many as fit into `seconds` after one to warm up; at least `least`.
 
-    One that takes most of the time by itself is not repeated.
+    The first call, which may compile and take memory, is the answer only where it takes several times as long.
     """
     began = time.perf_counter()
     body()
     first = time.perf_counter() - began
-    if first > 0.7 * seconds:
+    if first > _HOPELESS * seconds:
         return first
     taken: list[float] = []
     ends = time.monotonic() + seconds - first
