@@ -19,22 +19,23 @@ from support.machine import describe, median
 from support.models import MODELS
 from support.table import Table, claim
 
-from estimators.cli import estimate
+from estimators.estimate import estimate
+from estimators.machine import Machine
 from infinity.command import bench
-from infinity.plan.hardware import load_profile, save_profile
-from infinity.plan.time import StepTime, predict
+from infinity.plan.hardware import HardwareProfile, load_profile, save_profile
+from infinity.plan.time import StepTime
 
 MEDIAN_LIMIT, WORST_LIMIT = 0.15, 0.30
 # Name -> what differs from 4 x 256 tokens, clipped: where states and parameters are, dtype, batch, clipping.
 CASES: dict[str, dict[str, Any]] = {
-    "fp32 cpu": {"contender": "infinity:cpu", "dtype": "fp32"},
-    "fp32 states": {"contender": "infinity:states", "dtype": "fp32"},
-    "fp32 nvme": {"contender": "infinity:nvme", "dtype": "fp32"},
-    "bf16 cpu": {"contender": "infinity:cpu", "dtype": "bf16"},
-    "bf16 states": {"contender": "infinity:states", "dtype": "bf16"},
-    "bf16 nvme": {"contender": "infinity:nvme", "dtype": "bf16"},
-    "bf16 nvme unclipped": {"contender": "infinity:nvme", "dtype": "bf16", "clip": 0.0, "checked": False},
-    "bf16 nvme 8 x 256": {"contender": "infinity:nvme", "dtype": "bf16", "batch": 8},
+    "fp32-cpu": {"contender": "infinity:cpu", "dtype": "fp32"},
+    "fp32-states": {"contender": "infinity:states", "dtype": "fp32"},
+    "fp32-nvme": {"contender": "infinity:nvme", "dtype": "fp32"},
+    "bf16-cpu": {"contender": "infinity:cpu", "dtype": "bf16"},
+    "bf16-states": {"contender": "infinity:states", "dtype": "bf16"},
+    "bf16-nvme": {"contender": "infinity:nvme", "dtype": "bf16"},
+    "bf16-nvme-unclipped": {"contender": "infinity:nvme", "dtype": "bf16", "clip": 0.0, "checked": False},
+    "bf16-nvme-8x256": {"contender": "infinity:nvme", "dtype": "bf16", "batch": 8},
 }
 
 
@@ -77,7 +78,7 @@ def main() -> None:
     claim(f"every error <= {WORST_LIMIT:.0%}, the worst is {worst:.1%}", worst <= WORST_LIMIT)
 
 
-def foretell(options: dict[str, Any], profile: Any) -> StepTime:
+def foretell(options: dict[str, Any], profile: HardwareProfile) -> StepTime:
     """The step of a case, from the model's numbers and the configuration."""
     shape = MODELS[options["model"]]
     model = {
@@ -85,14 +86,10 @@ def foretell(options: dict[str, Any], profile: Any) -> StepTime:
         "intermediate_size": shape["intermediate_size"], "num_hidden_layers": shape["layers"],
         "num_attention_heads": shape["heads"], "num_key_value_heads": shape["heads"], "tie_word_embeddings": False,
     }  # fmt: skip
-    plan = estimate(model, config=with_infinity.configuration(options), ranks=1, accelerator=False)
-    tokens = options["batch"] * options["positions"]
-    matrices = shape["layers"] * (4 * shape["hidden_size"] + 3 * shape["intermediate_size"]) * shape["hidden_size"]
-    head = shape["vocab_size"] * shape["hidden_size"]
-    attention = 4 * shape["layers"] * options["positions"] * shape["hidden_size"]
-    flops = 3.0 * tokens * (2 * (matrices + head) + attention)
-    early = not options.get("clip", 1.0) and not options.get("checked", True)
-    return predict(plan, profile, tokens=tokens, flops=flops, early=early)
+    return estimate(
+        model, with_infinity.configuration(options), batch=options["batch"], sequence=options["positions"],
+        machine=Machine(accelerator=False), profile=profile,
+    ).time  # fmt: skip
 
 
 if __name__ == "__main__":

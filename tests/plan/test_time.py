@@ -224,9 +224,9 @@ def test_a_model_of_hundreds_of_billions_is_predicted_quickly():
     spec = model(layers=1200, side=24_000)
     plan = plan_of(dp=8, spec=spec, accelerator=True, param_tier=Tier.NVME, sub_group_numel=1 << 24)
     assert plan.numel > 600e9
-    began = time.perf_counter()
+    began = time.process_time()
     predict(plan, ASSUMED, tokens=4096)
-    assert time.perf_counter() - began < 3.0
+    assert time.process_time() - began < 2.0
 
 
 def test_jobs_of_a_drive_wait_for_each_other_and_those_of_cores_share_them():
