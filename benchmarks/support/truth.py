@@ -1,6 +1,6 @@
 """Task: one rank's resident memory in each phase of training, and the plan's prediction of it.
 
-The baseline is taken when a tiny model has been trained by the same configuration in the same process, so that
+The baseline is taken when a model of one layer has been trained by the same configuration in the same process, so that
 libraries, threads, queues and connections are there: what that took is the fixed overhead, reported beside it. Peaks
 are the kernel's own (VmHWM), reset at the beginning of each phase.
 """

@@ -30,7 +30,7 @@ def test_each_phase_takes_what_the_plan_says(case, tmp_path):
     arguments = ("--models", model, "--configurations", configuration, "--steps", "3", "--folder", str(tmp_path))
     text = output_of("memory_truth", *arguments)
     assert re.search(rf"^{case} ", text, re.MULTILINE), text
-    assert text.count("holds") == 2, text
+    assert text.count("holds") == 3, text
     assert not list(tmp_path.iterdir())
 
 
