@@ -65,7 +65,7 @@ def picture(found: Estimate) -> str:
             f"<title>{escape(title)}</title>",
             f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
             _text(_MARGIN, 28, title, size=16, weight="bold"),
-            *(_text(_MARGIN, 48 + 16 * index, line, size=12) for index, line in enumerate(rest)),
+            _text(_MARGIN, 48, f"bytes of a rank; {' '.join(rest).rpartition('; ')[0]}", size=12),
             *body,
             *_legend(kinds, _TOP + _HEIGHT + 62),
             "</svg>\n",
@@ -84,8 +84,9 @@ def _panel(
     step = _round_step(reach)
     # Room above the highest for its figure.
     panel = _Panel(left + _AXIS, width - _AXIS, int(step * (reach * 1.08 // step + 1)))
-    known = "" if limit is None or near else f" (a rank may have {amount(limit)})"
-    lines = [_text(left, _TOP - 8, f"{TIERS[tier]} of a rank{known}", size=13, weight="bold")]
+    dashed = "dashed: " if near else ""
+    known = "" if limit is None else f" ({dashed}a rank may have {amount(limit)})"
+    lines = [_text(left, _TOP - 12, f"{TIERS[tier]}{known}", size=13, weight="bold")]
     at = 0
     while at <= panel.nbytes_max:
         y = panel.y(at)
@@ -101,7 +102,6 @@ def _panel(
             f'<path d="M{panel.left:.1f} {y:.1f}h{panel.width:.1f}" stroke="{_INK}" stroke-width="1.5" '
             'stroke-dasharray="6 4"/>'
         )
-        lines.append(_halo(panel.left + panel.width, y - 5, f"a rank may have {amount(limit)}", anchor="end"))
     return lines
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
 import subprocess
 import sys
@@ -12,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from docs import make_outputs
 from estimators import cli
 from examples import train_lm
 from tests.support.hub import hf_config
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "examples" / "configs"
+PICTURED = "llama-3.1-8b --gpu 24GB --ram 64GB --nvme 1TB"
 SMALL = "--dim 32 --layers 2 --heads 2 --seq 32 --steps 3".split()
 
 pytestmark = pytest.mark.slow
@@ -86,10 +87,16 @@ def test_two_ranks_train_under_torchrun_and_one_speaks(tmp_path):
     assert (tmp_path / "run" / "loss_and_memory.png").exists()
 
 
-def test_the_readme_shows_what_the_estimator_prints(monkeypatch, capsys):
+@pytest.mark.parametrize("name", make_outputs.FILES)
+def test_a_page_shows_what_the_estimator_prints(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    shown = re.search(r"\$ infinity-estimate (.*)\n((?:.*\n)*?)```", (ROOT / "README.md").read_text())
-    assert shown
-    assert cli.main(shlex.split(shown[1])) == 0
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert printed == shown[2].splitlines()
+    text = (ROOT / name).read_text()
+    assert "$ infinity-estimate" in text
+    assert make_outputs.refreshed(text) == text
+
+
+def test_the_readmes_picture_is_the_estimators(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    made = tmp_path / "estimate.svg"
+    assert cli.main([*shlex.split(PICTURED), "--picture", str(made)]) == 0
+    assert made.read_text() == (ROOT / "docs" / "pictures" / "estimate.svg").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -22,6 +23,13 @@ LLAMA_8B = {
 PLAIN_8B = "--layers 32 --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256".split()
 NVME_FILE = str(ROOT / "examples" / "configs" / "nvme_offload.json")
 CPU_FILE = str(ROOT / "examples" / "configs" / "cpu_offload.json")
+_DRIVE = {"device": "nvme", "nvme_path": "nvme"}
+NVME = json.dumps(
+    {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": _DRIVE, "offload_optimizer": _DRIVE},
+    }
+)
 SMALL_MACHINE = "--gpu 4GB --ram 16GB --nvme 100GB --sequence 512".split()
 
 
@@ -57,15 +65,21 @@ def test_671_billion_parameters_take_less_than_a_second():
 
 
 def test_the_whole_command_takes_less_than_three_seconds_and_no_torch():
-    began = time.perf_counter()
+    # Of the processor: other tests run beside this one.
+    before = _children_seconds()
     reply = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "estimators", "deepseek-v3", "--config", NVME_FILE, "--ranks", "64"],
-        capture_output=True, text=True, check=True, cwd=ROOT, timeout=60,
+        [sys.executable, "-X", "importtime", "-m", "estimators", "deepseek-v3", "--config", NVME, "--ranks", "64"],
+        capture_output=True, text=True, check=True, cwd=ROOT, timeout=100,
     )  # fmt: skip
-    assert time.perf_counter() - began < 3
+    assert _children_seconds() - before < 3
     assert "671.03 B parameters" in reply.stdout
     assert "| torch" not in reply.stderr
     assert "| transformers" not in reply.stderr
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_every_line_of_a_report_fits_a_hundred_columns(capsys):
