@@ -204,9 +204,9 @@ def load_on_ranks(rank: int, world_size: int, folder: str, drive: str) -> dict[s
         return {"read": total[0] - headers, "masters": masters(model)}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_each_rank_reads_only_its_slices(world_size: int, tmp_path: Path, rank_pools: Any) -> None:
+def test_each_rank_reads_only_its_slices(tmp_path: Path, rank_pools: Any) -> None:
     theirs = save(tmp_path, "llama")
+    world_size = 2
     results = rank_pools[world_size].run(load_on_ranks, str(tmp_path), str(tmp_path / "drive"))
     stored = sum(param.numel() * 4 for param in theirs.parameters())
     assert all(same(result["masters"], theirs) for result in results)
