@@ -10,16 +10,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.api import GatheredParameters, initialize, modify, read, state
+    from infinity.api import GatheredParameters, initialize, measure_activations, modify, read, state
     from infinity.building import Init
     from infinity.hub import load_hf
 
 __version__ = "0.1.0"
 
-__all__ = ["GatheredParameters", "Init", "__version__", "errors", "initialize", "load_hf", "modify", "read", "state"]
+__all__ = [
+    "GatheredParameters", "Init", "__version__", "errors", "initialize", "load_hf", "measure_activations", "modify",
+    "read", "state",
+]  # fmt: skip
 
 _FROM = {
-    "infinity.api": ("GatheredParameters", "initialize", "modify", "read", "state"),
+    "infinity.api": ("GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"),
     "infinity.building": ("Init",),
     "infinity.hub": ("load_hf",),
 }

@@ -39,6 +39,7 @@ from infinity.plan.topology import Topology
 from infinity.plan.types import Tier
 from infinity.zero import parameter
 from infinity.zero.access import ParameterState, modify, read
+from infinity.zero.activation import measure_activations
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
@@ -46,7 +47,7 @@ from infinity.zero.materialize import Materializer
 from infinity.zero.spool import spool_of
 from infinity.zero.unit import Unit
 
-__all__ = ["GatheredParameters", "initialize", "modify", "read", "state"]
+__all__ = ["GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"]
 
 # Without an accelerator the two tiers share the process's memory.
 _NEIGHBOURS = {Tier.GPU: Tier.CPU, Tier.CPU: Tier.GPU}

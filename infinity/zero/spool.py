@@ -9,6 +9,7 @@ values that an ordinary construction would give, in bounded memory.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -31,6 +32,9 @@ WINDOW_NBYTES = 256 << 20
 # Swap files of the spool grow by whole files of at least this many bytes.
 _FILE_NBYTES = 1 << 30
 
+# What is written at a time.
+_PART_NBYTES = 8 << 20
+
 
 class Origin(Protocol):
     """Where a parameter's values come from as long as nobody has touched them; the same on every rank."""
@@ -43,7 +47,7 @@ class Origin(Protocol):
 class _Place:
     """Where one parameter's values are: in memory (`data`), written to `tier` at `extent`, or still at its `origin`."""
 
-    param: nn.Parameter
+    param: weakref.ref[nn.Parameter]
     data: Tensor | None
     shape: torch.Size
     dtype: torch.dtype
@@ -67,6 +71,8 @@ class Spool:
         self._recent: OrderedDict[int, None] = OrderedDict()
         self._files: list[tuple[NvmeTier, int]] = []
         self._freed_nbytes = 0
+        # Keys of parameters that the model has let go of (one that was tied to another), not yet forgotten.
+        self._dead: list[int] = []
         # Whether the model is still being built: then touching a parameter makes it whole.
         self.open = True
         # What origins need open.
@@ -77,15 +83,18 @@ class Spool:
 
         origin: who has its values; its data is not looked at then, and read only when somebody touches it.
         """
+        self._forget_dead()
         if id(param) in self._places or param.is_meta or isinstance(param, nn.UninitializedParameter):
             return
+        key, dead = id(param), self._dead
+        alive = weakref.ref(param, lambda _: dead.append(key))
         if origin is not None:
-            self._places[id(param)] = _Place(param, None, param.shape, param.dtype, origin=origin)
+            self._places[key] = _Place(alive, None, param.shape, param.dtype, origin=origin)
             parameter.adopt(param, self, name)
             parameter.release(param, parameter.placeholder(param.shape, param.dtype, param.device))
             return
         data = param.data
-        self._places[id(param)] = _Place(param, data, data.shape, data.dtype)
+        self._places[key] = _Place(alive, data, data.shape, data.dtype)
         parameter.adopt(param, self, name)
         self._use(id(param))
 
@@ -106,10 +115,12 @@ class Spool:
         self._shrink(keep=len(params))
 
     def holds(self, param: nn.Parameter) -> bool:
+        self._forget_dead()
         return id(param) in self._places
 
     def at_origin(self, param: nn.Parameter) -> bool:
         """Whether nobody has touched a parameter whose values come from an origin."""
+        self._forget_dead()
         place = self._places.get(id(param))
         return place is not None and place.origin is not None and place.data is None and place.extent is None
 
@@ -134,8 +145,16 @@ class Spool:
 
     def forget(self, param: nn.Parameter) -> None:
         """The engine has taken the values over: free them here."""
-        place = self._places.pop(id(param), None)
-        self._recent.pop(id(param), None)
+        self._forget(id(param))
+
+    def _forget_dead(self) -> None:
+        """A parameter may die at any moment, also while what follows it is walked through: it is forgotten later."""
+        while self._dead:
+            self._forget(self._dead.pop())
+
+    def _forget(self, key: int) -> None:
+        place = self._places.pop(key, None)
+        self._recent.pop(key, None)
         if place is not None and not any(other.tier is place.tier for other in self._places.values()):
             self._close_file(place.tier)
 
@@ -164,6 +183,7 @@ class Spool:
 
     def _shrink(self, keep: int) -> None:
         """Bring the window back to its bound; the latest `keep` parameters stay."""
+        self._forget_dead()
         if self._directory is None:
             return
         held = sum(_nbytes(self._places[key]) for key in self._recent)
@@ -175,25 +195,37 @@ class Spool:
 
     def _spill(self, place: _Place) -> None:
         """Write a parameter's values if they are new, and release it."""
+        param = place.param()
+        if param is None:
+            place.data = None
+            return
         assert place.data is not None
-        if not parameter.is_released(place.param):
-            place.data = place.param.data
+        if not parameter.is_released(param):
+            place.data = param.data
         nbytes = _nbytes(place)
         if nbytes:
             if place.extent is None:
                 place.tier, place.extent = self._allocate(align_up(nbytes, EXTENT_ALIGNMENT))
             assert place.tier is not None
-            buffer = page_aligned(place.extent.nbytes)
-            buffer[:nbytes].copy_(place.data.detach().contiguous().view(-1).view(torch.uint8))
-            place.tier.write(place.extent, buffer).wait()
-        if not parameter.is_released(place.param):
-            parameter.release(place.param, parameter.placeholder(place.shape, place.dtype, place.data.device))
+            self._write(place.tier, place.extent, place.data.detach().contiguous().view(-1).view(torch.uint8))
+        if not parameter.is_released(param):
+            parameter.release(param, parameter.placeholder(place.shape, place.dtype, place.data.device))
         place.data = None
         self._freed_nbytes += nbytes
         if self._freed_nbytes >= WINDOW_NBYTES // 4:
             # The allocator keeps what constructors gave back, in pieces that the next layer does not fit.
             self._freed_nbytes = 0
             trim()
+
+    @staticmethod
+    def _write(tier: NvmeTier, extent: Extent, values: Tensor) -> None:
+        """Write `values` (uint8, flat) a part at a time, by way of a buffer that direct I/O takes."""
+        buffer = page_aligned(min(_PART_NBYTES, extent.nbytes))
+        for begin in range(0, values.numel(), _PART_NBYTES):
+            part = values[begin : begin + _PART_NBYTES]
+            buffer[: part.numel()].copy_(part)
+            nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
+            tier.write(Extent(extent.offset + begin, nbytes), buffer[:nbytes]).wait()
 
     def _load(self, place: _Place) -> Tensor:
         if place.extent is None or place.tier is None:
