@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from estimators.estimate import estimate
     from infinity.api import GatheredParameters, initialize, measure_activations, modify, read, state
     from infinity.building import Init
     from infinity.hub import load_hf
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "GatheredParameters", "Init", "__version__", "errors", "initialize", "load_hf", "measure_activations", "modify",
-    "read", "state",
+    "GatheredParameters", "Init", "__version__", "errors", "estimate", "initialize", "load_hf", "measure_activations",
+    "modify", "read", "state",
 ]  # fmt: skip
 
 _FROM = {
+    "estimators.estimate": ("estimate",),
     "infinity.api": ("GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"),
     "infinity.building": ("Init",),
     "infinity.hub": ("load_hf",),

@@ -20,15 +20,24 @@ FOLDERS = ("infinity", "estimators", "examples")
 _EVERYTHING = {
     "infinity.config", "infinity.errors", "infinity.plan", "infinity.log", "infinity.transfer", "infinity.ops",
     "infinity.comm", "infinity.memory", "infinity.optim", "infinity.zero", "infinity.parallel", "infinity.checkpoint",
-    "infinity.engine",
+    "infinity.engine", "infinity.preflight",
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
-    "infinity": {"infinity.api", "infinity.building", "infinity.errors", "infinity.hub", "infinity.zero"},
+    "infinity": {
+        "estimators", "infinity.api", "infinity.building", "infinity.errors", "infinity.hub", "infinity.zero",
+    },
+    "infinity.__main__": {"infinity.command"},
+    # A command may ask everything of the machine and nothing of a model; `estimate` is started by its name.
+    "infinity.command": {
+        "infinity.config", "infinity.errors", "infinity.log", "infinity.memory", "infinity.ops", "infinity.plan",
+        "infinity.transfer",
+    },
     "infinity.api": _EVERYTHING | {"infinity.building"},
     "infinity.hub": _EVERYTHING | {"infinity.building"},
     "infinity.building": _EVERYTHING - {"infinity.engine"},
     "infinity.engine": _EVERYTHING,
+    "infinity.preflight": _EVERYTHING,
     "infinity.checkpoint": {"infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log"},
     "infinity.zero": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log", "infinity.transfer",

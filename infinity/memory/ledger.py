@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from infinity.plan.capacity import Capacity
 from infinity.plan.types import Kind, Tier
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts what the engine holds. `now` and `peak` are keyed by (tier, kind), in bytes."""
+    """Counts what the engine holds. `now` and `peak` are keyed by (tier, kind), in bytes. `limits`: what this rank may
+    hold on each tier.
+    """
 
+    limits: Capacity = field(default_factory=Capacity)
     now: dict[tuple[Tier, Kind], int] = field(default_factory=dict)
     peak: dict[tuple[Tier, Kind], int] = field(default_factory=dict)
     pinned_nbytes: int = 0
