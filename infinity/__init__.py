@@ -10,13 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.api import GatheredParameters, Init, initialize, modify, read, state
+    from infinity.api import GatheredParameters, Init, initialize, measure_activations, modify, read, state
 
 __version__ = "0.1.0"
 
-__all__ = ["GatheredParameters", "Init", "__version__", "errors", "initialize", "modify", "read", "state"]
+__all__ = [
+    "GatheredParameters", "Init", "__version__", "errors", "initialize", "measure_activations", "modify", "read",
+    "state",
+]  # fmt: skip
 
-_FROM_API = ("GatheredParameters", "Init", "initialize", "modify", "read", "state")
+_FROM_API = ("GatheredParameters", "Init", "initialize", "measure_activations", "modify", "read", "state")
 _SUBMODULES = ("api", "errors", "zero")
 
 

@@ -40,6 +40,7 @@ from infinity.plan.topology import Topology
 from infinity.plan.types import Tier
 from infinity.zero import parameter
 from infinity.zero.access import ParameterState, modify, read
+from infinity.zero.activation import measure_activations
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
@@ -47,7 +48,7 @@ from infinity.zero.materialize import Materializer
 from infinity.zero.spool import Spool, spool_of
 from infinity.zero.unit import Unit
 
-__all__ = ["GatheredParameters", "Init", "initialize", "modify", "read", "state"]
+__all__ = ["GatheredParameters", "Init", "initialize", "measure_activations", "modify", "read", "state"]
 
 # Without an accelerator the two tiers share the process's memory.
 _NEIGHBOURS = {Tier.GPU: Tier.CPU, Tier.CPU: Tier.GPU}

@@ -1,9 +1,9 @@
-"""The language model of the training benchmarks: transformers' own Llama, from a configuration."""
+"""The language models of the benchmarks: transformers' own, from a configuration."""
 
 from __future__ import annotations
 
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 
 def build(shape: dict[str, int], positions: int) -> nn.Module:
@@ -15,3 +15,11 @@ def build(shape: dict[str, int], positions: int) -> nn.Module:
         max_position_embeddings=max(2048, positions), attn_implementation="sdpa",
     )  # fmt: skip
     return LlamaForCausalLM(config).train()
+
+
+def build_named(name: str, shape: dict[str, int], attention: str = "sdpa") -> nn.Module:
+    """A "llama" or "gpt2" of transformers, from the keys of its configuration."""
+    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "gpt2": (GPT2Config, GPT2LMHeadModel)}[name]
+    # Token numbers of GPT-2's own vocabulary mean nothing in a smaller one.
+    others = {"bos_token_id": 0, "eos_token_id": 0} if name == "gpt2" else {}
+    return model(config(**shape, **others, use_cache=False, attn_implementation=attention)).train()

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 from infinity.errors import CapacityError
 from infinity.plan.fetch import FetchBudget, FetchSchedule, Timing, make_schedule
+from infinity.plan.gradients import Scratch, left_nbytes, make_scratch
 from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layouts
 from infinity.plan.placement import Placement, Policy, place, place_units
 from infinity.plan.spec import ModelSpec
@@ -67,8 +68,10 @@ class Pools:
     staging_nbytes: int = 0
     # Whole units gathered at once, beyond those that are whole for good.
     gathered_nbytes: int = 0
-    # Whole gradients of a unit: as autograd leaves them, and as input of a reduction.
-    reduce_nbytes: int = 0
+    # Whole gradients as autograd leaves them on parameters.
+    left_nbytes: int = 0
+    # What reductions of a unit's gradients work in.
+    scratch: Scratch = field(default_factory=Scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +129,8 @@ class Plan:
             timing=timing,
         )
 
-    def bytes_by_tier(self) -> dict[Tier, dict[Kind, int]]:
-        """Bytes that this rank holds on each tier, by kind, at the busiest moment; POOL is space reserved for moves."""
+    def bytes_at_home(self) -> dict[Tier, dict[Kind, int]]:
+        """Bytes of values at their homes, with units and gradients that stay whole; POOL is what rounding adds."""
         table: dict[Tier, dict[Kind, int]] = {tier: {} for tier in Tier}
 
         def add(tier: Tier, kind: Kind, nbytes: int) -> None:
@@ -144,8 +147,21 @@ class Plan:
             add(Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
             if self.placement.grad_whole and layout.trainable:
                 add(Tier.GPU, Kind.FULL_GRAD, layout.numel * DTYPE_NBYTES[self.request.grad_dtype])
+        return table
+
+    def bytes_by_tier(self) -> dict[Tier, dict[Kind, int]]:
+        """Bytes that this rank holds on each tier, by kind, at most; POOL is space reserved for moves.
+
+        A bound of every phase of training (see `infinity.plan.phases`), to which activations come.
+        """
+        table = self.bytes_at_home()
+
+        def add(tier: Tier, kind: Kind, nbytes: int) -> None:
+            if nbytes:
+                table[tier][kind] = table[tier].get(kind, 0) + nbytes
+
         add(Tier.GPU, Kind.FULL, self.pools.gathered_nbytes)
-        add(Tier.GPU, Kind.FULL_GRAD, self.pools.reduce_nbytes)
+        add(Tier.GPU, Kind.FULL_GRAD, self.pools.left_nbytes + self.pools.scratch.nbytes)
         add(Tier.CPU, Kind.POOL, self.pools.param_nbytes + self.pools.states_nbytes + self.pools.staging_nbytes)
         return table
 
@@ -319,9 +335,7 @@ def _pools(
     # One is in use. Beside it lies what was fetched ahead, or what is stepped: nothing is fetched ahead of its step.
     ahead = max(budget.fetch_nbytes_max, _stepped_nbytes(groups, order, params))
     busiest = max(params.values(), default=0) + ahead
-    trainable = [layout.numel for layout in layouts if layout.trainable]
-    wire = DTYPE_NBYTES[request.communication_dtype]
-    whole_grad = max(trainable, default=0) * DTYPE_NBYTES[request.compute_dtype]
+    backward = schedule.trace[len(schedule.trace) // 2 :]
     staged = [
         group.numel * DTYPE_NBYTES[request.compute_dtype]
         for group in groups
@@ -334,7 +348,11 @@ def _pools(
         states_nbytes=min(sum(states), STEP_WINDOW * max(states, default=0)),
         staging_nbytes=align_up(max(staged, default=0), CACHE_LINE),
         gathered_nbytes=schedule.peak_nbytes,
-        reduce_nbytes=whole_grad + (2 * max(trainable, default=0) * wire if topology.dp > 1 else 0),
+        left_nbytes=max(left_nbytes(backward, layouts, accelerator=request.accelerator), default=0),
+        scratch=make_scratch(
+            layouts, placement, dp=topology.dp, wire=request.communication_dtype, grad_dtype=request.grad_dtype,
+            accelerator=request.accelerator,
+        ),  # fmt: skip
     )
 
 
@@ -350,6 +368,7 @@ def _plain(kind: Kind) -> str:
         Kind.PARAM: "parameters", Kind.GRAD: "gradients", Kind.REMAINDER: "master remainders",
         Kind.MASTER: "master weights", Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq",
         Kind.FULL: "gathered parameters", Kind.FULL_GRAD: "whole gradients", Kind.POOL: "pools",
+        Kind.MODEL: "the model as it was built", Kind.ACTIVATION: "activations",
     }  # fmt: skip
     return names.get(kind, kind.value)
 

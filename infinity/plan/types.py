@@ -54,6 +54,10 @@ class Kind(Enum):
     FULL = "full"
     # Whole gradients on the device: inputs of a reduction, or kept until the boundary at stages 0 and 1.
     FULL_GRAD = "full_grad"
+    # What autograd keeps from forward for backward, and the temporaries of both.
+    ACTIVATION = "activation"
+    # The model as it was built, until its values are in their partitions.
+    MODEL = "model"
     # Pools that hold no value of their own: space reserved and not in use.
     POOL = "pool"
 

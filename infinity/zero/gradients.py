@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -25,6 +26,22 @@ from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind, Tier
 from infinity.transfer import Completed, Transfer, WorkTransfer
 from infinity.zero.unit import Unit
+
+# Elements that are cast at a time where gradients add up in another dtype than they arrive in.
+_CAST_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Reducing:
+    """Flat memory on the device that every reduction uses in turn; what the plan has no bytes for is empty."""
+
+    full: Tensor
+    workspace: Tensor
+    mine: Tensor
+
+    def room(self, unit: Unit) -> Tensor | None:
+        """The workspace of one unit's reduction; None where the collective has its own."""
+        return self.workspace[: unit.layout.numel] if self.workspace.numel() else None
 
 
 class Gradients:
@@ -45,6 +62,7 @@ class Gradients:
         self._alone = mesh.ranks.world_size == 1
         self._whole = plan.placement.grad_whole
         self._wire = DTYPES[plan.request.communication_dtype]
+        self._planned = plan.pools.scratch
         grad_dtype = DTYPES[plan.request.grad_dtype]
         self._buffers: dict[Unit, Tensor] = {}
         for unit in self._units if self._whole else ():
@@ -63,7 +81,7 @@ class Gradients:
         # Unit indices in the order in which the latest backward finished with them: what `order` should become.
         self.seen_order: list[int] = [unit.layout.index for unit in self.order]
         self._flying: tuple[Unit, WorkTransfer, Tensor] | None = None
-        self._buffers_flat: list[Tensor] = []
+        self._scratch: _Reducing | None = None
         # A unit whose gradients are on their way from the device, with the lease that they need.
         self._arriving: tuple[Unit, ExitStack, list[Transfer]] | None = None
         # Called when something was added to a unit's partition.
@@ -103,7 +121,7 @@ class Gradients:
         """Backward raised: forget its round. Gradients that have arrived stay until `reset`."""
         if self._take_flying() is not None:
             # It may go on: the next one gets memory of its own.
-            self._drop_flat()
+            self._drop_scratch()
         self._turn = 0
         self._ready.clear()
         self._finished.clear()
@@ -160,7 +178,7 @@ class Gradients:
         """Return the buffers of whole gradients and drop what autograd left."""
         self._take_flying()
         self._arrive()
-        self._drop_flat()
+        self._drop_scratch()
         for buffer in self._buffers.values():
             self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -buffer.numel() * buffer.element_size())
         self._buffers.clear()
@@ -219,7 +237,7 @@ class Gradients:
         """Replace or add, in the target's dtype, across devices. What is replaced travels beside the computation."""
         if first:
             return self._device.copy(target, source)
-        target.add_(source.to(target.device))
+        _add(target, source.to(target.device))
         return Completed()
 
     def _arrive(self) -> None:
@@ -244,7 +262,11 @@ class Gradients:
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             if param.grad is not None:
                 piece = buffer[slot.offset : slot.offset + slot.numel]
-                (piece.copy_ if first else piece.add_)(param.grad.reshape(-1))
+                grad = param.grad.reshape(-1)
+                if first:
+                    piece.copy_(grad)
+                else:
+                    _add(piece, grad)
 
     def _reduce_whole(self, unit: Unit) -> None:
         """Stages 0 and 1, at the boundary: sum over ranks; keep this rank's slice, or everything at stage 0."""
@@ -254,19 +276,22 @@ class Gradients:
         if unit not in self._begun:
             buffer.zero_()
         self._begun.add(unit)
-        full = buffer.to(self._wire)
+        scratch = self._take_scratch()
+        full = scratch.full[: buffer.numel()].copy_(buffer) if scratch.full.numel() else buffer
         key, nbytes = self.partition(unit), full.numel() * full.element_size()
         record.take_off("reductions", key, nbytes)
-        with record.span(record.WAIT, "reduction", key, nbytes):
+        with self._store.write(key) as (partition,), record.span(record.WAIT, "reduction", key, nbytes):
+            target = partition.view(Kind.GRAD)
             if unit.placed.parts == 1:
                 collectives.all_reduce(full, self._mesh.reduce).wait()
-                mine = full
+                target.copy_(full)
             else:
-                mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
-                collectives.reduce_scatter(mine, full, group=self._mesh.reduce).wait()
+                # Into the partition itself where it can take the sum as it is.
+                mine = scratch.mine[: target.numel()] if scratch.mine.numel() else target
+                collectives.reduce_scatter(mine, full, scratch.room(unit), group=self._mesh.reduce).wait()
+                if mine is not target:
+                    target.copy_(mine)
         record.land("reductions", key)
-        with self._store.write(self.partition(unit)) as (partition,):
-            partition.view(Kind.GRAD).copy_(mine)
         self.landed(unit)
 
     def _start_reduce(self, unit: Unit) -> None:
@@ -274,8 +299,8 @@ class Gradients:
         flight.
         """
         self._land()
-        buffers = [buffer[: unit.layout.numel] for buffer in self._flat()]
-        full = buffers[0]
+        scratch = self._take_scratch()
+        full = scratch.full[: unit.layout.numel]
         end = 0
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             if param.grad is not None:
@@ -283,24 +308,29 @@ class Gradients:
                 end = slot.offset + slot.numel
                 full[slot.offset : end].copy_(param.grad.reshape(-1))
         full[end:].zero_()
-        mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
+        mine = scratch.mine[: unit.layout.partition_numel(unit.placed.parts)]
         record.take_off("reductions", self.partition(unit), full.numel() * full.element_size())
-        self._flying = (unit, collectives.reduce_scatter(mine, *buffers, group=self._mesh.reduce), mine)
+        transfer = collectives.reduce_scatter(mine, full, scratch.room(unit), group=self._mesh.reduce)
+        self._flying = (unit, transfer, mine)
 
-    def _flat(self) -> list[Tensor]:
-        """Whole gradients of one unit on their way into a reduction, and its workspace: made once, for the largest."""
-        if not self._buffers_flat:
-            count = 1 + collectives.needs_workspace(self._mesh.reduce)
-            numel = max(unit.layout.numel for unit in self._units)
-            kinds = {Kind.FULL_GRAD: count * numel * self._wire.itemsize}
+    def _take_scratch(self) -> _Reducing:
+        """The memory that reductions work in: made once, for the largest unit, of as many bytes as the plan has."""
+        if self._scratch is None:
+            planned = self._planned
+            width = self._wire.itemsize
+            kinds = {Kind.FULL_GRAD: planned.nbytes}
             with self._ledger.taking(Tier.GPU, kinds, "gradients on their way into a reduction"):
-                self._buffers_flat = [self._device.empty(numel, self._wire) for _ in range(count)]
-        return self._buffers_flat
+                self._scratch = _Reducing(
+                    full=self._device.empty(planned.full_nbytes // width, self._wire),
+                    workspace=self._device.empty(planned.workspace_nbytes // width, self._wire),
+                    mine=self._device.empty(planned.mine_nbytes // width, self._wire),
+                )
+        return self._scratch
 
-    def _drop_flat(self) -> None:
-        nbytes = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers_flat)
-        self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -nbytes)
-        self._buffers_flat = []
+    def _drop_scratch(self) -> None:
+        if self._scratch is not None:
+            self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -self._planned.nbytes)
+        self._scratch = None
 
     def _land(self) -> None:
         """Wait for the reduction in flight and add its result to the partition."""
@@ -317,6 +347,15 @@ class Gradients:
         """The reduction in flight, which is no longer this object's."""
         flying, self._flying = self._flying, None
         return flying
+
+
+def _add(target: Tensor, source: Tensor) -> None:
+    """`target += source`, flat, on one device. Where their dtypes differ torch casts all of it first, on the CPU into
+    memory of its own: there it is given a part at a time.
+    """
+    step = _CAST_NUMEL if target.dtype is not source.dtype and target.is_cpu else max(target.numel(), 1)
+    for begin in range(0, target.numel(), step):
+        target[begin : begin + step].add_(source[begin : begin + step])
 
 
 def on_any_rank(mine: Sequence[bool], mesh: Mesh) -> list[bool]:

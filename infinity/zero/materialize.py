@@ -13,15 +13,20 @@ from torch import Tensor, nn
 
 from infinity.comm import collectives
 from infinity.comm.mesh import Mesh
+from infinity.memory.host import trim
 from infinity.memory.master import encode
 from infinity.memory.partition import DTYPES, Partition
 from infinity.memory.store import TieredStore
 from infinity.plan.layout import Slice, SubGroup
+from infinity.plan.phases import FILL_NUMEL
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
 from infinity.zero import parameter
 from infinity.zero.spool import Spool
 from infinity.zero.unit import Unit
+
+# So many times the C library is asked to give back to the system what parameters had.
+_TRIM_COUNT = 64
 
 
 class Materializer:
@@ -37,6 +42,9 @@ class Materializer:
         # An empty spool stands for none.
         self._spool = spool or Spool(None, mesh=mesh, timeout_seconds=1.0)
         self._agreed: set[int] = set()
+        # Bytes of parameters let go since the latest trim, and after how many the next is due.
+        self._let_go_nbytes = 0
+        self._trim_nbytes = sum(param.nbytes for unit in self._units for param in unit.params) // _TRIM_COUNT
 
     def run(self) -> None:
         """Give every partition its value and every parameter its place in its unit."""
@@ -88,9 +96,11 @@ class Materializer:
         if target.dtype is torch.float32:
             self._read(unit, piece.start, target)
             return
-        values = torch.zeros(piece.numel, dtype=torch.float32)
-        self._read(unit, piece.start, values)
-        encode(values, target, states, at)
+        for begin in range(0, piece.numel, FILL_NUMEL):
+            numel = min(FILL_NUMEL, piece.numel - begin)
+            values = torch.empty(numel, dtype=torch.float32)
+            self._read(unit, piece.start + begin, values)
+            encode(values, target[begin : begin + numel], states, at + begin)
 
     def _read(self, unit: Unit, start: int, target: Tensor) -> None:
         """Copy the elements of this rank's partition from `start` on into `target`; padding becomes zero."""
@@ -128,7 +138,11 @@ class Materializer:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             self._spool.forget(param)
             if not parameter.is_released(param) or param.dtype is not dtype:
+                self._let_go_nbytes += param.nbytes
                 _detach_data(param, slot.shape, dtype, unit.full.device)
+        if self._let_go_nbytes and self._let_go_nbytes >= self._trim_nbytes:
+            trim()
+            self._let_go_nbytes = 0
 
     def _last_group(self, unit: Unit) -> SubGroup:
         return next(

@@ -9,6 +9,7 @@ values that an ordinary construction would give, in bounded memory.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,12 +29,15 @@ WINDOW_NBYTES = 256 << 20
 # Swap files of the spool grow by whole files of at least this many bytes.
 _FILE_NBYTES = 1 << 30
 
+# What is written at a time.
+_PART_NBYTES = 8 << 20
+
 
 @dataclass(slots=True)
 class _Place:
     """Where one parameter's values are: in memory (`data`), or written to `tier` at `extent`."""
 
-    param: nn.Parameter
+    param: weakref.ref[nn.Parameter]
     data: Tensor | None
     shape: torch.Size
     dtype: torch.dtype
@@ -55,15 +59,20 @@ class Spool:
         # Parameters whose values are in memory, the one used longest ago first.
         self._recent: OrderedDict[int, None] = OrderedDict()
         self._files: list[tuple[NvmeTier, int]] = []
+        # Keys of parameters that the model has let go of (one that was tied to another), not yet forgotten.
+        self._dead: list[int] = []
         # Whether the model is still being built: then touching a parameter makes it whole.
         self.open = True
 
     def adopt(self, param: nn.Parameter, name: str) -> None:
         """Take charge of a parameter that a module has just registered; nothing happens to one that is known."""
+        self._forget_dead()
         if id(param) in self._places or param.is_meta or isinstance(param, nn.UninitializedParameter):
             return
         data = param.data
-        self._places[id(param)] = _Place(param, data, data.shape, data.dtype)
+        key, dead = id(param), self._dead
+        alive = weakref.ref(param, lambda _: dead.append(key))
+        self._places[key] = _Place(alive, data, data.shape, data.dtype)
         parameter.adopt(param, self, name)
         self._use(id(param))
 
@@ -84,6 +93,7 @@ class Spool:
         self._shrink(keep=len(params))
 
     def holds(self, param: nn.Parameter) -> bool:
+        self._forget_dead()
         return id(param) in self._places
 
     def values(self, param: nn.Parameter) -> Tensor:
@@ -99,8 +109,16 @@ class Spool:
 
     def forget(self, param: nn.Parameter) -> None:
         """The engine has taken the values over: free them here."""
-        place = self._places.pop(id(param), None)
-        self._recent.pop(id(param), None)
+        self._forget(id(param))
+
+    def _forget_dead(self) -> None:
+        """A parameter may die at any moment, also while what follows it is walked through: it is forgotten later."""
+        while self._dead:
+            self._forget(self._dead.pop())
+
+    def _forget(self, key: int) -> None:
+        place = self._places.pop(key, None)
+        self._recent.pop(key, None)
         if place is not None and not any(other.tier is place.tier for other in self._places.values()):
             self._close_file(place.tier)
 
@@ -128,6 +146,7 @@ class Spool:
 
     def _shrink(self, keep: int) -> None:
         """Bring the window back to its bound; the latest `keep` parameters stay."""
+        self._forget_dead()
         if self._directory is None:
             return
         held = sum(_nbytes(self._places[key]) for key in self._recent)
@@ -139,20 +158,32 @@ class Spool:
 
     def _spill(self, place: _Place) -> None:
         """Write a parameter's values if they are new, and release it."""
+        param = place.param()
+        if param is None:
+            place.data = None
+            return
         assert place.data is not None
-        if not parameter.is_released(place.param):
-            place.data = place.param.data
+        if not parameter.is_released(param):
+            place.data = param.data
         nbytes = _nbytes(place)
         if nbytes:
             if place.extent is None:
                 place.tier, place.extent = self._allocate(align_up(nbytes, EXTENT_ALIGNMENT))
             assert place.tier is not None
-            buffer = page_aligned(place.extent.nbytes)
-            buffer[:nbytes].copy_(place.data.detach().contiguous().view(-1).view(torch.uint8))
-            place.tier.write(place.extent, buffer).wait()
-        if not parameter.is_released(place.param):
-            parameter.release(place.param, parameter.placeholder(place.shape, place.dtype, place.data.device))
+            self._write(place.tier, place.extent, place.data.detach().contiguous().view(-1).view(torch.uint8))
+        if not parameter.is_released(param):
+            parameter.release(param, parameter.placeholder(place.shape, place.dtype, place.data.device))
         place.data = None
+
+    @staticmethod
+    def _write(tier: NvmeTier, extent: Extent, values: Tensor) -> None:
+        """Write `values` (uint8, flat) a part at a time, by way of a buffer that direct I/O takes."""
+        buffer = page_aligned(min(_PART_NBYTES, extent.nbytes))
+        for begin in range(0, values.numel(), _PART_NBYTES):
+            part = values[begin : begin + _PART_NBYTES]
+            buffer[: part.numel()].copy_(part)
+            nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
+            tier.write(Extent(extent.offset + begin, nbytes), buffer[:nbytes]).wait()
 
     def _load(self, place: _Place) -> Tensor:
         if place.extent is None or place.tier is None:

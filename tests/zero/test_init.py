@@ -85,6 +85,23 @@ def test_without_a_drive_values_stay_in_memory(tier: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("narrow")
+def test_a_parameter_that_was_tied_to_another_keeps_no_room(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}},
+    }
+    with infinity.Init(config=config):
+        first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        gone = id(second.weight)
+        keeper = first.weight.__dict__["_infinity_keeper"]
+        assert gone in keeper._places
+        second.weight = first.weight
+        # Parameters made now may have the number of the one that is gone.
+        third = nn.Linear(64, 64, bias=False)
+        assert len(keeper._places) == 2
+        assert keeper.holds(first.weight) and keeper.holds(third.weight)
+
+
 def test_an_error_while_building_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="constructor"), infinity.Init(config=config(str(tmp_path))):
         nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])

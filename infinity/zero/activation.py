@@ -1,0 +1,216 @@
+"""Measured shapes: what a module's forward and backward need, from one pass on fake tensors that have no memory.
+
+Every operation runs on shapes alone, so that a model of any size is measured in seconds on any machine, the meta device
+included. A storage counts from the operation that makes it until its last tensor goes. Parameters, buffers and inputs
+do not count; neither do gradients of parameters, which the plan has under a name of their own: they are told by a first
+pass, which remembers which storages they were.
+
+What an operation takes and gives back inside a kernel is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from infinity.errors import ConfigError
+from infinity.plan.activation import Activations
+
+_OUTSIDE = "(outside any module)"
+
+
+def measure_activations(model: nn.Module, batch: Mapping[str, Any]) -> Activations:
+    """What one micro-batch needs: `model(**batch)`, then backward of its loss, in the model's present mode.
+
+    model: real or on the meta device, not yet given to an engine; nothing of it changes. batch: keyword arguments,
+    whose tensors may be on the meta device too. The loss is the output, its `.loss`, or its first element.
+
+    `parts` are bytes kept for backward by the class of the module that made them. ConfigError where the forward depends
+    on values (routing of a mixture of experts, `.item()`), which fakes have not: `estimators.activations` has closed
+    forms for those that it knows.
+    """
+    gradients = _Pass(model, batch).run(frozenset()).gradients
+    found = _Pass(model, batch).run(frozenset(gradients))
+    parts = {name: nbytes for name, nbytes in found.kept.most_common() if nbytes}
+    beyond = found.peak_nbytes - sum(parts.values())
+    return Activations(
+        nbytes=found.peak_nbytes, saved_nbytes=sum(parts.values()), source="measured shapes of one pass",
+        parts={**parts, "temporaries": beyond} if beyond > 0 else parts,
+    )  # fmt: skip
+
+
+class _Pass(TorchDispatchMode):
+    """One forward and backward on fakes, with every storage that it makes."""
+
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._model = model
+        self._batch = batch
+        self._ignored: frozenset[int] = frozenset()
+        # Storages that live: number of the creation, in the order of creations, bytes, and class of the module.
+        self._live: dict[int, tuple[int, int, str]] = {}
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._made = 0
+        self._modules: list[str] = []
+        self.now_nbytes = 0
+        self.peak_nbytes = 0
+        # Numbers of the storages that were gradients of parameters.
+        self.gradients: set[int] = set()
+        # Bytes between forward and backward, by class of module.
+        self.kept: Counter[str] = Counter()
+
+    def run(self, ignored: frozenset[int]) -> _Pass:
+        """Run it; storages of these numbers do not count."""
+        self._ignored = ignored
+        # Entered for no block: what has no fake among its arguments is computed, so that masks have values.
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        values = {name: _fake(tensor, fakes) for name, tensor in tensors.items()}
+        batch = tree_map_only(Tensor, lambda tensor: _input(tensor, fakes), dict(self._batch))
+        for tensor in (*values.values(), *tree_leaves(batch)):
+            if isinstance(tensor, Tensor):
+                self._watched[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
+        params = [value for value in values.values() if value.requires_grad]
+        for param in params:
+            param.register_hook(self._is_gradient)
+        handles = self._hooks()
+        swapped = {f"model.{name}": value for name, value in values.items()}
+        try:
+            with self:
+                functional_call(_Trained(self._model, self._between), swapped, (batch,), tie_weights=True)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ConfigError(
+                f"the activations of {type(self._model).__name__} cannot be measured on shapes alone: {reason}. "
+                "Use the closed forms of estimators.activations, or measure a pass that does not depend on values"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+        return result
+
+    def _between(self, loss: Tensor) -> None:
+        """Forward is over, backward has not begun."""
+        for number, nbytes, name in self._live.values():
+            if number not in self._ignored:
+                self.kept[name] += nbytes
+        self._watch_contributions(loss)
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._watched and self._watched[key]() is storage:
+            return
+        number, self._made = self._made, self._made + 1
+        nbytes = storage.nbytes()
+        self._live[key] = (number, nbytes, self._modules[-1] if self._modules else _OUTSIDE)
+        self._watched[key] = weakref.ref(storage, self._gone(key, number))
+        if number not in self._ignored:
+            self.now_nbytes += nbytes
+            self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes)
+
+    def _gone(self, key: int, number: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            found = self._live.get(key)
+            if found is not None and found[0] == number:
+                del self._live[key], self._watched[key]
+                self.now_nbytes -= found[1] if number not in self._ignored else 0
+
+        return gone
+
+    def _is_gradient(self, grad: Tensor) -> None:
+        found = self._live.get(id(grad.untyped_storage()))
+        if found is not None:
+            self.gradients.add(found[0])
+
+    def _watch_contributions(self, loss: Tensor) -> None:
+        """Gradients of tied weights come in parts, which autograd adds before the parameter's own hook sees them."""
+        seen, stack = set(), [loss.grad_fn]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaves = [at for at, (after, _) in enumerate(node.next_functions) if _accumulates(after)]
+            if leaves:
+                node.register_hook(self._contributed(leaves))
+            stack += [after for after, _ in node.next_functions]
+
+    def _contributed(self, leaves: list[int]) -> Callable[..., None]:
+        def contributed(grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
+            for at in leaves:
+                if (grad := grad_inputs[at]) is not None:
+                    self._is_gradient(grad)
+
+        return contributed
+
+    def _hooks(self) -> list[Any]:
+        """Note which module runs."""
+        handles = []
+        for module in self._model.modules():
+            name = type(module).__name__
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name)))
+            handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        return handles
+
+    def _leave(self) -> None:
+        if self._modules:
+            self._modules.pop()
+
+
+class _Trained(nn.Module):
+    """One pass as a module, so that the model has its fake parameters for backward, too, which may compute again."""
+
+    def __init__(self, model: nn.Module, between: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.model = model
+        self._between = between
+
+    def forward(self, batch: Mapping[str, Any]) -> None:
+        loss = _loss(self.model(**batch))
+        self._between(loss)
+        loss.backward()
+
+
+def _accumulates(node: Any) -> bool:
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+
+
+def _fake(tensor: Tensor, fakes: FakeTensorMode) -> Tensor:
+    """A fake of the same shape and dtype: on the CPU where the tensor is on the meta device."""
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    with fakes:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _input(tensor: Tensor, fakes: FakeTensorMode) -> Tensor:
+    """A fake of a floating-point input; others keep their values, zeros on the meta device."""
+    if tensor.is_floating_point():
+        return _fake(tensor, fakes)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+
+
+def _loss(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        loss = output["loss"] if isinstance(output, dict) else output[0]
+    return loss

@@ -1,0 +1,42 @@
+"""The plan is the truth: resident memory of each phase and bytes on NVMe, in real processes of two ranks.
+
+The whole matrix is `benchmarks/memory_truth.py`; here are three cases of it, which mix tiers, stages and precisions.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def output_of(script: str, *arguments: str) -> str:
+    command = [sys.executable, f"benchmarks/{script}.py", *arguments]
+    reply = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=110, check=False)
+    assert reply.returncode == 0, reply.stderr
+    return reply.stdout
+
+
+# Two processes each that import torch and train 50 million parameters for some steps.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mlp, nvme", "mlp, stage 1", "llama, states"])
+def test_each_phase_takes_what_the_plan_says(case, tmp_path):
+    model, configuration = case.split(", ")
+    arguments = ("--models", model, "--configurations", configuration, "--steps", "3", "--folder", str(tmp_path))
+    text = output_of("memory_truth", *arguments)
+    assert re.search(rf"^{case} ", text, re.MULTILINE), text
+    assert text.count("holds") == 2, text
+    assert not list(tmp_path.iterdir())
+
+
+# Processes that import torch and transformers.
+@pytest.mark.slow
+def test_activations_are_estimated_within_a_tenth_of_what_is_allocated(tmp_path):
+    text = output_of("activations", "--small")
+    assert len(re.findall(r"^(?:llama|gpt2), ", text, re.MULTILINE)) == 4, text
+    assert text.count("holds") == 2, text

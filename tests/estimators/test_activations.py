@@ -1,0 +1,86 @@
+"""Closed forms of activations against measured shapes of transformers' own models, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from estimators.activations import activations
+from infinity import measure_activations
+from infinity.errors import ConfigError
+
+LLAMA = {
+    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+# What is measured: model, and what changes in its configuration.
+MODELS = {
+    "Llama": LLAMA, "Qwen2": LLAMA, "Qwen3": {**LLAMA, "head_dim": 32},
+    "GPT2": {"vocab_size": 1000, "n_embd": 128, "n_layer": 4, "n_head": 8, "bos_token_id": 0, "eos_token_id": 0},
+}  # fmt: skip
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def on_meta(name: str, attention: str, dtype: str, checkpointing: bool, **changes: object) -> torch.nn.Module:
+    config = getattr(transformers, f"{name}Config")(
+        **{**MODELS[name], **changes}, use_cache=False, attn_implementation=attention
+    )
+    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}{head}")(config).to(DTYPES[dtype]).train()
+    if checkpointing:
+        for module in model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = True
+                module._gradient_checkpointing_func = lambda run, *args: torch.utils.checkpoint.checkpoint(
+                    run, *args, use_reentrant=False
+                )
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("attention", "dtype"), [("sdpa", "fp32"), ("sdpa", "bf16"), ("eager", "fp32")])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_closed_form_is_within_a_tenth_of_measured_shapes(name, attention, dtype, checkpointing):
+    model = on_meta(name, attention, dtype, checkpointing)
+    ids = torch.zeros(2, 300, dtype=torch.int64)
+    measured = measure_activations(model, {"input_ids": ids, "labels": ids})
+    closed = activations(
+        model.config.to_dict(), batch=2, sequence=300, compute_dtype=dtype, checkpointing=checkpointing,
+        attention=attention,
+    )  # fmt: skip
+    assert closed.nbytes == pytest.approx(measured.nbytes, rel=0.1), (closed.parts, measured.parts)
+    assert sum(closed.parts.values()) == closed.nbytes
+    assert "closed form" in closed.source
+    assert "measured" in measured.source
+
+
+def test_without_dropout_gpt2_keeps_no_scores():
+    kept = [
+        activations({**MODELS["GPT2"], "model_type": "gpt2", **change}, batch=1, sequence=512, compute_dtype="fp32")
+        for change in ({}, {"attn_pdrop": 0.0})
+    ]
+    scores = 3 * 4 * 8 * 512 * 512
+    assert kept[0].nbytes - kept[1].nbytes == pytest.approx(4 * scores, rel=0.01)
+
+
+def test_activations_grow_with_tokens_and_shrink_with_checkpointing():
+    def of(batch: int, checkpointing: bool) -> int:
+        return activations(LLAMA, batch=batch, sequence=128, compute_dtype="bf16", checkpointing=checkpointing).nbytes
+
+    assert of(8, False) == 8 * of(1, False)
+    assert of(8, True) < of(8, False) / 2
+
+
+def test_experts_keep_what_the_chosen_ones_compute():
+    mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    parts = activations(mixtral, batch=1, sequence=128, compute_dtype="bf16").parts
+    assert "experts of 4 blocks" in parts
+    one = activations({**mixtral, "num_experts_per_tok": 1}, batch=1, sequence=128, compute_dtype="bf16").parts
+    assert parts["experts of 4 blocks"] > one["experts of 4 blocks"]
+
+
+def test_a_missing_size_is_named():
+    with pytest.raises(ConfigError, match="vocab_size"):
+        activations({**LLAMA, "vocab_size": None}, batch=1, sequence=8, compute_dtype="bf16")
