@@ -24,6 +24,7 @@ bench: $(STAMP)  ## every table of docs/benchmarks.md, one after the other; take
 	$(BIN)/python benchmarks/adam.py
 	$(BIN)/python benchmarks/aio.py --folder $(DRIVE)
 	$(BIN)/python benchmarks/hooks.py --folder $(DRIVE)
+	$(BIN)/python benchmarks/predict.py --folder $(DRIVE)
 	$(BIN)/python benchmarks/step.py --numel 500000000 --folder $(DRIVE) $(RIVAL)
 	@set -e; for ranks in 1 2; do for dtype in fp32 bf16; do \
 	    $(BIN)/python benchmarks/train.py --ranks $$ranks --dtype $$dtype --folder $(DRIVE); \

@@ -1,16 +1,27 @@
-"""The module trees of known architectures, from the hyper-parameters in a Hugging Face config.json.
+"""Known architectures: from the hyper-parameters in a Hugging Face config.json to the tree of the model.
 
 A tree has the names, shapes and class names that the model in transformers has, so that the plan made from it is the
-plan that the engine makes. Modules without parameters are left out: no plan depends on them.
+plan that the engine makes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from estimators.decoders import (
+    Hyper,
+    Module,
+    Style,
+    deepseek,
+    gpt2,
+    llama,
+    mixtral_experts,
+    qwen2_experts,
+    qwen3_experts,
+)
 from infinity.errors import ConfigError
 from infinity.plan.spec import ModuleNode, ParamSpec
 
@@ -24,36 +35,6 @@ class Architecture:
     # The suffix of the repeated block's class: what transformers lists as not to be split.
     block: str
     defaults: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Module:
-    """A module to be: class, shapes of its own parameters, children by attribute name."""
-
-    class_name: str
-    params: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    children: Mapping[str, Module] = field(default_factory=dict)
-    # Full parameter name -> full name of the parameter that it is another name for.
-    ties: Mapping[str, str] = field(default_factory=dict)
-
-
-class Hyper:
-    """The values of one config.json, or the architecture's defaults; a wrong or missing one is named."""
-
-    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self._values = {**defaults, **{name: value for name, value in values.items() if value is not None}}
-
-    def size(self, name: str, otherwise: int | None = None) -> int:
-        """A positive whole number; `otherwise` where the file leaves it open."""
-        value = self._values.get(name)
-        if value is None:
-            value = otherwise
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"the model's {name} is {value!r}; it must be a positive whole number")
-        return value
-
-    def flag(self, name: str) -> bool:
-        return bool(self._values.get(name))
 
 
 def known() -> tuple[str, ...]:
@@ -72,6 +53,11 @@ def block_classes(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Class names of the blocks that transformers lists as not to be split."""
     architecture = _architecture(values)
     return (architecture.prefix + architecture.block,)
+
+
+def completed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with those that the file leaves out."""
+    return {**_architecture(values).defaults, **values}
 
 
 def _architecture(values: Mapping[str, Any]) -> Architecture:
@@ -117,119 +103,6 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _affine(class_name: str, weight: tuple[int, ...], bias: int = 0) -> Module:
-    """A module with a weight and, where `bias` is not 0, a bias of that size."""
-    return Module(class_name, {"weight": weight, **({"bias": (bias,)} if bias else {})})
-
-
-def _linear(inputs: int, outputs: int, bias: bool = False) -> Module:
-    return _affine("Linear", (outputs, inputs), outputs if bias else 0)
-
-
-def _repeat(module: Module, count: int) -> Module:
-    return Module("ModuleList", children={str(index): module for index in range(count)})
-
-
-def _llama(hyper: Hyper, prefix: str) -> Module:
-    """Llama and what was built in its image: Mistral, Qwen2, Qwen3, Mixtral."""
-    hidden, vocabulary = hyper.size("hidden_size"), hyper.size("vocab_size")
-    norm = _affine(f"{prefix}RMSNorm", (hidden,))
-    layer = Module(
-        f"{prefix}DecoderLayer",
-        children={
-            "self_attn": _attention(hyper, prefix, hidden, norm.class_name),
-            "mlp": _experts(hyper, prefix, hidden) if prefix == "Mixtral" else _feed_forward(hyper, prefix, hidden),
-            "input_layernorm": norm,
-            "post_attention_layernorm": norm,
-        },
-    )
-    body = Module(
-        f"{prefix}Model",
-        children={
-            "embed_tokens": _affine("Embedding", (vocabulary, hidden)),
-            "layers": _repeat(layer, hyper.size("num_hidden_layers")),
-            "norm": norm,
-        },
-    )
-    tied = hyper.flag("tie_word_embeddings")
-    return Module(
-        f"{prefix}ForCausalLM",
-        children={"model": body, "lm_head": _linear(hidden, vocabulary)},
-        ties={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
-    )
-
-
-def _attention(hyper: Hyper, prefix: str, hidden: int, norm_class: str) -> Module:
-    heads = hyper.size("num_attention_heads")
-    head_dim = hyper.size("head_dim", hidden // heads)
-    key_width = hyper.size("num_key_value_heads", heads) * head_dim
-    # Qwen2 has biases on its inputs whatever the file says, Mistral and Mixtral have none.
-    all_biased = prefix in ("Llama", "Qwen3") and hyper.flag("attention_bias")
-    inputs_biased = all_biased or prefix == "Qwen2"
-    children = {
-        "q_proj": _linear(hidden, heads * head_dim, inputs_biased),
-        "k_proj": _linear(hidden, key_width, inputs_biased),
-        "v_proj": _linear(hidden, key_width, inputs_biased),
-        "o_proj": _linear(heads * head_dim, hidden, all_biased),
-    }
-    if prefix == "Qwen3":
-        children |= {name: _affine(norm_class, (head_dim,)) for name in ("q_norm", "k_norm")}
-    return Module(f"{prefix}Attention", children=children)
-
-
-def _feed_forward(hyper: Hyper, prefix: str, hidden: int) -> Module:
-    inner = hyper.size("intermediate_size")
-    biased = prefix == "Llama" and hyper.flag("mlp_bias")
-    return Module(
-        f"{prefix}MLP",
-        children={
-            "gate_proj": _linear(hidden, inner, biased),
-            "up_proj": _linear(hidden, inner, biased),
-            "down_proj": _linear(inner, hidden, biased),
-        },
-    )
-
-
-def _experts(hyper: Hyper, prefix: str, hidden: int) -> Module:
-    inner, count = hyper.size("intermediate_size"), hyper.size("num_local_experts")
-    shapes = {"gate_up_proj": (count, 2 * inner, hidden), "down_proj": (count, hidden, inner)}
-    return Module(
-        f"{prefix}SparseMoeBlock",
-        children={
-            "gate": _affine(f"{prefix}TopKRouter", (count, hidden)),
-            "experts": Module(f"{prefix}Experts", shapes),
-        },
-    )
-
-
-def _gpt2(hyper: Hyper, prefix: str) -> Module:
-    width = hyper.size("n_embd")
-    inner = hyper.size("n_inner", 4 * width)
-    norm = _affine("LayerNorm", (width,), width)
-
-    def conv(inputs: int, outputs: int) -> Module:
-        return _affine("Conv1D", (inputs, outputs), outputs)
-
-    attention = Module(f"{prefix}Attention", children={"c_attn": conv(width, 3 * width), "c_proj": conv(width, width)})
-    feed_forward = Module(f"{prefix}MLP", children={"c_fc": conv(width, inner), "c_proj": conv(inner, width)})
-    block = Module(f"{prefix}Block", children={"ln_1": norm, "attn": attention, "ln_2": norm, "mlp": feed_forward})
-    body = Module(
-        f"{prefix}Model",
-        children={
-            "wte": _affine("Embedding", (hyper.size("vocab_size"), width)),
-            "wpe": _affine("Embedding", (hyper.size("n_positions"), width)),
-            "h": _repeat(block, hyper.size("n_layer")),
-            "ln_f": norm,
-        },
-    )
-    tied = hyper.flag("tie_word_embeddings")
-    return Module(
-        f"{prefix}LMHeadModel",
-        children={"transformer": body, "lm_head": _linear(width, hyper.size("vocab_size"))},
-        ties={"lm_head.weight": "transformer.wte.weight"} if tied else {},
-    )
-
-
 def _sizes(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
     return {
         "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
@@ -237,25 +110,69 @@ def _sizes(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, **
     }  # fmt: skip
 
 
+def _member(prefix: str, style: Style, defaults: Mapping[str, Any]) -> Architecture:
+    """A model of Llama's family."""
+    return Architecture(lambda hyper, name: llama(hyper, name, style), prefix, "DecoderLayer", defaults)
+
+
+_GEMMA = _sizes(256_000, 2304, 9216, 26, 8, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True)
 # The defaults are those of the configuration classes in transformers: a saved file leaves out what equals them.
 _ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(_llama, "Llama", "DecoderLayer", _sizes(32_000, 4096, 11_008, 32, 32)),
-    "mistral": Architecture(
-        _llama, "Mistral", "DecoderLayer", _sizes(32_000, 4096, 14_336, 32, 32, num_key_value_heads=8)
+    "llama": _member(
+        "Llama", Style("attention_bias", "attention_bias", "mlp_bias"), _sizes(32_000, 4096, 11_008, 32, 32)
     ),
-    "qwen2": Architecture(
-        _llama, "Qwen2", "DecoderLayer", _sizes(151_936, 4096, 22_016, 32, 32, num_key_value_heads=32)
+    "mistral": _member("Mistral", Style(), _sizes(32_000, 4096, 14_336, 32, 32, num_key_value_heads=8)),
+    "qwen2": _member(
+        "Qwen2", Style(input_bias=True), _sizes(151_936, 4096, 22_016, 32, 32, num_key_value_heads=32)
     ),
-    "qwen3": Architecture(
-        _llama, "Qwen3", "DecoderLayer",
+    "qwen3": _member(
+        "Qwen3", Style("attention_bias", "attention_bias", normed_heads=True),
         _sizes(151_936, 4096, 22_016, 32, 32, num_key_value_heads=32, head_dim=128),
     ),
-    "mixtral": Architecture(
-        _llama, "Mixtral", "DecoderLayer",
-        _sizes(32_000, 4096, 14_336, 32, 32, num_key_value_heads=8, num_local_experts=8),
+    "mixtral": _member(
+        "Mixtral", Style(experts=mixtral_experts),
+        _sizes(32_000, 4096, 14_336, 32, 32, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2),
     ),
+    "qwen2_moe": _member(
+        "Qwen2Moe", Style("qkv_bias", experts=qwen2_experts),
+        _sizes(
+            151_936, 2048, 5632, 24, 16, num_key_value_heads=16, num_experts=60, num_experts_per_tok=4,
+            moe_intermediate_size=1408, shared_expert_intermediate_size=5632, decoder_sparse_step=1, qkv_bias=True,
+        ),
+    ),
+    "qwen3_moe": _member(
+        "Qwen3Moe", Style("attention_bias", "attention_bias", normed_heads=True, experts=qwen3_experts),
+        _sizes(
+            151_936, 2048, 6144, 24, 32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
+            moe_intermediate_size=768, decoder_sparse_step=1,
+        ),
+    ),
+    "deepseek_v3": Architecture(
+        deepseek, "DeepseekV3", "DecoderLayer",
+        _sizes(
+            129_280, 7168, 18_432, 61, 128, num_key_value_heads=128, n_routed_experts=256, num_experts_per_tok=8,
+            n_shared_experts=1, moe_intermediate_size=2048, first_k_dense_replace=3, q_lora_rank=1536,
+            kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+        ),
+    ),
+    "gemma2": _member(
+        "Gemma2",
+        Style("attention_bias", "attention_bias", sandwich=True, embedding="Gemma2TextScaledWordEmbedding"), _GEMMA,
+    ),
+    "gemma3_text": _member(
+        "Gemma3",
+        Style(
+            "attention_bias", "attention_bias", normed_heads=True, sandwich=True, body="TextModel",
+            embedding="Gemma3TextScaledWordEmbedding",
+        ),
+        {**_GEMMA, "vocab_size": 262_208},
+    ),
+    "phi3": _member("Phi3", Style(fused=True), _sizes(32_064, 3072, 8192, 32, 32)),
     "gpt2": Architecture(
-        _gpt2, "GPT2", "Block",
-        {"vocab_size": 50_257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "tie_word_embeddings": True},
+        gpt2, "GPT2", "Block",
+        {
+            "vocab_size": 50_257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
+            "tie_word_embeddings": True,
+        },
     ),
 }  # fmt: skip

@@ -1,6 +1,10 @@
-"""The command `infinity-estimate`: what a training run will hold on each tier, by the plan that the engine would make.
+"""The command `infinity-estimate`: what a training run will hold on each tier, and how fast it will be.
 
-    infinity-estimate model/config.json --config offload.json --ranks 8
+    infinity-estimate llama-3.1-70b --ranks 1 --gpu 24GB --ram 256GB --nvme 2TB    what fits, and its configuration
+    infinity-estimate model/config.json --config offload.json --ranks 8            one configuration in detail
+    infinity-estimate qwen3-8b                                                     the usual placements side by side
+    infinity-estimate qwen3-8b --compare a.json b.json                             these configurations side by side
+    infinity-estimate qwen3-8b --max --gpu 24GB --ram 64GB                         the largest model of its family
     infinity-estimate --layers 32 --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256
 """
 
@@ -13,13 +17,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from estimators.architectures import block_classes, model_tree
-from infinity.config import ResolveContext, load_config, resolve
+from estimators.architectures import known
+from estimators.estimate import Estimate, estimate
+from estimators.machine import Machine
+from estimators.picture import picture
+from estimators.presets import PRESETS
+from estimators.report import as_json, chosen, compare, headline, largest_found, report
+from estimators.search import Choice, Wish, fit, largest, usual
+from infinity.config import parse_bytes
 from infinity.errors import ConfigError
-from infinity.plan.plan import Plan, make_plan
-from infinity.plan.request import plan_request, unit_rules
-from infinity.plan.spec import find_units
-from infinity.plan.topology import Topology
+from infinity.plan.hardware import ASSUMED, load_profile
 
 # Command-line option -> the key of a config.json.
 _PLAIN = {
@@ -29,58 +36,136 @@ _PLAIN = {
 _REQUIRED = ("layers", "hidden", "intermediate", "heads", "vocab")
 
 
-def estimate(
-    model: Mapping[str, Any], *, config: str | Mapping[str, Any] | None, ranks: int, accelerator: bool
-) -> Plan:
-    """The plan of the causal language model whose config.json holds `model`, trained with `config` on `ranks` ranks."""
-    hidden = model.get("hidden_size", model.get("n_embd"))
-    resolved = resolve(load_config(config), ResolveContext(world_size=ranks, hidden_size=hidden))
-    tree = model_tree(model, compute_dtype=resolved.compute_dtype)
-    spec = find_units(tree, unit_rules(resolved, block_classes(model)))
-    return make_plan(spec, Topology(dp=ranks), plan_request(resolved, accelerator=accelerator))
-
-
-def as_json(plan: Plan) -> dict[str, Any]:
-    """What a program wants to know about a plan; bytes are those of one rank."""
-    return {
-        "parameters": plan.numel,
-        "ranks": plan.topology.world_size,
-        "units": len(plan.layouts),
-        "sub_groups": len(plan.sub_groups),
-        "nbytes": {
-            tier.value: {kind.value: nbytes for kind, nbytes in kinds.items()}
-            for tier, kinds in plan.bytes_by_tier().items()
-        },
-        "gathered_nbytes_max": plan.schedule.peak_nbytes,
-        "nvme_file_nbytes": plan.nvme_nbytes,
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the estimate; 2 and one sentence on standard error where the question cannot be answered."""
+    """Print the answer; 2 and one sentence on standard error where the question cannot be answered.
+
+    1 where a search finds nothing that fits, or where a given configuration does not fit the given machine.
+    """
     args = _parser().parse_args(argv)
     try:
-        plan = estimate(_model(args), config=args.config, ranks=args.ranks, accelerator=not args.no_gpu)
+        if args.list:
+            print("\n".join([*PRESETS, "", "and any config.json of these types:", "  " + ", ".join(known())]))
+            return 0
+        text, data, shown, fits = _answer(args)
+        if args.picture is not None:
+            _draw(shown, args.picture)
     except ConfigError as error:
         print(f"infinity-estimate: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(as_json(plan), indent=2) if args.json else plan.explain())
-    return 0
+    print(json.dumps(data, indent=2) if args.json else text)
+    return 0 if fits else 1
+
+
+def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
+    """The answer as text and as data, the estimate to draw, and whether it fits."""
+    model, machine = _model(args), _machine(args)
+    options: dict[str, Any] = {
+        "ranks": args.ranks, "ranks_per_node": args.ranks_per_node, "batch": args.batch, "sequence": args.sequence,
+        "profile": load_profile(args.profile) if args.profile else ASSUMED,
+    }  # fmt: skip
+    wish = Wish(model, machine, options, dtype=args.dtype, checkpointing=args.checkpointing)
+    if args.max:
+        member, deepest = largest(wish)
+        found = [choice for choice in (member, deepest) if choice is not None]
+        best = max(found, key=lambda choice: choice.estimate.plan.numel)
+        both = {"known": _choice(member), "deepest": _choice(deepest)} if args.json else None
+        return largest_found(member, deepest), both, best.estimate, deepest.estimate.fits
+    if args.compare or (args.config is None and not args.fit and not machine.known):
+        rows = _compared(args, wish)
+        data = [{"name": name, **found.as_dict()} for name, found in rows] if args.json else None
+        text = "\n".join([*headline(rows[0][1])[:1], "", compare(rows), *_hints(args)])
+        return text, data, rows[0][1], all(found.fits for _, found in rows)
+    if args.config is None:
+        choice = fit(wish)
+        if args.save is not None:
+            _write(args.save, as_json(choice.config) + "\n")
+        return chosen(choice), _choice(choice) if args.json else None, choice.estimate, choice.estimate.fits
+    single = estimate(model, args.config, machine=machine, checkpointing=bool(args.checkpointing), **options)
+    return report(single), single.as_dict() if args.json else None, single, single.fits
+
+
+def _compared(args: argparse.Namespace, wish: Wish) -> list[tuple[str, Estimate]]:
+    """Named estimates: of the files that are given, or of the usual placements."""
+    if not args.compare:
+        return [*usual(wish)]
+    return [
+        (
+            Path(path).stem,
+            estimate(
+                wish.model, path, machine=wish.machine, checkpointing=bool(args.checkpointing),
+                **wish.options,
+            ),
+        )
+        for path in args.compare
+    ]  # fmt: skip
+
+
+def _hints(args: argparse.Namespace) -> list[str]:
+    if args.compare:
+        return []
+    return [
+        "",
+        "GPU, CPU and NVMe: the most that a rank holds there. Say what there is (--gpu 24GB --ram 64GB --nvme 1TB) to",
+        "have the best one chosen, or give --config FILE to see one in detail. Rates are "
+        + (f"those of {args.profile}." if args.profile else "assumed: see --profile."),
+    ]
+
+
+def _choice(choice: Choice | None) -> dict[str, Any] | None:
+    return None if choice is None else {"config": choice.config, "estimate": choice.estimate.as_dict()}
+
+
+def _draw(found: Estimate, path: str) -> None:
+    _write(path, picture(found))
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infinity-estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a Hugging Face config.json, or the folder it is in")
-    parser.add_argument("--config", help="the training configuration (JSON); default: every key's default")
-    parser.add_argument("--ranks", type=_positive, default=1, help="data-parallel ranks (default: 1)")
-    parser.add_argument("--no-gpu", action="store_true", help="ranks without an accelerator: no staging buffers")
-    parser.add_argument("--json", action="store_true", help="numbers for programs instead of words")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a known model's name, a Hugging Face config.json, or its folder"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--config", help="the training configuration (JSON) to look at")
+    what.add_argument("--compare", nargs="+", metavar="FILE", help="several configurations side by side")
+    what.add_argument("--fit", action="store_true", help="search a configuration, for this machine unless said")
+    what.add_argument("--max", action="store_true", help="search the largest model of the family that fits")
+    what.add_argument("--list", action="store_true", help="names of known models")
+    _add_machine(parser.add_argument_group("the machine"))
+    work = parser.add_argument_group("the work of a rank")
+    work.add_argument("--batch", type=_positive, metavar="N", help="sequences in a micro-batch (default: 1)")
+    work.add_argument("--sequence", type=_positive, metavar="N", help="tokens in a sequence (default: up to 4096)")
+    work.add_argument(
+        "--checkpointing", action=argparse.BooleanOptionalAction,
+        help="compute activations again in backward (a search: where it is needed)",
+    )  # fmt: skip
+    work.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="for searches (default: bf16)")
     plain = parser.add_argument_group("a model of Llama's shape, instead of MODEL")
     for name, key in _PLAIN.items():
         plain.add_argument(f"--{name.replace('_', '-')}", type=_positive, metavar="N", help=key)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="numbers for programs instead of words")
+    output.add_argument("--picture", metavar="FILE", help="write an SVG of the (first) estimate")
+    output.add_argument("--save", metavar="FILE", help="write the configuration that was found")
     return parser
+
+
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--ranks", type=_positive, default=1, help="data-parallel ranks (default: 1)")
+    group.add_argument("--ranks-per-node", type=_positive, metavar="N", help="default: all, at most 8")
+    group.add_argument("--gpu", type=_bytes, metavar="SIZE", help="memory of each rank's accelerator: 24GB")
+    group.add_argument("--ram", type=_bytes, metavar="SIZE", help="memory of each node: 128GB")
+    group.add_argument("--nvme", type=_bytes, metavar="SIZE", help="room on the drives of each node: 2TB")
+    group.add_argument("--no-gpu", action="store_true", help="ranks compute on the CPU")
+    group.add_argument("--profile", metavar="FILE", help="rates that `infinity bench` has measured (default: assumed)")
 
 
 def _positive(text: str) -> int:
@@ -90,25 +175,32 @@ def _positive(text: str) -> int:
     return value
 
 
-def _model(args: argparse.Namespace) -> Mapping[str, Any]:
-    """The values of a config.json: from the file, or from plain numbers."""
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    """What was said of the machine; in a search about which nothing is said, this one."""
+    if args.no_gpu and args.gpu is not None:
+        raise ConfigError("--gpu and --no-gpu are both given: keep one")
+    said = Machine(args.gpu, args.ram, args.nvme, accelerator=not args.no_gpu)
+    return Machine.here(Path(), accelerator=not args.no_gpu) if (args.fit or args.max) and not said.known else said
+
+
+def _model(args: argparse.Namespace) -> str | Mapping[str, Any]:
+    """A name or path, or the values that plain numbers stand for."""
     given = {name: getattr(args, name) for name in _PLAIN if getattr(args, name) is not None}
     if args.model is None:
         missing = [f"--{name}" for name in _REQUIRED if name not in given]
         if missing:
-            raise ConfigError(f"give a config.json, or plain numbers ({', '.join(missing)} missing)")
+            raise ConfigError(
+                f"give a model's name (--list), a config.json, or plain numbers ({', '.join(missing)} missing)"
+            )
         return {"model_type": "llama", **{_PLAIN[name]: value for name, value in given.items()}}
     if given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ConfigError(f"give a config.json or plain numbers, not both ({args.model} and {options})")
-    path = Path(args.model)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: the model's configuration cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a model's configuration is an object, not {type(values).__name__}")
-    return values
+        raise ConfigError(f"give a model or plain numbers, not both ({args.model} and {options})")
+    return str(args.model)

@@ -10,13 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from estimators.estimate import estimate
     from infinity.api import GatheredParameters, Init, initialize, measure_activations, modify, read, state
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "GatheredParameters", "Init", "__version__", "errors", "initialize", "measure_activations", "modify", "read",
-    "state",
+    "GatheredParameters", "Init", "__version__", "errors", "estimate", "initialize", "measure_activations",
+    "modify", "read", "state",
 ]  # fmt: skip
 
 _FROM_API = ("GatheredParameters", "Init", "initialize", "measure_activations", "modify", "read", "state")
@@ -26,6 +27,8 @@ _SUBMODULES = ("api", "errors", "zero")
 def __getattr__(name: str) -> Any:
     if name in _FROM_API:
         value = getattr(importlib.import_module("infinity.api"), name)
+    elif name == "estimate":
+        value = importlib.import_module("estimators.estimate").estimate
     elif name in _SUBMODULES:
         value = importlib.import_module(f"infinity.{name}")
     else:

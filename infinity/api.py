@@ -22,22 +22,22 @@ from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.engine import Engine, Parts
 from infinity.errors import ConfigError
 from infinity.log import logger, start
-from infinity.memory.capacity import capped, free_cpu_nbytes, free_nvme_nbytes
 from infinity.memory.device import Device
 from infinity.memory.host import HostMemory, trim
 from infinity.memory.ledger import Ledger
-from infinity.memory.nvme import NvmeTier, QueueOptions
+from infinity.memory.nvme import NvmeTier
+from infinity.memory.queue_options import queue_options
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import set_threads
 from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.adam import TieredAdam, groups_from_torch
 from infinity.optim.lr import build_scheduler
 from infinity.optim.stepper import Stepper
-from infinity.plan.plan import Capacity, Plan, make_plan
-from infinity.plan.request import plan_request, unit_rules
-from infinity.plan.spec import describe, dtype_name, find_units
-from infinity.plan.topology import Topology
-from infinity.plan.types import Tier
+from infinity.plan.capacity import Capacity
+from infinity.plan.plan import Plan
+from infinity.plan.spec import dtype_name
+from infinity.plan.types import Kind
+from infinity.preflight import pinning, preflight
 from infinity.zero import parameter
 from infinity.zero.access import ParameterState, modify, read
 from infinity.zero.activation import measure_activations
@@ -49,9 +49,6 @@ from infinity.zero.spool import Spool, spool_of
 from infinity.zero.unit import Unit
 
 __all__ = ["GatheredParameters", "Init", "initialize", "measure_activations", "modify", "read", "state"]
-
-# Without an accelerator the two tiers share the process's memory.
-_NEIGHBOURS = {Tier.GPU: Tier.CPU, Tier.CPU: Tier.GPU}
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -90,19 +87,17 @@ def initialize(
     start(ranks.rank, resolved.config.log_level)
     device = Device.detect(ranks.local_rank)
     trained = _trained(resolved, model, model_parameters, optimizer)
-    plan = _plan(resolved, model, trained, ranks, device)
-    limits = _capacity(resolved, plan, model, ranks, device)
-    plan.check(limits, rank=ranks.rank)
-    ledger = Ledger(limits=limits, baseline_nbytes=baseline_nbytes(model))
     with ExitStack() as undo:
-        parts = _build(resolved, model, plan, ranks, device, trained, ledger, undo)
+        groups = _mesh_of(model, resolved, ranks, device, undo)
+        plan, limits = preflight(resolved, model, trained.group_of(), device, groups)
+        parts = _build(resolved, model, plan, limits, device, groups, trained, undo)
         engine = Engine(parts)
         engine.optimizer = TieredAdam(trained.groups, trained.defaults, engine.apply_step)
         engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
         loader = _loader(resolved, training_data, collate_fn, ranks)
         undo.pop_all()
     trim()
-    for line in resolved.report():
+    for line in [*resolved.report(), *pinning(plan, device)]:
         logger.info(line)
     logger.info(_headline(resolved, plan, trained))
     return engine, engine.optimizer, loader, engine.lr_scheduler
@@ -191,11 +186,6 @@ def _check_model(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise ConfigError(f"{name} is a lazy parameter: run one forward to give it a shape before initialize()")
-        if param.is_meta:
-            raise ConfigError(
-                f"{name} is on the meta device and has no values: build the model under `with "
-                f"infinity.Init(config=...):` instead"
-            )
         owner = param.__dict__.get("_infinity_owner")
         if owner is not None and not owner._closed:
             raise ConfigError(
@@ -264,53 +254,24 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
     return trained
 
 
-def _plan(config: ResolvedConfig, model: nn.Module, trained: _Trained, ranks: Ranks, device: Device) -> Plan:
-    node = describe(model, compute_dtype=config.compute_dtype, groups=trained.group_of())
-    blocks = tuple(getattr(model, "_no_split_modules", None) or ())
-    spec = find_units(node, unit_rules(config, blocks))
-    topology = Topology(dp=ranks.world_size, local_size=ranks.local_size)
-    return make_plan(spec, topology, plan_request(config, accelerator=device.is_accelerator))
-
-
-def _capacity(config: ResolvedConfig, plan: Plan, model: nn.Module, ranks: Ranks, device: Device) -> Capacity:
-    """What this rank may use of each tier. The model's own memory is given back while its partitions are made."""
-    limits = config.config.memory
-    own = sum(p.numel() * p.element_size() for p in model.parameters() if not parameter.is_released(p))
-    cpu = free_cpu_nbytes() + own * ranks.local_size
-    free = device.free_nbytes()
-    if free is None:
-        # Without an accelerator both tiers are the process's memory: each may have what the other leaves.
-        table = {tier: sum(kinds.values()) for tier, kinds in plan.bytes_by_tier().items()}
-        share = cpu // ranks.local_size
-        rest = {tier: max(share - table[other], 0) * ranks.local_size for tier, other in _NEIGHBOURS.items()}
-        gpu = capped(rest[Tier.GPU], limits.gpu.max_bytes, ranks.local_size)
-        cpu_limit = capped(rest[Tier.CPU], limits.cpu.max_bytes, ranks.local_size)
-    else:
-        gpu = capped(free, limits.gpu.max_bytes, 1)
-        cpu_limit = capped(cpu, limits.cpu.max_bytes, ranks.local_size)
-    nvme = None
-    if config.nvme_path is not None:
-        on_drives = free_nvme_nbytes(config.nvme_path, config.config.aio.drive_weights)
-        nvme = capped(on_drives, limits.nvme.max_bytes, ranks.local_size)
-    return Capacity(gpu=gpu, cpu=cpu_limit, nvme=nvme)
-
-
 def _build(
     config: ResolvedConfig,
     model: nn.Module,
     plan: Plan,
-    ranks: Ranks,
+    limits: Capacity,
     device: Device,
+    mesh: Mesh,
     trained: _Trained,
-    ledger: Ledger,
     undo: ExitStack,
 ) -> Parts:
     """Allocate what the plan says and move the model into it. What was built is taken down again when a later part
     fails.
     """
+    ranks = mesh.ranks
     spool = spool_of(list(model.parameters()))
-    mesh = spool.mesh if spool is not None else _mesh(config, ranks, device)
-    undo.callback(mesh.close)
+    if spool is not None:
+        undo.callback(mesh.close)
+    ledger = Ledger(limits=limits, baseline_nbytes=baseline_nbytes(model))
     store = _store(config, plan, ranks, device, ledger)
     undo.callback(store.close)
     by_name = dict(model.named_parameters())
@@ -358,11 +319,21 @@ def _stepper(
     cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
     set_threads(thread_count(len(cores), ranks.local_size), cores)
     # Beside the next forward there is something to gain where bytes move: to a drive, or to a device that computes.
-    moves = device.is_accelerator or Tier.NVME in (plan.request.optimizer_tier, plan.request.param_tier)
+    moves = device.is_accelerator or plan.nvme_nbytes > 0
     return Stepper(
         plan, store, index=ranks.rank, decoupled=trained.decoupled, bias_correction=trained.bias_correction,
         behind=config.config.overlap and moves,
     )  # fmt: skip
+
+
+def _mesh_of(model: nn.Module, config: ResolvedConfig, ranks: Ranks, device: Device, undo: ExitStack) -> Mesh:
+    """The mesh that the model was built on under `Init`, or a new one that `undo` closes."""
+    spool = spool_of(list(model.parameters()))
+    if spool is not None:
+        return spool.mesh
+    mesh = _mesh(config, ranks, device)
+    undo.callback(mesh.close)
+    return mesh
 
 
 def _mesh(config: ResolvedConfig, ranks: Ranks, device: Device) -> Mesh:
@@ -373,17 +344,8 @@ def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, led
     """The partitions' memory and, where the plan has extents, this rank's swap file."""
     nvme = None
     if plan.nvme_nbytes:
-        aio = config.config.aio
-        threads = aio.intra_op_parallelism or QueueOptions().threads
-        options = QueueOptions(
-            depth=aio.queue_depth * threads,
-            threads=threads,
-            timeout_seconds=config.config.watchdog_seconds,
-            block_nbytes=aio.block_size or QueueOptions().block_nbytes,
-            checksum=aio.checksum,
-            weights=aio.drive_weights,
-        )
         assert config.nvme_path is not None
+        options = queue_options(config, config.nvme_path)
         nvme = NvmeTier.open(config.nvme_path, nbytes=plan.nvme_nbytes, rank=ranks.rank, options=options)
     sections = (config.zero.offload_param, config.zero.offload_optimizer)
     pin = all(section is None or section.pin_memory for section in sections)
@@ -437,7 +399,7 @@ def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
     return (
         f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {config.compute_dtype}, {plan.topology.dp} "
         f"rank(s), "
-        f"{kind}; parameters on {config.param_tier}, optimizer states on {config.optimizer_tier}; "
+        f"{kind}; parameters on {plan.homes(Kind.PARAM)}, optimizer states on {plan.homes(Kind.STATES)}; "
         f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "
         + (f"clipping at {clip:g}{default}" if clip else "no clipping")
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from infinity.plan.hardware import ASSUMED, save_profile
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "--model tiny --rounds 1 --steps 1 --warmup 1 --positions 16"
 
@@ -75,6 +77,20 @@ def test_peers_do_the_same_work(tmp_path):
     text = output_of("peers", f"{TINY} --only torch:plain,infinity:memory", tmp_path)
     assert "infinity:memory / torch:plain" in text
     assert "DIFFERS" not in text
+
+
+# A process that imports transformers and trains.
+@pytest.mark.slow
+def test_predict_compares_each_step_with_what_was_foretold(tmp_path):
+    save_profile(ASSUMED, tmp_path / "profile.json")
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    words = f"--model tiny --warmup 1 --steps 1 --profile {tmp_path / 'profile.json'}"
+    text = output_of("predict", f"{words} --only fp32-cpu", drive)
+    predicted, measured = map(float, row(text, "fp32-cpu")[:2])
+    assert predicted > 0
+    assert measured > 0
+    assert "every error <= 30%" in text
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ FUNCTION_LINES = 60
 # Functions that are longer for a reason that is written here.
 LONG_FUNCTIONS: dict[str, str] = {}
 # Modules that print because they are command lines.
-PRINTING = ("infinity/ops/build.py",)
+PRINTING = ("infinity/ops/build.py", "infinity/command/terminal.py")
 
 _BANNER = re.compile(r"^\s*(#|//)\s*([-=*#~_─]\s*){4,}|([-=*#~─])\3{5,}\s*$")
 # Written in two parts, so that this file does not report itself.

@@ -11,18 +11,24 @@ from support.offload import EngineTrainer, offload
 from support.training import ADAM, CLIP
 
 
-def build(options: dict[str, Any]) -> _Trainer:
-    """An engine at stage 3. What is on NVMe is built there, unit by unit."""
+def configuration(options: dict[str, Any]) -> dict[str, Any]:
+    """What the engine is configured with, at stage 3."""
     tier, _, serial = options["contender"].partition(":")[2].partition("-")
     zero = offload(tier, options)
     bf16 = {"enabled": options["dtype"] == "bf16", "check_grad_overflow": options.get("checked", True)}
-    config = {
+    return {
         "train_micro_batch_size_per_gpu": options["batch"], "gradient_clipping": options.get("clip", CLIP),
         "overlap": not serial, "log_level": "error", "bf16": bf16,
         "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
         "zero_optimization": {"stage": 3, **zero},
     }  # fmt: skip
-    with infinity.Init(config=config) if tier == "nvme" else nullcontext():
+
+
+def build(options: dict[str, Any]) -> _Trainer:
+    """An engine at stage 3. What is on NVMe is built there, unit by unit."""
+    config = configuration(options)
+    built_there = options["contender"].partition(":")[2].startswith("nvme")
+    with infinity.Init(config=config) if built_there else nullcontext():
         model = models.build(options)
     engine, *_ = infinity.initialize(model=model, config=config)
     return _Trainer(engine)

@@ -19,7 +19,7 @@ def conflicts(config: Config) -> list[str]:
 def _offload(config: Config) -> list[str]:
     zero = config.zero_optimization
     complaints = []
-    if zero.offload_param is not None and zero.offload_param.device != "none" and zero.stage != 3:
+    if zero.offload_param is not None and zero.offload_param.device in ("cpu", "nvme") and zero.stage != 3:
         complaints.append(
             f"zero_optimization.offload_param needs stage 3, but the stage is {zero.stage}: set "
             "zero_optimization.stage to 3, or offload only the optimizer with offload_optimizer"
@@ -30,6 +30,12 @@ def _offload(config: Config) -> list[str]:
                 f'zero_optimization.{name}.device is "nvme" without a path: set '
                 f"zero_optimization.{name}.nvme_path to a folder on the drive"
             )
+    optimizer = zero.offload_optimizer
+    if optimizer is not None and optimizer.device == "auto" and optimizer.ratio != 1:
+        complaints.append(
+            f"zero_optimization.offload_optimizer.ratio is {optimizer.ratio:g} and device is \"auto\", which finds the "
+            "share by itself: leave ratio out, or name a device"
+        )
     return complaints
 
 

@@ -37,8 +37,10 @@ class Tier(Section):
     """The cap of one tier."""
 
     max_bytes: Annotated[Limit, HONOURED] = None
-    """Hard cap of what the plan puts here: bytes, "16GB", "1.5GiB", or a share of what is there such as "80%".
-    Absent: all of it."""
+    """Hard cap of what the engine holds here: bytes, "16GB", "1.5GiB", or a share of what is free such as "80%".
+    Absent or "auto": what the machine has. Of the accelerator it is each rank's; of CPU memory and NVMe the ranks of a
+    node share it. Without an accelerator cpu bounds all that the engine holds in memory; gpu, where given, is then a
+    bound of its own for what computes."""
 
 
 class Memory(Section):

@@ -17,7 +17,7 @@ from infinity.config.section import Absent, NoEffect, Section, leaves, mark, rep
 from infinity.config.zero import OffloadOptimizer, OffloadParam, ZeroOptimization
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
-TierName = Literal["gpu", "cpu", "nvme"]
+TierName = Literal["gpu", "cpu", "nvme", "auto"]
 _Section = TypeVar("_Section", bound=Section)
 
 
@@ -65,12 +65,29 @@ class ResolvedConfig:
         return _tier(self.zero.offload_optimizer)
 
     @property
+    def optimizer_share(self) -> float:
+        """Share of the optimizer states at `optimizer_tier`; the rest is on the device."""
+        section = self.zero.offload_optimizer
+        return 1.0 if section is None or section.device == "none" else section.ratio
+
+    @property
+    def param_cpu_numel(self) -> int:
+        """Elements of the parameters that stay in CPU memory when their device is NVMe: only what the file says."""
+        section = self.zero.offload_param
+        written = self.sources.get("zero_optimization.offload_param.max_in_cpu") == "file"
+        return section.max_in_cpu if section is not None and written and section.device == "nvme" else 0
+
+    @property
     def param_nvme_path(self) -> tuple[str, ...] | None:
-        return _folders(self.zero.offload_param)
+        return _folders(self.zero.offload_param, self._by_budget)
 
     @property
     def optimizer_nvme_path(self) -> tuple[str, ...] | None:
-        return _folders(self.zero.offload_optimizer)
+        return _folders(self.zero.offload_optimizer, self._by_budget)
+
+    @property
+    def _by_budget(self) -> bool:
+        return "auto" in (self.param_tier, self.optimizer_tier)
 
     @property
     def nvme_path(self) -> tuple[str, ...] | None:
@@ -178,7 +195,13 @@ def _peak_lr(config: Config, context: ResolveContext, default: Any) -> tuple[Any
     return default, "the default, the optimizer's learning rate is not known"
 
 
+def _by_budget(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
+    return "auto", "filled by budget when the plan is made: docs/memory.md"
+
+
 _RULES: dict[str, _Rule] = {
+    "zero_optimization.offload_param.device": _by_budget,
+    "zero_optimization.offload_optimizer.device": _by_budget,
     "bf16.enabled": _precision("bf16"),
     "fp16.enabled": _precision("fp16"),
     "optimizer.params.lr": _known("optimizer_lr", "the optimizer's learning rate"),
@@ -235,8 +258,9 @@ def _tier(section: OffloadParam | OffloadOptimizer | None) -> TierName:
     return "gpu" if section is None or section.device == "none" else section.device
 
 
-def _folders(section: OffloadParam | OffloadOptimizer | None) -> tuple[str, ...] | None:
-    return section.nvme_path if section is not None and section.device == "nvme" else None
+def _folders(section: OffloadParam | OffloadOptimizer | None, by_budget: bool) -> tuple[str, ...] | None:
+    """The drives that a section uses; where a budget decides, a path in either section is one that it may use."""
+    return section.nvme_path if section is not None and (section.device == "nvme" or by_budget) else None
 
 
 def _shown(value: Any) -> str:
@@ -245,3 +269,15 @@ def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def changed(config: ResolvedConfig, values: Mapping[str, Any]) -> ResolvedConfig:
+    """The configuration with other values under some dotted paths of zero_optimization: a plan can be made of it."""
+    made = config.config
+    zero = made.zero_optimization
+    for name, section in (("offload_param", OffloadParam()), ("offload_optimizer", OffloadOptimizer())):
+        if getattr(zero, name) is None and any(path.startswith(f"zero_optimization.{name}.") for path in values):
+            made = _with(made, f"zero_optimization.{name}", section)
+    for path, value in values.items():
+        made = _with(made, path, value)
+    return ResolvedConfig(made, {**config.sources, **dict.fromkeys(values, "file")})

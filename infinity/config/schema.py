@@ -166,6 +166,9 @@ class Config(Section):
     """Ours. Prefetch, flush and move gradients beside the computation; false gives the same bits without overlap."""
     watchdog_seconds: Annotated[Positive, HONOURED] = 600.0
     """Ours. Time limit of one I/O request or wait, after which an error says who waited for what."""
+    hardware_profile: Annotated[Text | None, HONOURED] = None
+    """Ours. A profile that `infinity bench` has written: block size, depth and shares of the drives are taken from it
+    where aio does not say them, instead of being chosen or measured at the start."""
 
     optimizer: Optimizer | None = None
     scheduler: Annotated[Scheduler | None, Field(discriminator="type")] = None

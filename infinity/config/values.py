@@ -136,6 +136,13 @@ def _stage(value: Any) -> int:
     return stage
 
 
+def _fraction(value: Any) -> float:
+    number = _real(least=0.0)(value)
+    if number > 1:
+        raise ValueError(value)
+    return number
+
+
 def _limit(value: Any) -> int | Share | None:
     return None if value is None else parse_limit(value)
 
@@ -149,6 +156,7 @@ Int = Annotated[int, _expected("a whole number", _whole())]
 Natural = Annotated[int, _expected("a whole number of at least 0", _whole(least=0))]
 Count = Annotated[int, _expected("a whole number of at least 1", _whole(least=1))]
 Weight = Annotated[float, _expected("a finite number of at least 0", _real(least=0.0))]
+Fraction = Annotated[float, _expected("a number from 0 to 1", _fraction)]
 Positive = Annotated[float, _expected("a finite number above 0", _real(positive=True))]
 Betas = Annotated[tuple[float, float], _expected("two numbers of at least 0 and below 1", _betas)]
 Text = Annotated[str, _expected("a text that is not empty", _text)]
@@ -169,7 +177,7 @@ Dtype = Annotated[
     ),
 ]  # fmt: skip
 Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _stage)]
-Device = Annotated[Literal["none", "cpu", "nvme"], _one_of("none", "cpu", "nvme")]
+Device = Annotated[Literal["none", "cpu", "nvme", "auto"], _one_of("none", "cpu", "nvme", "auto")]
 ReduceOp = Annotated[Literal["mean", "sum"], _one_of("mean", "sum")]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error", "critical"], _one_of("debug", "info", "warning", "error", "critical")

@@ -12,17 +12,16 @@ from infinity.config.values import (
     Device,
     Drives,
     Flag,
+    Fraction,
     Int,
     Natural,
     Positive,
     Stage,
     Texts,
     Unusable,
-    Weight,
     read_flag,
 )
 
-_PLANNER = NoAuto("placement by budget arrives with the planner: name a device")
 _BUCKETS = NoEffect("gradients are reduced unit by unit, as the plan cuts them")
 _POOLS = NoEffect("the plan sizes its pools from the model")
 _ALWAYS_PIPELINED = NoEffect("reads and writes always run beside the computation")
@@ -38,17 +37,19 @@ _NO_MICS = Refused(
 class OffloadParam(Section):
     """Where parameters live between their uses; needs stage 3."""
 
-    device: Annotated[Device, HONOURED, _PLANNER] = "none"
-    """Home of the parameters: the accelerator ("none"), CPU memory or NVMe."""
+    device: Annotated[Device, HONOURED] = "none"
+    """Home of the parameters: the accelerator ("none"), CPU memory or NVMe. "auto": the fastest tiers with room, by
+    the budgets in memory; NVMe only where a path is given."""
     nvme_path: Annotated[Drives | None, HONOURED, NoAuto("name a folder on the drive")] = None
     """Folder on the drive, or a list of folders on several drives, which share the bytes by their measured bandwidth
-    (or by aio.drive_weights); required when the device is nvme."""
+    (or by aio.drive_weights); required when the device is nvme, and what "auto" may use."""
     buffer_count: Annotated[Natural, _POOLS] = 5
     """Number of staging buffers."""
     buffer_size: Annotated[Natural, _POOLS] = 10**8
     """Elements in a staging buffer."""
-    max_in_cpu: Annotated[Natural, NoEffect("placement of single units arrives with the budget planner")] = 10**9
-    """Elements kept in CPU memory when the device is nvme."""
+    max_in_cpu: Annotated[Natural, HONOURED] = 10**9
+    """Elements of a rank's parameters kept in CPU memory when the device is nvme: whole units, from the input on. Only
+    a number that is written counts; without one all of them are on NVMe."""
     pin_memory: Annotated[Flag, HONOURED] = True
     """Page-lock the CPU memory."""
 
@@ -56,11 +57,12 @@ class OffloadParam(Section):
 class OffloadOptimizer(Section):
     """Where master weights and moments live, and are stepped; at every stage."""
 
-    device: Annotated[Device, HONOURED, _PLANNER] = "none"
-    """Home of the optimizer states: the accelerator ("none"), CPU memory or NVMe."""
+    device: Annotated[Device, HONOURED] = "none"
+    """Home of the optimizer states: the accelerator ("none"), CPU memory or NVMe. "auto": the fastest tiers with
+    room, after the parameters, by the budgets in memory; NVMe only where a path is given."""
     nvme_path: Annotated[Drives | None, HONOURED, NoAuto("name a folder on the drive")] = None
     """Folder on the drive, or a list of folders on several drives, which share the bytes by their measured bandwidth
-    (or by aio.drive_weights); required when the device is nvme."""
+    (or by aio.drive_weights); required when the device is nvme, and what "auto" may use."""
     buffer_count: Annotated[Natural, _POOLS] = 4
     """Number of staging buffers."""
     pin_memory: Annotated[Flag, HONOURED] = True
@@ -71,11 +73,9 @@ class OffloadOptimizer(Section):
     """Write the previous sub-group while this one is stepped."""
     fast_init: Annotated[Flag, NoEffect("states are written once, straight to their home")] = False
     """Initialise quickly on NVMe."""
-    ratio: Annotated[
-        Weight,
-        Refused("a part of the optimizer off the device arrives with the budget planner", "Set ratio to 1.0"),
-    ] = 1.0
-    """Share of the optimizer that is stepped on the CPU."""
+    ratio: Annotated[Fraction, HONOURED] = 1.0
+    """Share of the optimizer states that leaves the accelerator for the device; the rest stays, and is stepped there.
+    The layers nearest the input stay."""
     super_offload: Annotated[
         Flag, Refused("speculative steps do not exist here", "Remove the key: the step already overlaps its transfers")
     ] = False

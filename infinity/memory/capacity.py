@@ -1,17 +1,54 @@
-"""What the machine has: free bytes of each tier for one rank, before anything is allocated."""
+"""What the machine has: free bytes of each tier for one rank, before anything is allocated.
+
+`capacity` puts it together with the configured limits; docs/memory.md says the rules.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import psutil
 
+from infinity.config.machine import Memory
 from infinity.config.units import Share
 from infinity.memory.nvme import Folders, clean, folders
+from infinity.plan.capacity import BUDGET_SHARE, Capacity
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def capacity(
+    limits: Memory, *, ranks: int, device_free_nbytes: int | None, own_nbytes: int, nvme_free_nbytes: int | None,
+    by_budget: bool = False,
+) -> Capacity:  # fmt: skip
+    """What one of `ranks` ranks of this node may use of each tier.
+
+    device_free_nbytes: of this rank's accelerator; None without one, when both memory tiers are the process's own.
+    own_nbytes: of the model's own memory, which is given back while its partitions are made. nvme_free_nbytes: of the
+    node's drives, None without any. by_budget: whether the plan fills what it is given.
+    """
+    unlimited = BUDGET_SHARE if by_budget else None
+    gpu, cpu = limits.gpu.max_bytes or unlimited, limits.cpu.max_bytes or unlimited
+    nvme = capped(nvme_free_nbytes, limits.nvme.max_bytes, ranks)
+    free = free_cpu_nbytes() + own_nbytes * ranks
+    if device_free_nbytes is not None:
+        return Capacity(gpu=capped(device_free_nbytes, gpu, 1), cpu=capped(free, cpu, ranks), nvme=nvme)
+    if limits.gpu.max_bytes is None:
+        return Capacity(process=capped(free, cpu, ranks), nvme=nvme)
+    return Capacity(
+        gpu=capped(free // ranks, gpu, 1), cpu=capped(free, cpu, ranks), process=free // ranks, nvme=nvme
+    )  # fmt: skip
+
+
+def lockable_nbytes() -> int | None:
+    """How much memory this process may pin by its limit; None where there is none. It never makes a plan fail: what
+    cannot be pinned stays pageable, and is copied more slowly.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def free_cpu_nbytes() -> int:

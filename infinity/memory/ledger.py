@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from infinity import record
 from infinity.errors import TierMemoryError
 from infinity.memory.refusal import MemoryRefused, is_refusal
-from infinity.plan.plan import Capacity
+from infinity.plan.capacity import Capacity
 from infinity.plan.types import Kind, Tier
 
 _REMEDIES = {

@@ -93,6 +93,11 @@ def measured_weights(directories: tuple[Path, ...], depth: int, timeout_seconds:
     for directory in directories:
         with Queue(depth=depth, timeout_s=timeout_seconds) as queue:
             rates.append(_rate(directory, queue))
+    return even(rates)
+
+
+def even(rates: Sequence[float]) -> tuple[float, ...]:
+    """Rates as weights: equal where they are nearly so."""
     if min(rates) >= (1 - _EQUAL_WITHIN) * max(rates):
         return (1.0,) * len(rates)
     return tuple(rates)

@@ -78,6 +78,7 @@ def make_schedule(
     fetched: dict[int, int] = {}
     peak = 0
     units = len(set(trace))
+    reading = any(fetch_nbytes)
     for position, unit in enumerate(trace):
         live[unit] = full_nbytes[unit]
         gathered.pop(unit, None)
@@ -94,7 +95,8 @@ def make_schedule(
             fetched[other] = fetch_nbytes[other]
             gathered[other] = live[other] = full_nbytes[other]
             ahead.append(other)
-        for other in _ahead(trace, position, fetch_nbytes, {**live, **fetched}, fetch_room, units, fetch_due):
+        present = {**live, **fetched} if reading else live
+        for other in _ahead(trace, position, fetch_nbytes, present, fetch_room, units, fetch_due) if reading else ():
             fetched[other] = fetch_nbytes[other]
             if fetch_nbytes[other]:
                 reads.append(other)
@@ -161,23 +163,44 @@ def _latest_starts(deadlines: Sequence[float], nbytes: Sequence[int], rate: floa
 def _keep(trace: Sequence[int], full_nbytes: Sequence[int], budget: FetchBudget) -> tuple[bool, ...]:
     """Whether each use's unit stays gathered until its next use: the shortest reuses first, within the live budget."""
     keep = [False] * len(trace)
+    if sum(full_nbytes[unit] for unit in set(trace)) <= min(budget.live_nbytes_max, budget.reuse_nbytes_max):
+        # Everything may stay until its next use.
+        final = {unit: position for position, unit in enumerate(trace)}
+        return tuple(position < final[unit] for position, unit in enumerate(trace))
     kept = [0] * len(trace)
     spans = []
     latest: dict[int, int] = {}
     for position, unit in enumerate(trace):
         if unit in latest:
-            between = {other for other in trace[latest[unit] + 1 : position] if other != unit}
-            spans.append((sum(full_nbytes[other] for other in between), latest[unit], position))
+            distance = _distance(trace, latest[unit], position, full_nbytes, budget.reuse_nbytes_max)
+            if distance is not None:
+                spans.append((distance, latest[unit], position))
         latest[unit] = position
-    for distance, first, last in sorted(spans):
+    for _, first, last in sorted(spans):
         unit = trace[first]
         # A unit in use lies beside what is kept: both must fit at every position between.
         fits = all(
             kept[at] + full_nbytes[unit] + full_nbytes[trace[at]] <= budget.live_nbytes_max
             for at in range(first + 1, last)
         )
-        if distance <= budget.reuse_nbytes_max and fits:
+        if fits:
             keep[first] = True
             for at in range(first + 1, last):
                 kept[at] += full_nbytes[unit]
     return tuple(keep)
+
+
+def _distance(
+    trace: Sequence[int], first: int, last: int, full_nbytes: Sequence[int], nbytes_max: int
+) -> int | None:  # fmt: skip
+    """Bytes of the other units used between two uses of one; None when they are more than `nbytes_max`."""
+    seen = {trace[first]}
+    nbytes = 0
+    for at in range(first + 1, last):
+        other = trace[at]
+        if other not in seen:
+            seen.add(other)
+            nbytes += full_nbytes[other]
+            if nbytes > nbytes_max:
+                return None
+    return nbytes

@@ -112,12 +112,13 @@ def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
 
 
 def cut_sub_groups(
-    layouts: tuple[UnitLayout, ...], parts: int, numel_max: int, apart: frozenset[int] = frozenset()
-) -> tuple[SubGroup, ...]:
+    layouts: tuple[UnitLayout, ...], parts: int, numel_max: int, apart: frozenset[int] = frozenset(),
+    alone: frozenset[int] = frozenset(),
+) -> tuple[SubGroup, ...]:  # fmt: skip
     """Cut the trainable partitions into sub-groups of at most `numel_max` elements (rounded up to the alignment).
 
     Small units are joined while they fit; a partition that is too large alone is cut into near-equal slices. Units of
-    which only one is in `apart` (indices) are never joined.
+    which only one is in `apart` (indices) are never joined; one in `alone` is joined with no other.
     """
     numel_max = align_up(max(numel_max, 1), PARTITION_ALIGNMENT)
     groups: list[tuple[Slice, ...]] = []
@@ -141,6 +142,7 @@ def cut_sub_groups(
             groups.extend((Slice(layout.index, at, min(size, numel - at)),) for at in range(0, numel, size))
             continue
         joined = bool(open_slices) and (open_slices[-1].unit in apart) == (layout.index in apart)
+        joined = joined and not {open_slices[-1].unit, layout.index} & alone
         if open_numel + numel > numel_max or not joined:
             close()
         open_slices.append(Slice(layout.index, 0, numel))

@@ -54,12 +54,13 @@ def bytes_by_phase(
     beside the parameter being worked on.
     """
     gathered = _Gathered.follow(plan)
+    rest = _at_rest(plan, gathered)
     moments = {
         Phase.INITIALISE: _initialise(plan, model_dtype, model_nbytes_max),
-        Phase.FORWARD: _forward(plan, gathered, activation_nbytes),
-        Phase.BACKWARD: _backward(plan, gathered, activation_nbytes),
-        Phase.STEP: iter([_at_rest(plan, gathered)]),
-        Phase.SAVE: _save(plan, gathered, rank),
+        Phase.FORWARD: _forward(plan, rest, gathered, activation_nbytes),
+        Phase.BACKWARD: _backward(plan, rest, gathered, activation_nbytes),
+        Phase.STEP: iter([rest]),
+        Phase.SAVE: _save(plan, rest, gathered, rank),
     }
     return {phase: _busiest([*tables], plan.request.accelerator) for phase, tables in moments.items()}
 
@@ -132,14 +133,14 @@ def _at_rest(plan: Plan, gathered: _Gathered) -> Table:
     return table
 
 
-def _forward(plan: Plan, gathered: _Gathered, activation_nbytes: int) -> Iterator[Table]:
+def _forward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: int) -> Iterator[Table]:
     """Activations grow with each use, and are all there at the last."""
     count = len(plan.schedule) // 2
     for position in range(count):
-        yield _in_pass(plan, gathered, position, activation_nbytes * (position + 1) // count)
+        yield _in_pass(rest, gathered, position, activation_nbytes * (position + 1) // count)
 
 
-def _backward(plan: Plan, gathered: _Gathered, activation_nbytes: int) -> Iterator[Table]:
+def _backward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: int) -> Iterator[Table]:
     """Gradients come, and what forward kept goes use by use, taken as equal parts. In the process's own memory it does
     not go: the C library keeps it for the next forward, as an accelerator's allocator does with its own.
     """
@@ -149,23 +150,23 @@ def _backward(plan: Plan, gathered: _Gathered, activation_nbytes: int) -> Iterat
         kept = activation_nbytes
         if plan.request.accelerator:
             kept = kept * (len(trace) - index) // len(trace)
-        table = _in_pass(plan, gathered, begin + index, kept)
+        table = _in_pass(rest, gathered, begin + index, kept)
         _add(table, Tier.GPU, Kind.FULL_GRAD, left)
         yield table
 
 
-def _in_pass(plan: Plan, gathered: _Gathered, position: int, activation_nbytes: int) -> Table:
-    table = _at_rest(plan, gathered)
+def _in_pass(rest: Table, gathered: _Gathered, position: int, activation_nbytes: int) -> Table:
+    table = _copy(rest)
     _add(table, Tier.GPU, Kind.FULL, gathered.nbytes[position] - gathered.now)
     _add(table, Tier.GPU, Kind.ACTIVATION, activation_nbytes)
     return table
 
 
-def _save(plan: Plan, gathered: _Gathered, rank: int) -> Iterator[Table]:
+def _save(plan: Plan, rest: Table, gathered: _Gathered, rank: int) -> Iterator[Table]:
     """`state_dict()`: units are gathered one by one, and copied on rank 0. What was retained is given back."""
     sizes, retained, copied = plan.full_nbytes(), dict(gathered.retained), 0
     for layout in plan.layouts:
-        table = _at_rest(plan, gathered)
+        table = _copy(rest)
         if rank == 0:
             copied += sum(slot.numel for slot in layout.slots) * DTYPE_NBYTES[layout.dtype]
             _add(table, Tier.CPU, Kind.FULL, copied)
@@ -201,32 +202,36 @@ class _Filling:
     def __init__(self, plan: Plan, model_dtype: str, model_nbytes_max: int | None) -> None:
         self._plan = plan
         self._specs = {spec.key: spec for spec in plan.partitions}
-        self._filled: dict[Key, PartitionSpec] = {}
+        self._filled: set[Key] = set()
+        # There are as many moments as sub-groups: sums are carried from one to the next.
+        self._held: Table = {tier: {} for tier in Tier}
+        for layout, placed in zip(plan.layouts, plan.placement.units, strict=True):
+            _add(self._held, Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
         self._own = {layout.index: _own_nbytes(layout, model_dtype) for layout in plan.layouts}
-        self._own_max = sum(self._own.values())
+        self._own_left = sum(self._own.values())
+        self._own_max = self._own_left
         if model_nbytes_max is not None:
             largest = max((slot.numel for layout in plan.layouts for slot in layout.slots), default=0)
             self._own_max = model_nbytes_max + largest * DTYPE_NBYTES[model_dtype]
 
     def fill(self, *keys: Key) -> None:
-        self._filled.update((key, self._specs[key]) for key in keys)
+        for key in keys:
+            if key in self._filled:
+                continue
+            self._filled.add(key)
+            if key.kind is Kind.PARAM and self._plan.placement.units[key.index].aliased:
+                continue
+            _add_partition(self._held, self._specs[key])
 
     def take(self, layout: UnitLayout) -> None:
         """The unit's values are in its partitions."""
-        self._own[layout.index] = 0
+        self._own_left -= self._own.pop(layout.index, 0)
 
     def table(self, temporary_nbytes: int = 0) -> Table:
-        plan = self._plan
-        table: Table = {tier: {} for tier in Tier}
-        for layout, placed in zip(plan.layouts, plan.placement.units, strict=True):
-            _add(table, Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
-        for key, spec in self._filled.items():
-            if key.kind is Kind.PARAM and plan.placement.units[key.index].aliased:
-                continue
-            _add_partition(table, spec)
+        table = _copy(self._held)
         # All of it from the beginning: what the kernel is told of as buffers for I/O, it holds.
-        _add(table, Tier.CPU, Kind.POOL, plan.pools.param_nbytes + plan.pools.states_nbytes)
-        _add(table, Tier.CPU, Kind.MODEL, min(sum(self._own.values()), self._own_max))
+        _add(table, Tier.CPU, Kind.POOL, self._plan.pools.param_nbytes + self._plan.pools.states_nbytes)
+        _add(table, Tier.CPU, Kind.MODEL, min(self._own_left, self._own_max))
         _add(table, Tier.CPU, Kind.ACTIVATION, temporary_nbytes)
         return table
 
@@ -239,6 +244,10 @@ def _own_nbytes(layout: UnitLayout, model_dtype: str) -> int:
 def _add_partition(table: Table, spec: PartitionSpec) -> None:
     for section in spec.sections:
         _add(table, spec.home, section.kind, section.nbytes)
+
+
+def _copy(table: Table) -> Table:
+    return {tier: dict(kinds) for tier, kinds in table.items()}
 
 
 def _add(table: Table, tier: Tier, kind: Kind, nbytes: int) -> None:

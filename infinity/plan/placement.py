@@ -4,10 +4,15 @@ Stage 3 partitions PARAM and releases whole units after use. Stage 2 keeps units
 stage 1 also keeps GRAD whole until the boundary; stage 0 cuts nothing. Below stage 3 (and for small units at stage 3) a
 rank's PARAM partition is a view of the whole unit when the optimizer works on the device, and lives beside the
 optimizer's states otherwise, so that the split master is at hand where it is stepped.
+
+Homes may differ within one kind: see plan/homes for budgets. A unit whose states lie on several tiers keeps one GRAD
+partition, in CPU memory unless all of them are on the device; and its PARAM partition, where that would lie beside the
+states, is a view of the whole unit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.plan.layout import SubGroup, UnitLayout
@@ -16,14 +21,24 @@ from infinity.plan.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the configuration and the topology ask of placement."""
+    """What the configuration and the topology ask of placement. A tier that is None is decided by budget."""
 
     stage: int
     dp: int
-    param_tier: Tier
-    optimizer_tier: Tier
+    param_tier: Tier | None
+    optimizer_tier: Tier | None
     persistence_numel_max: int = 100_000
     persistent_total_numel_max: int = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """The tier of each unit's PARAM partition, as far as it is not bound to the whole unit or to the states; and the
+    tier of each sub-group's states.
+    """
+
+    params: tuple[Tier, ...]
+    states: tuple[Tier, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,37 +63,53 @@ class Placement:
     grad_whole: bool
 
 
-def place_units(layouts: tuple[UnitLayout, ...], policy: Policy) -> tuple[UnitPlacement, ...]:
-    """Decide each unit's homes; see the module's text for the rules."""
-    grad = Tier.GPU if policy.optimizer_tier is Tier.GPU else Tier.CPU
+def always_whole(layouts: Sequence[UnitLayout], policy: Policy) -> frozenset[int]:
+    """Indices of the units that stay gathered wherever their partitions live: all below stage 3, small ones at it."""
+    if policy.stage < 3:
+        return frozenset(layout.index for layout in layouts)
     persistent_numel = 0
-    placements = []
+    small = []
     for layout in layouts:
-        if policy.stage < 3:
-            whole = True
-        else:
-            small = layout.numel < max(policy.persistence_numel_max, 1)
-            small = small and persistent_numel + layout.numel <= policy.persistent_total_numel_max
-            persistent_numel += layout.numel if small else 0
-            whole = small or (policy.dp == 1 and policy.param_tier is Tier.GPU)
-        if not layout.trainable:
-            # Nobody steps a frozen unit: when it stays whole, no rank needs a slice of its own.
-            parts = 1 if whole else policy.dp
-            param = Tier.GPU if whole else policy.param_tier
-        else:
-            parts = 1 if policy.stage == 0 else policy.dp
-            beside_states = whole and not (policy.param_tier is Tier.GPU and policy.stage == 3 and policy.dp == 1)
-            param = policy.optimizer_tier if beside_states else policy.param_tier
-        placements.append(
-            UnitPlacement(parts=parts, param=param, grad=grad, whole=whole, aliased=whole and param is Tier.GPU)
-        )
-    return tuple(placements)
+        fits = persistent_numel + layout.numel <= policy.persistent_total_numel_max
+        if fits and layout.numel < max(policy.persistence_numel_max, 1):
+            persistent_numel += layout.numel
+            small.append(layout.index)
+    return frozenset(small)
 
 
-def place(units: tuple[UnitPlacement, ...], groups: tuple[SubGroup, ...], policy: Policy) -> Placement:
-    """Homes of every partition of a rank, from those of the units."""
-    return Placement(
-        units=units,
-        states=(policy.optimizer_tier,) * len(groups),
-        grad_whole=policy.stage < 2 and policy.dp > 1,
+def whole_units(layouts: Sequence[UnitLayout], policy: Policy, params: Sequence[Tier]) -> frozenset[int]:
+    """Indices of the units that stay gathered for good: also those whose only partition lies on the device."""
+    alone = policy.dp == 1
+    lucky = (layout.index for layout in layouts if alone and params[layout.index] is Tier.GPU)
+    return always_whole(layouts, policy).union(lucky)
+
+
+def place(layouts: Sequence[UnitLayout], groups: Sequence[SubGroup], policy: Policy, homes: Homes) -> Placement:
+    """Homes of every partition of a rank; see the module's text for the rules."""
+    whole = whole_units(layouts, policy, homes.params)
+    tiers: dict[int, set[Tier]] = {}
+    for group, home in zip(groups, homes.states, strict=True):
+        for piece in group.slices:
+            tiers.setdefault(piece.unit, set()).add(home)
+    # Units without elements, and frozen ones, have no states.
+    default = {policy.optimizer_tier or Tier.GPU}
+    units = tuple(
+        _place_unit(layout, policy, homes.params[layout.index], layout.index in whole, tiers.get(layout.index, default))
+        for layout in layouts
     )
+    return Placement(units=units, states=homes.states, grad_whole=policy.stage < 2 and policy.dp > 1)
+
+
+def _place_unit(layout: UnitLayout, policy: Policy, param: Tier, whole: bool, states: set[Tier]) -> UnitPlacement:
+    """`param`: its home where it is free to have one; `states`: the tiers of its states."""
+    if not layout.trainable:
+        # Nobody steps a frozen unit: when it stays whole, no rank needs a slice of its own.
+        parts = 1 if whole else policy.dp
+        param = Tier.GPU if whole else param
+    else:
+        parts = 1 if policy.stage == 0 else policy.dp
+        if whole and not (param is Tier.GPU and policy.stage == 3 and policy.dp == 1):
+            # Beside the states; where a budget decides, or they are apart, the view that takes no bytes.
+            (param,) = states if policy.optimizer_tier is not None and len(states) == 1 else {Tier.GPU}
+    grad = Tier.GPU if states == {Tier.GPU} else Tier.CPU
+    return UnitPlacement(parts=parts, param=param, grad=grad, whole=whole, aliased=whole and param is Tier.GPU)

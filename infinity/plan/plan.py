@@ -9,31 +9,45 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 from infinity.errors import CapacityError
+from infinity.plan.budget import settle
+from infinity.plan.capacity import Capacity, amount, excesses, in_words
 from infinity.plan.fetch import FetchBudget, FetchSchedule, Timing, make_schedule
 from infinity.plan.gradients import Scratch, left_nbytes, make_scratch
+from infinity.plan.homes import FROZEN_TRAFFIC, PARAM_TRAFFIC, STATES_TRAFFIC, Value
 from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layouts
-from infinity.plan.placement import Placement, Policy, place, place_units
+from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
+from infinity.plan.placement import Homes, Placement, Policy, always_whole, place, whole_units
 from infinity.plan.spec import ModelSpec
 from infinity.plan.topology import Topology
 from infinity.plan.types import (
     CACHE_LINE,
     DTYPE_NBYTES,
     EXTENT_ALIGNMENT,
-    Extent,
     Key,
     Kind,
     PartitionSpec,
     Tier,
     align_up,
-    pack_sections,
 )
 
 # Sub-groups in memory at once while stepping from NVMe: one being stepped, those being read, and two being written.
 STEP_READS = 2
 STEP_WINDOW = 1 + STEP_READS + 2
+
+# A sub-group on NVMe is one read and one write. This many elements keep the drive at its bandwidth; more only takes
+# memory, and makes the first forward units wait longer for their step. It is also fine enough a grain to divide states
+# between tiers by. The configuration's bound may be lower.
+SPLIT_NUMEL = 1 << 21
+SPLIT_NUMEL_MIN = 1 << 16
+# Where a share is divided off, it is exact to one in so many.
+SHARES_MIN = 256
+# So many sub-groups are as good as more: a plan's own size, and the time that it takes, stay bounded.
+SUB_GROUPS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +55,21 @@ class PlanRequest:
     """What a plan is asked for: the configuration's decisions as numbers of elements, tiers and names of dtypes."""
 
     stage: int = 3
-    param_tier: Tier = Tier.GPU
-    optimizer_tier: Tier = Tier.GPU
+    # None: decided by budget ("auto").
+    param_tier: Tier | None = Tier.GPU
+    optimizer_tier: Tier | None = Tier.GPU
+    # Share of the optimizer states' elements at `optimizer_tier`; the rest is on the GPU tier.
+    optimizer_share: float = 1.0
+    # Elements of this rank's parameters in CPU memory when `param_tier` is NVMe.
+    param_cpu_numel: int = 0
+    # Whether a drive is given, so that a budget may put on it what does not fit into memory.
+    drive: bool = False
     compute_dtype: str = "fp32"
     grad_dtype: str = "fp32"
     communication_dtype: str = "fp32"
     sub_group_numel: int = 1_000_000_000
+    # What a sub-group needs at most where states may move; see `SPLIT_NUMEL`.
+    split_numel: int = SPLIT_NUMEL
     prefetch_numel: int = 50_000_000
     persistence_numel: int = 100_000
     persistent_total_numel: int = 2**63 - 1
@@ -75,18 +98,6 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
-    """Bytes that a rank may use on each tier; None where nobody asked."""
-
-    gpu: int | None = None
-    cpu: int | None = None
-    nvme: int | None = None
-
-    def of(self, tier: Tier) -> int | None:
-        return {Tier.GPU: self.gpu, Tier.CPU: self.cpu, Tier.NVME: self.nvme}[tier]
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """See the module's text. Two plans are equal when every decision is."""
 
@@ -106,7 +117,13 @@ class Plan:
 
     def partition(self, key: Key) -> PartitionSpec:
         """The specification of one partition; KeyError when the plan has none of that name."""
-        for spec in self.partitions:
+        # Those of units come first, then one for each sub-group.
+        units = len(self.partitions) - len(self.sub_groups)
+        if key.kind is Kind.STATES:
+            specs = self.partitions[units + key.index : units + key.index + 1]
+        else:
+            specs = self.partitions[:units]
+        for spec in specs:
             if spec.key == key:
                 return spec
         raise KeyError(str(key))
@@ -114,6 +131,17 @@ class Plan:
     def visible(self, group: SubGroup) -> bool:
         """Whether a sub-group changes parameters that the program sees without a gather: those that stay whole."""
         return any(self.placement.units[piece.unit].whole for piece in group.slices)
+
+    def homes(self, kind: Kind) -> str:
+        """Where PARAM, GRAD or STATES partitions live, in words: "gpu", or "gpu 31 %, cpu 69 %" of their bytes."""
+        nbytes = dict.fromkeys(Tier, 0)
+        for spec in self.partitions:
+            if spec.key.kind is kind:
+                nbytes[spec.home] += spec.nbytes
+        held = {tier.value: size for tier, size in nbytes.items() if size}
+        if len(held) <= 1:
+            return next(iter(held), "gpu")
+        return ", ".join(f"{name} {100 * size / sum(held.values()):.0f} %" for name, size in held.items())
 
     def full_nbytes(self) -> tuple[int, ...]:
         """Device bytes that gathering each unit takes: 0 for one that is whole for good."""
@@ -124,7 +152,7 @@ class Plan:
         return make_schedule(
             trace,
             full_nbytes=self.full_nbytes(),
-            fetch_nbytes=_fetch_nbytes(self.partitions, self.placement),
+            fetch_nbytes=fetch_nbytes_by_unit(self.partitions, self.placement),
             budget=self.budget,
             timing=timing,
         )
@@ -132,21 +160,22 @@ class Plan:
     def bytes_at_home(self) -> dict[Tier, dict[Kind, int]]:
         """Bytes of values at their homes, with units and gradients that stay whole; POOL is what rounding adds."""
         table: dict[Tier, dict[Kind, int]] = {tier: {} for tier in Tier}
-
-        def add(tier: Tier, kind: Kind, nbytes: int) -> None:
-            if nbytes:
-                table[tier][kind] = table[tier].get(kind, 0) + nbytes
-
-        for spec in self.partitions:
-            if spec.key.kind is Kind.PARAM and self.placement.units[spec.key.index].aliased:
-                continue
-            for section in spec.sections:
-                add(spec.home, section.kind, section.nbytes)
-            add(spec.home, Kind.POOL, spec.nbytes - sum(section.nbytes for section in spec.sections))
+        # There are thousands of sub-groups but few kinds of them, whose sections are one object: these are counted.
+        counts = Counter(
+            (id(spec.sections), spec.home, spec.nbytes)
+            for spec in self.partitions
+            if spec.key.kind is not Kind.PARAM or not self.placement.units[spec.key.index].aliased
+        )
+        sections_of = {id(spec.sections): spec.sections for spec in self.partitions}
+        for (identity, home, nbytes), count in counts.items():
+            for section in sections_of[identity]:
+                _add(table, home, section.kind, count * section.nbytes)
+                nbytes -= section.nbytes
+            _add(table, home, Kind.POOL, count * nbytes)
         for layout, placed in zip(self.layouts, self.placement.units, strict=True):
-            add(Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
+            _add(table, Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
             if self.placement.grad_whole and layout.trainable:
-                add(Tier.GPU, Kind.FULL_GRAD, layout.numel * DTYPE_NBYTES[self.request.grad_dtype])
+                _add(table, Tier.GPU, Kind.FULL_GRAD, layout.numel * DTYPE_NBYTES[self.request.grad_dtype])
         return table
 
     def bytes_by_tier(self) -> dict[Tier, dict[Kind, int]]:
@@ -155,57 +184,19 @@ class Plan:
         A bound of every phase of training (see `infinity.plan.phases`), to which activations come.
         """
         table = self.bytes_at_home()
-
-        def add(tier: Tier, kind: Kind, nbytes: int) -> None:
-            if nbytes:
-                table[tier][kind] = table[tier].get(kind, 0) + nbytes
-
-        add(Tier.GPU, Kind.FULL, self.pools.gathered_nbytes)
-        add(Tier.GPU, Kind.FULL_GRAD, self.pools.left_nbytes + self.pools.scratch.nbytes)
-        add(Tier.CPU, Kind.POOL, self.pools.param_nbytes + self.pools.states_nbytes + self.pools.staging_nbytes)
+        _add(table, Tier.GPU, Kind.FULL, self.pools.gathered_nbytes)
+        _add(table, Tier.GPU, Kind.FULL_GRAD, self.pools.left_nbytes + self.pools.scratch.nbytes)
+        _add(table, Tier.CPU, Kind.POOL, self.pools.param_nbytes + self.pools.states_nbytes + self.pools.staging_nbytes)
         return table
+
+    def nbytes_by_tier(self) -> dict[Tier, int]:
+        """Bytes that this rank holds on each tier at the busiest moment, of all kinds."""
+        return {tier: sum(kinds.values()) for tier, kinds in self.bytes_by_tier().items()}
 
     def check(self, capacity: Capacity, rank: int = 0) -> None:
         """Raise CapacityError when a tier's planned bytes exceed what it has. Touches nothing."""
-        for tier, kinds in self.bytes_by_tier().items():
-            limit, planned = capacity.of(tier), sum(kinds.values())
-            if limit is None or planned <= limit:
-                continue
-            parts = sorted(kinds.items(), key=lambda item: -item[1])
-            detail = ", ".join(f"{_plain(kind)} {_gb(nbytes)}" for kind, nbytes in parts)
-            # Amounts that round to the same figure are told apart by the byte.
-            shown = (_gb(planned), _gb(limit))
-            plans, free = shown if shown[0] != shown[1] else (f"{planned:,} bytes", f"{limit:,} bytes")
-            raise CapacityError(
-                f"rank {rank} plans {plans} on {tier.value} but {free} are free: {detail}. "
-                + self._advice(tier)
-            )
-
-    def _advice(self, tier: Tier) -> str:
-        """What can be changed that is not so already."""
-        request = self.request
-        if tier is Tier.NVME:
-            remedies = [
-                "free space on that drive",
-                "choose another nvme_path",
-                'put parameters (offload_param.device = "cpu") or optimizer states on the CPU',
-            ]
-        elif tier is Tier.CPU:
-            remedies = [
-                'put optimizer states on NVMe (offload_optimizer.device = "nvme")'
-                if request.optimizer_tier is Tier.CPU
-                else "lower sub_group_size",
-                'put parameters on NVMe (offload_param.device = "nvme")'
-                if request.param_tier is Tier.CPU
-                else "lower stage3_prefetch_bucket_size",
-            ]
-        else:
-            remedies = [
-                'put optimizer states on the CPU or NVMe (offload_optimizer.device = "cpu")',
-                "use stage 3" if request.stage < 3 else "lower stage3_max_live_parameters",
-            ][request.optimizer_tier is not Tier.GPU :]
-        text = ", ".join([*remedies, "or use more ranks"])
-        return f"{text[0].upper()}{text[1:]}."
+        for excess in excesses(self.bytes_by_tier(), capacity):
+            raise CapacityError(f"rank {rank} {excess}")
 
     def explain(self) -> str:
         """The plan in words and numbers, for people."""
@@ -214,45 +205,173 @@ class Plan:
             f"{self.numel / 1e6:,.1f} M parameters in {len(self.layouts)} units, stage {request.stage}, "
             f"{request.compute_dtype}, {self.topology.dp} rank{'s' if self.topology.dp > 1 else ''}; "
             f"{len(self.sub_groups)} optimizer sub-groups",
-            f"parameters on {request.param_tier.value}, optimizer states on {request.optimizer_tier.value}, "
-            f"gradients ({request.grad_dtype}) on {units[0].grad.value if units else 'gpu'}; "
+            f"parameters on {self.homes(Kind.PARAM)}, optimizer states on {self.homes(Kind.STATES)}, "
+            f"gradients ({request.grad_dtype}) on {self.homes(Kind.GRAD)}; "
             f"{sum(placed.whole for placed in units)} units stay gathered",
         ]
         for tier, kinds in self.bytes_by_tier().items():
-            parts = ", ".join(f"{_plain(kind)} {_gb(nbytes)}" for kind, nbytes in kinds.items())
-            lines.append(f"  {tier.value:<5} {_gb(sum(kinds.values())):>10}  {parts}")
+            parts = ", ".join(f"{in_words(kind)} {amount(nbytes)}" for kind, nbytes in kinds.items())
+            lines.append(f"  {tier.value:<5} {amount(sum(kinds.values())):>10}  {parts}")
         lines.append(
-            f"fetch schedule: {len(self.schedule)} uses a step, at most {_gb(self.schedule.peak_nbytes)} gathered at "
-            f"once; NVMe file {_gb(self.nvme_nbytes)}"
+            f"fetch schedule: {len(self.schedule)} uses a step, at most {amount(self.schedule.peak_nbytes)} gathered "
+            f"at once; NVMe file {amount(self.nvme_nbytes)}"
         )
         return "\n".join(lines)
 
     def fingerprint(self) -> str:
         """A short hash of every decision, equal for equal plans on any machine."""
-        text = json.dumps(asdict(self), sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def make_plan(spec: ModelSpec, topology: Topology, request: PlanRequest) -> Plan:
-    """Decide everything: layouts, sub-groups, homes, extents, pools and the fetch schedule."""
+def _add(table: dict[Tier, dict[Kind, int]], tier: Tier, kind: Kind, nbytes: int) -> None:
+    if nbytes:
+        table[tier][kind] = table[tier].get(kind, 0) + nbytes
+
+
+def make_plan(
+    spec: ModelSpec, topology: Topology, request: PlanRequest, capacity: Capacity | None = None
+) -> Plan:  # fmt: skip
+    """Decide everything: layouts, sub-groups, homes, extents, pools and the fetch schedule.
+
+    capacity: what the tiers may hold, for a request that leaves tiers to the budgets; without it they are unlimited.
+    """
+    capacity = capacity or Capacity()
+    by_budget = None in (request.param_tier, request.optimizer_tier)
+    if by_budget:
+        request = _bounded(request, capacity)
     layouts = make_layouts(spec, topology.dp)
     policy = Policy(
         stage=request.stage, dp=topology.dp, param_tier=request.param_tier, optimizer_tier=request.optimizer_tier,
         persistence_numel_max=request.persistence_numel, persistent_total_numel_max=request.persistent_total_numel,
     )  # fmt: skip
-    units = place_units(layouts, policy)
-    whole = frozenset(index for index, placed in enumerate(units) if placed.whole)
-    groups = cut_sub_groups(layouts, 1 if request.stage == 0 else topology.dp, request.sub_group_numel, apart=whole)
-    placement = place(units, groups, policy)
-    partitions, nvme_nbytes = _partitions(layouts, groups, placement, request)
+    groups = _sub_groups(layouts, policy, request, topology)
+
+    def assemble(homes: Homes) -> Plan:
+        return _assemble(spec, topology, request, layouts, groups, place(layouts, groups, policy, homes))
+
+    params, states = _params(layouts, policy, request), _states(groups, request)
+    if not by_budget:
+        return assemble(Homes(params, states))
+    tiers = (Tier.GPU, Tier.CPU, Tier.NVME) if request.drive else (Tier.GPU, Tier.CPU)
+
+    def settled(homes: Mapping[Key, Tier]) -> Plan:
+        return assemble(
+            Homes(
+                tuple(homes.get(Key(Kind.PARAM, index), home) for index, home in enumerate(params)),
+                tuple(homes.get(Key(Kind.STATES, index), home) for index, home in enumerate(states)),
+            )
+        )
+
+    def gradients(plan: Plan) -> int:
+        follows = request.optimizer_tier is None
+        return plan.bytes_by_tier()[Tier.GPU].get(Kind.GRAD, 0) if follows else 0
+
+    values = _values(layouts, groups, policy, request)
+    return settle(values, tiers, capacity, settled, Plan.nbytes_by_tier, gradients)
+
+
+def _bounded(request: PlanRequest, capacity: Capacity) -> PlanRequest:
+    """A request whose moving parts suit the budgets: what is gathered takes an eighth of the GPU tier's at most, and
+    what moves between NVMe and memory about as much of the CPU tier's. The configuration's bounds stay upper bounds.
+    """
+    gpu, cpu = capacity.of(Tier.GPU), capacity.of(Tier.CPU)
     width = DTYPE_NBYTES[request.compute_dtype]
-    fetch_nbytes = _fetch_nbytes(partitions, placement)
+    live = request.live_numel if gpu is None else min(request.live_numel, max(gpu // 8 // width, 1))
+    window = STEP_WINDOW * _states_nbytes(request)
+    split = request.split_numel if cpu is None else min(request.split_numel, max(cpu // 16 // window, SPLIT_NUMEL_MIN))
+    ahead = request.prefetch_numel if cpu is None else min(request.prefetch_numel, cpu // 16 // width)
+    return replace(request, live_numel=live, prefetch_numel=min(ahead, live // 2), split_numel=split)
+
+
+def _sub_groups(
+    layouts: tuple[UnitLayout, ...], policy: Policy, request: PlanRequest, topology: Topology
+) -> tuple[SubGroup, ...]:  # fmt: skip
+    """The sub-groups: small enough for what moves, or for what is divided between tiers."""
+    parts = 1 if request.stage == 0 else topology.dp
+    numel = sum(layout.partition_numel(parts) for layout in layouts if layout.trainable)
+    numel_max = request.sub_group_numel
+    if request.optimizer_tier in (None, Tier.NVME) or request.optimizer_share < 1:
+        numel_max = min(numel_max, max(request.split_numel, -(-numel // SUB_GROUPS_MAX)))
+    if request.optimizer_share < 1:
+        numel_max = min(numel_max, max(numel // SHARES_MIN, 1))
+    if request.param_tier is None and request.stage == 3:
+        # Which units stay whole is not known yet: none is joined with one that may not.
+        whole = always_whole(layouts, policy)
+        alone = frozenset(range(len(layouts))) - whole
+    else:
+        whole, alone = whole_units(layouts, policy, _params(layouts, policy, request)), frozenset()
+    return cut_sub_groups(layouts, parts, numel_max, apart=whole, alone=alone)
+
+
+def _params(layouts: tuple[UnitLayout, ...], policy: Policy, request: PlanRequest) -> tuple[Tier, ...]:
+    """The home of each unit's PARAM partition, as the request names it: on NVMe, the first few stay in CPU memory."""
+    homes = [request.param_tier or Tier.GPU] * len(layouts)
+    room = request.param_cpu_numel
+    for layout in layouts if request.param_tier is Tier.NVME and room else ():
+        numel = layout.partition_numel(policy.dp)
+        if numel > room:
+            break
+        room -= numel
+        homes[layout.index] = Tier.CPU
+    return tuple(homes)
+
+
+def _states(groups: tuple[SubGroup, ...], request: PlanRequest) -> tuple[Tier, ...]:
+    """The home of each sub-group's states, as the request names it: those nearest the input on the device, where only a
+    share is to leave it.
+    """
+    homes = []
+    room = round((1 - request.optimizer_share) * sum(group.numel for group in groups))
+    for group in groups:
+        here = group.numel <= room
+        room -= group.numel if here else room
+        homes.append(Tier.GPU if here else request.optimizer_tier or Tier.GPU)
+    return tuple(homes)
+
+
+def _values(
+    layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], policy: Policy, request: PlanRequest
+) -> list[Value]:
+    """What the budgets find homes for: parameters first, then states, each from the input on."""
+    values = []
+    if request.param_tier is None and request.stage == 3:
+        whole = always_whole(layouts, policy)
+        for layout in layouts:
+            if layout.index not in whole:
+                nbytes = layout.nbytes // policy.dp
+                traffic = (PARAM_TRAFFIC if layout.trainable else FROZEN_TRAFFIC) * nbytes
+                values.append(Value(Key(Kind.PARAM, layout.index), nbytes, nbytes, traffic))
+    if request.optimizer_tier is None:
+        grad = DTYPE_NBYTES[request.grad_dtype]
+        for group in groups:
+            nbytes = group.numel * _states_nbytes(request)
+            values.append(
+                Value(Key(Kind.STATES, group.index), nbytes, nbytes + group.numel * grad, STATES_TRAFFIC * nbytes)
+            )
+    return values
+
+
+def _states_nbytes(request: PlanRequest) -> int:
+    """Bytes of an element's optimizer states."""
+    return sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype))
+
+
+def _assemble(
+    spec: ModelSpec, topology: Topology, request: PlanRequest, layouts: tuple[UnitLayout, ...],
+    groups: tuple[SubGroup, ...], placement: Placement,
+) -> Plan:  # fmt: skip
+    """Everything that follows from the placement."""
+    partitions, nvme_nbytes = make_partitions(
+        layouts, groups, placement, compute_dtype=request.compute_dtype, grad_dtype=request.grad_dtype
+    )
+    width = DTYPE_NBYTES[request.compute_dtype]
+    fetch_nbytes = fetch_nbytes_by_unit(partitions, placement)
     budget = FetchBudget(
         live_nbytes_max=request.live_numel * width, prefetch_nbytes_max=request.prefetch_numel * width,
         reuse_nbytes_max=request.reuse_numel * width,
         fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, max(fetch_nbytes, default=0)),
     )  # fmt: skip
-    order = _step_order(groups, whole, spec.uses)
+    order = _step_order(groups, placement, spec.uses)
     schedule = make_schedule(
         spec.uses + spec.uses[::-1],
         full_nbytes=_full_nbytes(layouts, placement),
@@ -267,32 +386,7 @@ def make_plan(spec: ModelSpec, topology: Topology, request: PlanRequest) -> Plan
     )  # fmt: skip
 
 
-def _partitions(
-    layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], placement: Placement, request: PlanRequest
-) -> tuple[tuple[PartitionSpec, ...], int]:
-    """Every partition with its home and, on NVMe, its extent; and the size of the NVMe file."""
-    made: list[tuple[Key, list[tuple[Kind, str, int]], Tier]] = []
-    for layout, placed in zip(layouts, placement.units, strict=True):
-        numel = layout.partition_numel(placed.parts)
-        made.append((Key(Kind.PARAM, layout.index), [(Kind.PARAM, layout.dtype, numel)], placed.param))
-        if layout.trainable:
-            made.append((Key(Kind.GRAD, layout.index), [(Kind.GRAD, request.grad_dtype, numel)], placed.grad))
-    master = {"fp32": [], "bf16": [(Kind.REMAINDER, "int16")], "fp16": [(Kind.MASTER, "fp32")]}[request.compute_dtype]
-    kinds = [*master, (Kind.EXP_AVG, "fp32"), (Kind.EXP_AVG_SQ, "fp32")]
-    for group, home in zip(groups, placement.states, strict=True):
-        made.append((Key(Kind.STATES, group.index), [(kind, dtype, group.numel) for kind, dtype in kinds], home))
-    specs = []
-    at = 0
-    for key, parts, home in made:
-        spec = PartitionSpec(key=key, sections=pack_sections(parts), home=home)
-        if home is Tier.NVME and spec.nbytes:
-            spec = PartitionSpec(key=key, sections=spec.sections, home=home, extent=Extent(at, spec.nbytes))
-            at += spec.nbytes
-        specs.append(spec)
-    return tuple(specs), at
-
-
-def _step_order(groups: tuple[SubGroup, ...], whole: frozenset[int], uses: tuple[int, ...]) -> tuple[int, ...]:
+def _step_order(groups: tuple[SubGroup, ...], placement: Placement, uses: tuple[int, ...]) -> tuple[int, ...]:
     """Indices of sub-groups: first those with units that stay whole, which the program may look at once a step is over;
     then in the order in which the next forward needs their parameters, so that the step may go on beside it.
     """
@@ -303,7 +397,7 @@ def _step_order(groups: tuple[SubGroup, ...], whole: frozenset[int], uses: tuple
     def rank(group: SubGroup) -> tuple[bool, int, int]:
         units = [piece.unit for piece in group.slices]
         first = min(first_use.get(unit, len(uses)) for unit in units)
-        return not any(unit in whole for unit in units), first, group.index
+        return not any(placement.units[unit].whole for unit in units), first, group.index
 
     return tuple(group.index for group in sorted(groups, key=rank))
 
@@ -312,15 +406,6 @@ def _full_nbytes(layouts: tuple[UnitLayout, ...], placement: Placement) -> tuple
     """Bytes that gathering each unit takes on the device."""
     units = zip(layouts, placement.units, strict=True)
     return tuple(0 if placed.whole else layout.nbytes for layout, placed in units)
-
-
-def _fetch_nbytes(partitions: tuple[PartitionSpec, ...], placement: Placement) -> tuple[int, ...]:
-    """Bytes read from NVMe to gather each unit: 0 for one that is whole for good."""
-    sizes = [0] * len(placement.units)
-    for spec in partitions:
-        if spec.key.kind is Kind.PARAM and spec.extent is not None and not placement.units[spec.key.index].whole:
-            sizes[spec.key.index] = spec.nbytes
-    return tuple(sizes)
 
 
 def _pools(
@@ -338,9 +423,9 @@ def _pools(
     backward = schedule.trace[len(schedule.trace) // 2 :]
     staged = [
         group.numel * DTYPE_NBYTES[request.compute_dtype]
-        for group in groups
+        for group, home in zip(groups, placement.states, strict=True)
         if request.accelerator
-        and request.optimizer_tier is not Tier.GPU
+        and home is not Tier.GPU
         and any(placement.units[piece.unit].param is Tier.GPU for piece in group.slices)
     ]
     return Pools(
@@ -358,20 +443,7 @@ def _pools(
 
 def _stepped_nbytes(groups: tuple[SubGroup, ...], order: tuple[int, ...], params: dict[Key, int]) -> int:
     """Bytes of PARAM partitions in memory while a window of consecutive sub-groups is stepped, at most."""
-    units = [{piece.unit for piece in groups[index].slices} for index in order]
-    windows = [set[int]().union(*units[at : at + STEP_WINDOW]) for at in range(len(units))]
-    return max((sum(params.get(Key(Kind.PARAM, unit), 0) for unit in window) for window in windows), default=0)
-
-
-def _plain(kind: Kind) -> str:
-    names = {
-        Kind.PARAM: "parameters", Kind.GRAD: "gradients", Kind.REMAINDER: "master remainders",
-        Kind.MASTER: "master weights", Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq",
-        Kind.FULL: "gathered parameters", Kind.FULL_GRAD: "whole gradients", Kind.POOL: "pools",
-        Kind.MODEL: "the model as it was built", Kind.ACTIVATION: "activations",
-    }  # fmt: skip
-    return names.get(kind, kind.value)
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
+    by_unit = {key.index: nbytes for key, nbytes in params.items()}
+    units = [{piece.unit for piece in groups[index].slices} & by_unit.keys() for index in order] if by_unit else []
+    windows = (set[int]().union(*units[at : at + STEP_WINDOW]) for at in range(len(units)))
+    return max((sum(by_unit[unit] for unit in window) for window in windows), default=0)

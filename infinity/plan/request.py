@@ -1,33 +1,65 @@
 """From a resolved configuration to what a plan is asked for: plain numbers, tiers and dtype names.
 
-The engine and the estimator call the same two functions, so that an estimate is the plan of the same run.
+The engine and the estimator ask the same `Question`, so that an estimate is the plan of the same run.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from infinity.config.resolve import ResolvedConfig
-from infinity.plan.plan import PlanRequest
-from infinity.plan.spec import UnitRules
+from infinity.plan.capacity import Capacity
+from infinity.plan.plan import Plan, PlanRequest, make_plan
+from infinity.plan.spec import ModuleNode, UnitRules, find_units
+from infinity.plan.topology import Topology
 from infinity.plan.types import Tier
 
-# A sub-group on NVMe is one read and one write. This many elements keep the drive at its bandwidth; more only takes
-# memory, and makes the first forward units wait longer for their step. The configuration's bound may be lower.
-NVME_SUB_GROUP_NUMEL = 1 << 21
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """All that a plan is made of, so that the same can be asked of another configuration or of more ranks."""
+
+    # The model's tree, and the classes of modules that it wants whole.
+    node: ModuleNode
+    config: ResolvedConfig
+    topology: Topology
+    # Whether the device has memory of its own.
+    accelerator: bool
+    # What the tiers may hold, and what budgets fill of it: less, where nobody gave a limit (None: all of it).
+    capacity: Capacity
+    budget: Capacity | None = None
+    blocks: tuple[str, ...] = ()
+    # Elements of the model, and of its trained parameters.
+    numels: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        specs = self.node.all_params().values()
+        trained = sum(spec.numel for spec in specs if spec.trainable)
+        object.__setattr__(self, "numels", (sum(spec.numel for spec in specs), trained))
+
+    @property
+    def limits(self) -> Capacity:
+        """What holds for this configuration."""
+        by_budget = "auto" in (self.config.param_tier, self.config.optimizer_tier)
+        return self.budget if by_budget and self.budget is not None else self.capacity
+
+    def plan(self) -> Plan:
+        """The plan of this model, configuration and machine, whether it fits or not."""
+        spec = find_units(self.node, unit_rules(self.config, self.blocks))
+        return make_plan(spec, self.topology, plan_request(self.config, accelerator=self.accelerator), self.limits)
 
 
 def plan_request(config: ResolvedConfig, *, accelerator: bool) -> PlanRequest:
     """What the configuration asks of the plan. `accelerator`: whether the device has memory of its own."""
     zero = config.zero
     compute = config.compute_dtype
-    optimizer_tier = Tier(config.optimizer_tier)
-    sub_group = zero.sub_group_size
-    if optimizer_tier is Tier.NVME:
-        sub_group = min(sub_group, NVME_SUB_GROUP_NUMEL)
     # Several micro-batches add up in fp32 unless the configuration says otherwise; a single one is kept as it arrives.
     grad = config.grad_accum_dtype or ("fp32" if config.accumulation > 1 else compute)
     return PlanRequest(
-        stage=config.stage, param_tier=Tier(config.param_tier), optimizer_tier=optimizer_tier, compute_dtype=compute,
-        grad_dtype=grad, communication_dtype=config.communication_dtype or compute, sub_group_numel=sub_group,
+        stage=config.stage, param_tier=_tier(config.param_tier), optimizer_tier=_tier(config.optimizer_tier),
+        optimizer_share=config.optimizer_share, param_cpu_numel=config.param_cpu_numel,
+        drive=config.nvme_path is not None, compute_dtype=compute, grad_dtype=grad,
+        communication_dtype=config.communication_dtype or compute, sub_group_numel=zero.sub_group_size,
         prefetch_numel=zero.stage3_prefetch_bucket_size, persistence_numel=zero.stage3_param_persistence_threshold,
         persistent_total_numel=zero.stage3_model_persistence_threshold, live_numel=zero.stage3_max_live_parameters,
         reuse_numel=zero.stage3_max_reuse_distance, accelerator=accelerator,
@@ -45,3 +77,8 @@ def unit_rules(config: ResolvedConfig, block_classes: tuple[str, ...] = ()) -> U
         leaf_classes=tuple(name.rpartition(".")[2] for name in leaf.classes),
         leaf_names=tuple(leaf.names), leaf_suffixes=tuple(leaf.name_suffixes),
     )  # fmt: skip
+
+
+def _tier(name: str) -> Tier | None:
+    """A tier by its name; None for "auto", which the budgets decide."""
+    return None if name == "auto" else Tier(name)

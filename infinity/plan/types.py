@@ -110,7 +110,8 @@ class PartitionSpec:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        end = max((section.offset + section.nbytes for section in self.sections), default=0)
+        # Sections lie one behind the other.
+        end = self.sections[-1].offset + self.sections[-1].nbytes if self.sections else 0
         nbytes = align_up(end, EXTENT_ALIGNMENT if self.home is Tier.NVME else CACHE_LINE)
         object.__setattr__(self, "nbytes", nbytes)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.config.batch import Unsolvable, solve_batch
+from infinity.config.resolve import changed
 from infinity.config.schema import Config
 from infinity.config.section import Absent, NoAuto, leaves, mark, sections_of
 from infinity.errors import ConfigError
@@ -49,6 +50,34 @@ def test_short_names_say_what_the_sections_say() -> None:
     assert (resolved.param_nvme_path, resolved.nvme_path) == (None, resolved.optimizer_nvme_path)
     assert resolved.nvme_path == ("drive",)
     assert (resolved.grad_accum_dtype, resolved.communication_dtype) == ("fp32", "fp16")
+
+
+def test_a_device_by_budget_uses_any_path_that_is_given() -> None:
+    sections = {"offload_param": {"device": "auto"}, "offload_optimizer": {"device": "cpu", "nvme_path": "drive"}}
+    resolved = _resolved({"zero_optimization": {"stage": 3, **sections}})
+    assert (resolved.param_tier, resolved.optimizer_tier, resolved.nvme_path) == ("auto", "cpu", ("drive",))
+    assert resolved.sources["zero_optimization.offload_param.device"].startswith("auto: filled by budget")
+    assert _resolved({"zero_optimization": {"offload_optimizer": {"device": "auto"}}}).nvme_path is None
+
+
+def test_only_a_written_number_keeps_parameters_in_cpu_memory() -> None:
+    section = {"device": "nvme", "nvme_path": "drive"}
+    assert _resolved({"zero_optimization": {"stage": 3, "offload_param": section}}).param_cpu_numel == 0
+    section["max_in_cpu"] = 1_000_000_000
+    assert _resolved({"zero_optimization": {"stage": 3, "offload_param": section}}).param_cpu_numel == 10**9
+
+
+def test_a_budget_and_a_share_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="leave ratio out, or name a device"):
+        _resolved({"zero_optimization": {"offload_optimizer": {"device": "auto", "ratio": 0.5}}})
+
+
+def test_a_changed_configuration_is_that_of_a_file_with_the_change() -> None:
+    path = "zero_optimization.offload_optimizer.device"
+    told = changed(_resolved({"bf16": {"enabled": True}}), {path: "cpu", "zero_optimization.stage": 2})
+    written = _resolved({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert (told.stage, told.optimizer_tier) == (written.stage, written.optimizer_tier) == (2, "cpu")
+    assert told.config.zero_optimization == written.config.zero_optimization
 
 
 HF = {

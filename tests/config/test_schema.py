@@ -42,6 +42,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("nebula", "datastates_ckpt", "autotuning", "timers", "amp", "torch_autocast")),
         "overlap": True,
         "watchdog_seconds": 600.0,
+        "hardware_profile": None,
     },
     "zero_optimization": {
         "stage": 0,
@@ -257,7 +258,6 @@ REFUSED = [(path, name, field) for path, _, name, field in ALL if isinstance(rep
 
 # A value that switches the feature on, where it is not the opposite of the default.
 SWITCHED_ON: dict[str, Any] = {
-    "zero_optimization.offload_optimizer.ratio": 0.5,
     "zero_optimization.zero_hpz_partition_size": 8,
     "zero_optimization.mics_shard_size": 4,
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},

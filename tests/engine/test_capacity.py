@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -33,35 +34,56 @@ def nbytes_in(message: str, pattern: str) -> float:
     return float(found[1]) * {"MB": 1e6, "GB": 1e9}[found[2]]
 
 
-def planned(config: dict[str, Any], tier: str) -> int:
-    """What an engine of this configuration plans for a tier."""
+def planned(config: dict[str, Any], *tiers: str) -> int:
+    """What an engine of this configuration plans for some tiers."""
     model = Case().model()
     with infinity.api.initialize(model=model, config=config)[0] as engine:
-        return next(sum(kinds.values()) for name, kinds in engine.plan.bytes_by_tier().items() if name.value == tier)
+        return sum(nbytes for tier, nbytes in engine.plan.nbytes_by_tier().items() if tier.value in tiers)
 
 
 @pytest.mark.parametrize("tier", ["nvme", "cpu"])
 def test_a_budget_is_kept_to_the_byte(tmp_path, tier):
-    """One byte less than the plan is refused, the plan's own size is not."""
+    """One byte less than the plan is refused, the plan's own size is not. Without an accelerator the CPU tier's budget
+    is that of all memory.
+    """
     folder = tmp_path / "swap"
     config = settings(folder, param=tier, optimizer=tier, dtype="bf16")
-    nbytes = planned(config, tier)
+    tiers = ("gpu", "cpu") if tier == "cpu" else (tier,)
+    nbytes = planned(config, *tiers)
     with_budget = {**config, "memory": {tier: {"max_bytes": nbytes}}}
-    assert planned(with_budget, tier) == nbytes
+    assert planned(with_budget, *tiers) == nbytes
     message = refused({**config, "memory": {tier: {"max_bytes": nbytes - 1}}})
     assert f"on {tier}" in message and "rank 0" in message
-    assert f"plans {nbytes:,} bytes on {tier} but {nbytes - 1:,} bytes are free" in message, "told apart by the byte"
+    where = f"{tier} (with the gpu tier, which is the same memory here)" if tier == "cpu" else tier
+    assert f"plans {nbytes:,} bytes on {where} but {nbytes - 1:,} bytes are free" in message, "told apart by the byte"
 
 
-@pytest.mark.parametrize(("tier", "way_out"), [("nvme", "nvme_path"), ("cpu", 'offload_optimizer.device = "nvme"')])
-def test_the_message_has_the_numbers_and_the_next_step(tmp_path, tier, way_out):
-    config = settings(tmp_path / "swap", param=tier, optimizer=tier, memory={tier: {"max_bytes": 50_000}})
+def test_a_budget_of_the_gpu_tier_is_its_own(tmp_path):
+    """Given both, each bounds its tier to the byte."""
+    config = settings(tmp_path, param="cpu", optimizer="cpu", dtype="bf16")
+    gpu, cpu = planned(config, "gpu"), planned(config, "cpu")
+    assert planned({**config, "memory": {"gpu": {"max_bytes": gpu}, "cpu": {"max_bytes": cpu}}}, "cpu") == cpu
+    for memory in ({"gpu": gpu - 1, "cpu": cpu}, {"gpu": gpu, "cpu": cpu - 1}):
+        message = refused({**config, "memory": {tier: {"max_bytes": limit} for tier, limit in memory.items()}})
+        assert f"rank 0 plans {gpu:,} bytes on gpu" in message or f"rank 0 plans {cpu:,} bytes on cpu" in message
+
+
+@pytest.mark.parametrize(("tier", "limit"), [("nvme", 50_000), ("cpu", 120_000)])
+def test_the_message_has_the_numbers_and_what_fits(tmp_path, tier, limit):
+    config = settings(tmp_path / "swap", param=tier, optimizer=tier, memory={tier: {"max_bytes": limit}})
     message = refused(config)
-    assert nbytes_in(message, "plans") > 50_000
-    assert "0.05 MB" in message, "what is there"
+    assert nbytes_in(message, "plans") > limit
+    assert f"{limit / 1e6:.2f} MB" in message, "what is there"
     assert nbytes_in(message, "exp_avg") > 0 and nbytes_in(message, "parameters") > 0
-    assert way_out in message
+    assert re.search(r"nvme +together|gpu and cpu \(one memory\)", message) and "too much" in message, "the table"
+    fit = re.search(r"Nearest configuration that fits: with (\{.*\}) \(takes", message)
+    assert fit is not None, message
     assert not (tmp_path / "swap").exists(), "nothing was written, not even the folder"
+    # It does fit, word for word, with the rest of the configuration as it is.
+    changes = json.loads(fit[1])["zero_optimization"]
+    for name in ("offload_param", "offload_optimizer"):
+        changes[name] = {**config["zero_optimization"][name], **changes.get(name, {})}
+    planned({**config, "zero_optimization": {**config["zero_optimization"], **changes}}, tier)
 
 
 def test_the_model_is_untouched_and_trains_with_what_fits(tmp_path):

@@ -12,6 +12,10 @@ from estimators.architectures import block_classes, known, model_tree
 from infinity.errors import ConfigError
 from infinity.plan.spec import ModuleNode, UnitRules, describe, find_units
 
+LATENT = {
+    "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20,
+}  # fmt: skip
 CASES = {
     "llama": {"num_key_value_heads": 2},
     "llama-biased": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -21,6 +25,15 @@ CASES = {
     "qwen3": {"num_key_value_heads": 2, "head_dim": 24},
     "qwen3-biased": {"attention_bias": True},
     "mixtral": {"num_local_experts": 3, "num_key_value_heads": 1},
+    "qwen2_moe": {"num_experts": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "qwen2_moe-some-layers": {"num_experts": 3, "decoder_sparse_step": 2, "qkv_bias": False},
+    "qwen3_moe": {"num_experts": 3, "moe_intermediate_size": 24, "num_key_value_heads": 2},
+    "qwen3_moe-head-dim": {"num_experts": 2, "head_dim": 24, "mlp_only_layers": [1]},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 24},
+    "deepseek_v3-whole-queries": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0, "attention_bias": True},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 16},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16},
+    "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
     "gpt2": {},
     "gpt2-untied": {"n_inner": 80, "tie_word_embeddings": False},
 }
@@ -65,7 +78,7 @@ def test_values_that_a_file_leaves_out_are_those_of_transformers(model_type):
 
 @pytest.mark.parametrize("model_type", known())
 def test_blocks_are_those_that_transformers_does_not_split(model_type):
-    sizes = SMALL_GPT2 if model_type == "gpt2" else SMALL
+    sizes = SMALL_GPT2 if model_type == "gpt2" else {**SMALL, "pad_token_id": 0}
     model = real_model(transformers.AutoConfig.for_model(model_type, **sizes))
     assert block_classes({"model_type": model_type}) == tuple(model._no_split_modules)
 

@@ -1,0 +1,54 @@
+"""Floating-point operations of a training step, from the tree and the hyper-parameters.
+
+A product of a token with a matrix takes two operations an element, backward twice as many as forward; a causal
+attention looks at half of the sequence on the average. Norms and activation functions are left out: the rate that a
+profile gives for a block contains their time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from infinity.plan.spec import ModuleNode
+
+
+def active_numel(tree: ModuleNode, values: Mapping[str, Any]) -> int:
+    """Elements of the matrices that one token is multiplied with: of a mixture, the experts that it is sent to."""
+    chosen = values.get("num_experts_per_tok")
+    total = 0
+    for node in tree.walk():
+        if node.class_name.endswith("Embedding"):
+            # Rows are looked up. Where the output layer shares them, that one counts.
+            continue
+        for spec in node.params.values():
+            if len(spec.shape) == 2:
+                total += spec.numel
+            elif len(spec.shape) == 3:
+                total += spec.numel * min(chosen or spec.shape[0], spec.shape[0]) // spec.shape[0]
+    return total
+
+
+def step_flops(
+    tree: ModuleNode, values: Mapping[str, Any], *, tokens: int, sequence: int, checkpointing: bool
+) -> float:
+    """Operations of one rank's step over `tokens` tokens in sequences of `sequence`.
+
+    checkpointing: every layer's forward is computed once more in backward.
+    """
+    forward = 2 * active_numel(tree, values) + 2 * sequence * _attention_width(values)
+    return float(forward * tokens * (4 if checkpointing else 3))
+
+
+def _attention_width(values: Mapping[str, Any]) -> int:
+    """Elements of queries (and of mixed values) over all layers: products of both with the sequence are attention."""
+    heads = values.get("num_attention_heads", values.get("n_head"))
+    hidden = values.get("hidden_size", values.get("n_embd"))
+    layers = values.get("num_hidden_layers", values.get("n_layer"))
+    if not heads or not hidden or not layers:
+        return 0
+    if values.get("kv_lora_rank"):
+        # Queries are wider than values here: half of each product.
+        wide = values.get("qk_rope_head_dim", 64) + values.get("qk_nope_head_dim", 128) + values.get("v_head_dim", 128)
+        return int(layers * heads * wide // 2)
+    return int(layers * heads * (values.get("head_dim") or hidden // heads))

@@ -1,0 +1,282 @@
+"""Module trees of decoder-only transformers, from hyper-parameters: Llama's family, GPT-2, DeepSeek, Gemma and Phi.
+
+Names, shapes and class names are those of the models in transformers. Modules without parameters are left out: no plan
+depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from infinity.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module to be: class, shapes of its own parameters, children by attribute name."""
+
+    class_name: str
+    params: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    children: Mapping[str, Module] = field(default_factory=dict)
+    # Full parameter name -> full name of the parameter that it is another name for.
+    ties: Mapping[str, str] = field(default_factory=dict)
+
+
+class Hyper:
+    """The values of one config.json, or the architecture's defaults; a wrong or missing one is named."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self._given = values
+        # What a file sets to null is derived from other values, or left out.
+        self._values = {**defaults, **values}
+
+    def size(self, name: str, otherwise: int | None = None) -> int:
+        """A positive whole number; `otherwise` where the file leaves it open."""
+        value = self._values.get(name)
+        if value is None:
+            value = otherwise
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"the model's {name} is {value!r}; it must be a positive whole number")
+        return value
+
+    def first(self, names: Sequence[str]) -> int:
+        """A size that files call by one of several names."""
+        known = [name for values in (self._given, self._values) for name in names if name in values]
+        return self.size((known or [names[0]])[0])
+
+    def count(self, name: str) -> int:
+        """A whole number that may be 0."""
+        return self.size(name) if self._values.get(name) else 0
+
+    def flag(self, name: str) -> bool:
+        return bool(self._values.get(name))
+
+    def absent(self, name: str) -> bool:
+        """Whether the file says null where the architecture has a default."""
+        return self._values.get(name) is None
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        return tuple(self._values.get(name) or ())
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """In what a member of Llama's family differs from Llama."""
+
+    # Attention has a bias on its inputs: whatever the file says, or where this flag of the file is set.
+    input_bias: bool | str = False
+    # Also on its output, by a flag of the file.
+    output_bias: str = ""
+    # The feed-forward layers have a bias, by a flag of the file.
+    mlp_bias: str = ""
+    # Queries and keys are normed, head by head.
+    normed_heads: bool = False
+    # The feed-forward layer has norms of its own before and after it.
+    sandwich: bool = False
+    # Queries, keys and values are one matrix, and so are the gate and the way up.
+    fused: bool = False
+    # The mixture of experts that is the feed-forward layer, or None for the layers that have an ordinary one.
+    experts: Callable[[Hyper, str, int, int], Module | None] | None = None
+    body: str = "Model"
+    embedding: str = "Embedding"
+
+
+def llama(hyper: Hyper, prefix: str, style: Style) -> Module:
+    """Llama and what was built in its image."""
+    hidden = hyper.size("hidden_size")
+    norm = _affine(f"{prefix}RMSNorm", (hidden,))
+    attention = _attention(hyper, prefix, hidden, norm.class_name, style)
+    names = ["input_layernorm", "post_attention_layernorm"]
+    names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if style.sandwich else []
+
+    def layer(index: int) -> Module:
+        mlp = style.experts(hyper, prefix, hidden, index) if style.experts else None
+        if mlp is None:
+            biased = bool(style.mlp_bias) and hyper.flag(style.mlp_bias)
+            mlp = _feed_forward(prefix, hidden, hyper.size("intermediate_size"), biased=biased, fused=style.fused)
+        children = {"self_attn": attention, "mlp": mlp, **dict.fromkeys(names, norm)}
+        return Module(f"{prefix}DecoderLayer", children=children)
+
+    return _language_model(hyper, prefix, layer, norm, style.body, style.embedding)
+
+
+def _language_model(
+    hyper: Hyper, prefix: str, layer: Callable[[int], Module], norm: Module, body: str, embedding: str
+) -> Module:
+    hidden, vocabulary = hyper.size("hidden_size"), hyper.size("vocab_size")
+    layers = {str(index): layer(index) for index in range(hyper.size("num_hidden_layers"))}
+    model = Module(
+        prefix + body,
+        children={
+            "embed_tokens": _affine(embedding, (vocabulary, hidden)),
+            "layers": Module("ModuleList", children=layers),
+            "norm": norm,
+        },
+    )
+    tied = hyper.flag("tie_word_embeddings")
+    return Module(
+        f"{prefix}ForCausalLM",
+        children={"model": model, "lm_head": _linear(hidden, vocabulary)},
+        ties={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
+    )
+
+
+def _attention(hyper: Hyper, prefix: str, hidden: int, norm_class: str, style: Style) -> Module:
+    heads = hyper.size("num_attention_heads")
+    head_dim = hyper.size("head_dim", hidden // heads)
+    key_width = hyper.size("num_key_value_heads", heads) * head_dim
+    biased = hyper.flag(style.input_bias) if isinstance(style.input_bias, str) else style.input_bias
+    output = _linear(heads * head_dim, hidden, bool(style.output_bias) and hyper.flag(style.output_bias))
+    if style.fused:
+        joined = _linear(hidden, heads * head_dim + 2 * key_width, biased)
+        return Module(f"{prefix}Attention", children={"o_proj": output, "qkv_proj": joined})
+    children = {
+        "q_proj": _linear(hidden, heads * head_dim, biased),
+        "k_proj": _linear(hidden, key_width, biased),
+        "v_proj": _linear(hidden, key_width, biased),
+        "o_proj": output,
+    }
+    if style.normed_heads:
+        children |= {name: _affine(norm_class, (head_dim,)) for name in ("q_norm", "k_norm")}
+    return Module(f"{prefix}Attention", children=children)
+
+
+def _feed_forward(prefix: str, hidden: int, inner: int, *, biased: bool = False, fused: bool = False) -> Module:
+    down = _linear(inner, hidden, biased)
+    if fused:
+        return Module(f"{prefix}MLP", children={"gate_up_proj": _linear(hidden, 2 * inner), "down_proj": down})
+    up = _linear(hidden, inner, biased)
+    return Module(f"{prefix}MLP", children={"gate_proj": up, "up_proj": up, "down_proj": down})
+
+
+def _experts(prefix: str, count: int, inner: int, hidden: int) -> Module:
+    shapes = {"gate_up_proj": (count, 2 * inner, hidden), "down_proj": (count, hidden, inner)}
+    return Module(f"{prefix}Experts", shapes)
+
+
+def mixtral_experts(hyper: Hyper, prefix: str, hidden: int, layer: int) -> Module:
+    """Every layer is a mixture."""
+    count = hyper.first(EXPERT_COUNTS)
+    return Module(
+        f"{prefix}SparseMoeBlock",
+        children={
+            "gate": _affine(f"{prefix}TopKRouter", (count, hidden)),
+            "experts": _experts(prefix, count, hyper.size("intermediate_size"), hidden),
+        },
+    )
+
+
+def qwen3_experts(hyper: Hyper, prefix: str, hidden: int, layer: int) -> Module | None:
+    """Every so many layers; experts have a width of their own."""
+    if layer in hyper.numbers("mlp_only_layers") or (layer + 1) % hyper.size("decoder_sparse_step"):
+        return None
+    count = hyper.first(EXPERT_COUNTS)
+    experts = _experts(prefix, count, hyper.size("moe_intermediate_size"), hidden)
+    router = _affine(f"{prefix}TopKRouter", (count, hidden))
+    return Module(f"{prefix}SparseMoeBlock", children={"experts": experts, "gate": router})
+
+
+def qwen2_experts(hyper: Hyper, prefix: str, hidden: int, layer: int) -> Module | None:
+    """As Qwen3's, and one expert that every token sees, behind a gate."""
+    block = qwen3_experts(hyper, prefix, hidden, layer)
+    if block is None:
+        return None
+    shared = _feed_forward(prefix, hidden, hyper.size("shared_expert_intermediate_size"))
+    children = {
+        "gate": block.children["gate"], "experts": block.children["experts"], "shared_expert": shared,
+        "shared_expert_gate": _linear(hidden, 1),
+    }  # fmt: skip
+    return Module(block.class_name, children=children)
+
+
+def deepseek(hyper: Hyper, prefix: str) -> Module:
+    """DeepSeek-V3: latent attention, a few dense layers, then mixtures with shared experts."""
+    hidden = hyper.size("hidden_size")
+    norm = _affine(f"{prefix}RMSNorm", (hidden,))
+    dense = _feed_forward(prefix, hidden, hyper.size("intermediate_size"))
+    inner, count = hyper.size("moe_intermediate_size"), hyper.first(("n_routed_experts", *EXPERT_COUNTS))
+    sparse = Module(
+        f"{prefix}MoE",
+        children={
+            "experts": _experts(prefix, count, inner, hidden),
+            "gate": _affine(f"{prefix}TopkRouter", (count, hidden)),
+            "shared_experts": _feed_forward(prefix, hidden, inner * hyper.size("n_shared_experts")),
+        },
+    )
+    attention = _latent_attention(hyper, prefix, hidden)
+
+    def layer(index: int) -> Module:
+        mlp = sparse if index >= hyper.count("first_k_dense_replace") else dense
+        children = {"self_attn": attention, "mlp": mlp, "input_layernorm": norm, "post_attention_layernorm": norm}
+        return Module(f"{prefix}DecoderLayer", children=children)
+
+    return _language_model(hyper, prefix, layer, norm, "Model", "Embedding")
+
+
+def _latent_attention(hyper: Hyper, prefix: str, hidden: int) -> Module:
+    heads, biased = hyper.size("num_attention_heads"), hyper.flag("attention_bias")
+    rope, plain, value = (hyper.size(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    latent = hyper.size("kv_lora_rank")
+    if hyper.absent("q_lora_rank"):
+        queries = {"q_proj": _linear(hidden, heads * (plain + rope))}
+    else:
+        rank = hyper.size("q_lora_rank")
+        queries = {
+            "q_a_proj": _linear(hidden, rank, biased),
+            "q_a_layernorm": _affine(f"{prefix}RMSNorm", (rank,)),
+            "q_b_proj": _linear(rank, heads * (plain + rope)),
+        }
+    return Module(
+        f"{prefix}Attention",
+        children={
+            **queries,
+            "kv_a_proj_with_mqa": _linear(hidden, latent + rope, biased),
+            "kv_a_layernorm": _affine(f"{prefix}RMSNorm", (latent,)),
+            "kv_b_proj": _linear(latent, heads * (plain + value)),
+            "o_proj": _linear(heads * value, hidden, biased),
+        },
+    )
+
+
+def gpt2(hyper: Hyper, prefix: str) -> Module:
+    """GPT-2: learned positions, norms with biases, weights of (inputs, outputs)."""
+    width = hyper.size("n_embd")
+    inner = hyper.size("n_inner", 4 * width)
+    norm = _affine("LayerNorm", (width,), width)
+
+    def conv(inputs: int, outputs: int) -> Module:
+        return _affine("Conv1D", (inputs, outputs), outputs)
+
+    attention = Module(f"{prefix}Attention", children={"c_attn": conv(width, 3 * width), "c_proj": conv(width, width)})
+    feed_forward = Module(f"{prefix}MLP", children={"c_fc": conv(width, inner), "c_proj": conv(inner, width)})
+    block = Module(f"{prefix}Block", children={"ln_1": norm, "attn": attention, "ln_2": norm, "mlp": feed_forward})
+    body = Module(
+        f"{prefix}Model",
+        children={
+            "wte": _affine("Embedding", (hyper.size("vocab_size"), width)),
+            "wpe": _affine("Embedding", (hyper.size("n_positions"), width)),
+            "h": Module("ModuleList", children={str(index): block for index in range(hyper.size("n_layer"))}),
+            "ln_f": norm,
+        },
+    )
+    tied = hyper.flag("tie_word_embeddings")
+    return Module(
+        f"{prefix}LMHeadModel",
+        children={"transformer": body, "lm_head": _linear(width, hyper.size("vocab_size"))},
+        ties={"lm_head.weight": "transformer.wte.weight"} if tied else {},
+    )
+
+
+# What files call the number of experts.
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+
+
+def _affine(class_name: str, weight: tuple[int, ...], bias: int = 0) -> Module:
+    """A module with a weight and, where `bias` is not 0, a bias of that size."""
+    return Module(class_name, {"weight": weight, **({"bias": (bias,)} if bias else {})})
+
+
+def _linear(inputs: int, outputs: int, bias: bool = False) -> Module:
+    return _affine("Linear", (outputs, inputs), outputs if bias else 0)

@@ -1,0 +1,311 @@
+"""An estimate *is* a plan for a model that is not built, and what follows from it: bytes by phase, time, wear.
+
+    estimate("llama-3.1-8b", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, ranks=8)
+
+Nothing is computed here that the engine does not decide in the same way: the tree is that of transformers, the rules
+and the request are made by the engine's own functions, which is asked the engine's `Question`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from estimators.activations import activations
+from estimators.architectures import completed, known
+from estimators.compute import step_flops
+from estimators.machine import Machine
+from estimators.model import Described, described
+from infinity.config import ResolveContext, ResolvedConfig, Share, load_config, resolve
+from infinity.errors import ConfigError
+from infinity.plan.activation import Activations
+from infinity.plan.capacity import BUDGET_SHARE, Capacity
+from infinity.plan.hardware import ASSUMED, HardwareProfile, load_profile
+from infinity.plan.phases import Phase, at_rest, bytes_by_phase
+from infinity.plan.plan import Plan
+from infinity.plan.request import Question
+from infinity.plan.time import StepTime, predict
+from infinity.plan.topology import Topology
+from infinity.plan.traffic import Link, Traffic, traffic
+from infinity.plan.types import Kind, Tier
+
+# Tokens of a sequence where nobody says how long it is, as far as the model takes so many.
+SEQUENCE = 4096
+RANKS_PER_NODE = 8
+# `infinity.Init` holds so much of a model that is being built; the rest is in its tiers already.
+INIT_NBYTES = 256 * 10**6
+
+Table = Mapping[Tier, Mapping[Kind, int]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a rank computes on in one micro-batch."""
+
+    batch: int
+    sequence: int
+    # Whether every layer's activations are computed again in backward.
+    checkpointing: bool
+
+    @classmethod
+    def of(cls, model: Described, batch: int, sequence: int | None, checkpointing: bool) -> Workload:
+        """With a sequence as long as the model takes, up to 4096, where nobody says. ConfigError for a longer one."""
+        most = model.positions_max
+        if sequence is not None and most is not None and sequence > most:
+            raise ConfigError(f"{model.name} takes sequences of at most {most:,} tokens, not {sequence:,}")
+        return cls(batch, min(SEQUENCE, most or SEQUENCE) if sequence is None else sequence, checkpointing)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training run will hold and do. Bytes are one rank's; what follows is worked out when it is asked for."""
+
+    model: Described
+    config: ResolvedConfig
+    plan: Plan
+    work: Workload
+    profile: HardwareProfile
+    machine: Machine
+
+    @cached_property
+    def activations(self) -> Activations | None:
+        """What autograd keeps; None for a module of which no hyper-parameters are known."""
+        return activations_of(self.model, self.config.compute_dtype, self.work, self.machine)
+
+    @cached_property
+    def activations_otherwise(self) -> Activations | None:
+        """The same with checkpointing the other way."""
+        return self.with_checkpointing(not self.work.checkpointing).activations
+
+    @cached_property
+    def at_rest(self) -> Table:
+        """Bytes between two steps."""
+        return at_rest(self.plan)
+
+    @cached_property
+    def phases(self) -> Mapping[Phase, Table]:
+        """Bytes at each phase's busiest moment, activations included."""
+        used = self.activations.nbytes if self.activations is not None else 0
+        return bytes_by_phase(
+            self.plan, used, model_dtype=self.config.compute_dtype, model_nbytes_max=INIT_NBYTES
+        )
+
+    def peak(self, tier: Tier, *, saving: bool = False) -> int:
+        """The most bytes that any phase holds on a tier, and no less than what the plan reserves there.
+
+        saving: count `state_dict()`, which makes a whole model on rank 0, as well.
+        """
+        phases = [table for phase, table in self.phases.items() if saving or phase is not Phase.SAVE]
+        reserved = sum(self.plan.bytes_by_tier()[tier].values())
+        return max(reserved, *(sum(table[tier].values()) for table in phases))
+
+    @property
+    def capacity(self) -> Capacity:
+        """What a rank may have of the machine that was given."""
+        return self.machine.capacity(self.plan.topology.local_size)
+
+    @cached_property
+    def excess(self) -> Mapping[Tier, int]:
+        """Bytes by which each tier is too small, as far as anything is known of it: for the peak on the machine, and
+        for the plan within the configuration's own limits. What is one memory counts as the CPU's.
+        """
+        peak = {tier: self.peak(tier) for tier in Tier}
+        allowed = _capacity(self.config, self.machine, self.plan.topology.local_size)
+        found: dict[Tier, int] = {}
+        for held, room in ((peak, self.capacity), (self.plan.nbytes_by_tier(), allowed)):
+            needed = [(tier, held[tier], own) for tier, own in zip(Tier, (room.gpu, room.cpu, room.nvme), strict=True)]
+            for tier, nbytes, limit in [*needed, (Tier.CPU, held[Tier.GPU] + held[Tier.CPU], room.process)]:
+                if limit is not None and nbytes > limit:
+                    found[tier] = max(found.get(tier, 0), nbytes - limit)
+        return found
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tier has what the run will take, as far as anything is known of it."""
+        return not self.excess
+
+    @property
+    def accumulation(self) -> int:
+        return self.config.accumulation
+
+    @property
+    def _early(self) -> bool:
+        # As the engine decides it: nothing has to be known of all gradients before the first is used.
+        checked = self.config.compute_dtype != "bf16" or self.config.config.bf16.check_grad_overflow
+        return not checked and not self.config.clip_norm and not self.plan.placement.grad_whole
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Bytes a step by link."""
+        return traffic(
+            self.plan, accumulation=self.accumulation, early=self._early, overlap=self.config.config.overlap
+        )
+
+    @cached_property
+    def time(self) -> StepTime:
+        """A step on the machine that the profile describes, and what bounds it."""
+        return self._predicted(briefly=False)
+
+    @cached_property
+    def outline(self) -> StepTime:
+        """The same in a fraction of the time, without what would have to change to make it faster."""
+        return self._predicted(briefly=True)
+
+    def _predicted(self, *, briefly: bool) -> StepTime:
+        return predict(
+            self.plan, self.profile, tokens=self.work.tokens, flops=self.flops, accumulation=self.accumulation,
+            early=self._early, overlap=self.config.config.overlap, briefly=briefly,
+        )  # fmt: skip
+
+    @cached_property
+    def flops(self) -> float:
+        """Operations of one micro-batch's forward and backward."""
+        return step_flops(
+            self.model.tree(self.config.compute_dtype), complete_values(self.model) or {}, tokens=self.work.tokens,
+            sequence=self.work.sequence, checkpointing=self.work.checkpointing,
+        )  # fmt: skip
+
+    def of_node(self, phase: Phase) -> dict[Tier, int]:
+        """Totals of all of a node's ranks in one phase. Of what is saved only rank 0 has a copy."""
+        others = self.plan.topology.local_size - 1
+        copied = self.phases[phase][Tier.CPU].get(Kind.FULL, 0) if phase is Phase.SAVE else 0
+        held = {tier: sum(kinds.values()) for tier, kinds in self.phases[phase].items()}
+        return {tier: n + others * (n - (copied if tier is Tier.CPU else 0)) for tier, n in held.items()}
+
+    def with_checkpointing(self, checkpointing: bool) -> Estimate:
+        """The same run with layers computed again in backward, or not: the plan is the same."""
+        return replace(self, work=replace(self.work, checkpointing=checkpointing))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data, for programs."""
+        time, plan = self.time, self.plan
+        return {
+            "model": self.model.name,
+            "parameters": plan.numel,
+            "ranks": plan.topology.world_size,
+            "ranks_per_node": plan.topology.local_size,
+            "stage": plan.request.stage,
+            "dtype": plan.request.compute_dtype,
+            "units": len(plan.layouts),
+            "sub_groups": len(plan.sub_groups),
+            "fingerprint": plan.fingerprint(),
+            "batch": self.work.batch,
+            "sequence": self.work.sequence,
+            "accumulation": self.accumulation,
+            "checkpointing": self.work.checkpointing,
+            "nbytes": _plain(plan.bytes_by_tier()),
+            "nbytes_at_rest": _plain(self.at_rest),
+            "nbytes_by_phase": {phase.value: _plain(table) for phase, table in self.phases.items()},
+            "nbytes_of_node": {
+                phase.value: {tier.value: nbytes for tier, nbytes in self.of_node(phase).items()}
+                for phase in self.phases
+            },
+            "activations": _activations_as_dict(self.activations),
+            "activations_otherwise": _activations_as_dict(self.activations_otherwise),
+            "gathered_nbytes_max": plan.schedule.peak_nbytes,
+            "nvme_file_nbytes": plan.nvme_nbytes,
+            "limits": {tier.value: self.capacity.of(tier) for tier in Tier},
+            "fits": self.fits,
+            "traffic_nbytes": {link.value: self.traffic.total(link) for link in Link},
+            "step": {
+                "seconds": time.seconds,
+                "bound_by": time.bound_by.value,
+                "tokens": time.tokens,
+                "flops": self.flops * self.accumulation,
+                "seconds_alone": {part.value: seconds for part, seconds in time.parts.items()},
+                "tokens_to_hide": time.tokens_to_hide,
+                "nvme_written_nbytes_a_day": time.nvme_written_nbytes_a_day,
+                "days_to_endurance": time.days_to_endurance,
+                "endurance_assumed": time.endurance_assumed,
+                "assumptions": list(time.assumptions),
+            },
+        }
+
+
+def estimate(
+    model: Any,
+    config: Any = None,
+    *,
+    ranks: int = 1,
+    ranks_per_node: int | None = None,
+    batch: int | None = None,
+    sequence: int | None = None,
+    checkpointing: bool = False,
+    machine: Machine = Machine(),  # noqa: B008
+    profile: HardwareProfile | str | os.PathLike[str] = ASSUMED,
+) -> Estimate:
+    """Size a training run before it starts, without weights and without an accelerator.
+
+    model: the name of a known model, a Hugging Face config.json (file, folder or its values), or a module, which may be
+    on the meta device. config: the training configuration (path, dict or JSON text). batch: sequences in a micro-batch,
+    otherwise the configuration's. sequence: tokens in each, at most 4096 unless said. machine: what a node has, for
+    `fits` and "auto". profile: measured rates, or the path of the file that `infinity bench` has written.
+
+    Raises ConfigError for a model, a configuration or a profile that cannot be understood.
+    """
+    what = described(model)
+    resolved = resolve(
+        load_config(config), ResolveContext(world_size=ranks, hidden_size=what.hidden_size, model_dtype=what.dtype)
+    )
+    local = min(ranks, RANKS_PER_NODE) if ranks_per_node is None else ranks_per_node
+    if local < 1 or ranks % local:
+        raise ConfigError(f"{ranks} ranks cannot be {local} on each node: ranks_per_node must divide the ranks")
+    topology = Topology(dp=ranks, local_size=local)
+    work = Workload.of(what, resolved.micro_batch if batch is None else batch, sequence, checkpointing)
+    plan = Question(
+        node=what.tree(resolved.compute_dtype), config=resolved, topology=topology, accelerator=machine.accelerator,
+        capacity=_capacity(resolved, machine, local), blocks=what.blocks,
+    ).plan()  # fmt: skip
+    rates = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
+    return Estimate(model=what, config=resolved, plan=plan, work=work, profile=rates, machine=machine)
+
+
+def activations_of(model: Described, dtype: str, work: Workload, machine: Machine) -> Activations | None:
+    """Bytes of a micro-batch's activations; None where the architecture is not known."""
+    values = complete_values(model)
+    if values is None:
+        return None
+    return activations(
+        values, batch=work.batch, sequence=work.sequence, compute_dtype=dtype, checkpointing=work.checkpointing,
+        accelerator=machine.accelerator,
+    )  # fmt: skip
+
+
+def complete_values(model: Described) -> dict[str, Any] | None:
+    """The values of the config.json, completed; None where its architecture is not known."""
+    known_type = model.values is not None and model.values.get("model_type") in known()
+    return completed(model.values) if known_type and model.values is not None else None
+
+
+def _capacity(config: ResolvedConfig, machine: Machine, ranks: int) -> Capacity:
+    """The machine's part of a rank within the configuration's limits; where budgets decide without, they leave room."""
+    room, limits = machine.capacity(ranks), config.config.memory
+    usual = BUDGET_SHARE if "auto" in (config.param_tier, config.optimizer_tier) else None
+
+    def within(free: int | None, limit: int | Share | None, sharers: int) -> int | None:
+        if isinstance(limit, int):
+            return limit // sharers if free is None else min(limit // sharers, free)
+        return free if limit is None or free is None else limit.of(free)
+
+    gpu, cpu = limits.gpu.max_bytes or usual, limits.cpu.max_bytes or usual
+    nvme = within(room.nvme, limits.nvme.max_bytes, ranks)
+    if machine.accelerator:
+        return Capacity(gpu=within(room.gpu, gpu, 1), cpu=within(room.cpu, cpu, ranks), nvme=nvme)
+    return Capacity(process=within(room.process, cpu, ranks), nvme=nvme)
+
+
+def _plain(table: Table) -> dict[str, dict[str, int]]:
+    return {tier.value: {kind.value: nbytes for kind, nbytes in kinds.items()} for tier, kinds in table.items()}
+
+
+def _activations_as_dict(found: Activations | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {"nbytes": found.nbytes, "parts": dict(found.parts), "source": found.source}

@@ -1,0 +1,80 @@
+"""What a node has, given or found here, and what of it a rank may use.
+
+Not all that is built in can be planned with: the accelerator's context and the gaps of its allocator, the operating
+system and every process's libraries take their part first. How much is set aside is said where a limit is shown.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from infinity.plan.capacity import Capacity
+
+# Set aside on an accelerator: its context, and what the allocator cannot use for the gaps between blocks.
+CONTEXT_NBYTES = 10**9
+GAPS = 0.04
+# Set aside in CPU memory: for the node, and for each process's interpreter, torch and libraries.
+SYSTEM_NBYTES = 2 * 10**9
+PROCESS_NBYTES = 10**9
+# Set aside on a drive: file systems slow down when they are full.
+DRIVE_SHARE = 0.03
+
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One node: bytes of each rank's accelerator, of CPU memory and of the drive; None where not known or not there.
+
+    `accelerator` is False where ranks compute on the CPU; then there is no memory but the CPU's.
+    """
+
+    gpu_nbytes: int | None = None
+    cpu_nbytes: int | None = None
+    nvme_nbytes: int | None = None
+    accelerator: bool = True
+
+    @classmethod
+    def here(cls, folder: Path, *, accelerator: bool = True) -> Machine:
+        """This machine: what is free now, within the control group's limit, and on the drive of `folder`."""
+        gpu = _accelerator_nbytes() if accelerator else None
+        while not folder.exists():
+            folder = folder.absolute().parent
+        free = int(psutil.virtual_memory().available)
+        limits = [limit for limit in map(_number, _CGROUP_LIMITS) if limit is not None]
+        return cls(gpu, min([free, *limits]), shutil.disk_usage(folder).free, accelerator=gpu is not None)
+
+    def capacity(self, ranks_per_node: int) -> Capacity:
+        """A rank's part: its accelerator, and an equal part of what the node has left."""
+        cpu, nvme = self.cpu_nbytes, self.nvme_nbytes
+        gpu = None if self.gpu_nbytes is None else max(int(self.gpu_nbytes * (1 - GAPS)) - CONTEXT_NBYTES, 0)
+        own = None if cpu is None else max((cpu - SYSTEM_NBYTES) // ranks_per_node - PROCESS_NBYTES, 0)
+        drive = None if nvme is None else int(nvme * (1 - DRIVE_SHARE)) // ranks_per_node
+        return Capacity(gpu=gpu, cpu=own, nvme=drive) if self.accelerator else Capacity(process=own, nvme=drive)
+
+    @property
+    def known(self) -> bool:
+        """Whether anything is said about it."""
+        return (self.gpu_nbytes, self.cpu_nbytes, self.nvme_nbytes) != (None, None, None)
+
+
+def _accelerator_nbytes() -> int | None:
+    """Bytes of the smallest accelerator that the driver's tool lists; None without any."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        reply = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return min(int(line) for line in reply.stdout.split()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,111 @@
+"""What is to be sized: a preset, a config.json, its values, or a module; all become the tree that a plan is made from.
+
+A module is walked by its attributes, so that no torch is imported for it: who has one has imported torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from estimators.architectures import block_classes, model_tree
+from estimators.presets import PRESETS, preset
+from infinity.config import DtypeName
+from infinity.errors import ConfigError
+from infinity.plan.spec import ModuleNode, describe, dtype_name
+
+_PRECISIONS: dict[str, DtypeName] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model that may be sized. Without `values` (those of a config.json) activations are not known."""
+
+    name: str
+    values: Mapping[str, Any] | None = None
+    module: Any = None
+
+    def tree(self, compute_dtype: str) -> ModuleNode:
+        """The tree of modules and parameters, trained in `compute_dtype`."""
+        if self.module is not None:
+            return describe(self.module, compute_dtype=compute_dtype)
+        assert self.values is not None
+        return model_tree(self.values, compute_dtype=compute_dtype)
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Class names of modules that are not to be cut, as the engine takes them from the model."""
+        if self.module is not None:
+            return tuple(getattr(self.module, "_no_split_modules", None) or ())
+        assert self.values is not None
+        return block_classes(self.values)
+
+    @property
+    def hidden_size(self) -> int | None:
+        if self.module is not None:
+            hidden = getattr(getattr(self.module, "config", None), "hidden_size", None)
+        else:
+            assert self.values is not None
+            hidden = self.values.get("hidden_size", self.values.get("n_embd"))
+        return hidden if isinstance(hidden, int) else None
+
+    @property
+    def dtype(self) -> DtypeName | None:
+        """What "auto" makes of the precision: the dtype of the weights."""
+        if self.module is not None:
+            dtypes = [dtype_name(param.dtype) for param in self.module.parameters() if param.is_floating_point()]
+            return _PRECISIONS.get(dtypes[0]) if dtypes else None
+        assert self.values is not None
+        named = self.values.get("dtype") or self.values.get("torch_dtype")
+        return _PRECISIONS.get(dtype_name(named)) if isinstance(named, str) else None
+
+    @property
+    def positions_max(self) -> int | None:
+        """The longest sequence that the model takes, where that is known."""
+        values = self.values or {}
+        longest = values.get("max_position_embeddings", values.get("n_positions"))
+        return longest if isinstance(longest, int) else None
+
+
+def described(source: Any) -> Described:
+    """From a preset's name, the path of a config.json (or of its folder), the values of one, or a module."""
+    if isinstance(source, Described):
+        return source
+    if isinstance(source, Mapping):
+        return Described(str(source.get("_name_or_path") or source.get("model_type")), values=source)
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        if isinstance(source, str) and source.lower() in PRESETS and not path.exists():
+            return Described(source.lower(), values=preset(source))
+        return Described(_name(path), values=_read(path))
+    if hasattr(source, "named_modules"):
+        config = getattr(source, "config", None)
+        values = config.to_dict() if config is not None and hasattr(config, "to_dict") else None
+        return Described(type(source).__name__, values=values, module=source)
+    raise ConfigError(
+        f"a model is sized from a name, a config.json, its values or a module, not from {type(source).__name__}"
+    )
+
+
+def _name(path: Path) -> str:
+    return path.resolve().parent.name if path.name == "config.json" else path.name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists() and os.sep not in str(path) and file.suffix != ".json":
+        # Nobody has such a file: it was meant as a name.
+        return preset(str(path))
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: the model's configuration cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: a model's configuration is an object, not {type(values).__name__}")
+    return values

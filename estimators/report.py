@@ -1,0 +1,262 @@
+"""An estimate, a choice or a comparison as text for people: aligned, at most 100 columns wide."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
+
+from estimators.estimate import Estimate, Table
+from estimators.machine import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES
+from estimators.search import Choice
+from infinity.plan.phases import Phase
+from infinity.plan.traffic import Link
+from infinity.plan.types import Kind, Tier
+
+WIDTH = 100
+TIERS = {Tier.GPU: "GPU", Tier.CPU: "CPU memory", Tier.NVME: "NVMe"}
+KINDS = {
+    Kind.PARAM: "parameters", Kind.GRAD: "gradients", Kind.REMAINDER: "master remainders",
+    Kind.MASTER: "master weights", Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq",
+    Kind.FULL: "gathered parameters", Kind.FULL_GRAD: "whole gradients", Kind.ACTIVATION: "activations",
+    Kind.POOL: "pools", Kind.MODEL: "the model being built",
+}  # fmt: skip
+_PLACES = {Tier.GPU: "on the GPU", Tier.CPU: "in CPU memory", Tier.NVME: "on NVMe"}
+_STATES = (Kind.REMAINDER, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+_LABEL = 24
+_COLUMN = 12
+
+
+def amount(nbytes: float) -> str:
+    """Bytes with three figures that matter, in MB, GB or TB."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB")):
+        if nbytes >= size:
+            value = nbytes / size
+            return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    return f"{nbytes / 1e6:,.{0 if nbytes >= 1e8 else 1}f} MB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that people would use."""
+    for size, unit in ((86_400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
+
+
+def report(found: Estimate) -> str:
+    """Everything that one estimate says."""
+    return "\n".join([*headline(found), "", *tables(found), "", *_activations(found), *_step(found), *_notes(found)])
+
+
+def headline(found: Estimate) -> list[str]:
+    """What is sized, in two lines."""
+    plan, request, work = found.plan, found.plan.request, found.work
+    topology = plan.topology
+    ranks = f"{topology.world_size} rank" + ("s" if topology.world_size > 1 else "")
+    nodes = topology.world_size // topology.local_size
+    where = f"{ranks} on {nodes} nodes" if nodes > 1 else ranks
+    checkpointed = ", activations recomputed" if work.checkpointing else ""
+    accumulated = f" x {found.accumulation} accumulated" if found.accumulation > 1 else ""
+    lines = [
+        f"{found.model.name}: {plan.numel / 1e9:.2f} B parameters, {request.compute_dtype}, stage {request.stage}, "
+        f"{where}; {work.batch} x {work.sequence:,} tokens{accumulated}{checkpointed}",
+        f"parameters {_where(found, Kind.PARAM, Kind.FULL)}, optimizer states {_where(found, *_STATES)}, gradients "
+        f"({request.grad_dtype}) {_where(found, Kind.GRAD)}; {len(plan.layouts)} units, "
+        f"{len(plan.sub_groups):,} sub-groups",
+    ]
+    return [part for line in lines for part in wrap(line, WIDTH, break_on_hyphens=False)]
+
+
+def tables(found: Estimate) -> list[str]:
+    """A table for each tier that holds anything: kinds by phases, in GB."""
+    columns: dict[str, Table] = {"at rest": found.at_rest, **{p.value: t for p, t in found.phases.items()}}
+    lines: list[str] = []
+    for tier in Tier:
+        kinds = [kind for kind in Kind if any(table[tier].get(kind) for table in columns.values())]
+        if not kinds:
+            continue
+        lines += [] if not lines else [""]
+        lines.append(f"{TIERS[tier] + ', GB a rank':<{_LABEL}}" + "".join(f"{name:>{_COLUMN}}" for name in columns))
+        for kind in kinds:
+            cells = "".join(f"{_gb(table[tier].get(kind, 0)):>{_COLUMN}}" for table in columns.values())
+            lines.append(f"  {KINDS[kind]:<{_LABEL - 2}}{cells}")
+        totals = [sum(table[tier].values()) for table in columns.values()]
+        lines.append(f"  {'total':<{_LABEL - 2}}" + "".join(f"{_gb(nbytes):>{_COLUMN}}" for nbytes in totals))
+        ranks = found.plan.topology.local_size
+        if ranks > 1 and tier is not Tier.GPU:
+            node = [totals[0] * ranks, *(found.of_node(phase)[tier] for phase in found.phases)]
+            of_node = "".join(f"{_gb(nbytes):>{_COLUMN}}" for nbytes in node)
+            lines.append(f"  {f'of a node ({ranks} ranks)':<{_LABEL - 2}}{of_node}")
+        limit = found.capacity.of(tier)
+        if limit is not None:
+            verdict = "too much by " + amount(found.excess[tier]) if tier in found.excess else "fits"
+            lines.append(f"  {'a rank may have':<{_LABEL - 2}}{_gb(limit):>{_COLUMN}}  {verdict}")
+    return lines
+
+
+def compare(rows: Sequence[tuple[str, Estimate]]) -> str:
+    """Several estimates side by side, one a line: the most that each tier holds, and the step."""
+    widest = max(len(name) for name, _ in rows)
+    lines = [f"{'':<{widest}}  {'GPU':>10}{'CPU':>10}{'NVMe':>10}{'step':>10}{'tokens/s':>10}  bound by"]
+    for name, found in rows:
+        peaks = "".join(
+            f"{(amount(found.peak(tier)) if found.peak(tier) else '-') + ('!' if tier in found.excess else ''):>10}"
+            for tier in Tier
+        )
+        time = found.outline
+        speed = f"{time.tokens_a_second * found.plan.topology.world_size:,.0f}"
+        lines.append(f"{name:<{widest}}  {peaks}{duration(time.seconds):>10}{speed:>10}  {time.bound_by.value}")
+    if any(found.excess for _, found in rows):
+        lines.append("! more than a rank may have there")
+    return "\n".join(lines)
+
+
+def chosen(choice: Choice) -> str:
+    """A found configuration: whether it fits, what it is, and what it takes."""
+    found = choice.estimate
+    lines = headline(found)
+    if found.fits:
+        lines += ["", *wrap(f"It fits. {_summary(found)}", WIDTH), "", "Configuration:", as_json(choice.config)]
+        if found.work.checkpointing:
+            lines.append("and let the model recompute its activations: model.gradient_checkpointing_enable()")
+    else:
+        lines += ["", "It does not fit: nothing that infinity can do does. What lacks the least is shown.", ""]
+        lines += _missing(found)
+    reserved = wrap(_reserved(found), WIDTH)
+    return "\n".join([*lines, "", *tables(found), "", *reserved, *_activations(found), *_step(found), *_notes(found)])
+
+
+def largest_found(member: Choice | None, deepest: Choice) -> str:
+    """The largest known model and the deepest of one width, each in one line, and the larger one's configuration."""
+    lines = ["the largest known model of the family that fits: " + (_one_line(member) if member else "none")]
+    values = deepest.estimate.model.values or {}
+    layers = values.get("n_layer", values.get("num_hidden_layers"))
+    if not deepest.estimate.fits:
+        return "\n".join([*lines, "not even one layer of this width fits", "", *_missing(deepest.estimate)])
+    lines.append(f"the most layers of this width that fit: {layers:,}; {_one_line(deepest)}")
+    best = deepest if member is None or deepest.estimate.plan.numel > member.estimate.plan.numel else member
+    return "\n".join([*lines, "", chosen(best)])
+
+
+def _one_line(choice: Choice) -> str:
+    found = choice.estimate
+    return f"{found.model.name}: {found.plan.numel / 1e9:.2f} B parameters, a step in {duration(found.outline.seconds)}"
+
+
+def as_json(value: object, indent: int = 0) -> str:
+    """JSON in which what fits a short line stands in one."""
+    text = json.dumps(value)
+    if not isinstance(value, Mapping) or (indent and len(text) + indent < 72):
+        return text
+    inside = " " * (indent + 2)
+    members = ",\n".join(f"{inside}{json.dumps(key)}: {as_json(part, indent + 2)}" for key, part in value.items())
+    return "{\n" + members + "\n" + " " * indent + "}"
+
+
+def _summary(found: Estimate) -> str:
+    parts = [
+        f"{amount(found.peak(tier))} of {amount(found.capacity.of(tier) or 0)} {_PLACES[tier]}"
+        for tier in Tier
+        if found.peak(tier) and found.capacity.of(tier) is not None
+    ]
+    return "At the peak a rank holds " + ", ".join(parts) + "."
+
+
+def _missing(found: Estimate) -> list[str]:
+    """What the machine would need."""
+    ranks = found.plan.topology.local_size
+    needed = []
+    if Tier.GPU in found.excess:
+        needed.append(f"accelerators of {amount((found.peak(Tier.GPU) + CONTEXT_NBYTES) / (1 - GAPS))}")
+    if Tier.CPU in found.excess:
+        own = found.peak(Tier.CPU) + (0 if found.plan.request.accelerator else found.peak(Tier.GPU))
+        needed.append(f"{amount((own + PROCESS_NBYTES) * ranks + SYSTEM_NBYTES)} of CPU memory a node")
+    if Tier.NVME in found.excess:
+        needed.append(f"{amount(found.peak(Tier.NVME) * ranks / (1 - DRIVE_SHARE))} of NVMe a node")
+    line = f"It takes {' and '.join(needed)}, more ranks, or a smaller model: --max says which would fit."
+    return wrap(line, WIDTH)
+
+
+def _reserved(found: Estimate) -> str:
+    return (
+        f"Set aside: {amount(CONTEXT_NBYTES)} and {100 * GAPS:.0f} % of an accelerator for its context and allocator, "
+        f"{amount(SYSTEM_NBYTES)} of a node's memory and {amount(PROCESS_NBYTES)} for each process, "
+        f"{100 * DRIVE_SHARE:.0f} % of a drive."
+    )
+
+
+def _activations(found: Estimate) -> list[str]:
+    if found.activations is None or found.activations_otherwise is None:
+        return ["activations: not known for this model"]
+    kept, recomputed = found.activations, found.activations_otherwise
+    if found.work.checkpointing:
+        kept, recomputed = recomputed, kept
+    line = (
+        f"activations: {amount(kept.nbytes)} kept, or {amount(recomputed.nbytes)} where every layer is computed again "
+        f"({kept.source.partition(',')[0]})"
+    )
+    return wrap(line, WIDTH, subsequent_indent="  ")
+
+
+def _step(found: Estimate) -> list[str]:
+    """Time, traffic and wear, on a machine that is named."""
+    time, total = found.time, found.traffic.total
+    world = found.plan.topology.world_size
+    lines = [
+        f"a step: {duration(time.seconds)}, {time.tokens_a_second * world:,.0f} tokens/s of {world} "
+        f"rank{'s' if world > 1 else ''}, bound by {time.bound_by.value}",
+        *_list("  alone: ", [f"{part.value} {duration(s)}" for part, s in time.parts.items() if s > 1e-4]),
+        *_list("  moved: ", [f"{link.value} {amount(total(link))}" for link in Link if total(link)]),
+    ]
+    if found.plan.nvme_nbytes:
+        hides = "never" if time.tokens_to_hide is None else f"from {time.tokens_to_hide:,} tokens a micro-batch on"
+        lines.append(f"  I/O hides behind computation {hides}")
+        days = time.days_to_endurance
+        if days is not None and time.endurance_nbytes is not None:
+            rated = "assumed" if time.endurance_assumed else "rated"
+            lines.append(
+                f"  the drive: {amount(time.nvme_written_nbytes_a_day)} written a day; {rated} endurance of "
+                f"{amount(time.endurance_nbytes)} reached in {duration(days * 86_400)}"
+            )
+    machine = "an assumed machine" if found.profile.source == "assumed" else f"{found.profile.host}, measured"
+    lines += wrap(
+        f"rates of {machine}: {found.profile.accelerator or 'no accelerator'}; {found.profile.processor}. "
+        + ("Measure yours with `infinity bench` and give --profile." if found.profile.source == "assumed" else ""),
+        WIDTH, initial_indent="  ", subsequent_indent="  ",
+    )  # fmt: skip
+    return lines
+
+
+def _notes(found: Estimate) -> list[str]:
+    """What would surprise later."""
+    notes = []
+    saved = sum(found.phases[Phase.SAVE][Tier.CPU].values())
+    limit = found.capacity.of(Tier.CPU)
+    if limit is not None and saved > limit and Tier.CPU not in found.excess:
+        notes.append(
+            f"state_dict() makes the whole model on rank 0 and would take {amount(saved)} there, which is not free: "
+            "read parameters one by one with infinity.read() instead."
+        )
+    if sum(found.plan.bytes_by_tier()[Tier.NVME].values()):
+        notes.append("Build the model under infinity.Init(config=...): then it never lies in memory as a whole.")
+    return [line for note in notes for line in wrap("note: " + note, WIDTH, subsequent_indent="  ")]
+
+
+def _list(label: str, parts: Sequence[str]) -> list[str]:
+    return wrap(label + ", ".join(parts), WIDTH, subsequent_indent=" " * len(label)) if parts else []
+
+
+def _where(found: Estimate, *kinds: Kind) -> str:
+    """The tiers of what lies between two steps, with shares where it is divided."""
+    held = {tier: sum(found.at_rest[tier].get(kind, 0) for kind in kinds) for tier in Tier}
+    total = sum(held.values())
+    shares = {tier: round(100 * nbytes / total) for tier, nbytes in held.items() if total and nbytes >= total / 100}
+    names = [_PLACES[tier] + (f" ({share} %)" if len(shares) > 1 else "") for tier, share in shares.items()]
+    return " and ".join(names) or _PLACES[Tier.GPU]
+
+
+def _gb(nbytes: int) -> str:
+    if not nbytes:
+        return "-"
+    return f"{nbytes / 1e9:,.2f}" if nbytes >= 5e6 else "<0.01"

@@ -1,0 +1,253 @@
+"""Which configuration suits a machine, and how large a model can be on it.
+
+Candidates are the sensible placements (nothing lies farther out than what is needed more often), each with and without
+recomputed activations. Those whose states alone exceed a tier are left out unplanned; of the others that fit, the one
+whose step is predicted to be the shortest wins. Every answer is an `Estimate` that was planned like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from estimators.estimate import RANKS_PER_NODE, Estimate, Workload, activations_of, estimate
+from estimators.machine import Machine
+from estimators.model import described
+from estimators.presets import PRESETS, family
+from infinity.errors import ConfigError
+from infinity.plan.capacity import Capacity
+from infinity.plan.types import Tier
+
+# Of an accelerator, what whole units may take: the less, the more often they are gathered.
+_LIVE_SHARES = (8, 32)
+_LIVE_DEFAULT = 10**9
+_LAYERS_MAX = 1 << 16
+_DEVICES = {Tier.GPU: "none", Tier.CPU: "cpu", Tier.NVME: "nvme"}
+NAMES = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
+# Stage 3, parameters, optimizer states: from near to far.
+_PLACEMENTS = (
+    (3, Tier.GPU, Tier.GPU), (3, Tier.GPU, Tier.CPU), (3, Tier.GPU, Tier.NVME), (3, Tier.CPU, Tier.CPU),
+    (3, Tier.CPU, Tier.NVME), (3, Tier.NVME, Tier.NVME),
+)  # fmt: skip
+# What several ranks can do beside: keep the parameters whole.
+_WHOLE = tuple((stage, Tier.GPU, tier) for stage in (1, 2) for tier in Tier)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration and what it takes."""
+
+    config: Mapping[str, Any]
+    estimate: Estimate
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, predicted."""
+        return self.estimate.outline.seconds
+
+    @property
+    def lacking(self) -> float:
+        """By what part of itself the scarcest tier is too small; 0 where all fits."""
+        limits, excess = self.estimate.capacity, self.estimate.excess
+        return max((nbytes / max(limits.of(tier) or 0, 1) for tier, nbytes in excess.items()), default=0.0)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A model on a machine, as `estimate` takes them, without a configuration."""
+
+    model: Any
+    machine: Machine
+    options: Mapping[str, Any]
+    dtype: str = "bf16"
+    # Whether activations are computed again in backward; None: where it is needed.
+    checkpointing: bool | None = None
+
+    @property
+    def limits(self) -> Capacity:
+        """What a rank may have."""
+        return self.machine.capacity(self.ranks_per_node)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.options.get("ranks_per_node") or min(self.options.get("ranks", 1), RANKS_PER_NODE)
+
+    def of(self, model: Any) -> Wish:
+        """The same wish about another model."""
+        return replace(self, model=model)
+
+
+def fit(wish: Wish) -> Choice:
+    """The configuration with the shortest step of those that fit; where none does, the one that lacks the least.
+
+    ConfigError where nothing is known about the machine.
+    """
+    if not wish.machine.known:
+        raise ConfigError("nothing is known about the machine: give --gpu, --ram and --nvme, or ask on that machine")
+    fitting: list[Choice] = []
+    others: list[Choice] = []
+    for choice in (*_planned(wish, [*_candidates(wish)]), *_by_budget(wish)):
+        (fitting if choice.estimate.fits else others).append(choice)
+    if fitting:
+        return min(fitting, key=lambda choice: choice.seconds)
+    if not others:
+        # All were left out for their states alone: the one that needs least nearby says what is missing.
+        others = [*_planned(wish, [_outermost(wish)])]
+    return min(others, key=lambda choice: choice.lacking)
+
+
+def usual(wish: Wish) -> Iterator[tuple[str, Estimate]]:
+    """The usual placements by name, whether they fit or not."""
+    for stage, param, states in _PLACEMENTS:
+        config = _config(wish, (stage, param, states), Capacity(), None)
+        found = estimate(wish.model, config, machine=wish.machine, **wish.options)
+        name = f"parameters {NAMES[param]}, optimizer {NAMES[states]}"
+        yield name, found.with_checkpointing(bool(wish.checkpointing))
+
+
+def largest(wish: Wish) -> tuple[Choice | None, Choice]:
+    """The largest member of the model's family that fits (None: no known one does), and the model itself with as many
+    layers as fit, of its own width.
+    """
+    what = described(wish.model)
+    if what.values is None or what.module is not None:
+        raise ConfigError("the largest model is searched for from a name or a config.json, not from a module")
+    members = [name for name in PRESETS if family(name) == family(what.name)] if what.name in PRESETS else []
+    sized = sorted(members, key=_numel, reverse=True)
+    member = next((found for name in sized if (found := fit(wish.of(name))).estimate.fits), None)
+    key = "n_layer" if "n_layer" in what.values else "num_hidden_layers"
+
+    def with_layers(layers: int) -> dict[str, Any]:
+        assert what.values is not None
+        return {**what.values, "_name_or_path": f"{what.name} with {layers:,} layers", key: layers}
+
+    count = _last(lambda layers: _fits(wish.of(with_layers(layers))))
+    return member, fit(wish.of(with_layers(max(count, 1))))
+
+
+def _last(holds: Callable[[int], bool]) -> int:
+    """The greatest number for which `holds`, which holds up to some number and no farther; 0 for none."""
+    high = 1
+    while high < _LAYERS_MAX and holds(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _fits(wish: Wish) -> bool:
+    """Whether any candidate fits: those that need the least of the accelerator are enough to know."""
+    sparing = replace(wish, checkpointing=True if wish.checkpointing is None else wish.checkpointing)
+    candidates = [*_candidates(sparing, sparing=True)]
+    return any(choice.estimate.fits for choice in _planned(sparing, candidates[::-1]))
+
+
+def _numel(name: str) -> int:
+    return described(name).tree("bf16").numel
+
+
+def _planned(wish: Wish, candidates: list[dict[str, Any]]) -> Iterator[Choice]:
+    """Estimates of candidates, each without and then, where that does not fit, with recomputed activations."""
+    for config in candidates:
+        found = estimate(wish.model, config, machine=wish.machine, **wish.options)
+        first = found.with_checkpointing(bool(wish.checkpointing))
+        yield Choice(config, first)
+        if wish.checkpointing is None and not first.fits:
+            yield Choice(config, found.with_checkpointing(True))
+
+
+def _by_budget(wish: Wish) -> Iterator[Choice]:
+    """What the planner makes of what the activations leave, tier by tier."""
+    room, local, what = wish.limits, wish.ranks_per_node, described(wish.model)
+    batch, sequence = wish.options.get("batch") or 1, wish.options.get("sequence")
+    for checkpointing in (False, True) if wish.checkpointing is None else (wish.checkpointing,):
+        config = _config(wish, (3, Tier.GPU, Tier.GPU), room, None)
+        used = activations_of(what, wish.dtype, Workload.of(what, batch, sequence, checkpointing), wish.machine)
+        held = 0 if used is None else used.nbytes
+        nearest, cpu = room.of(Tier.GPU), room.of(Tier.CPU)
+        if nearest is None or cpu is None or nearest <= held:
+            continue
+        drive = {"nvme_path": "nvme"} if room.nvme is not None else {}
+        config["zero_optimization"] |= {"offload_param": {"device": "auto", **drive}}
+        config["zero_optimization"] |= {"offload_optimizer": {"device": "auto", **drive}}
+        memory = {"gpu": nearest - held, "cpu": cpu * local}
+        if not wish.machine.accelerator:
+            memory = {"cpu": (cpu - held) * local}
+        config["memory"] = {name: {"max_bytes": _rounded(nbytes)} for name, nbytes in memory.items()}
+        found = estimate(wish.model, config, machine=wish.machine, **wish.options)
+        yield Choice(config, found.with_checkpointing(checkpointing))
+
+
+def _rounded(nbytes: int) -> str:
+    """A limit as people write it, never above what it is."""
+    return f"{nbytes // 10**7 / 100:g}GB"
+
+
+def _candidates(wish: Wish, *, sparing: bool = False) -> Iterator[dict[str, Any]]:
+    """Configurations worth a plan; `sparing`: of each placement, only the one with the smallest bounds."""
+    ranks, limits = wish.options.get("ranks", 1), wish.limits
+    numel = described(wish.model).tree(wish.dtype).numel
+    for stage, param, states in (*_WHOLE, *_PLACEMENTS) if ranks > 1 else _PLACEMENTS:
+        needed = _states_nbytes(numel, ranks, wish.dtype, (stage, param, states), wish.machine)
+        if any(nbytes and (limits.of(tier) or 0) < nbytes for tier, nbytes in needed.items() if _bounded(limits, tier)):
+            continue
+        shares = (None, *_LIVE_SHARES) if stage == 3 and limits.gpu is not None else (None,)
+        found: list[dict[str, Any]] = []
+        for share in shares[-1:] if sparing else shares:
+            config = _config(wish, (stage, param, states), limits, share)
+            found += [] if config in found else [config]
+        yield from found
+
+
+def _bounded(limits: Capacity, tier: Tier) -> bool:
+    """Whether candidates have to keep within a limit: a drive that nobody has named is not there."""
+    return tier is Tier.NVME or limits.of(tier) is not None
+
+
+def _outermost(wish: Wish) -> dict[str, Any]:
+    """What needs the least of the fast tiers."""
+    limits = wish.limits
+    tier = Tier.CPU if limits.nvme is None else Tier.NVME
+    return _config(wish, (3, tier, tier), limits, _LIVE_SHARES[-1] if limits.gpu is not None else None)
+
+
+def _config(
+    wish: Wish, placement: tuple[int, Tier, Tier], limits: Capacity, share: int | None
+) -> dict[str, Any]:
+    """The training configuration of a candidate, with nothing in it that is not needed."""
+    stage, param, states = placement
+    zero: dict[str, Any] = {"stage": stage}
+    for name, tier in (("offload_param", param), ("offload_optimizer", states)):
+        if tier is not Tier.GPU:
+            zero[name] = {"device": _DEVICES[tier], **({"nvme_path": "nvme"} if tier is Tier.NVME else {})}
+    if share is not None:
+        assert limits.gpu is not None
+        live = max(limits.gpu // share // (4 if wish.dtype == "fp32" else 2), 1_000_000)
+        live = round(live, -6)
+        if live < _LIVE_DEFAULT:
+            zero |= {"stage3_max_live_parameters": live, "stage3_prefetch_bucket_size": min(live // 4, 50_000_000)}
+    precision = {} if wish.dtype == "fp32" else {wish.dtype: {"enabled": True}}
+    micro = wish.options.get("batch") or 1
+    return {"train_micro_batch_size_per_gpu": micro, **precision, "zero_optimization": zero}
+
+
+def _states_nbytes(
+    numel: int, ranks: int, dtype: str, placement: tuple[int, Tier, Tier], machine: Machine
+) -> dict[Tier, int]:
+    """What the states alone take of each tier, at the least; where ranks compute on the CPU, the GPU's is the CPU's."""
+    stage, param, states = placement
+    width = 4 if dtype == "fp32" else 2
+    moments = {"fp32": 8, "bf16": 10, "fp16": 12}[dtype]
+    found = dict.fromkeys(Tier, 0)
+    found[param] += numel * width // (ranks if stage == 3 else 1)
+    found[states] += numel * moments // ranks
+    found[Tier.GPU if states is Tier.GPU else Tier.CPU] += numel * width // ranks
+    if not machine.accelerator:
+        found[Tier.CPU] += found[Tier.GPU]
+        found[Tier.GPU] = 0
+    return found
+
+

@@ -1,0 +1,35 @@
+"""`infinity config explain FILE`: every key of a configuration with its resolved value and where that comes from.
+
+    infinity config explain FILE [--ranks N] [--only zero_optimization]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from infinity.command.terminal import say
+from infinity.config import ResolveContext, load_config, resolve
+from infinity.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("action", choices=["explain"], help="what is wanted of the configuration")
+    parser.add_argument("file", metavar="FILE", help="a configuration (JSON)")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks (default: 1)")
+    parser.add_argument("--only", metavar="KEY", help="a key or section, instead of all")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print one line a key, and then what was set without effect."""
+    if given.ranks < 1:
+        raise ConfigError(f"--ranks {given.ranks}: at least 1 is needed")
+    resolved = resolve(load_config(given.file), ResolveContext(world_size=given.ranks))
+    lines = resolved.explain().splitlines()
+    if given.only:
+        lines = [line for line in lines if line.startswith((f"{given.only} =", f"{given.only}."))]
+        if not lines:
+            raise ConfigError(f"--only {given.only}: there is no such key or section; leave it out to see all")
+    for line in [*lines, *resolved.report()]:
+        say(line)
+    return 0

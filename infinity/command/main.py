@@ -1,0 +1,65 @@
+"""The command `infinity`: one word for what is asked, and its options.
+
+    infinity bench --drive FOLDER      measure this machine and write a profile
+    infinity doctor                    what is installed and chosen, and what would be better
+    infinity config explain FILE       every key with its value and where that comes from
+    infinity estimate ...              what a training run will hold and take, as infinity-estimate
+
+Exit codes: 0; 1 where the doctor has found what stops a run; 2 and one sentence for what cannot be answered; 130 when
+it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from infinity.command.terminal import complain
+from infinity.errors import InfinityError
+
+# Command -> (module, its line in the help). A module is loaded when its command is asked for: torch takes seconds.
+COMMANDS = {
+    "bench": ("infinity.command.bench", "measure drives, memory, optimizer and computation; write a profile"),
+    "doctor": ("infinity.command.doctor", "what is installed, built and chosen, and what would be better"),
+    "config": ("infinity.command.explain", "every key of a configuration with its value and its source"),
+    "estimate": ("estimators.cli", "what a training run will hold on each tier, and how long a step takes"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words else ""
+    if name == "estimate":
+        return int(importlib.import_module(COMMANDS[name][0]).main(words[1:]))
+    if name not in COMMANDS:
+        parser = _overview()
+        # Prints the help or a sentence and leaves.
+        parser.parse_args(words or ["--help"])
+        return 2
+    module = importlib.import_module(COMMANDS[name][0])
+    parser = argparse.ArgumentParser(
+        prog=f"infinity {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(parser)
+    given = parser.parse_args(words[1:])
+    try:
+        return int(module.run(given))
+    except InfinityError as error:
+        complain(name, str(error))
+        return 2
+    except KeyboardInterrupt:
+        complain(name, "interrupted")
+        return 130
+
+
+def _overview() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infinity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, text) in COMMANDS.items():
+        commands.add_parser(name, help=text)
+    return parser

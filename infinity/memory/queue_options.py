@@ -1,0 +1,61 @@
+"""How the drives are used: what the configuration says, else what a profile has measured, else the defaults."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from infinity.config.resolve import ResolvedConfig
+from infinity.log import warn_once
+from infinity.memory.nvme import QueueOptions
+from infinity.memory.stripes import even
+from infinity.plan.hardware import Drive, HardwareProfile, load_profile
+
+
+def queue_options(config: ResolvedConfig, directories: Sequence[str]) -> QueueOptions:
+    """Options of the queues for `directories`; ConfigError where the profile that is named cannot be read."""
+    aio, defaults = config.config.aio, QueueOptions()
+    threads = aio.intra_op_parallelism or defaults.threads
+    options = QueueOptions(
+        depth=aio.queue_depth * threads, threads=threads, timeout_seconds=config.config.watchdog_seconds,
+        block_nbytes=aio.block_size or defaults.block_nbytes, checksum=aio.checksum, weights=aio.drive_weights,
+    )  # fmt: skip
+    if config.config.hardware_profile is None:
+        return options
+    drives = _drives(load_profile(config.config.hardware_profile), directories)
+    if not drives:
+        return options
+    if aio.block_size is None:
+        options = replace(options, block_nbytes=max(drive.block_nbytes for drive in drives))
+    if config.sources["aio.queue_depth"] == "default":
+        options = replace(options, depth=max(drive.queue_depth for drive in drives))
+    if len(drives) > 1 and not options.weights:
+        options = replace(options, weights=even([drive.mixed_rate for drive in drives]))
+    return options
+
+
+def _drives(profile: HardwareProfile, directories: Sequence[str]) -> list[Drive]:
+    """The profile's drive behind each directory; none where one was not measured."""
+    found = []
+    for directory in directories:
+        device = _device(directory)
+        drive = next((each for each in profile.drives if _device(each.folder) == device), None)
+        if drive is None:
+            warn_once(
+                "profile-drive",
+                f"the hardware profile knows no drive of {directory}: the defaults serve. Measure it with "
+                f"`infinity bench --drive {directory}`",
+            )
+            return []
+        found.append(drive)
+    return found
+
+
+def _device(folder: str) -> int:
+    """The device of a folder, or of the nearest one above it that exists."""
+    path = Path(os.path.abspath(folder))
+    while not path.exists():
+        path = path.parent
+    return path.stat().st_dev

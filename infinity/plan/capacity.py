@@ -1,0 +1,86 @@
+"""What a rank may use of each tier, and by how much a plan exceeds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from infinity.config.units import Share
+from infinity.plan.types import Kind, Tier
+
+# What placement by budget fills of memory that no limit was given for: the rest is left to activations, and to others.
+BUDGET_SHARE = Share(0.75)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Bytes that a rank may use on each tier; None where nobody asked, or nothing is known."""
+
+    gpu: int | None = None
+    cpu: int | None = None
+    nvme: int | None = None
+    # Of the GPU and the CPU tier together, where both are the process's own memory.
+    process: int | None = None
+
+    def of(self, tier: Tier) -> int | None:
+        """What one tier may hold when the others hold nothing."""
+        own = {Tier.GPU: self.gpu, Tier.CPU: self.cpu, Tier.NVME: self.nvme}[tier]
+        shared = None if tier is Tier.NVME else self.process
+        return min((limit for limit in (own, shared) if limit is not None), default=None)
+
+    def left(self, charged: Mapping[Tier, int]) -> Capacity:
+        """What remains beside what is charged to the tiers already; at least 0."""
+
+        def rest(limit: int | None, *tiers: Tier) -> int | None:
+            return None if limit is None else max(limit - sum(charged.get(tier, 0) for tier in tiers), 0)
+
+        return Capacity(
+            gpu=rest(self.gpu, Tier.GPU), cpu=rest(self.cpu, Tier.CPU), nvme=rest(self.nvme, Tier.NVME),
+            process=rest(self.process, Tier.GPU, Tier.CPU),
+        )  # fmt: skip
+
+    def fits(self, held: Mapping[Tier, int]) -> bool:
+        """Whether so many bytes on each tier are within it."""
+        process = held.get(Tier.GPU, 0) + held.get(Tier.CPU, 0)
+        limits = [(held.get(tier, 0), own) for tier, own in zip(Tier, (self.gpu, self.cpu, self.nvme), strict=True)]
+        return all(limit is None or nbytes <= limit for nbytes, limit in [*limits, (process, self.process)])
+
+
+def excesses(table: Mapping[Tier, Mapping[Kind, int]], capacity: Capacity) -> Iterator[str]:
+    """For each limit that is exceeded: "plans 118.2 GB on cpu but 96.0 GB are free: exp_avg 51.7 GB, ..."."""
+    own = {Tier.GPU: capacity.gpu, Tier.CPU: capacity.cpu, Tier.NVME: capacity.nvme}
+    for tier, kinds in table.items():
+        yield from _excess(tier.value, kinds, own[tier])
+    together: dict[Kind, int] = {}
+    for tier in (Tier.GPU, Tier.CPU):
+        for kind, nbytes in table.get(tier, {}).items():
+            together[kind] = together.get(kind, 0) + nbytes
+    yield from _excess("cpu (with the gpu tier, which is the same memory here)", together, capacity.process)
+
+
+def _excess(where: str, kinds: Mapping[Kind, int], limit: int | None) -> Iterator[str]:
+    planned = sum(kinds.values())
+    if limit is None or planned <= limit:
+        return
+    parts = sorted(kinds.items(), key=lambda item: -item[1])
+    detail = ", ".join(f"{in_words(kind)} {amount(nbytes)}" for kind, nbytes in parts)
+    # Amounts that round to the same figure are told apart by the byte.
+    shown = (amount(planned), amount(limit))
+    plans, free = shown if shown[0] != shown[1] else (f"{planned:,} bytes", f"{limit:,} bytes")
+    yield f"plans {plans} on {where} but {free} are free: {detail}."
+
+
+def in_words(kind: Kind) -> str:
+    """A kind as people call it."""
+    names = {
+        Kind.PARAM: "parameters", Kind.GRAD: "gradients", Kind.REMAINDER: "master remainders",
+        Kind.MASTER: "master weights", Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq",
+        Kind.FULL: "gathered parameters", Kind.FULL_GRAD: "whole gradients", Kind.POOL: "pools",
+        Kind.MODEL: "the model as it was built", Kind.ACTIVATION: "activations",
+    }  # fmt: skip
+    return names.get(kind, kind.value)
+
+
+def amount(nbytes: int) -> str:
+    """Bytes in GB, or in MB where they are few."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"

@@ -1,0 +1,54 @@
+"""Every partition of a rank: what it holds, its home and, on NVMe, its extent in the rank's file."""
+
+from __future__ import annotations
+
+from infinity.plan.layout import SubGroup, UnitLayout
+from infinity.plan.placement import Placement
+from infinity.plan.types import Extent, Key, Kind, PartitionSpec, Section, Tier, pack_sections
+
+
+def states_kinds(compute_dtype: str) -> list[tuple[Kind, str]]:
+    """The optimizer states of an element and their dtypes: what completes PARAM to the fp32 master, and the moments."""
+    master = {"fp32": [], "bf16": [(Kind.REMAINDER, "int16")], "fp16": [(Kind.MASTER, "fp32")]}[compute_dtype]
+    return [*master, (Kind.EXP_AVG, "fp32"), (Kind.EXP_AVG_SQ, "fp32")]
+
+
+def make_partitions(
+    layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], placement: Placement, *, compute_dtype: str,
+    grad_dtype: str,
+) -> tuple[tuple[PartitionSpec, ...], int]:  # fmt: skip
+    """Every partition, those of units first, then one for each sub-group; and the size of the NVMe file."""
+    made: list[tuple[Key, tuple[Section, ...], Tier]] = []
+    for layout, placed in zip(layouts, placement.units, strict=True):
+        numel = layout.partition_numel(placed.parts)
+        sections = pack_sections([(Kind.PARAM, layout.dtype, numel)])
+        made.append((Key(Kind.PARAM, layout.index), sections, placed.param))
+        if layout.trainable:
+            sections = pack_sections([(Kind.GRAD, grad_dtype, numel)])
+            made.append((Key(Kind.GRAD, layout.index), sections, placed.grad))
+    kinds = states_kinds(compute_dtype)
+    # There are thousands of sub-groups, and few sizes.
+    by_numel: dict[int, tuple[Section, ...]] = {}
+    for group, home in zip(groups, placement.states, strict=True):
+        numel = group.numel
+        if numel not in by_numel:
+            by_numel[numel] = pack_sections([(kind, dtype, numel) for kind, dtype in kinds])
+        made.append((Key(Kind.STATES, group.index), by_numel[numel], home))
+    specs = []
+    at = 0
+    for key, sections, home in made:
+        spec = PartitionSpec(key=key, sections=sections, home=home)
+        if home is Tier.NVME and spec.nbytes:
+            spec = PartitionSpec(key=key, sections=sections, home=home, extent=Extent(at, spec.nbytes))
+            at += spec.nbytes
+        specs.append(spec)
+    return tuple(specs), at
+
+
+def fetch_nbytes_by_unit(partitions: tuple[PartitionSpec, ...], placement: Placement) -> tuple[int, ...]:
+    """Bytes read from NVMe to gather each unit: 0 for one that is whole for good."""
+    sizes = [0] * len(placement.units)
+    for spec in partitions:
+        if spec.key.kind is Kind.PARAM and spec.extent is not None and not placement.units[spec.key.index].whole:
+            sizes[spec.key.index] = spec.nbytes
+    return tuple(sizes)

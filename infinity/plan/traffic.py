@@ -1,0 +1,303 @@
+"""Bytes that one optimizer step of one rank moves over each link, from the plan alone.
+
+NVMe traffic is that of a walk along the schedule and the sub-groups, with the arenas' contents kept as the store keeps
+them (the least recently used goes first), so that what is still in memory is not counted as read again. The other links
+follow from sizes: what is gathered, reduced, copied and stepped.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from infinity.plan.layout import SubGroup
+from infinity.plan.plan import Plan
+from infinity.plan.types import DTYPE_NBYTES, Kind, PartitionSpec, Tier
+
+# Sub-groups stepped last that may still be in memory: more than any arena holds.
+_WARM_GROUPS = 64
+
+
+class Link(Enum):
+    """What bytes travel over."""
+
+    NVME_READ = "NVMe read"
+    NVME_WRITE = "NVMe written"
+    # From CPU memory to the accelerator, and back.
+    UP = "CPU to accelerator"
+    DOWN = "accelerator to CPU"
+    # Read from and written to CPU memory by the optimizer, norms, copies and casts; transfers' own accesses left out.
+    DRAM = "CPU memory"
+    # Sent to other ranks.
+    NETWORK = "sent to other ranks"
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes a step and rank by link and kind."""
+
+    nbytes: Mapping[Link, Mapping[Kind, int]]
+
+    def total(self, link: Link) -> int:
+        """All kinds of one link."""
+        return sum(self.nbytes[link].values())
+
+
+def traffic(plan: Plan, *, accumulation: int = 1, early: bool = False, overlap: bool = True) -> Traffic:
+    """What a step moves once the run is warm.
+
+    accumulation: micro-batches a step. early: the step begins inside backward (no clipping, no check of all gradients).
+    overlap: the next forward follows right behind the step and finds in memory what was just stepped; a computation
+    that takes much longer than the step reads those parameters again.
+    """
+    count = _Count(plan)
+    for unit, times in _gathers(plan).items():
+        count.gather(unit, times * accumulation)
+    count.gradients(accumulation)
+    count.steps()
+    _Walk(plan, count, accumulation=accumulation, early=early, overlap=overlap).run()
+    return Traffic({link: dict(kinds) for link, kinds in count.nbytes.items()})
+
+
+class Cache:
+    """Which buffers of an arena are filled: the least recently used one goes when another needs its room."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._room = nbytes
+        self._held: OrderedDict[int, int] = OrderedDict()
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._held
+
+    def use(self, index: int, nbytes: int) -> bool:
+        """Use a buffer; whether it was there."""
+        if index in self._held:
+            self._held.move_to_end(index)
+            return True
+        self._room -= nbytes
+        self._held[index] = nbytes
+        while self._room < 0 and len(self._held) > 1:
+            self._room += self._held.popitem(last=False)[1]
+        return False
+
+
+class Steps:
+    """How the optimizer goes over a plan's sub-groups: which the program sees, which go on behind it."""
+
+    def __init__(self, plan: Plan, *, overlap: bool) -> None:
+        self.plan = plan
+        nvme = any(spec.home is Tier.NVME for spec in plan.partitions)
+        # As the engine decides it: beside the next forward there is something to gain where bytes move.
+        self.behind = overlap and (plan.request.accelerator or nvme)
+        order = [plan.sub_groups[index] for index in plan.step_order]
+        self.visible = [group for group in order if not self.behind or plan.visible(group)]
+        self.hidden = [group for group in order if self.behind and not plan.visible(group)]
+
+    def in_backward(self) -> Iterator[tuple[int, list[SubGroup]]]:
+        """Position in the trace -> hidden sub-groups whose last gradient arrives there."""
+        last = {unit: at for at, unit in enumerate(self.plan.schedule.trace)}
+        by_position: dict[int, list[SubGroup]] = {}
+        for group in self.hidden:
+            positions = [last.get(piece.unit) for piece in group.slices]
+            known = [position for position in positions if position is not None]
+            if len(known) == len(positions) and known:
+                by_position.setdefault(max(known), []).append(group)
+        yield from sorted(by_position.items())
+
+
+def uses(plan: Plan) -> Iterator[tuple[int, int, bool]]:
+    """(position, unit, whether it has to be gathered) of one forward and backward."""
+    live: set[int] = set()
+    for at, unit in enumerate(plan.schedule.trace):
+        whole = plan.placement.units[unit].whole
+        yield at, unit, not whole and unit not in live
+        (live.add if plan.schedule.keep[at] else live.discard)(unit)
+
+
+def nvme_specs(plan: Plan, kind: Kind) -> dict[int, PartitionSpec]:
+    """Partitions of one kind whose home is NVMe, by index."""
+    return {
+        spec.key.index: spec for spec in plan.partitions
+        if spec.key.kind is kind and spec.home is Tier.NVME and spec.nbytes
+    }  # fmt: skip
+
+
+def _gathers(plan: Plan) -> dict[int, int]:
+    times: dict[int, int] = {}
+    for _, unit, gathered in uses(plan):
+        times[unit] = times.get(unit, 0) + gathered
+    return times
+
+
+class _Count:
+    """Adds up bytes by link and kind."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.nbytes: dict[Link, dict[Kind, int]] = {link: {} for link in Link}
+        self._accelerator = plan.request.accelerator
+        self._width = DTYPE_NBYTES[plan.request.compute_dtype]
+        self._grad_width = DTYPE_NBYTES[plan.request.grad_dtype]
+        self._wire = DTYPE_NBYTES[plan.request.communication_dtype]
+        self._states = {
+            spec.key.index: sum(section.nbytes for section in spec.sections)
+            for spec in plan.partitions if spec.key.kind is Kind.STATES
+        }  # fmt: skip
+
+    def add(self, link: Link, kind: Kind, nbytes: int) -> None:
+        if nbytes:
+            self.nbytes[link][kind] = self.nbytes[link].get(kind, 0) + nbytes
+
+    def gather(self, unit: int, times: int) -> None:
+        """This rank's partition into its place in the whole unit, and to the other ranks."""
+        placed, layout = self.plan.placement.units[unit], self.plan.layouts[unit]
+        own = layout.nbytes // placed.parts * times
+        if not placed.aliased:
+            if not self._accelerator:
+                self.add(Link.DRAM, Kind.FULL, 2 * own)
+            elif placed.param is not Tier.GPU:
+                self.add(Link.UP, Kind.PARAM, own)
+        self.add(Link.NETWORK, Kind.PARAM, own * (placed.parts - 1))
+
+    def gradients(self, accumulation: int) -> None:
+        """From autograd into partitions, over the ranks where there are several; and the norm."""
+        ranks, late = self.plan.topology.dp, self.plan.placement.grad_whole
+        for layout, placed in zip(self.plan.layouts, self.plan.placement.units, strict=True):
+            if not layout.trainable:
+                continue
+            if ranks > 1:
+                # A sum of which everybody keeps everything takes twice the bytes of one of which each keeps a part.
+                whole = layout.numel * self._wire * (ranks - 1) // ranks * (2 if placed.parts == 1 else 1)
+                self.add(Link.NETWORK, Kind.GRAD, whole * (1 if late else accumulation))
+            kept = layout.numel // placed.parts
+            width = self._width if ranks == 1 else self._wire
+            arrivals = 1 if late else accumulation
+            if self._accelerator and placed.grad is not Tier.GPU:
+                self.add(Link.DOWN, Kind.GRAD, kept * (self._grad_width + (arrivals - 1) * width))
+            elif not self._accelerator:
+                self.add(Link.DRAM, Kind.GRAD, kept * (arrivals * (width + 2 * self._grad_width) - self._grad_width))
+            if not self._accelerator or placed.grad is not Tier.GPU:
+                self.add(Link.DRAM, Kind.GRAD, kept * self._grad_width)
+
+    def steps(self) -> None:
+        """The optimizer's streams, what is staged for it, and what it makes the ranks tell each other."""
+        for group, home in zip(self.plan.sub_groups, self.plan.placement.states, strict=True):
+            if self._accelerator and home is Tier.GPU:
+                continue
+            self.add(Link.DRAM, Kind.STATES, 2 * self._states[group.index])
+            self.add(Link.DRAM, Kind.PARAM, 2 * group.numel * self._width)
+            self.add(Link.DRAM, Kind.GRAD, group.numel * self._grad_width)
+            for piece in group.slices:
+                if self._accelerator and self.plan.placement.units[piece.unit].param is Tier.GPU:
+                    self.add(Link.DOWN, Kind.PARAM, piece.numel * self._width)
+                    self.add(Link.UP, Kind.PARAM, piece.numel * self._width)
+        for layout, placed in zip(self.plan.layouts, self.plan.placement.units, strict=True):
+            if placed.whole and layout.trainable:
+                self.gather(layout.index, 1)
+
+
+class _Walk:
+    """One step along the schedule, with the arenas' contents."""
+
+    def __init__(self, plan: Plan, count: _Count, *, accumulation: int, early: bool, overlap: bool) -> None:
+        self._plan = plan
+        self._count = count
+        self._accumulation = accumulation
+        self._steps = Steps(plan, overlap=overlap)
+        self._early = early and self._steps.behind
+        self._params = nvme_specs(plan, Kind.PARAM)
+        self._states = nvme_specs(plan, Kind.STATES)
+        self._param_cache = Cache(plan.pools.param_nbytes)
+        self._state_cache = Cache(plan.pools.states_nbytes)
+        self._counting = False
+
+    def run(self) -> None:
+        if not self._params and not self._states:
+            return
+        # What an earlier step has left: the arenas' contents do not depend on what came before that.
+        in_backward = [group for _, groups in self._steps.in_backward() for group in groups]
+        last = [*in_backward, *self._steps.visible] if self._early else [*self._steps.visible, *self._steps.hidden]
+        for group in last[-_WARM_GROUPS:]:
+            self._use_states(group)
+        self._passes(1, [])
+        self._counting = True
+        if self._early:
+            self._passes(self._accumulation, [])
+            self._visible()
+            return
+        rest = self._visible()
+        self._passes(self._accumulation, rest)
+
+    def _visible(self) -> list[SubGroup]:
+        """What `step()` does before it returns; the sub-groups that are left to be stepped behind the program."""
+        rest = [] if self._early else self._steps.hidden
+        for group in rest[:1]:
+            self._touch(group, write=False)
+        for group in self._resident_first(self._steps.visible):
+            self._touch(group)
+        for layout, placed in zip(self._plan.layouts, self._plan.placement.units, strict=True):
+            if placed.whole and layout.trainable:
+                self._use_param(layout.index)
+        return self._resident_first(rest)
+
+    def _passes(self, times: int, rest: Sequence[SubGroup]) -> None:
+        """`times` forwards and backwards; the first one drives the step that is left, group by group."""
+        queue = iter(rest)
+        left: dict[int, int] = {}
+        for group in rest:
+            for piece in group.slices:
+                left[piece.unit] = left.get(piece.unit, 0) + 1
+        for index in range(times):
+            landing = dict(self._steps.in_backward()) if self._early and index == times - 1 and self._counting else {}
+            for at, unit, gathered in uses(self._plan):
+                while left.get(unit):
+                    self._follow(next(queue), left)
+                if gathered:
+                    self._use_param(unit)
+                for group in landing.get(at, ()):
+                    self._touch(group)
+        for group in queue:
+            self._follow(group, left)
+
+    def _follow(self, group: SubGroup, left: dict[int, int]) -> None:
+        self._touch(group)
+        for piece in group.slices:
+            left[piece.unit] -= 1
+
+    def _touch(self, group: SubGroup, *, write: bool = True) -> None:
+        """Step one sub-group, or only fetch it."""
+        self._use_states(group)
+        for piece in group.slices:
+            self._use_param(piece.unit)
+        if write:
+            self._written(Kind.STATES, self._states, [group.index])
+            # A unit is written once, with the last of its sub-groups, which ends where its partition ends.
+            ends = [
+                piece.unit for piece in group.slices
+                if piece.start + piece.numel
+                >= self._plan.layouts[piece.unit].partition_numel(self._plan.placement.units[piece.unit].parts)
+            ]  # fmt: skip
+            self._written(Kind.PARAM, self._params, ends)
+
+    def _written(self, kind: Kind, specs: Mapping[int, PartitionSpec], indices: Iterable[int]) -> None:
+        if self._counting:
+            for index in indices:
+                if index in specs:
+                    self._count.add(Link.NVME_WRITE, kind, specs[index].nbytes)
+
+    def _use_param(self, unit: int) -> None:
+        spec = self._params.get(unit)
+        if spec is not None and not self._param_cache.use(unit, spec.nbytes) and self._counting:
+            self._count.add(Link.NVME_READ, Kind.PARAM, spec.nbytes)
+
+    def _use_states(self, group: SubGroup) -> None:
+        spec = self._states.get(group.index)
+        if spec is not None and not self._state_cache.use(group.index, spec.nbytes) and self._counting:
+            self._count.add(Link.NVME_READ, Kind.STATES, spec.nbytes)
+
+    def _resident_first(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
+        return sorted(groups, key=lambda group: group.index not in self._state_cache)

@@ -1,0 +1,117 @@
+"""`infinity doctor`: what it sees is what is there, and each advice comes for its cause and for no other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infinity.command.doctor import advise, show
+from infinity.command.examination import Facts, FolderFacts, examine
+from infinity.command.folder import Place, look
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD_PLACE = Place(
+    path=Path("drive"), device=1, file_system="ext4", free_nbytes=10**12, capacity_nbytes=2 * 10**12, model="a drive",
+    writable=True,
+)  # fmt: skip
+GOOD = Facts(
+    python="3.11", torch="2.13", accelerator="cuda:0", compiler="g++ 12", adam="libadam.so (checkout)",
+    aio="libaio.so (checkout)", simd="avx512", backend="io_uring",
+    backends=dict.fromkeys(("io_uring", "libaio", "threads", "python"), ""), io_uring_disabled=False, cores=16,
+    quota_cores=None, threads=16, torch_threads=16, memory_nbytes=10**11, free_nbytes=9 * 10**10, memlock_nbytes=None,
+    huge_pages="madvise", folders=(FolderFacts("drive", True, GOOD_PLACE, direct=True),),
+)  # fmt: skip
+
+
+def with_folder(**changes: object) -> dict[str, object]:
+    own = {name: changes.pop(name) for name in ("direct", "trouble", "named") if name in changes}
+    folder = replace(GOOD.folders[0], place=replace(GOOD_PLACE, **changes), **own)
+    return {"folders": (folder,)}
+
+
+# Cause -> (what differs from a good machine, words of the advice, whether it stops a run).
+ADVICE = {
+    "no compiler": ({"compiler": "", "adam": "plain twin", "aio": "plain twin"}, "Install g++ or clang++", False),
+    "a compiler that fails": ({"adam": "plain twin"}, "infinity.ops.build", False),
+    "io_uring blocked": ({"backends": {"io_uring": "EPERM"}, "backend": "libaio"}, "seccomp", False),
+    "io_uring switched off": (
+        {"backends": {"io_uring": "EPERM"}, "backend": "libaio", "io_uring_disabled": True}, "sysctl", False,
+    ),
+    "little locked memory": ({"memlock_nbytes": 8 << 20}, "ulimit -l", False),
+    "too many threads": ({"threads": 2, "quota_cores": 1.5}, "OMP_NUM_THREADS=2", False),
+    "no large pages": ({"huge_pages": "never"}, "madvise", False),
+    "a folder in memory": (with_folder(file_system="tmpfs"), "on a drive as nvme_path", True),
+    "a folder on a network": (with_folder(file_system="nfs4"), "a local drive", False),
+    "no O_DIRECT": (with_folder(direct=False, file_system="overlay"), "ext4 or xfs", False),
+    "no permission": (with_folder(trouble="permission denied"), "another folder", True),
+    "little room": (with_folder(free_nbytes=10**9), "infinity estimate", False),
+}  # fmt: skip
+
+
+def test_a_good_machine_gets_no_advice():
+    assert advise(GOOD) == []
+
+
+@pytest.mark.parametrize("cause", ADVICE)
+def test_each_cause_has_its_remedy(cause):
+    changes, words, stops = ADVICE[cause]
+    (advice,) = advise(replace(GOOD, **changes))
+    assert words in advice.remedy
+    assert advice.stops is stops
+
+
+def test_a_folder_that_nobody_means_to_use_is_shown_and_not_complained_about():
+    facts = replace(GOOD, **with_folder(file_system="tmpfs", named=False))
+    assert advise(facts) == []
+    assert "tmpfs" in show(facts)
+
+
+def test_without_an_accelerator_nothing_is_pinned_and_no_limit_matters():
+    assert advise(replace(GOOD, accelerator="", memlock_nbytes=1 << 16)) == []
+
+
+def test_what_stops_a_run_comes_first():
+    facts = replace(GOOD, huge_pages="never", **with_folder(file_system="tmpfs"))
+    assert [advice.stops for advice in advise(facts)] == [True, False]
+
+
+def test_it_sees_this_machine(tmp_path):
+    facts = examine([str(tmp_path)], named=[str(tmp_path)])
+    assert facts.cores == len(os.sched_getaffinity(0))
+    assert facts.backends[facts.backend] == ""
+    assert 0 < facts.free_nbytes <= facts.memory_nbytes
+    (folder,) = facts.folders
+    assert folder.place.free_nbytes > 0
+    assert not folder.trouble
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path):
+    there, later = look(tmp_path), look(tmp_path / "a" / "b")
+    assert later.path == there.path
+    assert (later.device, later.file_system) == (there.device, there.file_system)
+
+
+def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
+    folder = tmp_path / "mnt"
+    folder.mkdir()
+    (tmp_path / "proc/self").mkdir(parents=True)
+    mounts = {"/": "ext4", folder: "xfs", "/x": "nfs"}
+    lines = [f"1 0 0:1 / {mount} rw - {kind} none rw" for mount, kind in mounts.items()]
+    (tmp_path / "proc/self/mountinfo").write_text("\n".join(lines) + "\n")
+    assert look(folder, tmp_path).file_system == "xfs"
+    assert look("/", tmp_path).file_system == "ext4"
+
+
+def test_native_code_that_is_switched_off_is_noticed(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "INFINITY_NATIVE": "0"}
+    command = [sys.executable, "-m", "infinity", "doctor", "--folder", str(tmp_path)]
+    reply = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60)
+    assert reply.returncode == 0, reply.stderr
+    assert "plain twin" in reply.stdout
+    assert "INFINITY_NATIVE=0 turns native code off" in reply.stdout

@@ -1,0 +1,111 @@
+"""The command `infinity`: each word does its work, and says in one sentence what it cannot do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinity.command.main import COMMANDS, main
+from infinity.command.terminal import table
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "--layers 2 --hidden 64 --intermediate 128 --heads 4 --vocab 100".split()
+
+
+def test_every_command_is_in_the_help(capsys):
+    with pytest.raises(SystemExit) as left:
+        main([])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["bench", "doctor", "config", "estimate"])
+def test_every_command_explains_itself(name, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    assert left.value.code == 0
+    assert len(capsys.readouterr().out.splitlines()) > 8
+
+
+def test_an_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["bensch"])
+    assert left.value.code == 2
+    assert "bensch" in capsys.readouterr().err
+
+
+def test_explain_says_each_value_and_its_source(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 8, "wall_clock_breakdown": True}))
+    assert main(["config", "explain", str(path), "--ranks", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "train_batch_size = 8  (file)" in lines
+    assert "zero_optimization.stage = 0  (default)" in lines
+    assert any(line.startswith("train_micro_batch_size_per_gpu = 2  (auto: 8 = 2 a rank x") for line in lines)
+    assert lines[-1].startswith("wall_clock_breakdown = True: no effect here")
+
+
+def test_explain_shows_one_section(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    assert main(["config", "explain", str(path), "--only", "aio"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert all(line.startswith("aio.") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "sentence"),
+    [
+        ('{"aio": {"depth": 1}}', [], "aio.depth: unknown key"),
+        ('{"train_batch_size": 3}', ["--ranks", "2"], "train_batch_size"),
+        ("{}", ["--ranks", "0"], "at least 1"),
+        ("{}", ["--only", "oai"], "no such key"),
+        ("{", [], "line 1"),
+    ],
+)
+def test_explain_refuses_in_a_sentence(tmp_path, capsys, text, words, sentence):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    assert main(["config", "explain", str(path), *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert sentence in said.err
+
+
+def test_estimate_is_the_estimators_command(capsys):
+    assert main(["estimate", *MODEL]) == 0
+    shown = capsys.readouterr().out
+    assert "parameters" in shown
+    assert main(["estimate", "missing.json"]) == 2
+
+
+def test_estimate_and_explain_load_no_torch(tmp_path):
+    (tmp_path / "ds.json").write_text("{}")
+    code = (
+        "import sys\nfrom infinity.command.main import main\n"
+        f"main(['config', 'explain', 'ds.json'])\nmain(['estimate', *{MODEL!r}])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment, timeout=60,
+                   stdout=subprocess.DEVNULL)  # fmt: skip
+
+
+def test_the_module_is_the_command():
+    reply = subprocess.run(
+        [sys.executable, "-m", "infinity", "config", "explain", "nowhere.json"], capture_output=True, text=True,
+        cwd=ROOT, timeout=60, check=False,
+    )  # fmt: skip
+    assert reply.returncode == 2
+    assert reply.stderr.startswith("infinity config: nowhere.json: ")
+
+
+def test_columns_are_as_wide_as_their_widest_cell():
+    assert table([["", "a"], ["long name", "1.5"]]) == "             a\nlong name  1.5"

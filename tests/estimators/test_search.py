@@ -1,0 +1,85 @@
+"""A found configuration fits, is the fastest of what fits, and is what the engine would do with it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from estimators.estimate import estimate
+from estimators.machine import Machine
+from estimators.search import Wish, fit, largest, usual
+from infinity.errors import ConfigError
+from infinity.plan.types import Tier
+
+GB = 10**9
+
+
+def wish(gpu: float, ram: float, nvme: float | None, model: object = "llama-3.2-1b", **options: object) -> Wish:
+    machine = Machine(int(gpu * GB), int(ram * GB), None if nvme is None else int(nvme * GB))
+    return Wish(model, machine, {"sequence": 512, **options})
+
+
+def test_a_large_accelerator_takes_everything():
+    found = fit(wish(80, 64, 500)).estimate
+    assert found.fits
+    assert not found.plan.nvme_nbytes
+    assert set(found.plan.placement.states) == {Tier.GPU}
+    assert not found.work.checkpointing
+
+
+@pytest.mark.parametrize(("gpu", "ram", "nvme"), [(16, 64, 500), (8, 16, 500), (6, 8, 100), (4, 24, None)])
+def test_what_is_found_fits_and_no_usual_placement_that_fits_is_faster(gpu, ram, nvme):
+    asked = wish(gpu, ram, nvme)
+    found = fit(asked)
+    assert found.estimate.fits
+    for tier in Tier:
+        limit = asked.machine.capacity(1).of(tier)
+        assert limit is None or found.estimate.peak(tier) <= limit
+    for checkpointing in (False, True):
+        for name, other in usual(dataclasses.replace(asked, checkpointing=checkpointing)):
+            drive = nvme is not None or not other.plan.nvme_nbytes
+            assert not other.fits or not drive or found.seconds <= other.outline.seconds, name
+
+
+def test_less_memory_never_makes_a_run_faster():
+    seconds = [fit(wish(8, ram, 500)).seconds for ram in (64, 24, 12)]
+    assert seconds == sorted(seconds)
+
+
+def test_the_found_configuration_is_planned_as_it_was_found():
+    asked = wish(8, 16, 500)
+    found = fit(asked)
+    again = estimate(
+        asked.model, found.config, machine=asked.machine, checkpointing=found.estimate.work.checkpointing, sequence=512
+    )
+    assert again.plan == found.estimate.plan
+    assert again.fits
+
+
+def test_nothing_that_fits_is_answered_with_what_lacks_the_least():
+    found = fit(wish(24, 16, 500, model="llama-3.1-70b"))
+    assert not found.estimate.fits
+    assert found.lacking > 0
+    assert Tier.CPU in found.estimate.excess
+
+
+def test_ranks_on_the_cpu_share_one_memory():
+    found = fit(Wish("gpt2", Machine(None, 16 * GB, 100 * GB, accelerator=False), {"ranks": 2})).estimate
+    assert found.fits
+    assert found.peak(Tier.GPU) + found.peak(Tier.CPU) <= (found.capacity.process or 0)
+
+
+def test_the_largest_model_is_the_last_that_fits():
+    member, deepest = largest(wish(8, 12, 100, model="gpt2"))
+    assert member is not None
+    assert member.estimate.model.name in ("gpt2-large", "gpt2-xl")
+    assert deepest.estimate.fits
+    values = deepest.estimate.model.values or {}
+    more = {**values, "n_layer": round(values["n_layer"] * 1.1) + 1}
+    assert not fit(wish(8, 12, 100, model=more)).estimate.fits
+
+
+def test_a_search_needs_to_know_something():
+    with pytest.raises(ConfigError, match="--gpu, --ram and --nvme"):
+        fit(Wish("gpt2", Machine(), {}))
