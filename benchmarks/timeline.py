@@ -1,6 +1,6 @@
 """Claim: recording a timeline costs at most 2 % of a step, and nothing when it is off.
 
-    python benchmarks/timeline.py [--model llama] [--steps 20] [--batch 2] [--positions 128] [--folder DIR] [--keep PATH]
+    python benchmarks/timeline.py [--model llama] [--steps 20] [--batch 2] [--positions 128] [--keep PATH]
 
 Trains a Llama (134 M parameters, bf16) with everything on NVMe; every second step is recorded. Prints the median step
 of both, how much of the recorded time the program's lane explains, and what a call costs while nobody records. --keep
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from infinity import record
-from infinity.timeline import Timeline
 from support import models
 from support.machine import describe, median
 from support.table import claim
 from support.training import ADAM, CLIP
 from support.with_infinity import build
+
+from infinity import record
+from infinity.timeline import Timeline
 
 LIMIT = 0.02
 

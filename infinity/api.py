@@ -224,7 +224,6 @@ def _build(
     device: Device,
     mesh: Mesh,
     trained: _Trained,
-    ledger: Ledger,
     undo: ExitStack,
 ) -> Parts:
     """Allocate what the plan says and move the model into it. What was built is taken down again when a later part

@@ -60,6 +60,17 @@ def test_train_compares_the_peak_with_the_plan(tmp_path):
     assert tokens_a_second > 0
 
 
+# Imports transformers and trains.
+@pytest.mark.slow
+def test_timeline_prints_what_a_recording_costs(tmp_path):
+    keep = tmp_path.parent / "kept.html"
+    text = output_of("timeline", f"--model tiny --steps 2 --positions 16 --keep {keep}", tmp_path)
+    assert "2 of each" in text
+    assert "computing, copying and waiting explain" in text
+    for suffix in (".html", ".json"):
+        assert keep.with_suffix(suffix).stat().st_size > 10_000
+
+
 # Two processes that import transformers and train.
 @pytest.mark.slow
 def test_peers_do_the_same_work(tmp_path):

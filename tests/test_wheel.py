@@ -117,7 +117,7 @@ def test_a_wheel_is_for_every_python_of_one_platform(wheel):
 def test_a_wheel_carries_libraries_sources_and_packages_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {f"infinity/_csrc/{file.relative_to(ROOT / 'csrc')}" for file in (ROOT / "csrc").rglob("*.c*")}
-    assert names >= LIBRARIES | sources | {"infinity/py.typed", "infinity/api.py", "estimators/cli.py"}
+    assert names >= LIBRARIES | sources | {"infinity/py.typed", "infinity/timeline.html", "infinity/api.py"}
     assert {name.partition("/")[0] for name in names} == {"infinity", "estimators", "infinity-0.1.0.dist-info"}
 
 

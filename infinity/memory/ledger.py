@@ -29,8 +29,8 @@ _OWNERS = 5
 class Ledger:
     """Counts what the engine holds. `now` and `peak` are keyed by (tier, kind), `most` by tier, in bytes.
 
-    limits: what this rank may hold on each tier. baseline_nbytes: the process's resident memory without the model,
-    before there was an engine.
+    limits: what this rank may hold on each tier. baseline_nbytes: what was resident before there was an engine, without
+    the model and without mapped files.
     """
 
     limits: Capacity = field(default_factory=Capacity)

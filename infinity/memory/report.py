@@ -26,11 +26,13 @@ class PoolUse:
 class Process:
     """What is known of this process beside the ledger.
 
-    resident: resident memory now. in_process: the tiers whose bytes are part of it. device: bytes that torch has
-    allocated on the accelerator, activations included; None without one.
+    resident: resident memory now; mapped: the part of it that maps files, which are mostly the code of libraries.
+    in_process: the tiers whose bytes are part of it. device: bytes that torch has allocated on the accelerator,
+    activations included; None without one.
     """
 
     resident: int
+    mapped: int
     in_process: tuple[Tier, ...]
     device: int | None = None
 
@@ -40,10 +42,11 @@ class MemoryReport:
     """All numbers are bytes of this rank.
 
     `now` and `peak` go by tier and kind; `most` is a tier's own peak, `limits` what it may hold. `pools` are the arenas
-    in CPU memory. Of the `resident` memory, `baseline` was there before the engine (the interpreter, torch, the
-    program), and `unaccounted` is neither that nor the engine's: activations where the device is the CPU, what
-    allocators keep, and, where it is negative, memory that is reserved and was never touched. `activations` is what
-    torch holds on an accelerator beyond the engine's. `by_unit` goes by tier, kind and unit, when it was asked for.
+    in CPU memory. Of the `resident` memory, `mapped` are files (code, which the system drops at need), `baseline` was
+    there before the engine (the interpreter, torch, the program), and `unaccounted` is neither those nor the engine's:
+    activations where the device is the CPU, what allocators keep, and, where it is negative, memory that is reserved
+    and was never touched. `activations` is what torch holds on an accelerator beyond the engine's. `by_unit` goes by
+    tier, kind and unit, when it was asked for.
     """
 
     now: dict[str, dict[str, int]]
@@ -53,6 +56,7 @@ class MemoryReport:
     pools: dict[str, PoolUse]
     pinned: int
     resident: int
+    mapped: int
     baseline: int
     unaccounted: int
     activations: int | None = None
@@ -71,13 +75,13 @@ class MemoryReport:
                 for tier in Tier
             }
 
-        accounted = ledger.baseline_nbytes + sum(ledger.total(tier) for tier in process.in_process)
+        accounted = process.mapped + ledger.baseline_nbytes + sum(ledger.total(tier) for tier in process.in_process)
         return cls(
             now=table(ledger.now), peak=table(ledger.peak),
             most={tier.value: ledger.most.get(tier, 0) for tier in Tier},
             limits={tier.value: ledger.limits.of(tier) for tier in Tier}, pools=dict(pools or {}),
-            pinned=ledger.pinned_nbytes, resident=process.resident, baseline=ledger.baseline_nbytes,
-            unaccounted=process.resident - accounted,
+            pinned=ledger.pinned_nbytes, resident=process.resident, mapped=process.mapped,
+            baseline=ledger.baseline_nbytes, unaccounted=process.resident - accounted,
             activations=None if process.device is None else process.device - ledger.total(Tier.GPU), by_unit=by_unit,
         )  # fmt: skip
 
@@ -99,8 +103,8 @@ class MemoryReport:
         if self.activations is not None:
             lines.append(f"on the device beside that {mb(self.activations)}: activations, workspaces")
         lines.append(
-            f"resident {mb(self.resident)}: {mb(self.baseline)} before the engine, {mb(self.unaccounted)} not "
-            f"accounted for; pinned {mb(self.pinned)}"
+            f"resident {mb(self.resident)}: {mb(self.mapped)} files and code, {mb(self.baseline)} before the engine, "
+            f"{mb(self.unaccounted)} not accounted for; pinned {mb(self.pinned)}"
         )
         return "\n".join([*lines, *self._unit_lines()])
 

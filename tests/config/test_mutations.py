@@ -29,6 +29,7 @@ _EVERYTHING = {
     "checkpoint": {"tag_validation": "Warn", "parallel_write": {"pipeline_stage": False}},
     "zero_optimization": {"leaf_module": {"names": ["a"]}, "prefetch_bucket_size": 10, "cpu_offload": True},
     "memory": {"gpu": {"max_bytes": "1GB"}, "nvme": {"max_bytes": None}},
+    "timeline": {"path": None, "step": 2},
     "wandb": {"enabled": False, "team": "x", "project": "y"},
     "elasticity": {"enabled": False, "min_gpus": 1},
     "compile": {"deepcompile": False, "debug_log": False},

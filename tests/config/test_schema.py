@@ -230,6 +230,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "memory.cpu": {"max_bytes": None},
     "memory.gpu": {"max_bytes": None},
     "memory.nvme": {"max_bytes": None},
+    "timeline": {"path": None, "step": 4},
 }
 
 

@@ -18,8 +18,10 @@ from infinity.plan.types import Kind, Tier
 BOTH = (Tier.CPU, Tier.GPU)
 
 
-def report_of(ledger: Ledger, resident: int, in_process: tuple[Tier, ...] = BOTH, **more: object) -> MemoryReport:
-    return MemoryReport.of(ledger, Process(resident=resident, in_process=in_process), **more)
+def report_of(
+    ledger: Ledger, resident: int, in_process: tuple[Tier, ...] = BOTH, mapped: int = 0, **more: object
+) -> MemoryReport:
+    return MemoryReport.of(ledger, Process(resident=resident, mapped=mapped, in_process=in_process), **more)
 
 
 def test_now_falls_and_the_peak_stays():
@@ -116,19 +118,22 @@ def test_the_report_tells_what_is_not_the_engines():
     assert report.peak["cpu"] == {"pool": 2_000_000, "grad": 5_000_000}
     assert report.most == {"gpu": 3_000_000, "cpu": 7_000_000, "nvme": 9_000_000}
     assert report.unaccounted == 3_000_000
+    assert report_of(ledger, 12_000_000, mapped=2_500_000).unaccounted == 500_000, "code is nobody's"
     assert report_of(ledger, 12_000_000, (Tier.CPU,)).unaccounted == 6_000_000, "a device has memory of its own"
     lines = str(report).splitlines()
     assert lines[0].split() == ["tier", "kind", "now", "peak", "limit"]
     assert ["cpu", "grad", "0.0", "MB", "5.0", "MB"] in [line.split() for line in lines]
     assert "cpu in all 2.0 MB 7.0 MB 64.0 MB".split() in [line.split() for line in lines]
     assert "pool states: 0.5 MB in use, 1.0 MB at most, 2.0 MB reserved" in lines
-    assert lines[-1] == "resident 12.0 MB: 4.0 MB before the engine, 3.0 MB not accounted for; pinned 1.5 MB"
+    assert lines[-1] == (
+        "resident 12.0 MB: 0.0 MB files and code, 4.0 MB before the engine, 3.0 MB not accounted for; pinned 1.5 MB"
+    )
 
 
 def test_on_a_device_the_rest_is_activations():
     ledger = Ledger()
     ledger.add(Tier.GPU, Kind.FULL, 3_000_000)
-    report = MemoryReport.of(ledger, Process(resident=10, in_process=(Tier.CPU,), device=8_000_000))
+    report = MemoryReport.of(ledger, Process(resident=10, mapped=0, in_process=(Tier.CPU,), device=8_000_000))
     assert report.activations == 5_000_000
     assert "on the device beside that 5.0 MB" in str(report)
 
