@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from infinity.comm.agreement import agree_on_plan
 from infinity.comm.mesh import Mesh, Ranks, detect
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.engine import Engine, Parts
@@ -87,11 +88,16 @@ def initialize(
     resolved = _resolve(config if config is not None else config_params, args, model, ranks, optimizer)
     start(ranks.rank, resolved.config.log_level)
     device = Device.detect(ranks.local_rank)
-    trained = _trained(resolved, model, model_parameters, optimizer)
-    plan = _plan(resolved, model, trained, ranks, device)
-    plan.check(_capacity(resolved, plan, model, ranks, device), rank=ranks.rank)
-    with ExitStack() as undo:
-        parts = _build(resolved, model, plan, ranks, device, trained, undo)
+    spool = spool_of(list(model.parameters()))
+    # First of all: from here on what one rank raises ends the others too.
+    groups = spool.mesh if spool is not None else _mesh(resolved, ranks, device)
+    with ExitStack() as undo, groups.telling():
+        undo.callback(groups.close)
+        trained = _trained(resolved, model, model_parameters, optimizer)
+        plan = _plan(resolved, model, trained, ranks, device)
+        plan.check(_capacity(resolved, plan, model, ranks, device), rank=ranks.rank)
+        agree_on_plan(plan, groups)
+        parts = _build(resolved, model, plan, groups, device, trained, undo)
         engine = Engine(parts)
         engine.optimizer = TieredAdam(trained.groups, trained.defaults, engine.apply_step)
         engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
@@ -295,7 +301,7 @@ def _build(
     config: ResolvedConfig,
     model: nn.Module,
     plan: Plan,
-    ranks: Ranks,
+    mesh: Mesh,
     device: Device,
     trained: _Trained,
     undo: ExitStack,
@@ -303,9 +309,7 @@ def _build(
     """Allocate what the plan says and move the model into it. What was built is taken down again when a later part
     fails.
     """
-    spool = spool_of(list(model.parameters()))
-    mesh = spool.mesh if spool is not None else _mesh(config, ranks, device)
-    undo.callback(mesh.close)
+    spool, ranks = spool_of(list(model.parameters())), mesh.ranks
     ledger = Ledger()
     store = _store(config, plan, ranks, device, ledger)
     undo.callback(store.close)

@@ -18,6 +18,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from infinity.comm.agreement import agree_on_numbers
 from infinity.comm.collectives import exchange
 from infinity.comm.mesh import Mesh
 from infinity.config.resolve import ResolvedConfig
@@ -123,8 +124,8 @@ class Engine(nn.Module):
         self._alive("run forward")
         try:
             return self.module(*args, **kwargs)
-        except BaseException:
-            self.coordinator.abandon()
+        except BaseException as error:
+            self._abandon(error)
             raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -152,8 +153,8 @@ class Engine(nn.Module):
         try:
             scaled.backward(retain_graph=retain_graph)
             self.coordinator.end_backward()
-        except BaseException:
-            self.coordinator.abandon()
+        except BaseException as error:
+            self._abandon(error)
             raise
         return loss
 
@@ -163,8 +164,11 @@ class Engine(nn.Module):
         self._applied = False
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
-        if not boundary:
-            return
+        if boundary:
+            with self.mesh.telling():
+                self._step()
+
+    def _step(self) -> None:
         if self._scaler is not None and self.coordinator.plain_backward:
             raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
         self._settle_gradients()
@@ -336,6 +340,8 @@ class Engine(nn.Module):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is not None:
+            self.mesh.failed(error)
         try:
             self._close(at_once=error is not None)
         except Exception as failure:
@@ -365,12 +371,13 @@ class Engine(nn.Module):
         alone = self.world_size == 1
         if not alone:
             flags = [unit.layout.index in late for unit in self.units]
-            late = [index for index, flag in enumerate(on_any_rank(flags, self.mesh)) if flag]
+            agreed = on_any_rank(flags, self.mesh, "agreement on late gradients")
+            late = [index for index, flag in enumerate(agreed) if flag]
         self.gradients.boundary(late)
         self._arrived = dict(self.gradients.arrived)
         if not alone:
             mine = [flag for flags in self._arrived.values() for flag in flags]
-            anyone = iter(on_any_rank(mine, self.mesh))
+            anyone = iter(on_any_rank(mine, self.mesh, "agreement on gradients"))
             self._arrived = {unit: [next(anyone) for _ in flags] for unit, flags in self._arrived.items()}
             self._agree_on_order()
 
@@ -380,7 +387,8 @@ class Engine(nn.Module):
             return
         self._ordered = True
         order = [float(index) for index in self.gradients.seen_order]
-        self.gradients.set_order([int(index) for index in exchange(order, self.mesh.control, self.world_size)[0]])
+        everyone = exchange(order, self.mesh.control, self.world_size, "agreement on the order of reductions")
+        self.gradients.set_order([int(index) for index in everyone[0]])
 
     def _time_prefetch(self) -> None:
         """Measure one warm training pass, and then prefetch as late as its times allow; once, on all ranks alike."""
@@ -398,7 +406,7 @@ class Engine(nn.Module):
         squares, nonfinite = self._stepper.grad_stats()
         if self.world_size == 1:
             return squares, nonfinite
-        rows = exchange([squares, float(nonfinite)], self.mesh.control, self.world_size)
+        rows = agree_on_numbers([squares, float(nonfinite)], self.mesh, "exchange of gradient norms")
         if self.config.stage == 0:
             # Nothing is cut: every rank has counted the same gradients.
             return rows[0][0], int(rows[0][1])
@@ -420,6 +428,12 @@ class Engine(nn.Module):
         if self._closed:
             raise StateError(f"cannot {verb}: this engine was closed")
         self._stepper.check()
+        self.mesh.check()
+
+    def _abandon(self, error: BaseException) -> None:
+        """Forward or backward has raised: forget the pass, and have the other ranks told."""
+        self.mesh.failed(error)
+        self.coordinator.abandon()
 
 
 def _loss_scaler(config: ResolvedConfig) -> LossScaler | None:

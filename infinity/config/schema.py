@@ -165,7 +165,8 @@ class Config(Section):
     overlap: Annotated[Flag, HONOURED] = True
     """Ours. Prefetch, flush and move gradients beside the computation; false gives the same bits without overlap."""
     watchdog_seconds: Annotated[Positive, HONOURED] = 600.0
-    """Ours. Time limit of one I/O request or wait, after which an error says who waited for what."""
+    """Ours. Time limit of one I/O request, and of one wait for the other ranks, after which every rank raises and says
+    who waited for what. Ranks that do different things, fail or end are found within seconds whatever it is."""
 
     optimizer: Optimizer | None = None
     scheduler: Annotated[Scheduler | None, Field(discriminator="type")] = None

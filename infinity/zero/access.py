@@ -92,7 +92,7 @@ def read(params: Params) -> Iterator[None]:
         yield
         for (owner, chosen), before in zip(entered, versions, strict=True):
             changed = [param._version != version for param, version in zip(chosen, before, strict=True)]
-            for param, flag in zip(chosen, on_any_rank(changed, owner.mesh), strict=True):
+            for param, flag in zip(chosen, on_any_rank(changed, owner.mesh, "end of read()"), strict=True):
                 if flag:
                     raise StateError(
                         f"{name_of(param)} was changed inside infinity.read(), which would be lost: use "
@@ -117,7 +117,7 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
         for owner, units, before in entered:
             for unit, old in zip(units, before, strict=True):
                 if owner.mesh.ranks.world_size > 1:
-                    collectives.broadcast(unit.full, owner.mesh.gather, source)
+                    collectives.broadcast(unit.full, owner.mesh.gather, source, f"broadcast of {unit.layout.name}")
                 _write_back(owner, unit, old)
 
 
@@ -259,7 +259,7 @@ class ParameterState:
         full = own
         if self._unit.placed.parts > 1:
             full = own.new_empty(self._unit.layout.numel)
-            collectives.all_gather(full, own, self._owner.mesh.control).wait()
+            collectives.all_gather(full, own, self._owner.mesh.control, f"state of {self._slot.name}").wait()
         return full[self._slot.offset : self._slot.offset + self._slot.numel].clone().view(self._slot.shape)
 
     def _replace(self, own: Tensor, value: Tensor) -> Tensor:

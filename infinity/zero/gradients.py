@@ -22,7 +22,7 @@ from infinity.memory.partition import DTYPES
 from infinity.memory.store import TieredStore
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind, Tier
-from infinity.transfer import Completed, Transfer, WorkTransfer
+from infinity.transfer import Completed, Transfer
 from infinity.zero.unit import Unit
 
 
@@ -59,7 +59,7 @@ class Gradients:
         self._finished: list[Unit] = []
         # Unit indices in the order in which the latest backward finished with them: what `order` should become.
         self.seen_order: list[int] = [unit.layout.index for unit in self.order]
-        self._flying: tuple[Unit, WorkTransfer, Tensor] | None = None
+        self._flying: tuple[Unit, Transfer, Tensor] | None = None
         self._buffers_flat: list[Tensor] = []
         # A unit whose gradients are on their way from the device, with the lease that they need.
         self._arriving: tuple[Unit, ExitStack, list[Transfer]] | None = None
@@ -137,7 +137,7 @@ class Gradients:
         if self._whole:
             buffer = self._buffers[unit] if unit in self._begun else self._buffers[unit].new_zeros(unit.layout.numel)
             full = buffer.to(self._wire, copy=True)
-            collectives.all_reduce(full, self._mesh.reduce).wait()
+            collectives.all_reduce(full, self._mesh.reduce, f"reduction of {unit.layout.name}").wait()
             numel = unit.layout.partition_numel(unit.placed.parts)
             return full[unit.rank_in_parts * numel :][:numel]
         with self._store.read(self.partition(unit)) as (partition,):
@@ -249,11 +249,13 @@ class Gradients:
         self._begun.add(unit)
         full = buffer.to(self._wire)
         if unit.placed.parts == 1:
-            collectives.all_reduce(full, self._mesh.reduce).wait()
+            collectives.all_reduce(full, self._mesh.reduce, f"reduction of {unit.layout.name}").wait()
             mine = full
         else:
             mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
-            collectives.reduce_scatter(mine, full, group=self._mesh.reduce).wait()
+            collectives.reduce_scatter(
+                mine, full, group=self._mesh.reduce, name=f"reduction of {unit.layout.name}"
+            ).wait()
         with self._store.write(self.partition(unit)) as (partition,):
             partition.view(Kind.GRAD).copy_(mine)
         self.landed(unit)
@@ -273,7 +275,8 @@ class Gradients:
                 full[slot.offset : end].copy_(param.grad.reshape(-1))
         full[end:].zero_()
         mine = full.new_empty(unit.layout.partition_numel(unit.placed.parts))
-        self._flying = (unit, collectives.reduce_scatter(mine, *buffers, group=self._mesh.reduce), mine)
+        name = f"reduction of {unit.layout.name}"
+        self._flying = (unit, collectives.reduce_scatter(mine, *buffers, group=self._mesh.reduce, name=name), mine)
 
     def _flat(self) -> list[Tensor]:
         """Whole gradients of one unit on their way into a reduction, and its workspace: made once, for the largest."""
@@ -301,13 +304,13 @@ class Gradients:
             self._accumulate(unit, mine)
         self._arrive()
 
-    def _take_flying(self) -> tuple[Unit, WorkTransfer, Tensor] | None:
+    def _take_flying(self) -> tuple[Unit, Transfer, Tensor] | None:
         """The reduction in flight, which is no longer this object's."""
         flying, self._flying = self._flying, None
         return flying
 
 
-def on_any_rank(mine: Sequence[bool], mesh: Mesh) -> list[bool]:
+def on_any_rank(mine: Sequence[bool], mesh: Mesh, name: str) -> list[bool]:
     """Element-wise 'on any rank' of a list of flags that has the same length on every rank."""
-    rows = collectives.exchange([float(flag) for flag in mine], mesh.control, mesh.ranks.world_size)
+    rows = collectives.exchange([float(flag) for flag in mine], mesh.control, mesh.ranks.world_size, name)
     return [any(row[index] for row in rows) for index in range(len(mine))]

@@ -109,14 +109,15 @@ class Materializer:
         if self._mesh.ranks.world_size == 1 or unit.layout.index in self._agreed:
             return
         self._agreed.add(unit.layout.index)
-        for param in unit.params:
+        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             if not param.numel():
                 continue
+            name = f"broadcast of {slot.name}"
             if self._spooled(param):
-                collectives.broadcast(self._spool.values(param), self._mesh.control)
+                collectives.broadcast(self._spool.values(param), self._mesh.control, name=name)
             else:
                 values = param.detach().contiguous().cpu()
-                collectives.broadcast(values, self._mesh.control)
+                collectives.broadcast(values, self._mesh.control, name=name)
                 param.data = values
 
     def _spooled(self, param: nn.Parameter) -> bool:

@@ -57,6 +57,7 @@ class Unit:
         self._device = device
         self._mesh = mesh
         self._ledger = ledger
+        self._gather_name = f"gather of {layout.name}"
         self._transfer: Transfer = Completed()
         # The copy out of this rank's partition, and the lease that it needs.
         self._copied: Transfer = Completed()
@@ -190,7 +191,7 @@ class Unit:
         if self.placed.parts == 1 or not self.layout.numel:
             return self._copied
         self._copied.wait()
-        return all_gather(self.full, self.own, self._mesh.gather)
+        return all_gather(self.full, self.own, self._mesh.gather, self._gather_name)
 
     def _book(self, sign: int) -> None:
         own = self.own.numel() * self.full.element_size() if self.placed.aliased else 0
