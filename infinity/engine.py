@@ -8,7 +8,6 @@ engine.step()                 at the accumulation boundary: norm, clip, step, re
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from infinity.comm.agreement import agree_on_numbers
 from infinity.comm.collectives import exchange
 from infinity.comm.mesh import Mesh
 from infinity.config.resolve import ResolvedConfig
-from infinity.errors import StateError
+from infinity.errors import NonFiniteError, StateError
 from infinity.log import logger
 from infinity.memory.device import Device
 from infinity.memory.host import trim
@@ -32,13 +31,16 @@ from infinity.ops.adam import shutdown_threads
 from infinity.optim.adam import TieredAdam
 from infinity.optim.clip import clip_factor
 from infinity.optim.loss_scale import LossScaler
+from infinity.optim.skips import Skips
 from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
 from infinity.plan.types import Tier
+from infinity.progress import Progress
 from infinity.zero import access
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients, on_any_rank
 from infinity.zero.hooks import ModuleHooks
+from infinity.zero.nonfinite import first_nonfinite
 from infinity.zero.stopwatch import agree
 from infinity.zero.unit import Unit
 
@@ -92,6 +94,9 @@ class Engine(nn.Module):
         self._hooks = parts.hooks
         self._stepper = parts.stepper
         self._scaler = _loss_scaler(parts.config)
+        self._skips = Skips(limit=parts.config.config.max_skipped_steps, scaler=self._scaler)
+        # Of the micro-steps since the latest boundary, unscaled; looked at when somebody asks.
+        self._losses: list[Tensor] = []
         self._norm = 0.0
         self._applied = False
         self._grad_scale = 1.0
@@ -102,7 +107,8 @@ class Engine(nn.Module):
         self._early = not self._checked and not parts.config.clip_norm and not parts.plan.placement.grad_whole
         self._ahead = parts.config.config.overlap and not all(unit.placed.whole for unit in self.units)
         self._closed = False
-        self._since = (time.perf_counter(), 0)
+        every = parts.config.config.steps_per_print if parts.mesh.ranks.rank == 0 else None
+        self._progress = Progress(every, parts.ledger, world_size=parts.mesh.ranks.world_size)
         self.gradients.landed = self._on_landed
         for unit in self.units:
             for param in unit.params:
@@ -122,6 +128,8 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; returns what it returns."""
         self._alive("run forward")
+        if self.training:
+            self._progress.called(args, kwargs)
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
@@ -156,6 +164,7 @@ class Engine(nn.Module):
         except BaseException as error:
             self._abandon(error)
             raise
+        self._losses.append(loss.detach())
         return loss
 
     def step(self) -> None:
@@ -166,9 +175,10 @@ class Engine(nn.Module):
         self.micro_steps += 1
         if boundary:
             with self.mesh.telling():
-                self._step()
+                self._apply_gradients()
 
-    def _step(self) -> None:
+    def _apply_gradients(self) -> None:
+        """The step at the accumulation boundary."""
         if self._scaler is not None and self.coordinator.plain_backward:
             raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
         self._settle_gradients()
@@ -176,18 +186,11 @@ class Engine(nn.Module):
         self.coordinator.next_step()
         self._time_prefetch()
         self._norm = math.sqrt(squares) * self.grad_factor if not nonfinite else math.inf
-        if nonfinite and not self._checked:
-            logger.warning(
-                "step %d: %d gradient elements are not finite; their weights and moments are unchanged",
-                self.global_steps, nonfinite,
-            )  # fmt: skip
-        if nonfinite and self._checked:
+        skipped = bool(nonfinite) and self._checked
+        self._skips.update(skipped)
+        origin = self._report_nonfinite(nonfinite, skipped) if nonfinite else ""
+        if skipped:
             self.skipped_steps += 1
-            if self._scaler is None:
-                logger.warning(
-                    "step %d skipped: %d gradient elements are not finite; weights and moments are unchanged",
-                    self.global_steps, nonfinite,
-                )  # fmt: skip
         else:
             self._grad_scale = self.grad_factor * clip_factor(self._norm, self.config.clip_norm)
             self.optimizer.step()
@@ -199,7 +202,13 @@ class Engine(nn.Module):
         self.global_samples += self.train_batch_size()
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step()
-        self._print_progress()
+        self._progress.stepped(
+            self.global_steps, self.global_samples, losses=self._losses, lr=self.get_lr()[0], norm=self._norm,
+            scale=self._scaler.scale if self._scaler is not None else None, skipped=self.skipped_steps,
+        )  # fmt: skip
+        self._losses.clear()
+        if self._skips.too_many:
+            self._give_up(origin)
 
     def synchronize(self) -> None:
         """Return when everything that `step()` has begun is done: with overlap it may go on beside the next forward.
@@ -212,6 +221,7 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away what has accumulated since the last step."""
         self.gradients.reset()
+        self._losses.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -286,22 +296,7 @@ class Engine(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full tensors on rank 0's CPU, empty on other ranks; gathered unit by unit. Collective."""
-        wanted = self.global_rank == 0
-        whole: dict[int, Tensor] = {}
-        for unit in self.units:
-            with access.gathered(self, [unit]):
-                if wanted:
-                    whole.update((id(param), param.detach().cpu().clone()) for param in unit.params)
-        names = {name: param for name, param in self.module.named_parameters(remove_duplicate=False)}
-        result: dict[str, Any] = {name: whole[id(param)] for name, param in names.items()} if wanted else {}
-        if wanted:
-            skipped = {
-                f"{path}.{name}" if path else name
-                for path, inner in self.module.named_modules()
-                for name in inner._non_persistent_buffers_set
-            }
-            result.update((name, b.detach().cpu()) for name, b in self.module.named_buffers() if name not in skipped)
-        return result
+        return access.full_state_dict(self, self.module, wanted=self.global_rank == 0)
 
     # The end.
 
@@ -412,17 +407,25 @@ class Engine(nn.Module):
             return rows[0][0], int(rows[0][1])
         return math.fsum(row[0] for row in rows), int(sum(row[1] for row in rows))
 
-    def _print_progress(self) -> None:
-        every = self.config.config.steps_per_print
-        if not every or self.global_steps % every:
-            return
-        now, (then, steps) = time.perf_counter(), self._since
-        self._since = (now, self.global_steps)
-        rate = (self.global_steps - steps) * self.train_batch_size() / max(now - then, 1e-9)
-        logger.info(
-            "step %d: lr %.3g, gradient norm %.4g, %.3g samples/s, skipped %d%s", self.global_steps, self.get_lr()[0],
-            self._norm, rate, self.skipped_steps, f", loss scale {self.loss_scale:g}" if self._scaler else "",
+    def _report_nonfinite(self, count: int, skipped: bool) -> str:
+        """Say which gradient is not finite; returns the words. An overflow that only settles fp16's scale is usual."""
+        if skipped and self._skips.in_a_row == 0:
+            return ""
+        finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
+        origin = first_nonfinite(self.gradients, self.mesh, loss_is_finite=finite)
+        logger.warning(
+            "step %d%s: %d gradient elements are not finite, first in the gradient of %s; %s weights and moments are "
+            "unchanged", self.global_steps, " skipped" if skipped else "", count, origin, "all" if skipped else "their",
         )  # fmt: skip
+        return origin
+
+    def _give_up(self, origin: str) -> None:
+        """Too many steps were skipped. Everything is as the last good step left it, on every rank."""
+        raise NonFiniteError(
+            f"{self._skips.in_a_row} steps in a row were skipped (max_skipped_steps), up to step "
+            f"{self.global_steps - 1}: the gradient of {origin} is not finite. Weights and moments are those of the "
+            f"last good step. Look at the data and the learning rate{', or use bf16' if self._scaler else ''}."
+        )
 
     def _alive(self, verb: str) -> None:
         if self._closed:
@@ -440,8 +443,5 @@ def _loss_scaler(config: ResolvedConfig) -> LossScaler | None:
     fp16 = config.config.fp16
     if config.compute_dtype != "fp16":
         return None
-    return LossScaler(
-        loss_scale=fp16.loss_scale, initial_scale_power=fp16.initial_scale_power,
-        loss_scale_window=fp16.loss_scale_window, hysteresis=fp16.hysteresis,
-        consecutive_hysteresis=fp16.consecutive_hysteresis, min_loss_scale=fp16.min_loss_scale,
-    )  # fmt: skip
+    other = {"enabled", "auto_cast", "fp16_master_weights_and_grads"}
+    return LossScaler(**fp16.model_dump(exclude=other))

@@ -31,6 +31,10 @@ class DivergenceError(StateError):
     """
 
 
+class NonFiniteError(InfinityError, ArithmeticError):
+    """Too many steps in a row were skipped because of gradients that are not finite. The weights are good."""
+
+
 class ExtensionError(InfinityError, RuntimeError):
     """A native library could not be built or loaded although it was asked for by name."""
 

@@ -20,13 +20,14 @@ FOLDERS = ("infinity", "estimators", "examples")
 _EVERYTHING = {
     "infinity.config", "infinity.errors", "infinity.plan", "infinity.log", "infinity.transfer", "infinity.ops",
     "infinity.comm", "infinity.memory", "infinity.optim", "infinity.zero", "infinity.parallel", "infinity.checkpoint",
-    "infinity.engine",
+    "infinity.engine", "infinity.progress",
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
     "infinity": {"infinity.api", "infinity.errors", "infinity.zero"},
     "infinity.api": _EVERYTHING,
     "infinity.engine": _EVERYTHING,
+    "infinity.progress": {"infinity.memory", "infinity.plan", "infinity.log"},
     "infinity.checkpoint": {"infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log"},
     "infinity.zero": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log", "infinity.transfer",

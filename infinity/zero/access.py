@@ -61,6 +61,25 @@ def units_of(owner: Owner, params: Iterable[nn.Parameter]) -> list[Unit]:
     return [unit for unit in owner.units if any(id(param) in wanted for param in unit.params)]
 
 
+def full_state_dict(owner: Owner, module: nn.Module, *, wanted: bool) -> dict[str, Tensor]:
+    """A module's full tensors in CPU memory, gathered unit by unit; empty where they are not wanted. Collective."""
+    whole: dict[int, Tensor] = {}
+    for unit in owner.units:
+        with gathered(owner, [unit]):
+            if wanted:
+                whole.update((id(param), param.detach().cpu().clone()) for param in unit.params)
+    if not wanted:
+        return {}
+    names = {name: param for name, param in module.named_parameters(remove_duplicate=False)}
+    skipped = {
+        f"{path}.{name}" if path else name
+        for path, inner in module.named_modules()
+        for name in inner._non_persistent_buffers_set
+    }
+    buffers = {name: b.detach().cpu() for name, b in module.named_buffers() if name not in skipped}
+    return {**{name: whole[id(param)] for name, param in names.items()}, **buffers}
+
+
 @contextmanager
 def gathered(owner: Owner, units: list[Unit]) -> Iterator[None]:
     """Keep units whole for the length of the block."""

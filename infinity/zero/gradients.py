@@ -9,9 +9,11 @@ boundary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+import torch
 from torch import Tensor
 
 from infinity.comm import collectives
@@ -143,6 +145,23 @@ class Gradients:
         with self._store.read(self.partition(unit)) as (partition,):
             held = partition.view(Kind.GRAD)
             return held.clone() if unit in self._begun else held.new_zeros(held.numel())
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank has its own gradients, before any sum over ranks, until the boundary and beyond."""
+        return self._whole
+
+    def nonfinite_slot(self, unit: Unit) -> int | None:
+        """The last parameter of a unit, by its place in the layout, whose gradient is not finite as far as this rank
+        has it: its own whole one, or its partition of the sum over ranks. After `boundary`, before `reset`.
+        """
+        if unit not in self._begun or not unit.layout.numel:
+            return None
+        if self._whole:
+            return _nonfinite_in(unit, self._buffers[unit], 0)
+        with self._store.read(self.partition(unit)) as (partition,):
+            held = partition.view(Kind.GRAD)
+            return _nonfinite_in(unit, held, unit.rank_in_parts * held.numel())
 
     def reset(self) -> None:
         """Forget all gradients: the step is over, or they are not wanted."""
@@ -308,6 +327,16 @@ class Gradients:
         """The reduction in flight, which is no longer this object's."""
         flying, self._flying = self._flying, None
         return flying
+
+
+def _nonfinite_in(unit: Unit, values: Tensor, first: int) -> int | None:
+    """The last slot with a non-finite element among the unit's elements from `first` on."""
+    for overlap in reversed(list(unit.layout.overlaps(first, first + values.numel()))):
+        piece = values[overlap.range_start : overlap.range_start + overlap.numel]
+        # In fp64 no sum of finite numbers of a shorter type overflows; several times faster than asking each.
+        if not math.isfinite(piece.sum(dtype=torch.float64).item()):
+            return unit.layout.slots.index(overlap.slot)
+    return None
 
 
 def on_any_rank(mine: Sequence[bool], mesh: Mesh, name: str) -> list[bool]:
