@@ -49,12 +49,12 @@ _BEAT_SECONDS = 0.5
 _BEAT_RANKS = 64
 # Without a sign of life for so long, a rank is dead: when a connection broke as well, and when nothing else says so. A
 # rank that holds Python's lock for long (it unpickles something large) gives none either.
-_DEAD_BROKEN_SECONDS, _DEAD_SECONDS = 2.0, 60.0
+_DEAD_BROKEN_SECONDS, _DEAD_SECONDS = 3.0, 60.0
 # After a wait of so long, rank 0 says once what it waits for.
 _REMIND_SECONDS = 60.0
 # How long the training thread waits for a verdict when a collective fails, and a process that ends for the others to
 # have heard of it.
-_VERDICT_SECONDS, _HEARD_SECONDS = 4.0, 2.0
+_VERDICT_SECONDS, _HEARD_SECONDS = 5.0, 2.0
 # From a verdict until the program's own code is interrupted, and until a process that even then does not come to Python
 # is ended.
 _INTERRUPT_SECONDS, _EXIT_SECONDS = 1.0, 20.0
@@ -286,7 +286,7 @@ class Watchdog:
             logger.warning("waiting for rank %s since %.0f s:\n%s", names, waited, table(positions))
         if waited < self._seconds:
             return None
-        silent = [rank for rank in positions if now - self._seen[rank][1] > 2 * _DEAD_BROKEN_SECONDS]
+        silent = [rank for rank in positions if now - self._seen[rank][1] > _DEAD_BROKEN_SECONDS]
         stopped = f"\nNo sign of life from rank {', '.join(map(str, silent))}." if silent else ""
         return Verdict(
             f"waited {waited:.1f} s for rank {names} (watchdog_seconds is {self._seconds:g}):\n{table(positions)}"

@@ -23,7 +23,7 @@ from tests.engine.divergence_process import train
 ROOT = Path(__file__).parents[2]
 # What "within seconds" is for a true mismatch, which no watchdog has to find; and beyond `watchdog_seconds` for a rank
 # that is late. Generous: the ranks share two cores with other tests.
-MISMATCH_SECONDS, LATE_SECONDS = 8.0, 5.0
+MISMATCH_SECONDS, LATE_SECONDS = 10.0, 5.0
 LONG, SHORT = 300.0, 2.0
 
 
