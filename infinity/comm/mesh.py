@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from infinity.comm.group import Group
-from infinity.comm.watchdog import BACKSTOP_SECONDS, Watchdog, leave
+from infinity.comm.watchdog import BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN, Watchdog, leave
 from infinity.errors import ConfigError
 
 
@@ -63,7 +63,7 @@ class Mesh:
         self.watchdog: Watchdog | None = None
         if ranks.world_size == 1:
             return
-        timeout = timedelta(seconds=timeout_seconds + BACKSTOP_SECONDS)
+        timeout = timedelta(seconds=max(timeout_seconds + BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN))
         if not dist.is_initialized():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if accelerator else "gloo",

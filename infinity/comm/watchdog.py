@@ -38,9 +38,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from infinity.comm.positions import ADVICE, NAMES_MAX, Position, Wait, circle, missing, parted, table
+from infinity.comm.sever import sever
 from infinity.errors import DivergenceError
 from infinity.log import logger
 
@@ -60,10 +60,9 @@ _VERDICT_SECONDS, _HEARD_SECONDS = 5.0, 2.0
 _INTERRUPT_SECONDS, _EXIT_SECONDS = 1.0, 20.0
 # Of a rank that has only ended: others may be about to raise the same error themselves.
 _INTERRUPT_ENDED_SECONDS = 10.0
-# gloo's own limit comes after ours: where it speaks, the watchdog itself could not.
-BACKSTOP_SECONDS = 3.0
-# A tag that no collective uses.
-_TAG = 0x1F1F
+# gloo's own limit comes after ours: where it speaks, the watchdog itself could not. It also bounds the time in which
+# ranks find each other at the start.
+BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN = 3.0, 30.0
 _HISTORY_MAX = 4096
 _OWN_FOLDERS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, os.path.dirname(torch.__file__))
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -227,14 +226,17 @@ class Watchdog:
             self._woken.clear()
 
     def _look(self) -> None:
-        """Report, listen, and when this rank waits look at the others."""
+        """Report, listen, and when this rank waits look at the others. After a verdict there is nothing more to say."""
+        if self._verdict is not None:
+            self._told.set()
+            return
         self._beat += 1
         mine = self._position()
         self._store.set(f"at/{self._rank}", mine.encode())
-        if self._ending is not None and not self._told.is_set():
+        if self._ending is not None:
             self._declare(self._ending)
             self._told.set()
-        if self._verdict is None and self._store.check(["verdict"]):
+        elif self._store.check(["verdict"]):
             self._learn(self._store.get("verdict"))
         waits = mine.wait is not None and mine.waited_seconds > _BEAT_SECONDS
         if self._verdict is not None or not (waits or self._connection_lost):
@@ -370,31 +372,12 @@ class Watchdog:
             return
         self._broken = True
         for group in self._groups:
-            # Whatever goes wrong here, the group is not in use any more.
-            with contextlib.suppress(Exception):
-                if dist.get_backend(group) == "gloo":
-                    _break_gloo(group)
-                else:
-                    group._get_backend(torch.device("cuda")).abort()
+            sever(group)
 
 
 def _is_machinery(path: str) -> bool:
     """Whether a file is ours, torch's or Python's own, and so says nothing about the program."""
     return path.startswith((*_OWN_FOLDERS, "<frozen")) or (path.startswith(_STDLIB) and "site-packages" not in path)
-
-
-def _break_gloo(group: Any) -> None:
-    """Wait a moment for what nobody sends: when the time is over, gloo closes the connections to all of the group."""
-    for peer in dist.get_process_group_ranks(group):
-        if peer != dist.get_rank():
-            try:
-                receiving = dist.irecv(torch.empty(1), src=peer, group=group, tag=_TAG)
-                assert receiving is not None
-                receiving.wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                # Anything else: the connection to this one is closed already.
-                if "Timed out" in str(error):
-                    return
 
 
 # Watchdogs of engines that are open in this process.
