@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from infinity.breakdown import baseline_nbytes
 from infinity.building import ConfigSource, mesh_of
+from infinity.comm.agreement import agree_on_plan
 from infinity.comm.mesh import Mesh, Ranks, detect
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.config.optimizer import Adam
@@ -85,14 +86,19 @@ def initialize(
     resolved = _resolve(config if config is not None else config_params, args, model, ranks, optimizer)
     start(ranks.rank, resolved.config.log_level)
     device = Device.detect(ranks.local_rank)
-    trained = _trained(resolved, model, model_parameters, optimizer)
-    with ExitStack() as undo:
-        groups = _mesh_of(model, resolved, ranks, device, undo)
+    spool = spool_of(list(model.parameters()))
+    # First of all: from here on what one rank raises ends the others too.
+    groups = spool.mesh if spool is not None else mesh_of(resolved, ranks, device)
+    with ExitStack() as undo, groups.telling():
+        if spool is None:
+            undo.callback(groups.close)
+        trained = _trained(resolved, model, model_parameters, optimizer)
         plan, limits = preflight(
             resolved, model, trained.group_of(), device, groups, moments=trained.optimizer.method.moments
         )
+        agree_on_plan(plan, groups)
         ledger = Ledger(limits=limits, baseline_nbytes=baseline_nbytes(model))
-        parts = _build(resolved, model, plan, device, groups, trained, ledger, undo)
+        parts = _build(resolved, model, plan, groups, device, trained, ledger, undo)
         engine = Engine(parts)
         engine.optimizer = TieredOptimizer(trained.groups, trained.optimizer.defaults, engine.apply_step)
         engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
@@ -221,16 +227,16 @@ def _build(
     config: ResolvedConfig,
     model: nn.Module,
     plan: Plan,
-    device: Device,
     mesh: Mesh,
+    device: Device,
     trained: _Trained,
+    ledger: Ledger,
     undo: ExitStack,
 ) -> Parts:
     """Allocate what the plan says and move the model into it. What was built is taken down again when a later part
     fails.
     """
-    ranks = mesh.ranks
-    spool = spool_of(list(model.parameters()))
+    spool, ranks = spool_of(list(model.parameters())), mesh.ranks
     if spool is not None:
         undo.callback(mesh.close)
     store = _store(config, plan, ranks, device, ledger)
@@ -288,16 +294,6 @@ def _stepper(
     return Stepper(
         plan, store, index=ranks.rank, method=trained.optimizer.method, behind=config.config.overlap and moves
     )
-
-
-def _mesh_of(model: nn.Module, config: ResolvedConfig, ranks: Ranks, device: Device, undo: ExitStack) -> Mesh:
-    """The mesh that the model was built on under `Init`, or a new one that `undo` closes."""
-    spool = spool_of(list(model.parameters()))
-    if spool is not None:
-        return spool.mesh
-    mesh = mesh_of(config, ranks, device)
-    undo.callback(mesh.close)
-    return mesh
 
 
 def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, ledger: Ledger) -> TieredStore:

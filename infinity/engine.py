@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.breakdown import Breakdown
-from infinity.comm.collectives import exchange
+from infinity.comm.agreement import agree_on_numbers
 from infinity.comm.mesh import Mesh
 from infinity.config.resolve import ResolvedConfig
 from infinity.errors import StateError
@@ -34,13 +33,16 @@ from infinity.ops.adam import shutdown_threads
 from infinity.optim.clip import clip_factor
 from infinity.optim.loss_scale import LossScaler
 from infinity.optim.optimizer import TieredOptimizer
+from infinity.optim.skips import Skips
 from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
+from infinity.progress import Progress
 from infinity.timeline import Timeline
 from infinity.zero import access
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients, on_any_rank
 from infinity.zero.hooks import ModuleHooks
+from infinity.zero.nonfinite import first_nonfinite
 from infinity.zero.stopwatch import agree
 from infinity.zero.unit import Unit
 
@@ -93,10 +95,12 @@ class Engine(nn.Module):
         self._hooks = parts.hooks
         self._stepper = parts.stepper
         self._scaler = _loss_scaler(parts.config)
+        self._skips = Skips(limit=parts.config.config.max_skipped_steps, scaler=self._scaler)
+        # Of the micro-steps since the latest boundary, unscaled; looked at when somebody asks.
+        self._losses: list[Tensor] = []
         self._norm = 0.0
         self._applied = False
         self._grad_scale = 1.0
-        self._ordered = False
         self._arrived: dict[Unit, list[bool]] = {}
         # A gradient that is not finite skips the whole step, or (bf16 on request) leaves its own elements out.
         element_by_element = parts.stepper.guarded and parts.config.compute_dtype == "bf16"
@@ -108,7 +112,8 @@ class Engine(nn.Module):
             rank=parts.mesh.ranks.rank, world_size=parts.mesh.ranks.world_size,
         )  # fmt: skip
         self._closed = False
-        self._since = (time.perf_counter(), 0)
+        every = parts.config.config.steps_per_print if parts.mesh.ranks.rank == 0 else None
+        self._progress = Progress(every, parts.ledger, world_size=parts.mesh.ranks.world_size)
         self.gradients.landed = self._on_landed
         for unit in self.units:
             for param in unit.params:
@@ -129,7 +134,9 @@ class Engine(nn.Module):
         """Run the module's forward; returns what it returns."""
         self._alive("run forward")
         self._observer.begin_step(self.global_steps + 1)
-        with self._observer.phase("forward", self.coordinator.abandon):
+        if self.training:
+            self._progress.called(args, kwargs)
+        with self._observer.phase("forward", self._abandon):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -154,9 +161,10 @@ class Engine(nn.Module):
         if self._early and self.is_gradient_accumulation_boundary():
             self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
         self.coordinator.begin_backward(scaled=True)
-        with self._observer.phase("backward", self.coordinator.abandon):
+        with self._observer.phase("backward", self._abandon):
             scaled.backward(retain_graph=retain_graph)
             self.coordinator.end_backward()
+        self._losses.append(loss.detach())
         return loss
 
     def step(self) -> None:
@@ -169,7 +177,7 @@ class Engine(nn.Module):
         self.micro_steps += 1
         if not boundary:
             return
-        with self._observer.phase("step", lambda: None):
+        with self._observer.phase("step", self.mesh.failed):
             self._apply_gradients()
         self._observer.end_step(self.global_steps)
 
@@ -183,18 +191,11 @@ class Engine(nn.Module):
         self.coordinator.next_step()
         self._time_prefetch()
         self._norm = math.sqrt(squares) * self.grad_factor if not nonfinite else math.inf
-        if nonfinite and not self._checked:
-            logger.warning(
-                "step %d: %d gradient elements are not finite; their weights and moments are unchanged",
-                self.global_steps, nonfinite,
-            )  # fmt: skip
-        if nonfinite and self._checked:
+        skipped = bool(nonfinite) and self._checked
+        self._skips.update(skipped)
+        origin = self._report_nonfinite(nonfinite, skipped) if nonfinite else ""
+        if skipped:
             self.skipped_steps += 1
-            if self._scaler is None:
-                logger.warning(
-                    "step %d skipped: %d gradient elements are not finite; weights and moments are unchanged",
-                    self.global_steps, nonfinite,
-                )  # fmt: skip
         else:
             self._grad_scale = self.grad_factor * clip_factor(self._norm, self.config.clip_norm)
             self.optimizer.step()
@@ -206,7 +207,13 @@ class Engine(nn.Module):
         self.global_samples += self.train_batch_size()
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step()
-        self._print_progress()
+        self._progress.stepped(
+            self.global_steps, self.global_samples, losses=self._losses, lr=self.get_lr()[0], norm=self._norm,
+            scale=self._scaler.scale if self._scaler is not None else None, skipped=self.skipped_steps,
+        )  # fmt: skip
+        self._losses.clear()
+        if self._skips.too_many:
+            self._give_up(origin)
 
     def synchronize(self) -> None:
         """Return when everything that `step()` has begun is done: with overlap it may go on beside the next forward.
@@ -219,6 +226,7 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away what has accumulated since the last step."""
         self.gradients.reset()
+        self._losses.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -341,6 +349,8 @@ class Engine(nn.Module):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is not None:
+            self.mesh.failed(error)
         try:
             self._close(at_once=error is not None)
         except Exception as failure:
@@ -354,7 +364,6 @@ class Engine(nn.Module):
     def apply_step(self) -> None:
         """What `optimizer.step()` runs: step every sub-group, then bring whole units up to date."""
         arrived = {unit.layout.index: self._arrived[unit] for unit in self._arrived}
-        # What goes on behind the next forward begins here; whole units are up to date on return.
         self._stepper.step(self.optimizer.param_groups, grad_scale=self._grad_scale, arrived=arrived)
         for unit in self.units:
             if unit.placed.whole and unit.layout.trainable:
@@ -370,22 +379,15 @@ class Engine(nn.Module):
         alone = self.world_size == 1
         if not alone:
             flags = [unit.layout.index in late for unit in self.units]
-            late = [index for index, flag in enumerate(on_any_rank(flags, self.mesh)) if flag]
+            agreed = on_any_rank(flags, self.mesh, "agreement on late gradients")
+            late = [index for index, flag in enumerate(agreed) if flag]
         self.gradients.boundary(late)
         self._arrived = dict(self.gradients.arrived)
         if not alone:
             mine = [flag for flags in self._arrived.values() for flag in flags]
-            anyone = iter(on_any_rank(mine, self.mesh))
+            anyone = iter(on_any_rank(mine, self.mesh, "agreement on gradients"))
             self._arrived = {unit: [next(anyone) for _ in flags] for unit, flags in self._arrived.items()}
-            self._agree_on_order()
-
-    def _agree_on_order(self) -> None:
-        """After the first backward, reduce in the order in which rank 0's units really finish."""
-        if self._ordered:
-            return
-        self._ordered = True
-        order = [float(index) for index in self.gradients.seen_order]
-        self.gradients.set_order([int(index) for index in exchange(order, self.mesh.control, self.world_size)[0]])
+            self.gradients.agree_on_order()
 
     def _time_prefetch(self) -> None:
         """Measure one warm training pass, and then prefetch as late as its times allow; once, on all ranks alike."""
@@ -405,23 +407,27 @@ class Engine(nn.Module):
         squares, nonfinite = self._stepper.grad_stats()
         if self.world_size == 1:
             return squares, nonfinite
-        rows = exchange([squares, float(nonfinite)], self.mesh.control, self.world_size)
+        rows = agree_on_numbers([squares, float(nonfinite)], self.mesh, "exchange of gradient norms")
         if self.config.stage == 0:
             # Nothing is cut: every rank has counted the same gradients.
             return rows[0][0], int(rows[0][1])
         return math.fsum(row[0] for row in rows), int(sum(row[1] for row in rows))
 
-    def _print_progress(self) -> None:
-        every = self.config.config.steps_per_print
-        if not every or self.global_steps % every:
-            return
-        now, (then, steps) = time.perf_counter(), self._since
-        self._since = (now, self.global_steps)
-        rate = (self.global_steps - steps) * self.train_batch_size() / max(now - then, 1e-9)
-        logger.info(
-            "step %d: lr %.3g, gradient norm %.4g, %.3g samples/s, skipped %d%s", self.global_steps, self.get_lr()[0],
-            self._norm, rate, self.skipped_steps, f", loss scale {self.loss_scale:g}" if self._scaler else "",
+    def _report_nonfinite(self, count: int, skipped: bool) -> str:
+        """Say which gradient is not finite; returns the words. An overflow that only settles fp16's scale is usual."""
+        if skipped and self._skips.in_a_row == 0:
+            return ""
+        finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
+        origin = first_nonfinite(self.gradients, self.mesh, loss_is_finite=finite)
+        logger.warning(
+            "step %d%s: %d gradient elements are not finite, first in the gradient of %s; %s weights and moments are "
+            "unchanged", self.global_steps, " skipped" if skipped else "", count, origin, "all" if skipped else "their",
         )  # fmt: skip
+        return origin
+
+    def _give_up(self, origin: str) -> None:
+        """Too many steps were skipped. Everything is as the last good step left it, on every rank."""
+        raise self._skips.error(self.global_steps - 1, origin)
 
     def _alive(self, verb: str) -> None:
         if self._closed:
@@ -429,14 +435,15 @@ class Engine(nn.Module):
         if self._observer.broken:
             raise StateError(f"cannot {verb}: {self._observer.broken}")
         self._stepper.check()
+        self.mesh.check()
+
+    def _abandon(self, error: BaseException) -> None:
+        """Forward or backward has raised: forget the pass, and have the other ranks told."""
+        self.mesh.failed(error)
+        self.coordinator.abandon()
 
 
 def _loss_scaler(config: ResolvedConfig) -> LossScaler | None:
-    fp16 = config.config.fp16
     if config.compute_dtype != "fp16":
         return None
-    return LossScaler(
-        loss_scale=fp16.loss_scale, initial_scale_power=fp16.initial_scale_power,
-        loss_scale_window=fp16.loss_scale_window, hysteresis=fp16.hysteresis,
-        consecutive_hysteresis=fp16.consecutive_hysteresis, min_loss_scale=fp16.min_loss_scale,
-    )  # fmt: skip
+    return LossScaler(**config.config.fp16.model_dump(exclude={"enabled", "auto_cast", "fp16_master_weights_and_grads"}))

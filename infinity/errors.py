@@ -41,6 +41,16 @@ class StateError(InfinityError, RuntimeError):
     """An illegal move of a partition, or a parameter's data touched while it is partitioned."""
 
 
+class DivergenceError(StateError):
+    """The ranks of a job no longer do the same, or one of them has failed, ended or is late; the message says where
+    each of them is.
+    """
+
+
+class NonFiniteError(InfinityError, ArithmeticError):
+    """Too many steps in a row were skipped because of gradients that are not finite. The weights are good."""
+
+
 class ExtensionError(InfinityError, RuntimeError):
     """A native library could not be built or loaded although it was asked for by name."""
 

@@ -76,12 +76,13 @@ def load_hf(
     model = _skeleton(model_class or transformers.AutoModelForCausalLM, model_config)
     spool = open_spool(config)
     try:
-        weights = WeightFolder(folder)
-        spool.resources.callback(weights.close)
-        _check_alike(spool, weights)
-        found = _match(model, weights.tensors)
-        _report(model, folder, found, strict=strict)
-        _adopt(model, spool, found)
+        with spool.mesh.telling():
+            weights = WeightFolder(folder)
+            spool.resources.callback(weights.close)
+            _check_alike(spool, weights)
+            found = _match(model, weights.tensors)
+            _report(model, folder, found, strict=strict)
+            _adopt(model, spool, found)
     except BaseException:
         spool.close()
         raise

@@ -28,7 +28,7 @@ _AFTER = {
     ),
     "step": "The step is incomplete: this engine cannot go on. Close it, and start from a checkpoint with less.",
 }
-_OTHERS = " Other ranks wait for this one: end them all."
+_OTHERS = " The other ranks are told, and end."
 
 
 class Observer:
@@ -51,13 +51,13 @@ class Observer:
         return Timeline(path, rank=self._rank, describe=self._breakdown.name, begin=self._breakdown.tell_levels)
 
     @contextmanager
-    def phase(self, name: str, undo: Callable[[], None]) -> Iterator[None]:
+    def phase(self, name: str, undo: Callable[[BaseException], None]) -> Iterator[None]:
         """One verb of the loop; `undo` follows a failure. Where memory lacks, the error shows the ledger."""
         try:
             with record.span(record.PHASE, name):
                 yield
         except BaseException as error:
-            undo()
+            undo(error)
             told = self._breakdown.explain(error, name, _AFTER[name] + ("" if self._alone else _OTHERS))
             if told is None:
                 raise

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.comm.collectives import all_gather, reduce_scatter
+from infinity.comm.group import Group
 from support.machine import median
 
 _WIDTH = 8
@@ -116,15 +117,16 @@ def _collectives(units: int, world: int) -> Callable[[], list[float]]:
     numel = _WIDTH * (_WIDTH + 1)
     numel += -numel % (16 * world)
     full, part = torch.zeros(numel), torch.zeros(numel // world)
+    everyone = Group(dist.group.WORLD)
 
     def step() -> list[float]:
         moments = [time.perf_counter()]
         for _ in range(units):
-            all_gather(full, part, dist.group.WORLD).wait()
+            all_gather(full, part, everyone).wait()
         moments.append(time.perf_counter())
         for _ in range(units):
-            all_gather(full, part, dist.group.WORLD).wait()
-            reduce_scatter(part, full, group=dist.group.WORLD).wait()
+            all_gather(full, part, everyone).wait()
+            reduce_scatter(part, full, group=everyone).wait()
         moments.append(time.perf_counter())
         return [*moments, time.perf_counter()]
 

@@ -2,19 +2,25 @@
 
 World size 1 needs no launcher, no environment variables and no process group. With more ranks (torchrun, or a group
 that the program has opened itself) gathers and reductions run in groups of their own, so that their mutual order is
-free, and small decisions are exchanged through a CPU group that never waits for the device.
+free, and small decisions are exchanged through a CPU group that never waits for the device. A watchdog looks after
+all three.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
+from infinity.comm.group import Group
+from infinity.comm.watchdog import BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN, Watchdog, leave
 from infinity.errors import ConfigError
 
 
@@ -47,16 +53,17 @@ def detect() -> Ranks:
 
 
 class Mesh:
-    """The process groups of the data-parallel axis. All groups are None at world size 1."""
+    """The process groups of the data-parallel axis. All groups, and the watchdog, are None at world size 1."""
 
     def __init__(self, ranks: Ranks, *, accelerator: bool, timeout_seconds: float) -> None:
         self.ranks = ranks
         self.gather: Any = None
         self.reduce: Any = None
         self.control: Any = None
+        self.watchdog: Watchdog | None = None
         if ranks.world_size == 1:
             return
-        timeout = timedelta(seconds=timeout_seconds)
+        timeout = timedelta(seconds=max(timeout_seconds + BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN))
         if not dist.is_initialized():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if accelerator else "gloo",
@@ -67,20 +74,46 @@ class Mesh:
             # It stays open for the next engine: ranks that close at different times would meet each other's old store.
             atexit.register(_end)
         backend = "nccl" if accelerator else "gloo"
-        self.gather = dist.new_group(backend=backend, timeout=timeout)
-        self.reduce = dist.new_group(backend=backend, timeout=timeout)
-        self.control = dist.new_group(backend="gloo", timeout=timeout)
+        groups = [dist.new_group(backend=name, timeout=timeout) for name in (backend, backend, "gloo")]
+        self.watchdog = Watchdog(
+            dist.PrefixStore(f"infinity/{groups[0].group_name}/", _get_default_store()), groups,
+            rank=ranks.rank, world_size=ranks.world_size, seconds=timeout_seconds,
+        )  # fmt: skip
+        self.gather, self.reduce, self.control = (
+            Group(group, index, self.watchdog) for index, group in enumerate(groups)
+        )
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What is raised in the block is told to the ranks that wait for this one, should it not go on."""
+        try:
+            yield
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+    def failed(self, error: BaseException) -> None:
+        """As `telling`, for an error that has been caught."""
+        if self.watchdog is not None:
+            self.watchdog.failed(error)
+
+    def check(self) -> None:
+        """Raise DivergenceError when the ranks can no longer go on together."""
+        if self.watchdog is not None:
+            self.watchdog.check()
 
     def close(self) -> None:
         """Destroy this mesh's groups. The program's own group stays open, or ends with the process."""
-        if self.control is None:
+        if self.watchdog is None:
             return
+        self.watchdog.close()
         if dist.is_initialized():
             for group in (self.gather, self.reduce, self.control):
-                dist.destroy_process_group(group)
-        self.gather = self.reduce = self.control = None
+                dist.destroy_process_group(group.process_group)
+        self.gather = self.reduce = self.control = self.watchdog = None
 
 
 def _end() -> None:
+    leave()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -165,8 +165,12 @@ class Config(Section):
     """Checked against the number of ranks."""
     overlap: Annotated[Flag, HONOURED] = True
     """Ours. Prefetch, flush and move gradients beside the computation; false gives the same bits without overlap."""
+    max_skipped_steps: Annotated[Natural, HONOURED] = 50
+    """Ours. Steps skipped in a row, because a gradient is not finite, after which step() raises; 0 never does. In fp16
+    the search for the first loss scale does not count."""
     watchdog_seconds: Annotated[Positive, HONOURED] = 600.0
-    """Ours. Time limit of one I/O request or wait, after which an error says who waited for what."""
+    """Ours. Time limit of one I/O request, and of one wait for the other ranks, after which every rank raises and says
+    who waited for what. Ranks that do different things, fail or end are found within seconds whatever it is."""
     hardware_profile: Annotated[Text | None, HONOURED] = None
     """Ours. A profile that `infinity bench` has written: block size, depth and shares of the drives are taken from it
     where aio does not say them, instead of being chosen or measured at the start."""

@@ -55,9 +55,8 @@ class Ledger:
         return sum(nbytes for (where, _), nbytes in self.now.items() if where is tier)
 
     def room(self, tier: Tier) -> int | None:
-        """Bytes that the tier's limit leaves; None where there is no limit."""
-        limit = self.limits.of(tier)
-        return None if limit is None else limit - self.total(tier)
+        """Bytes that the limits leave to a tier, its own and the process's; None where there is none."""
+        return self.limits.left({each: self.total(each) for each in Tier}).of(tier)
 
     @contextmanager
     def taking(self, tier: Tier, kinds: Mapping[Kind, int], owner: str) -> Iterator[None]:
@@ -68,8 +67,8 @@ class Ledger:
         """
         asked = sum(kinds.values())
         room = self.room(tier)
-        if room is not None and asked > max(room, 0):
-            raise self._beyond(tier, kinds, owner)
+        if room is not None and asked > room:
+            raise self._beyond(tier, kinds, owner, room)
         try:
             yield
         except (MemoryError, OSError, RuntimeError) as error:
@@ -84,9 +83,10 @@ class Ledger:
         held = [(kind.value, nbytes) for (where, kind), nbytes in self.now.items() if where is tier and nbytes > 0]
         return tuple(sorted(held, key=lambda item: -item[1])[:_OWNERS])
 
-    def _beyond(self, tier: Tier, kinds: Mapping[Kind, int], owner: str) -> TierMemoryError:
-        asked, used, limit = sum(kinds.values()), self.total(tier), self.limits.of(tier)
-        assert limit is not None
+    def _beyond(self, tier: Tier, kinds: Mapping[Kind, int], owner: str, room: int) -> TierMemoryError:
+        asked, used = sum(kinds.values()), self.total(tier)
+        # What the tier may hold beside what the others hold.
+        limit = used + room
         return TierMemoryError(
             f"no room on {tier.value} for {owner}: asked {mb(asked)}, used {mb(used)}, limit {mb(limit)}. "
             f"{_REMEDIES[tier]}{holders(self.owners(tier))}",

@@ -32,7 +32,8 @@ from infinity.ops.adam import grad_stats
 from infinity.optim.method import Cut, Method
 from infinity.optim.sweep import Run, Sweep
 from infinity.plan.layout import Slot, SubGroup
-from infinity.plan.plan import STEP_READS, Plan
+from infinity.plan.plan import Plan
+from infinity.plan.stepping import STEP_READS
 from infinity.plan.types import Key, Kind
 
 

@@ -12,7 +12,8 @@ from itertools import accumulate
 
 from infinity.plan.fetch import FetchSchedule
 from infinity.plan.layout import Slice, SubGroup, UnitLayout
-from infinity.plan.plan import STEP_WINDOW, Plan
+from infinity.plan.plan import Plan
+from infinity.plan.stepping import STEP_WINDOW
 from infinity.plan.types import Key, Kind, PartitionSpec, Section, Tier
 
 _UNITS_MAX, _GROUPS_MAX = 96, 128

@@ -23,6 +23,7 @@ from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layo
 from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
 from infinity.plan.placement import Homes, Placement, Policy, always_whole, place, whole_units
 from infinity.plan.spec import ModelSpec
+from infinity.plan.stepping import STEP_WINDOW, step_order_of, stepped_nbytes
 from infinity.plan.topology import Topology
 from infinity.plan.types import (
     ADAM_MOMENTS,
@@ -35,10 +36,6 @@ from infinity.plan.types import (
     Tier,
     align_up,
 )
-
-# Sub-groups in memory at once while stepping from NVMe: one being stepped, those being read, and two being written.
-STEP_READS = 2
-STEP_WINDOW = 1 + STEP_READS + 2
 
 # A sub-group on NVMe is one read and one write. This many elements keep the drive at its bandwidth; more only takes
 # memory, and makes the first forward units wait longer for their step. It is also fine enough a grain to divide states
@@ -114,7 +111,7 @@ class Plan:
     pools: Pools
     budget: FetchBudget
     schedule: FetchSchedule
-    # Sub-groups in the order in which they are stepped: see `_step_order`.
+    # Sub-groups in the order in which they are stepped: see `step_order_of`.
     step_order: tuple[int, ...]
     numel: int = field(default=0)
 
@@ -375,7 +372,7 @@ def _assemble(
         reuse_nbytes_max=request.reuse_numel * width,
         fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, max(fetch_nbytes, default=0)),
     )  # fmt: skip
-    order = _step_order(groups, placement, spec.uses)
+    order = step_order_of(groups, placement, spec.uses)
     schedule = make_schedule(
         spec.uses + spec.uses[::-1],
         full_nbytes=_full_nbytes(layouts, placement),
@@ -388,22 +385,6 @@ def _assemble(
         step_order=order,
         pools=_pools(layouts, groups, placement, partitions, request, topology, budget, schedule, order),
     )  # fmt: skip
-
-
-def _step_order(groups: tuple[SubGroup, ...], placement: Placement, uses: tuple[int, ...]) -> tuple[int, ...]:
-    """Indices of sub-groups: first those with units that stay whole, which the program may look at once a step is over;
-    then in the order in which the next forward needs their parameters, so that the step may go on beside it.
-    """
-    first_use: dict[int, int] = {}
-    for position, unit in enumerate(uses):
-        first_use.setdefault(unit, position)
-
-    def rank(group: SubGroup) -> tuple[bool, int, int]:
-        units = [piece.unit for piece in group.slices]
-        first = min(first_use.get(unit, len(uses)) for unit in units)
-        return not any(placement.units[unit].whole for unit in units), first, group.index
-
-    return tuple(group.index for group in sorted(groups, key=rank))
 
 
 def _full_nbytes(layouts: tuple[UnitLayout, ...], placement: Placement) -> tuple[int, ...]:
@@ -422,7 +403,7 @@ def _pools(
     params = {key: nbytes for key, nbytes in on_nvme.items() if key.kind is Kind.PARAM}
     states = [nbytes for key, nbytes in on_nvme.items() if key.kind is Kind.STATES]
     # One is in use. Beside it lies what was fetched ahead, or what is stepped: nothing is fetched ahead of its step.
-    ahead = max(budget.fetch_nbytes_max, _stepped_nbytes(groups, order, params))
+    ahead = max(budget.fetch_nbytes_max, stepped_nbytes(groups, order, params))
     busiest = max(params.values(), default=0) + ahead
     backward = schedule.trace[len(schedule.trace) // 2 :]
     staged = [
@@ -443,11 +424,3 @@ def _pools(
             accelerator=request.accelerator,
         ),  # fmt: skip
     )
-
-
-def _stepped_nbytes(groups: tuple[SubGroup, ...], order: tuple[int, ...], params: dict[Key, int]) -> int:
-    """Bytes of PARAM partitions in memory while a window of consecutive sub-groups is stepped, at most."""
-    by_unit = {key.index: nbytes for key, nbytes in params.items()}
-    units = [{piece.unit for piece in groups[index].slices} & by_unit.keys() for index in order] if by_unit else []
-    windows = (set[int]().union(*units[at : at + STEP_WINDOW]) for at in range(len(units)))
-    return max((sum(by_unit[unit] for unit in window) for window in windows), default=0)

@@ -14,7 +14,8 @@ from itertools import islice
 
 from infinity.plan.lanes import Job, Lane, Lanes, Process
 from infinity.plan.layout import SubGroup
-from infinity.plan.plan import STEP_READS, Plan
+from infinity.plan.plan import Plan
+from infinity.plan.stepping import STEP_READS
 from infinity.plan.traffic import Steps, nvme_specs, uses
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
 

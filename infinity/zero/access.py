@@ -117,7 +117,7 @@ def read(params: Params) -> Iterator[None]:
                 param._version != version or home[id(param)].strayed(param) is not None
                 for param, version in zip(chosen, before, strict=True)
             ]
-            for param, flag in zip(chosen, on_any_rank(changed, owner.mesh), strict=True):
+            for param, flag in zip(chosen, on_any_rank(changed, owner.mesh, "end of read()"), strict=True):
                 if flag:
                     raise StateError(
                         f"{name_of(param)} was changed inside infinity.read(), which would be lost: use "
@@ -144,7 +144,7 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
                 for param in unit.params:
                     _take(param, unit.strayed(param))
                 if owner.mesh.ranks.world_size > 1:
-                    collectives.broadcast(unit.full, owner.mesh.gather, source)
+                    collectives.broadcast(unit.full, owner.mesh.gather, source, f"broadcast of {unit.layout.name}")
                 _write_back(owner, unit, old)
 
 
@@ -355,5 +355,5 @@ class ParameterState:
         full = own
         if self._unit.placed.parts > 1:
             full = own.new_empty(self._unit.layout.numel)
-            collectives.all_gather(full, own, self._owner.mesh.control).wait()
+            collectives.all_gather(full, own, self._owner.mesh.control, f"state of {self._slot.name}").wait()
         return full[self._slot.offset : self._slot.offset + self._slot.numel].clone().view(self._slot.shape)

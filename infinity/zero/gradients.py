@@ -9,10 +9,12 @@ boundary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -26,7 +28,7 @@ from infinity.memory.partition import DTYPES
 from infinity.memory.store import TieredStore
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind, Tier
-from infinity.transfer import Completed, Transfer, WorkTransfer
+from infinity.transfer import Completed, Transfer
 from infinity.zero.unit import Unit
 
 # Elements that are cast at a time where gradients add up in another dtype than they arrive in.
@@ -88,8 +90,9 @@ class Gradients:
         self._ready: set[Unit] = set()
         self._finished: list[Unit] = []
         # Unit indices in the order in which the latest backward finished with them: what `order` should become.
+        self._ordered = False
         self.seen_order: list[int] = [unit.layout.index for unit in self.order]
-        self._flying: tuple[Unit, WorkTransfer, Tensor] | None = None
+        self._flying: tuple[Unit, Transfer, Tensor] | None = None
         self._scratch: _Reducing | None = None
         # A unit whose gradients are on their way from the device, with the lease that they need.
         self._arriving: tuple[Unit, ExitStack, list[Transfer]] | None = None
@@ -136,10 +139,16 @@ class Gradients:
         self._ready.clear()
         self._finished.clear()
 
-    def set_order(self, indices: Sequence[int]) -> None:
-        """Reduce in this order of unit indices from the next backward on. Must be the same on every rank."""
+    def agree_on_order(self) -> None:
+        """After the first backward, reduce in the order in which rank 0's units really finish. Collective, once."""
+        if self._ordered:
+            return
+        self._ordered = True
+        seen = [float(index) for index in self.seen_order]
+        name = "agreement on the order of reductions"
+        everyone = collectives.exchange(seen, self._mesh.control, self._mesh.ranks.world_size, name)
         by_index = {unit.layout.index: unit for unit in self._units}
-        self.order = [by_index[index] for index in indices]
+        self.order = [by_index[int(index)] for index in everyone[0]]
 
     def leftovers(self) -> list[int]:
         """Indices of units with gradients that arrived after their unit's turn."""
@@ -168,7 +177,7 @@ class Gradients:
         if self._whole:
             buffer = self._buffers[unit] if unit in self._begun else self._buffers[unit].new_zeros(unit.layout.numel)
             full = buffer.to(self._wire, copy=True)
-            collectives.all_reduce(full, self._mesh.reduce).wait()
+            collectives.all_reduce(full, self._mesh.reduce, f"reduction of {unit.layout.name}").wait()
             numel = unit.layout.partition_numel(unit.placed.parts)
             return full[unit.rank_in_parts * numel :][:numel]
         with self._store.read(self.partition(unit)) as (partition,):
@@ -189,6 +198,23 @@ class Gradients:
         with self._store.write(self.partition(unit)) as (partition,):
             partition.view(Kind.GRAD).copy_(own)
         self.landed(unit)
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank has its own gradients, before any sum over ranks, until the boundary and beyond."""
+        return self._whole
+
+    def nonfinite_slot(self, unit: Unit) -> int | None:
+        """The last parameter of a unit, by its place in the layout, whose gradient is not finite as far as this rank
+        has it: its own whole one, or its partition of the sum over ranks. After `boundary`, before `reset`.
+        """
+        if unit not in self._begun or not unit.layout.numel:
+            return None
+        if self._whole:
+            return _nonfinite_in(unit, self._buffers[unit], 0)
+        with self._store.read(self.partition(unit)) as (partition,):
+            held = partition.view(Kind.GRAD)
+            return _nonfinite_in(unit, held, unit.rank_in_parts * held.numel())
 
     def reset(self) -> None:
         """Forget all gradients: the step is over, or they are not wanted."""
@@ -318,16 +344,17 @@ class Gradients:
         scratch = self._take_scratch()
         full = scratch.full[: buffer.numel()].copy_(buffer) if scratch.full.numel() else buffer
         key, nbytes = self.partition(unit), full.numel() * full.element_size()
+        name = f"reduction of {unit.layout.name}"
         record.take_off("reductions", key, nbytes)
         with self._store.write(key) as (partition,), record.span(record.WAIT, "reduction", key, nbytes):
             target = partition.view(Kind.GRAD)
             if unit.placed.parts == 1:
-                collectives.all_reduce(full, self._mesh.reduce).wait()
+                collectives.all_reduce(full, self._mesh.reduce, name).wait()
                 target.copy_(full)
             else:
                 # Into the partition itself where it can take the sum as it is.
                 mine = scratch.mine[: target.numel()] if scratch.mine.numel() else target
-                collectives.reduce_scatter(mine, full, scratch.room(unit), group=self._mesh.reduce).wait()
+                collectives.reduce_scatter(mine, full, scratch.room(unit), group=self._mesh.reduce, name=name).wait()
                 if mine is not target:
                     target.copy_(mine)
         record.land("reductions", key)
@@ -349,7 +376,8 @@ class Gradients:
         full[end:].zero_()
         mine = scratch.mine[: unit.layout.partition_numel(unit.placed.parts)]
         record.take_off("reductions", self.partition(unit), full.numel() * full.element_size())
-        transfer = collectives.reduce_scatter(mine, full, scratch.room(unit), group=self._mesh.reduce)
+        name = f"reduction of {unit.layout.name}"
+        transfer = collectives.reduce_scatter(mine, full, scratch.room(unit), group=self._mesh.reduce, name=name)
         self._flying = (unit, transfer, mine)
 
     def _take_scratch(self) -> _Reducing:
@@ -382,7 +410,7 @@ class Gradients:
             self._accumulate(unit, mine)
         self._arrive()
 
-    def _take_flying(self) -> tuple[Unit, WorkTransfer, Tensor] | None:
+    def _take_flying(self) -> tuple[Unit, Transfer, Tensor] | None:
         """The reduction in flight, which is no longer this object's."""
         flying, self._flying = self._flying, None
         return flying
@@ -397,7 +425,17 @@ def _add(target: Tensor, source: Tensor) -> None:
         target[begin : begin + step].add_(source[begin : begin + step])
 
 
-def on_any_rank(mine: Sequence[bool], mesh: Mesh) -> list[bool]:
+def _nonfinite_in(unit: Unit, values: Tensor, first: int) -> int | None:
+    """The last slot with a non-finite element among the unit's elements from `first` on."""
+    for overlap in reversed(list(unit.layout.overlaps(first, first + values.numel()))):
+        piece = values[overlap.range_start : overlap.range_start + overlap.numel]
+        # In fp64 no sum of finite numbers of a shorter type overflows; several times faster than asking each.
+        if not math.isfinite(piece.sum(dtype=torch.float64).item()):
+            return unit.layout.slots.index(overlap.slot)
+    return None
+
+
+def on_any_rank(mine: Sequence[bool], mesh: Mesh, name: str) -> list[bool]:
     """Element-wise 'on any rank' of a list of flags that has the same length on every rank."""
-    rows = collectives.exchange([float(flag) for flag in mine], mesh.control, mesh.ranks.world_size)
+    rows = collectives.exchange([float(flag) for flag in mine], mesh.control, mesh.ranks.world_size, name)
     return [any(row[index] for row in rows) for index in range(len(mine))]

@@ -132,7 +132,7 @@ class Materializer:
         params = [param for unit in self._units for param in unit.params]
         touched = [not self._spool.at_origin(param) for param in params]
         if self._mesh.ranks.world_size > 1:
-            touched = on_any_rank(touched, self._mesh)
+            touched = on_any_rank(touched, self._mesh, "files of the weights")
         self._alike = {id(param) for param, flag in zip(params, touched, strict=True) if not flag}
 
     def _agree(self, unit: Unit) -> None:
@@ -140,14 +140,15 @@ class Materializer:
         if self._mesh.ranks.world_size == 1 or unit.layout.index in self._agreed:
             return
         self._agreed.add(unit.layout.index)
-        for param in unit.params:
+        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             if not param.numel() or id(param) in self._alike:
                 continue
+            name = f"broadcast of {slot.name}"
             if self._spool.holds(param):
-                collectives.broadcast(self._spool.values(param), self._mesh.control)
+                collectives.broadcast(self._spool.values(param), self._mesh.control, name=name)
             else:
                 values = param.detach().contiguous().cpu()
-                collectives.broadcast(values, self._mesh.control)
+                collectives.broadcast(values, self._mesh.control, name=name)
                 param.data = values
 
     def _taken(self, unit: Unit) -> None:

@@ -60,11 +60,12 @@ def agree(
     rates = [fetch_rate(units, store), gather_rate(units, store, device)]
     # Six bytes, so that a float holds them.
     digest = int.from_bytes(hashlib.sha256(str(trace).encode()).digest()[:6], "big")
-    rows = exchange([float(digest), *rates], mesh.control, mesh.ranks.world_size)
+    rows = exchange([float(digest), *rates], mesh.control, mesh.ranks.world_size, "exchange of rates")
     if not trace or len({row[0] for row in rows}) > 1:
         return None
     _, fetch, gather = (min(column) for column in zip(*rows, strict=True))
-    shortest = [min(column) for column in zip(*exchange([*seconds], mesh.control, mesh.ranks.world_size), strict=True)]
+    everyone = exchange([*seconds], mesh.control, mesh.ranks.world_size, "exchange of times")
+    shortest = [min(column) for column in zip(*everyone, strict=True)]
     return trace, Timing(use_seconds=tuple(shortest), fetch_rate=fetch, gather_rate=gather)
 
 

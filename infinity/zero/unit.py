@@ -59,6 +59,7 @@ class Unit:
         self._device = device
         self._mesh = mesh
         self._ledger = ledger
+        self._gather_name = f"gather of {layout.name}"
         self._transfer: Transfer = Completed()
         # The copy out of this rank's partition, and the lease that it needs.
         self._copied: Transfer = Completed()
@@ -218,7 +219,7 @@ class Unit:
             return self._copied
         with record.span(record.WAIT, "copy to the device", self.key):
             self._copied.wait()
-        return all_gather(self.full, self.own, self._mesh.gather)
+        return all_gather(self.full, self.own, self._mesh.gather, self._gather_name)
 
     @property
     def kinds(self) -> dict[Kind, int]:

@@ -44,6 +44,48 @@ def test_scales_are_those_worked_out_by_hand(settings: dict[str, Any], steps: st
     assert _scales(LossScaler(initial_scale_power=4, **settings), steps) == scales
 
 
+# One run, worked out by hand from the keys' documented meaning: initial scale 2^5, window 4, hysteresis 2, minimum 8.
+# Overflow of the step, then the scale and the overflows still borne (counting the one that halves) after it: without
+# consecutive_hysteresis, and with it.
+TABLE = [
+    # overflow  without    with
+    (False, (32.0, 2), (32.0, 2)),
+    (True, (32.0, 1), (32.0, 1)),  # borne
+    (False, (32.0, 1), (32.0, 2)),  # a good step restores the patience only with consecutive_hysteresis
+    (False, (32.0, 1), (32.0, 2)),
+    (False, (32.0, 1), (32.0, 2)),
+    (False, (64.0, 2), (64.0, 2)),  # four good steps: doubled, patience restored in both
+    (True, (64.0, 1), (64.0, 1)),
+    (True, (32.0, 1), (32.0, 1)),  # the patience is spent: every further overflow halves
+    (True, (16.0, 1), (16.0, 1)),
+    (True, (8.0, 1), (8.0, 1)),
+    (True, (8.0, 1), (8.0, 1)),  # at the minimum
+    (False, (8.0, 1), (8.0, 2)),
+    (False, (8.0, 1), (8.0, 2)),
+    (False, (8.0, 1), (8.0, 2)),
+    (False, (16.0, 2), (16.0, 2)),
+    (False, (16.0, 2), (16.0, 2)),
+    (False, (16.0, 2), (16.0, 2)),
+    (False, (16.0, 2), (16.0, 2)),
+    (False, (32.0, 2), (32.0, 2)),  # and every four good steps after that
+    (True, (32.0, 1), (32.0, 1)),
+    (False, (32.0, 1), (32.0, 2)),
+    (True, (16.0, 1), (32.0, 1)),  # where the two part
+]
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+def test_a_long_run_follows_the_table_row_by_row(consecutive: bool) -> None:
+    scaler = LossScaler(
+        initial_scale_power=5, loss_scale_window=4, hysteresis=2, min_loss_scale=8.0, consecutive_hysteresis=consecutive
+    )
+    seen = []
+    for overflow, *_ in TABLE:
+        scaler.update(overflow)
+        seen.append((scaler.scale, scaler.state_dict()["patience"]))
+    assert seen == [row[1 + consecutive] for row in TABLE]
+
+
 def test_a_fixed_scale_stays() -> None:
     scaler = LossScaler(loss_scale=128.0)
     assert not scaler.dynamic

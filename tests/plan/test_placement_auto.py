@@ -13,8 +13,9 @@ import infinity.plan.plan
 from infinity.plan.budget import settle
 from infinity.plan.capacity import Capacity
 from infinity.plan.homes import Value, choose, fill
-from infinity.plan.plan import STEP_WINDOW, SUB_GROUPS_MAX, Plan, PlanRequest, make_plan
+from infinity.plan.plan import SUB_GROUPS_MAX, Plan, PlanRequest, make_plan
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
+from infinity.plan.stepping import STEP_WINDOW
 from infinity.plan.topology import Topology
 from infinity.plan.types import Key, Kind, Tier
 

@@ -16,8 +16,9 @@ from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity
 from infinity.plan.layout import cut_sub_groups, make_layouts
 from infinity.plan.placement import Homes, Policy, UnitPlacement, always_whole, place
-from infinity.plan.plan import STEP_WINDOW, Plan, PlanRequest, make_plan
+from infinity.plan.plan import Plan, PlanRequest, make_plan
 from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, UnitSpec, find_units
+from infinity.plan.stepping import STEP_WINDOW
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, EXTENT_ALIGNMENT, Key, Kind, Tier
 from tests.plan.test_fetch import execute

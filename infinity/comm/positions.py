@@ -1,0 +1,120 @@
+"""Where every rank is, and what follows from it. Pure: positions in, a verdict out.
+
+Every rank numbers the collectives that it submits, by group. The one numbered n of a group has to be the same on every
+rank: ranks whose names of it differ have parted. A rank waits for those that have not submitted what it waits for;
+where ranks wait for each other in a circle, nobody will ever come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+# Names of collectives that a position carries, of each group; the latest.
+NAMES_MAX = 64
+ADVICE = (
+    "At stage 3 every rank has to use the same modules in the same order. A module that chooses by its data (a mixture "
+    "of experts) must be one unit: name its class in zero_optimization.leaf_module.classes."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A collective that the host waits for: its group, its number there, its name, since when (the rank's clock)."""
+
+    group: int
+    number: int
+    name: str
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """One rank at one moment."""
+
+    rank: int
+    # Grows with every report: a sign of life.
+    beat: int
+    # Collectives submitted so far, by group.
+    counts: tuple[int, ...]
+    wait: Wait | None = None
+    waited_seconds: float = 0.0
+    # The latest collectives by group, each its number and its name.
+    names: tuple[tuple[tuple[int, str], ...], ...] = ()
+    # The latest collective of any group.
+    latest: str = ""
+    # Where the program's own code is: file, line, function.
+    where: str = ""
+    # Traceback of what the engine raised there, until the rank goes on.
+    failure: str = ""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Position:
+        raw = json.loads(text)
+        wait = Wait(**raw["wait"]) if raw["wait"] else None
+        names = tuple(tuple((number, name) for number, name in group) for group in raw["names"])
+        return cls(**{**raw, "counts": tuple(raw["counts"]), "names": names, "wait": wait})
+
+    def describe(self) -> str:
+        at = f" (at {self.where})" if self.where else ""
+        if self.wait is not None:
+            return f"rank {self.rank} has waited {self.waited_seconds:.1f} s for {self.wait.name}{at}"
+        latest = f"; its latest collective was {self.latest}" if self.latest else "; it has begun no collective"
+        return f"rank {self.rank} is in the program's own code{at}{latest}"
+
+
+Positions = Mapping[int, Position]
+
+
+def missing(positions: Positions, wait: Wait) -> list[int]:
+    """Ranks that have not submitted what somebody waits for."""
+    return [rank for rank, other in positions.items() if other.counts[wait.group] < wait.number]
+
+
+def parted(positions: Positions) -> str:
+    """The first collective of some group that is not the same one on two ranks, as a line a rank; empty if there is
+    none among those that the positions know.
+    """
+    for group in range(max((len(position.names) for position in positions.values()), default=0)):
+        known = {rank: dict(position.names[group]) for rank, position in positions.items() if position.names}
+        numbers = sorted({number for names in known.values() for number in names})
+        for number in numbers:
+            names = {rank: names[number] for rank, names in known.items() if number in names}
+            if len(set(names.values())) > 1:
+                return "\n".join(f"  rank {rank}: {name} (number {number})" for rank, name in sorted(names.items()))
+    return ""
+
+
+def circle(positions: Positions) -> set[int]:
+    """Ranks that wait for ranks that wait, round and round, and those that wait for them."""
+    waits = {rank: position.wait for rank, position in positions.items() if position.wait is not None}
+    lacking = {rank: set(missing(positions, wait)) for rank, wait in waits.items() if wait is not None}
+    stuck = {rank for rank, others in lacking.items() if others}
+    while True:
+        freed = {rank for rank in stuck if not lacking[rank] & stuck}
+        if not freed:
+            return stuck
+        stuck -= freed
+
+
+def table(positions: Positions) -> str:
+    """One line a rank."""
+    return "\n".join(f"  {positions[rank].describe()}" for rank in sorted(positions))
+
+
+def first_difference(histories: Sequence[Mapping[int, str]]) -> tuple[int, list[str]] | None:
+    """Of every rank's latest collectives (number and name): the first number at which the ranks part, and what it is on
+    each; None where all that can be compared is equal.
+    """
+    if not all(histories):
+        return None
+    first, last = max(map(min, histories)), max(map(max, histories))
+    for number in range(first, last + 1):
+        names = [history.get(number, "none") for history in histories]
+        if len(set(names)) > 1:
+            return number, names
+    return None

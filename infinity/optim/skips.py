@@ -1,0 +1,44 @@
+"""Skipped steps in a row: when patience ends.
+
+A gradient that is not finite skips its step. One odd batch is borne; a model that has diverged would skip for ever. In
+fp16 overflows are how a dynamic scale finds its place, so they only count once it has found it (a step was taken), or
+can fall no further.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from infinity.errors import NonFiniteError
+from infinity.optim.loss_scale import LossScaler
+
+
+@dataclass(kw_only=True)
+class Skips:
+    """`in_a_row` counts skipped steps that the loss scale does not explain; `limit` of them are too many (0: never)."""
+
+    limit: int
+    scaler: LossScaler | None = None
+    in_a_row: int = field(init=False, default=0)
+    # Whether a step was ever taken: then the first search for a scale is over.
+    _settled: bool = field(init=False, default=False)
+
+    def update(self, skipped: bool) -> None:
+        """A step was skipped or taken. Called before the scale reacts to it."""
+        if not skipped:
+            self.in_a_row, self._settled = 0, True
+        elif self.scaler is None or self.scaler.at_minimum or self._settled:
+            self.in_a_row += 1
+
+    @property
+    def too_many(self) -> bool:
+        return 0 < self.limit <= self.in_a_row
+
+    def error(self, step: int, origin: str) -> NonFiniteError:
+        """What to raise when they are too many, the latest being `step`, because of the gradient of `origin`."""
+        way_out = ", or use bf16" if self.scaler is not None else ""
+        return NonFiniteError(
+            f"{self.in_a_row} steps in a row were skipped (max_skipped_steps), up to step {step}: the gradient of "
+            f"{origin} is not finite. Weights and moments are those of the last good step. Look at the data and the "
+            f"learning rate{way_out}."
+        )

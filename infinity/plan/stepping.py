@@ -1,0 +1,35 @@
+"""The order in which sub-groups are stepped, and what a window of them has in memory."""
+
+from __future__ import annotations
+
+from infinity.plan.layout import SubGroup
+from infinity.plan.placement import Placement
+from infinity.plan.types import Key
+
+# Sub-groups in memory at once while stepping from NVMe: one being stepped, those being read, and two being written.
+STEP_READS = 2
+STEP_WINDOW = 1 + STEP_READS + 2
+
+
+def step_order_of(groups: tuple[SubGroup, ...], placement: Placement, uses: tuple[int, ...]) -> tuple[int, ...]:
+    """Indices of sub-groups: first those with units that stay whole, which the program may look at once a step is over;
+    then in the order in which the next forward needs their parameters, so that the step may go on beside it.
+    """
+    first_use: dict[int, int] = {}
+    for position, unit in enumerate(uses):
+        first_use.setdefault(unit, position)
+
+    def rank(group: SubGroup) -> tuple[bool, int, int]:
+        units = [piece.unit for piece in group.slices]
+        first = min(first_use.get(unit, len(uses)) for unit in units)
+        return not any(placement.units[unit].whole for unit in units), first, group.index
+
+    return tuple(group.index for group in sorted(groups, key=rank))
+
+
+def stepped_nbytes(groups: tuple[SubGroup, ...], order: tuple[int, ...], params: dict[Key, int]) -> int:
+    """Bytes of PARAM partitions in memory while a window of consecutive sub-groups is stepped, at most."""
+    by_unit = {key.index: nbytes for key, nbytes in params.items()}
+    units = [{piece.unit for piece in groups[index].slices} & by_unit.keys() for index in order] if by_unit else []
+    windows = (set[int]().union(*units[at : at + STEP_WINDOW]) for at in range(len(units)))
+    return max((sum(by_unit[unit] for unit in window) for window in windows), default=0)

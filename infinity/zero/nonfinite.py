@@ -1,0 +1,44 @@
+"""Where a gradient that is not finite appeared first. Asked when a step is skipped, so it may look at everything."""
+
+from __future__ import annotations
+
+import math
+
+from infinity.comm.collectives import exchange
+from infinity.comm.mesh import Mesh
+from infinity.zero.gradients import Gradients
+
+_NOWHERE = math.inf
+
+
+def first_nonfinite(gradients: Gradients, mesh: Mesh, *, loss_is_finite: bool) -> str:
+    """Name of the first parameter in the order of backward whose gradient is not finite, and the rank it came from, as
+    words. Collective. The rank is known where gradients are whole until the boundary, and else by its loss.
+    """
+    at, slot_at, name = _NOWHERE, -1, ""
+    for index, unit in enumerate(gradients.order):
+        found = gradients.nonfinite_slot(unit)
+        if found is not None:
+            at, slot_at, name = index, found, unit.layout.slots[found].name
+            break
+    rows = exchange(
+        [float(at), float(slot_at), float(not loss_is_finite)], mesh.control, mesh.ranks.world_size,
+        "search for what is not finite",
+    )  # fmt: skip
+    place = min(row[0] for row in rows)
+    if place == _NOWHERE:
+        return "of no parameter"
+    slot_at = int(max(row[1] for row in rows if row[0] == place))
+    name = gradients.order[int(place)].layout.slots[slot_at].name
+    if mesh.ranks.world_size == 1:
+        return name
+    losses = [rank for rank, row in enumerate(rows) if row[2]]
+    if losses:
+        return f"{name}, on rank {_listed(losses)}, where the loss is not finite"
+    if gradients.whole:
+        return f"{name}, on rank {_listed([rank for rank, row in enumerate(rows) if row[0] == place])}"
+    return f"{name}, in the sum over ranks (every loss is finite)"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,156 @@
+"""Ranks that part, fail, end or stop: every rank raises in time, and names what each was doing. Nobody hangs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from infinity.comm import collectives
+from infinity.comm.agreement import agree_on_numbers
+from infinity.comm.mesh import Mesh, detect
+from infinity.errors import DivergenceError
+from tests.engine.divergence_process import train
+
+ROOT = Path(__file__).parents[2]
+# What "within seconds" is for a true mismatch, which no watchdog has to find; and beyond `watchdog_seconds` for a rank
+# that is late. Generous: the ranks share two cores with other tests.
+MISMATCH_SECONDS, LATE_SECONDS = 10.0, 5.0
+LONG, SHORT = 300.0, 2.0
+
+
+def diverge(rank: int, world: int, case: str, watchdog: float, stage: int) -> tuple[str, str, float]:
+    """(kind of error, its text, seconds from the parting until this rank was through and closed)."""
+    torch.set_num_threads(1)
+    parted: list[float] = []
+    kind, text = "none", ""
+    try:
+        train(case, watchdog, parted, stage=stage)
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    return kind, text, time.time() - parted[0]
+
+
+def run(rank_pools: Any, case: str, watchdog: float = LONG, *, world: int = 2, stage: int = 3) -> list[tuple[str, str]]:
+    """(kind of error, text) of each rank, none of which was late."""
+    found = rank_pools[world].run(diverge, case, watchdog, stage, timeout=60)
+    limit = MISMATCH_SECONDS if watchdog == LONG else watchdog + LATE_SECONDS
+    assert all(seconds < limit for *_, seconds in found), found
+    return [row[:2] for row in found]
+
+
+WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(
+    ("case", "theirs", "world"),
+    [
+        ("branch", "gather of second", 2),
+        ("same size", "gather of second", 2),
+        ("expert", "gather of experts.1", 2),
+        pytest.param("expert", "gather of experts.1", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_go_different_ways_name_each_others_module(rank_pools, case, theirs, world):
+    found = run(rank_pools, case, world=world)
+    for kind, text in found:
+        assert kind == "DivergenceError", text
+        lines = {rank: next(line for line in text.splitlines() if f"  rank {rank} " in line) for rank in range(world)}
+        assert f"for {theirs} (at " in lines.pop(1), text
+        assert all("for reduction of second (at " in line for line in lines.values()), text
+        assert text == found[0][1], "all ranks say the same"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_exception_on_one_rank_ends_the_others_with_its_traceback(rank_pools, stage):
+    other, own = run(rank_pools, "raises", stage=stage)
+    assert own == ("ArithmeticError", "the batch of rank 1 is broken")
+    assert other[0] == "DivergenceError"
+    assert "rank 1" in other[1] and "Traceback" in other[1] and "the batch of rank 1 is broken" in other[1]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_another_order_of_parameters_is_found_before_anything_is_trained(rank_pools, world):
+    for kind, text in run(rank_pools, "order", world=world):
+        assert kind == "DivergenceError"
+        assert "rank 0: first.up.weight [16, 16]" in text and "rank 1: second.up.weight [32, 16]" in text
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_rank_that_sleeps_for_ever_ends_with_the_others(rank_pools, world):
+    """The sleeper too, which is interrupted."""
+    for kind, text in run(rank_pools, "sleeps", SHORT, world=world):
+        assert kind == "DivergenceError"
+        assert "for rank 1 (watchdog_seconds is 2)" in text, text
+        assert "rank 0 has waited" in text and "for gather of enter" in text, text
+        assert "rank 1 is in the program's own code" in text and "in _leave" in text, "where it sleeps"
+
+
+def test_a_rank_that_is_only_slow_is_waited_for(rank_pools):
+    """Longer than any mismatch takes to be found."""
+    assert [kind for kind, *_ in rank_pools[2].run(diverge, "slow", LONG, 3)] == ["none", "none"]
+
+
+def test_a_rank_that_has_closed_its_engine_is_named(rank_pools):
+    """Such as one whose data end earlier."""
+    other, _ = run(rank_pools, "closes")
+    assert other[0] == "DivergenceError" and "rank 1 has closed its engine" in other[1]
+
+
+@pytest.mark.parametrize(("case", "words"), [("killed", "no sign of life"), ("user raises", "the data of rank 1 are")])
+def test_a_process_that_ends_takes_the_others_with_it(case, words):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        environment = {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "tests.engine.divergence_process", case, str(LONG)]
+        ranks.append(
+            subprocess.Popen(
+                command, env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    try:
+        out, errors = ranks[0].communicate(timeout=60)
+        ended = time.time()
+        ranks[1].wait(timeout=MISMATCH_SECONDS)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert ranks[0].returncode == 1
+    assert ended - float(out.split()[0]) < MISMATCH_SECONDS + 2.0
+    assert "DivergenceError" in errors and words in errors and "rank 1" in errors, errors
+
+
+def gather_other_units(rank: int, world: int) -> str:
+    """Units of one size: nobody hangs, and each rank gets halves of both."""
+    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    full, own = torch.zeros(4), torch.full((2,), float(rank))
+    collectives.all_gather(full, own, mesh.gather, f"gather of layers.{rank}").wait()
+    try:
+        agree_on_numbers([1.0], mesh, "exchange")
+    except DivergenceError as error:
+        return str(error)
+    finally:
+        mesh.close()
+        dist.destroy_process_group()
+    return ""
+
+
+def test_what_did_not_hang_is_found_at_the_step(rank_pools):
+    for text in rank_pools[2].run(gather_other_units):
+        assert "rank 0: gather of layers.0 (number 1)" in text and "rank 1: gather of layers.1 (number 1)" in text
