@@ -444,6 +444,4 @@ class Engine(nn.Module):
 
 
 def _loss_scaler(config: ResolvedConfig) -> LossScaler | None:
-    if config.compute_dtype != "fp16":
-        return None
-    return LossScaler(**config.config.fp16.model_dump(exclude={"enabled", "auto_cast", "fp16_master_weights_and_grads"}))
+    return LossScaler.of(config.config.fp16.model_dump()) if config.compute_dtype == "fp16" else None

@@ -8,7 +8,7 @@ dynamic scale doubles after `loss_scale_window` good steps in a row and halves a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 _FACTOR = 2.0
@@ -33,6 +33,12 @@ class LossScaler:
     _patience: int = field(init=False)
     # Since the last overflow.
     _good_steps: int = field(init=False, default=0)
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> LossScaler:
+        """From the keys of a whole `fp16` section."""
+        own = {each.name for each in fields(cls) if each.init}
+        return cls(**{key: value for key, value in section.items() if key in own})
 
     def __post_init__(self) -> None:
         self.scale = self.loss_scale or _FACTOR**self.initial_scale_power
