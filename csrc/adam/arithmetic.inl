@@ -23,6 +23,7 @@ namespace {
 struct Constants {
     Vec grad_scale, weight_decay, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps,
         minus_step_size;
+    Rule rule;
 
     INFINITY_FN explicit Constants(const Piece& piece)
         : grad_scale(broadcast(piece.grad_scale)),
@@ -33,7 +34,8 @@ struct Constants {
           one_minus_beta2(broadcast(piece.one_minus_beta2)),
           inv_sqrt_bias_correction2(broadcast(piece.inv_sqrt_bias_correction2)),
           eps(broadcast(piece.eps)),
-          minus_step_size(broadcast(piece.minus_step_size)) {}
+          minus_step_size(broadcast(piece.minus_step_size)),
+          rule(piece.rule) {}
 };
 
 struct Pointers {
@@ -57,9 +59,9 @@ INFINITY_FN constexpr uint64_t param_nbytes() {
     return storage == kPlain ? 4 : 2;
 }
 
-template <Rule rule>
+template <Form form>
 INFINITY_FN constexpr bool two_states() {
-    return rule == kAdam || rule == kAdamW;
+    return form != kOneState;
 }
 
 template <Dtype dtype>
@@ -103,32 +105,29 @@ INFINITY_FN int nonfinite_lanes(const void* grad, const Constants& c) {
 //
 // The decayed weight is rounded before it is updated, as in torch: leaving that out errs less (a fused operation by up to
 // half, decay and update added first by three quarters and more), and is then farther from torch than 1e-6 in 10 steps.
-template <Dtype grad_dtype, Storage storage, Rule rule>
+template <Dtype grad_dtype, Storage storage, Form form>
 INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
     Vec p = load_weight<storage>(at);
     Vec g = scaled_grad<grad_dtype>(at.grad, c);
-    if constexpr (rule == kAdamW || rule == kLion) {
+    if (form == kAdamWForm || (form == kOneState && c.rule == kLion)) {
         p = mul(p, c.decay);
     } else {
         g = fma(c.weight_decay, p, g);
     }
     Vec m = load(at.exp_avg);
     Vec u;
-    if constexpr (rule == kAdam || rule == kAdamW) {
+    if constexpr (two_states<form>()) {
         m = fma(c.one_minus_beta1, sub(g, m), m);
         const Vec v = fma(c.beta2, load(at.exp_avg_sq), mul(c.one_minus_beta2, mul(g, g)));
         u = div(m, fma(root(v), c.inv_sqrt_bias_correction2, c.eps));
         store(at.exp_avg_sq, v);
-    }
-    if constexpr (rule == kLion) {
+    } else if (c.rule == kLion) {
         u = sign(fma(c.one_minus_beta1, sub(g, m), m));
         m = fma(c.one_minus_beta2, sub(g, m), m);
-    }
-    if constexpr (rule == kAdagrad) {
+    } else if (c.rule == kAdagrad) {
         m = fma(g, g, m);
         u = div(g, fma(root(m), c.inv_sqrt_bias_correction2, c.eps));
-    }
-    if constexpr (rule == kMomentum) {
+    } else {
         m = fma(c.beta2, m, mul(c.one_minus_beta1, g));
         // The buffer itself, or Nesterov's look ahead.
         u = fma(c.inv_sqrt_bias_correction2, m, mul(c.decay, g));

@@ -24,19 +24,19 @@ constexpr uint64_t kPrefetchNbytes = 2048;
 constexpr uint64_t kSumPrefetchNbytes = 4096;
 static_assert(kStripNumel % kLanes == 0 && kSumLanes % kLanes == 0, "strips and sums are whole vectors");
 
-template <Dtype grad_dtype, Storage storage, Rule rule>
+template <Dtype grad_dtype, Storage storage, Form form>
 inline Pointers pointers(const Piece& piece, uint64_t index) {
     return Pointers{static_cast<char*>(piece.param) + index * param_nbytes<storage>(),
                     static_cast<const char*>(piece.grad) + index * dtype_nbytes<grad_dtype>(),
                     piece.exp_avg + index,
-                    two_states<rule>() ? piece.exp_avg_sq + index : nullptr,
+                    two_states<form>() ? piece.exp_avg_sq + index : nullptr,
                     storage == kSplit ? piece.remainder + index : nullptr,
                     storage >= kMasterHalf ? piece.master + index : nullptr};
 }
 
 // Steps `count` <= kLanes elements through the same lanes in copies, so that an element's bits do not depend on where it
 // stands.
-template <Dtype grad_dtype, Storage storage, Rule rule>
+template <Dtype grad_dtype, Storage storage, Form form>
 void step_few(const Pointers& at, uint64_t count, const Constants& constants) {
     alignas(64) char param[kLanes * 4] = {};
     alignas(64) char grad[kLanes * 4] = {};
@@ -47,34 +47,34 @@ void step_few(const Pointers& at, uint64_t count, const Constants& constants) {
     __builtin_memcpy(param, at.param, count * param_nbytes<storage>());
     __builtin_memcpy(grad, at.grad, count * dtype_nbytes<grad_dtype>());
     __builtin_memcpy(exp_avg, at.exp_avg, count * sizeof(float));
-    if constexpr (two_states<rule>()) __builtin_memcpy(exp_avg_sq, at.exp_avg_sq, count * sizeof(float));
+    if constexpr (two_states<form>()) __builtin_memcpy(exp_avg_sq, at.exp_avg_sq, count * sizeof(float));
     if (at.remainder) __builtin_memcpy(remainder, at.remainder, count * sizeof(int16_t));
     if (at.master) __builtin_memcpy(master, at.master, count * sizeof(float));
-    step_lanes<grad_dtype, storage, rule>(Pointers{param, grad, exp_avg, exp_avg_sq, remainder, master}, constants);
+    step_lanes<grad_dtype, storage, form>(Pointers{param, grad, exp_avg, exp_avg_sq, remainder, master}, constants);
     __builtin_memcpy(at.param, param, count * param_nbytes<storage>());
     __builtin_memcpy(at.exp_avg, exp_avg, count * sizeof(float));
-    if constexpr (two_states<rule>()) __builtin_memcpy(at.exp_avg_sq, exp_avg_sq, count * sizeof(float));
+    if constexpr (two_states<form>()) __builtin_memcpy(at.exp_avg_sq, exp_avg_sq, count * sizeof(float));
     if (at.remainder) __builtin_memcpy(at.remainder, remainder, count * sizeof(int16_t));
     if (at.master) __builtin_memcpy(at.master, master, count * sizeof(float));
 }
 
 // The slow way, through copies, for what is no whole strip or holds gradients that are not finite: `width` elements at a
 // time, and one by one where one of them must be left out. Returns how many were.
-template <Dtype grad_dtype, Storage storage, Rule rule>
+template <Dtype grad_dtype, Storage storage, Form form>
 uint64_t step_finite(const Piece& piece, uint64_t begin, uint64_t end, const Constants& constants,
                      uint64_t width = kLanes) {
     uint64_t left_out = 0;
     for (uint64_t index = begin; index < end; index += width) {
         const uint64_t count = end - index < width ? end - index : width;
-        const Pointers at = pointers<grad_dtype, storage, rule>(piece, index);
+        const Pointers at = pointers<grad_dtype, storage, form>(piece, index);
         alignas(64) char grad[kLanes * 4] = {};
         __builtin_memcpy(grad, at.grad, count * dtype_nbytes<grad_dtype>());
         if (nonfinite_lanes<grad_dtype>(grad, constants) == 0) {
-            step_few<grad_dtype, storage, rule>(at, count, constants);
+            step_few<grad_dtype, storage, form>(at, count, constants);
         } else if (count == 1) {
             ++left_out;
         } else {
-            left_out += step_finite<grad_dtype, storage, rule>(piece, index, index + count, constants, 1);
+            left_out += step_finite<grad_dtype, storage, form>(piece, index, index + count, constants, 1);
         }
     }
     return left_out;
@@ -82,7 +82,7 @@ uint64_t step_finite(const Piece& piece, uint64_t begin, uint64_t end, const Con
 
 // Asks for the cache lines of a strip kPrefetchNbytes ahead: the processor's own prefetchers stop at the end of a page.
 // Beyond the end of an array such a request does nothing.
-template <Dtype grad_dtype, Storage storage, Rule rule>
+template <Dtype grad_dtype, Storage storage, Form form>
 inline void prefetch_strip(const Pointers& at) {
     const auto ahead = [](const void* stream, uint64_t nbytes) {
         for (uint64_t line = 0; line < nbytes; line += kLineNbytes) {
@@ -92,65 +92,62 @@ inline void prefetch_strip(const Pointers& at) {
     ahead(at.param, kStripNumel * param_nbytes<storage>());
     ahead(at.grad, kStripNumel * dtype_nbytes<grad_dtype>());
     ahead(at.exp_avg, kStripNumel * sizeof(float));
-    if (two_states<rule>()) ahead(at.exp_avg_sq, kStripNumel * sizeof(float));
+    if (two_states<form>()) ahead(at.exp_avg_sq, kStripNumel * sizeof(float));
     if (storage == kSplit) ahead(at.remainder, kStripNumel * sizeof(int16_t));
     if (storage >= kMasterHalf) ahead(at.master, kStripNumel * sizeof(float));
 }
 
-template <Dtype grad_dtype, Storage storage, Rule rule>
+template <Dtype grad_dtype, Storage storage, Form form>
 uint64_t step_range(const Piece& piece, uint64_t begin, uint64_t end) {
     const Constants constants(piece);
     uint64_t left_out = 0;
     uint64_t index = begin;
     for (; index + kStripNumel <= end; index += kStripNumel) {
-        const Pointers strip = pointers<grad_dtype, storage, rule>(piece, index);
-        prefetch_strip<grad_dtype, storage, rule>(strip);
+        const Pointers strip = pointers<grad_dtype, storage, form>(piece, index);
+        prefetch_strip<grad_dtype, storage, form>(strip);
         int bad = 0;
         for (uint64_t lane = 0; lane < kStripNumel; lane += kLanes) {
             bad += nonfinite_lanes<grad_dtype>(strip.grad + lane * dtype_nbytes<grad_dtype>(), constants);
         }
         if (__builtin_expect(bad != 0, 0)) {
-            left_out += step_finite<grad_dtype, storage, rule>(piece, index, index + kStripNumel, constants);
+            left_out += step_finite<grad_dtype, storage, form>(piece, index, index + kStripNumel, constants);
             continue;
         }
         // Several vectors in flight, so that their divisions and roots overlap.
         for (uint64_t lane = 0; lane < kStripNumel; lane += kLanes) {
-            step_lanes<grad_dtype, storage, rule>(pointers<grad_dtype, storage, rule>(piece, index + lane), constants);
+            step_lanes<grad_dtype, storage, form>(pointers<grad_dtype, storage, form>(piece, index + lane), constants);
         }
     }
-    return left_out + step_finite<grad_dtype, storage, rule>(piece, index, end, constants);
+    return left_out + step_finite<grad_dtype, storage, form>(piece, index, end, constants);
 }
 
-template <Dtype grad_dtype, Rule rule>
+template <Dtype grad_dtype, Form form>
 uint64_t step_storage(const Piece& piece, uint64_t begin, uint64_t end) {
     switch (piece.storage) {
-        case kPlain: return step_range<grad_dtype, kPlain, rule>(piece, begin, end);
-        case kSplit: return step_range<grad_dtype, kSplit, rule>(piece, begin, end);
-        case kMasterHalf: return step_range<grad_dtype, kMasterHalf, rule>(piece, begin, end);
-        case kMasterBfloat: return step_range<grad_dtype, kMasterBfloat, rule>(piece, begin, end);
+        case kPlain: return step_range<grad_dtype, kPlain, form>(piece, begin, end);
+        case kSplit: return step_range<grad_dtype, kSplit, form>(piece, begin, end);
+        case kMasterHalf: return step_range<grad_dtype, kMasterHalf, form>(piece, begin, end);
+        case kMasterBfloat: return step_range<grad_dtype, kMasterBfloat, form>(piece, begin, end);
     }
     return 0;
 }
 
-template <Rule rule>
+template <Form form>
 uint64_t step_dtype(const Piece& piece, uint64_t begin, uint64_t end) {
     switch (piece.grad_dtype) {
-        case kFloat32: return step_storage<kFloat32, rule>(piece, begin, end);
-        case kBfloat16: return step_storage<kBfloat16, rule>(piece, begin, end);
-        case kFloat16: return step_storage<kFloat16, rule>(piece, begin, end);
+        case kFloat32: return step_storage<kFloat32, form>(piece, begin, end);
+        case kBfloat16: return step_storage<kBfloat16, form>(piece, begin, end);
+        case kFloat16: return step_storage<kFloat16, form>(piece, begin, end);
     }
     return 0;
 }
 
 uint64_t step(const Piece& piece, uint64_t begin, uint64_t end) {
     switch (piece.rule) {
-        case kAdam: return step_dtype<kAdam>(piece, begin, end);
-        case kAdamW: return step_dtype<kAdamW>(piece, begin, end);
-        case kLion: return step_dtype<kLion>(piece, begin, end);
-        case kAdagrad: return step_dtype<kAdagrad>(piece, begin, end);
-        case kMomentum: return step_dtype<kMomentum>(piece, begin, end);
+        case kAdam: return step_dtype<kAdamForm>(piece, begin, end);
+        case kAdamW: return step_dtype<kAdamWForm>(piece, begin, end);
+        default: return step_dtype<kOneState>(piece, begin, end);
     }
-    return 0;
 }
 
 template <Dtype dtype, bool finite_only>

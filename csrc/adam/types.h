@@ -26,6 +26,10 @@ enum Storage : int32_t {
 // How an element is stepped: see step_lanes. kLion, kAdagrad and kMomentum keep one state, in exp_avg.
 enum Rule : int32_t { kAdam = 0, kAdamW = 1, kLion = 2, kAdagrad = 3, kMomentum = 4 };
 
+// What code is made for: Adam's rules apart, for speed; those of one state together, which asks for the rule at every
+// vector and still waits for memory.
+enum Form : int32_t { kAdamForm = kAdam, kAdamWForm = kAdamW, kOneState = 2 };
+
 // One contiguous run of elements that share hyper-parameters. Mirrored by a ctypes structure in infinity/ops/adam.py.
 struct Piece {
     void* param;

@@ -26,35 +26,35 @@ struct AdamKernel {
         const Piece& piece = pieces[run];
         const uint64_t begin = static_cast<uint64_t>(block - tiles.first[run]) * kTileNumel;
         each_thread<kThreads>([&](int thread) {
-            const int left_out = piece.rule == kAdamW ? step_dtype<kAdamW>(piece, begin, thread)
-                                                      : step_dtype<kAdam>(piece, begin, thread);
+            const int left_out = piece.rule == kAdamW ? step_dtype<kAdamWForm>(piece, begin, thread)
+                                                      : step_dtype<kAdamForm>(piece, begin, thread);
             if (left_out) add_to_count(nonfinite, static_cast<uint64_t>(left_out));
         });
     }
 
-    template <Rule rule>
+    template <Form form>
     INFINITY_FN static int step_dtype(const Piece& piece, uint64_t begin, int thread) {
         switch (piece.grad_dtype) {
-            case kFloat32: return step_storage<kFloat32, rule>(piece, begin, thread);
-            case kBfloat16: return step_storage<kBfloat16, rule>(piece, begin, thread);
-            case kFloat16: return step_storage<kFloat16, rule>(piece, begin, thread);
+            case kFloat32: return step_storage<kFloat32, form>(piece, begin, thread);
+            case kBfloat16: return step_storage<kBfloat16, form>(piece, begin, thread);
+            case kFloat16: return step_storage<kFloat16, form>(piece, begin, thread);
         }
         return 0;
     }
 
-    template <Dtype grad_dtype, Rule rule>
+    template <Dtype grad_dtype, Form form>
     INFINITY_FN static int step_storage(const Piece& piece, uint64_t begin, int thread) {
         switch (piece.storage) {
-            case kPlain: return step_tile<grad_dtype, kPlain, rule>(piece, begin, thread);
-            case kSplit: return step_tile<grad_dtype, kSplit, rule>(piece, begin, thread);
-            case kMasterHalf: return step_tile<grad_dtype, kMasterHalf, rule>(piece, begin, thread);
-            case kMasterBfloat: return step_tile<grad_dtype, kMasterBfloat, rule>(piece, begin, thread);
+            case kPlain: return step_tile<grad_dtype, kPlain, form>(piece, begin, thread);
+            case kSplit: return step_tile<grad_dtype, kSplit, form>(piece, begin, thread);
+            case kMasterHalf: return step_tile<grad_dtype, kMasterHalf, form>(piece, begin, thread);
+            case kMasterBfloat: return step_tile<grad_dtype, kMasterBfloat, form>(piece, begin, thread);
         }
         return 0;
     }
 
     // One thread's share of a tile.
-    template <Dtype grad_dtype, Storage storage, Rule rule>
+    template <Dtype grad_dtype, Storage storage, Form form>
     INFINITY_FN static int step_tile(const Piece& piece, uint64_t begin, int thread) {
         const Constants constants(piece);
         const bool aligned = starts_a_pack<param_nbytes<storage>()>(piece.param) &&
@@ -62,26 +62,26 @@ struct AdamKernel {
                              starts_a_pack<4>(piece.exp_avg) && starts_a_pack<4>(piece.exp_avg_sq) &&
                              starts_a_pack<2>(piece.remainder) && starts_a_pack<4>(piece.master);
         if (aligned && begin + kTileNumel <= piece.numel) {
-            return step_pack<grad_dtype, storage, rule>(piece, begin + thread * kPack, constants);
+            return step_pack<grad_dtype, storage, form>(piece, begin + thread * kPack, constants);
         }
         int left_out = 0;
         for (int pass = 0; pass < kPack; ++pass) {
             const uint64_t index = begin + pass * kThreads + thread;
-            if (index < piece.numel) left_out += step_one<grad_dtype, storage, rule>(piece, index, constants);
+            if (index < piece.numel) left_out += step_one<grad_dtype, storage, form>(piece, index, constants);
         }
         return left_out;
     }
 
-    template <Dtype grad_dtype, Storage storage, Rule rule>
+    template <Dtype grad_dtype, Storage storage, Form form>
     INFINITY_FN static int step_one(const Piece& piece, uint64_t index, const Constants& constants) {
         const Pointers at = pointers<grad_dtype, storage>(piece, index);
         if (nonfinite_lanes<grad_dtype>(at.grad, constants)) return 1;
-        step_lanes<grad_dtype, storage, rule>(at, constants);
+        step_lanes<grad_dtype, storage, form>(at, constants);
         return 0;
     }
 
     // Four elements through copies that the compiler keeps in registers.
-    template <Dtype grad_dtype, Storage storage, Rule rule>
+    template <Dtype grad_dtype, Storage storage, Form form>
     INFINITY_FN static int step_pack(const Piece& piece, uint64_t index, const Constants& constants) {
         constexpr uint64_t grad_nbytes = dtype_nbytes<grad_dtype>();
         const Pointers at = pointers<grad_dtype, storage>(piece, index);
@@ -94,7 +94,7 @@ struct AdamKernel {
         }
         if (left_out) {
             for (int lane = 0; lane < kPack; ++lane) {
-                step_one<grad_dtype, storage, rule>(piece, index + lane, constants);
+                step_one<grad_dtype, storage, form>(piece, index + lane, constants);
             }
             return left_out;
         }
@@ -113,7 +113,7 @@ struct AdamKernel {
         for (int lane = 0; lane < kPack; ++lane) {
             const Pointers local{param + lane * param_nbytes<storage>(), grad + lane * grad_nbytes, exp_avg + lane,
                                  exp_avg_sq + lane, remainder + lane, master + lane};
-            step_lanes<grad_dtype, storage, rule>(local, constants);
+            step_lanes<grad_dtype, storage, form>(local, constants);
         }
         move_pack<param_nbytes<storage>()>(at.param, param);
         move_pack<4>(at.exp_avg, exp_avg);
