@@ -60,6 +60,8 @@ _VERDICT_SECONDS, _HEARD_SECONDS = 5.0, 2.0
 _INTERRUPT_SECONDS, _EXIT_SECONDS = 1.0, 20.0
 # Of a rank that has only ended: others may be about to raise the same error themselves.
 _INTERRUPT_ENDED_SECONDS = 10.0
+# A transfer of the late rank has the same limit, and its error says more than that the rank is late.
+_GRACE_SECONDS = 1.5
 # gloo's own limit comes after ours: where it speaks, the watchdog itself could not. It also bounds the time in which
 # ranks find each other at the start.
 BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN = 3.0, 30.0
@@ -286,7 +288,7 @@ class Watchdog:
         if waited > _REMIND_SECONDS and not self._reminded:
             self._reminded = True
             logger.warning("waiting for rank %s since %.0f s:\n%s", names, waited, table(positions))
-        if waited < self._seconds:
+        if waited < self._seconds + _GRACE_SECONDS:
             return None
         silent = [rank for rank in positions if now - self._seen[rank][1] > _DEAD_BROKEN_SECONDS]
         stopped = f"\nNo sign of life from rank {', '.join(map(str, silent))}." if silent else ""

@@ -102,7 +102,7 @@ def split_together(rank: int, world: int, folder: str, limits: tuple[dict[str, i
 @pytest.mark.slow
 def test_ranks_with_unequal_budgets_make_one_plan(rank_pools, tmp_path):
     """What the poorest one has is what all of them plan with."""
-    poor, rich = {"gpu": 25_000, "cpu": 80_000}, {"gpu": 10**9, "cpu": 10**9}
+    poor, rich = {"gpu": 45_000, "cpu": 80_000}, {"gpu": 10**9, "cpu": 10**9}
     replies = rank_pools[2].run(split_together, str(tmp_path), (poor, rich))
     assert len({digest for digests, _ in replies for digest in digests}) == 1
     assert replies[0][1] == replies[1][1] and set(replies[0][1][0]) > {"gpu"}

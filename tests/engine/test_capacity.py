@@ -68,7 +68,7 @@ def test_a_budget_of_the_gpu_tier_is_its_own(tmp_path):
         assert f"rank 0 plans {gpu:,} bytes on gpu" in message or f"rank 0 plans {cpu:,} bytes on cpu" in message
 
 
-@pytest.mark.parametrize(("tier", "limit"), [("nvme", 50_000), ("cpu", 120_000)])
+@pytest.mark.parametrize(("tier", "limit"), [("nvme", 50_000), ("cpu", 150_000)])
 def test_the_message_has_the_numbers_and_what_fits(tmp_path, tier, limit):
     config = settings(tmp_path / "swap", param=tier, optimizer=tier, memory={tier: {"max_bytes": limit}})
     message = refused(config)
