@@ -141,6 +141,11 @@ def start(describe: Callable[[Any], str] = str) -> Recording:
     return _recording
 
 
+def active() -> bool:
+    """Whether somebody records: for what would cost something to say."""
+    return _recording is not None
+
+
 def span(what: str, cause: str, subject: object = "", nbytes: int = 0) -> _Open | _Nothing:
     """A context manager around what this thread does, or waits for."""
     recording = _recording

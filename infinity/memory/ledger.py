@@ -7,8 +7,7 @@ refuses becomes the same error with the same numbers (see `infinity.memory.refus
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from infinity import record
@@ -40,27 +39,30 @@ class Ledger:
     # Of a tier as a whole: its kinds need not be at their peaks together.
     most: dict[Tier, int] = field(default_factory=dict)
     pinned_nbytes: int = 0
+    # The sum over kinds, by tier: asked for at every gather.
+    _totals: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
 
     def add(self, tier: Tier, kind: Kind, nbytes: int) -> None:
         """Book `nbytes` more (or fewer, when negative) of one kind on one tier."""
         entry = (tier, kind)
         held = self.now[entry] = self.now.get(entry, 0) + nbytes
-        record.level(tier.value, kind.value, held)
+        total = self._totals[tier] = self._totals[tier] + nbytes
+        if record.active():
+            record.level(tier.value, kind.value, held)
         if nbytes > 0:
             self.peak[entry] = max(self.peak.get(entry, 0), held)
-            self.most[tier] = max(self.most.get(tier, 0), self.total(tier))
+            self.most[tier] = max(self.most.get(tier, 0), total)
 
     def total(self, tier: Tier) -> int:
         """Bytes held on one tier now."""
-        return sum(nbytes for (where, _), nbytes in self.now.items() if where is tier)
+        return self._totals[tier]
 
     def room(self, tier: Tier) -> int | None:
         """Bytes that the limits leave to a tier, its own and the process's; None where there is none."""
-        return self.limits.left({each: self.total(each) for each in Tier}).of(tier)
+        return self.limits.room(tier, self._totals)
 
-    @contextmanager
-    def taking(self, tier: Tier, kinds: Mapping[Kind, int], owner: str) -> Iterator[None]:
-        """Book what the block allocates for `owner`, once it has.
+    def taking(self, tier: Tier, kinds: Mapping[Kind, int], owner: str) -> _Taking:
+        """A context manager that books what its block allocates for `owner`, once it has.
 
         TierMemoryError where that goes beyond the tier's limit, before the block; MemoryRefused where the system
         refuses. Then nothing is booked.
@@ -69,14 +71,7 @@ class Ledger:
         room = self.room(tier)
         if room is not None and asked > room:
             raise self._beyond(tier, kinds, owner, room)
-        try:
-            yield
-        except (MemoryError, OSError, RuntimeError) as error:
-            if isinstance(error, TierMemoryError) or not is_refusal(error):
-                raise
-            raise self._refused(tier, kinds, owner, error) from error
-        for kind, nbytes in kinds.items():
-            self.add(tier, kind, nbytes)
+        return _Taking(self, tier, kinds, owner)
 
     def owners(self, tier: Tier) -> tuple[tuple[str, int], ...]:
         """The kinds that hold most on a tier, as (name, bytes), the largest first."""
@@ -93,7 +88,8 @@ class Ledger:
             tier=tier.value, kind=_largest(kinds), asked=asked, used=used, limit=limit, owners=self.owners(tier),
         )  # fmt: skip
 
-    def _refused(self, tier: Tier, kinds: Mapping[Kind, int], owner: str, error: BaseException) -> MemoryRefused:
+    def refused(self, tier: Tier, kinds: Mapping[Kind, int], owner: str, error: BaseException) -> MemoryRefused:
+        """The error for an allocation of `owner` that the system has refused."""
         asked, used = sum(kinds.values()), self.total(tier)
         return MemoryRefused(
             f"no room on {tier.value} for {owner}: asked {mb(asked)}, used {mb(used)}, and the system refused more: "
@@ -101,6 +97,25 @@ class Ledger:
             tier=tier.value, kind=_largest(kinds), asked=asked, used=used, limit=self.limits.of(tier),
             owners=self.owners(tier),
         )  # fmt: skip
+
+
+class _Taking:
+    """See `Ledger.taking`."""
+
+    __slots__ = ("_kinds", "_ledger", "_owner", "_tier")
+
+    def __init__(self, ledger: Ledger, tier: Tier, kinds: Mapping[Kind, int], owner: str) -> None:
+        self._ledger, self._tier, self._kinds, self._owner = ledger, tier, kinds, owner
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            for each, nbytes in self._kinds.items():
+                self._ledger.add(self._tier, each, nbytes)
+        elif not isinstance(error, TierMemoryError) and is_refusal(error):
+            raise self._ledger.refused(self._tier, self._kinds, self._owner, error) from error
 
 
 def _largest(kinds: Mapping[Kind, int]) -> str:

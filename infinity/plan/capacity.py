@@ -28,6 +28,15 @@ class Capacity:
         shared = None if tier is Tier.NVME else self.process
         return min((limit for limit in (own, shared) if limit is not None), default=None)
 
+    def room(self, tier: Tier, held: Mapping[Tier, int]) -> int | None:
+        """What one tier may take beside what all tiers hold, at least 0; None where there is no limit."""
+        own = self.gpu if tier is Tier.GPU else self.cpu if tier is Tier.CPU else self.nvme
+        room = None if own is None else own - held[tier]
+        if self.process is not None and tier is not Tier.NVME:
+            shared = self.process - held[Tier.GPU] - held[Tier.CPU]
+            room = shared if room is None or shared < room else room
+        return room if room is None or room > 0 else 0
+
     def left(self, charged: Mapping[Tier, int]) -> Capacity:
         """What remains beside what is charged to the tiers already; at least 0."""
 

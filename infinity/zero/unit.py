@@ -66,6 +66,10 @@ class Unit:
         self._lease = ExitStack()
         self.leasing = False
         self._dtype = DTYPES[layout.dtype]
+        # Bytes of the full buffer by kind: of an aliased partition this rank's slice is its home.
+        own = layout.partition_numel(placed.parts) * self._dtype.itemsize if placed.aliased else 0
+        self.kinds = {Kind.FULL: layout.nbytes - own, **({Kind.PARAM: own} if own else {})}
+        self._full_name = f"the whole of {layout.name}"
         self._elastic = None if placed.whole else device.elastic(layout.numel, self._dtype)
         if self._elastic is None:
             with self._taking():
@@ -221,15 +225,8 @@ class Unit:
             self._copied.wait()
         return all_gather(self.full, self.own, self._mesh.gather, self._gather_name)
 
-    @property
-    def kinds(self) -> dict[Kind, int]:
-        """Bytes of the full buffer by kind: of an aliased partition this rank's slice is its home."""
-        numel = self.layout.partition_numel(self.placed.parts) if self.placed.aliased else 0
-        own = numel * self._dtype.itemsize
-        return {Kind.FULL: self.layout.nbytes - own, **({Kind.PARAM: own} if own else {})}
-
     def _taking(self) -> AbstractContextManager[None]:
-        return self._ledger.taking(Tier.GPU, self.kinds, f"the whole of {self.layout.name}")
+        return self._ledger.taking(Tier.GPU, self.kinds, self._full_name)
 
     def _return(self) -> None:
         for kind, nbytes in self.kinds.items():
