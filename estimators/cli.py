@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,7 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"infinity-estimate: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(data, indent=2) if args.json else text)
+    try:
+        print(json.dumps(data, indent=2) if args.json else text, flush=True)
+    except BrokenPipeError:
+        # Whoever read has seen enough; nothing more may be flushed at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0 if fits else 1
 
 

@@ -109,3 +109,17 @@ def test_the_module_is_the_command():
 
 def test_columns_are_as_wide_as_their_widest_cell():
     assert table([["", "a"], ["long name", "1.5"]]) == "             a\nlong name  1.5"
+
+
+@pytest.mark.parametrize("words", [["config", "explain", "{}"], ["estimate", "gpt2"]])
+def test_a_reader_that_has_seen_enough_is_no_error(words):
+    """As with `| head -1`: no traceback, the exit code of a closed pipe."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "infinity", *words], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
