@@ -24,7 +24,7 @@ def output_of(script: str, *arguments: str) -> str:
 
 # Two processes each that import torch and train 50 million parameters for some steps.
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["mlp, nvme", "llama, states"])
+@pytest.mark.parametrize("case", ["gpt2, nvme", "llama, states"])
 def test_each_phase_takes_what_the_plan_says(case, tmp_path):
     model, configuration = case.split(", ")
     arguments = ("--models", model, "--configurations", configuration, "--steps", "3", "--folder", str(tmp_path))
