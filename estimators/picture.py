@@ -18,7 +18,12 @@ _BLANK = "#ffffff"
 _COLOURS = {
     Kind.PARAM: "#0072B2", Kind.FULL: "#56B4E9", Kind.GRAD: "#D55E00", Kind.FULL_GRAD: "#E69F00",
     Kind.ACTIVATION: "#F0E442", Kind.REMAINDER: "#000000", Kind.MASTER: "#000000", Kind.EXP_AVG: "#009E73",
-    Kind.EXP_AVG_SQ: "#CC79A7", Kind.POOL: "#999999", Kind.MODEL: _BLANK,
+    Kind.EXP_AVG_SQ: "#CC79A7",
+    # Of optimizers that keep none of Adam's, or one of them.
+    Kind.SUM: "#009E73", Kind.SQUARE_AVG: "#009E73", Kind.MOMENTUM_BUFFER: "#CC79A7", Kind.EXP_INF: "#CC79A7",
+    Kind.GRAD_AVG: "#882255", Kind.STATE_1: "#117733", Kind.STATE_2: "#AA4499", Kind.STATE_3: "#44AA99",
+    Kind.STATE_4: "#882255",
+    Kind.POOL: "#999999", Kind.MODEL: _BLANK,
 }  # fmt: skip
 _WIDTH = 1080
 _MARGIN = 24

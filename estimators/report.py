@@ -9,20 +9,17 @@ from textwrap import wrap
 from estimators.estimate import Estimate, Table
 from estimators.machine import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES
 from estimators.search import Choice
+from infinity.plan.capacity import in_words
 from infinity.plan.phases import Phase
 from infinity.plan.traffic import Link
 from infinity.plan.types import Kind, Tier
 
 WIDTH = 100
 TIERS = {Tier.GPU: "GPU", Tier.CPU: "CPU memory", Tier.NVME: "NVMe"}
-KINDS = {
-    Kind.PARAM: "parameters", Kind.GRAD: "gradients", Kind.REMAINDER: "master remainders",
-    Kind.MASTER: "master weights", Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq",
-    Kind.FULL: "gathered parameters", Kind.FULL_GRAD: "whole gradients", Kind.ACTIVATION: "activations",
-    Kind.POOL: "pools", Kind.MODEL: "the model being built",
-}  # fmt: skip
+KINDS = {**{kind: in_words(kind) for kind in Kind}, Kind.MODEL: "the model being built"}
 _PLACES = {Tier.GPU: "on the GPU", Tier.CPU: "in CPU memory", Tier.NVME: "on NVMe"}
-_STATES = (Kind.REMAINDER, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+_OTHERS = (Kind.PARAM, Kind.GRAD, Kind.FULL, Kind.FULL_GRAD, Kind.ACTIVATION, Kind.MODEL, Kind.POOL)
+_STATES = tuple(kind for kind in Kind if kind not in _OTHERS)
 _LABEL = 24
 _COLUMN = 12
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -155,3 +156,18 @@ def test_a_file_that_is_no_known_model_is_refused(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)
     assert main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("infinity-estimate: ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [("Lion", ["exp_avg"]), ("Adagrad", ["sum"]), ("RMSprop", ["square_avg"]), ("Adamax", ["exp_avg", "exp_inf"])],
+)
+def test_what_an_optimizer_keeps_is_in_the_table_and_in_the_picture(kind, kept, tmp_path, capsys):
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    config = json.dumps({"optimizer": {"type": kind}, "zero_optimization": zero})
+    picture = tmp_path / "made.svg"
+    text = answer(["gpt2", "--config", config, "--picture", str(picture)], capsys)
+    assert "optimizer states in CPU memory" in text
+    for name in kept:
+        assert re.search(rf"^  {name} +0\.50 ", text, re.MULTILINE), text
+        assert f"<title>{name}: " in picture.read_text()
