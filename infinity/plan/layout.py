@@ -19,13 +19,17 @@ PARTITION_ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place in the unit's flat buffer; `offset` and `numel` in elements."""
+    """One parameter's place in the unit's flat buffer; `offset` and `numel` in elements.
+
+    `start` is the element of the parameter at which the slot begins.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     numel: int
     group: int
+    start: int = 0
 
 
 class Overlap(NamedTuple):
@@ -37,6 +41,11 @@ class Overlap(NamedTuple):
     # First shared element, counted from the start of the range.
     range_start: int
     numel: int
+
+    @property
+    def tensor_start(self) -> int:
+        """First shared element, counted from the start of the whole parameter."""
+        return self.slot.start + self.slot_start
 
 
 @dataclass(frozen=True, slots=True)
