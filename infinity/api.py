@@ -40,14 +40,15 @@ from infinity.plan.plan import Plan
 from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind
 from infinity.preflight import pinning, preflight
-from infinity.zero import parameter
-from infinity.zero.access import ParameterState, modify, read
+from infinity.zero import parameter, tiling
+from infinity.zero.access import modify, read
 from infinity.zero.activation import measure_activations
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.materialize import Materializer
 from infinity.zero.spool import spool_of
+from infinity.zero.states import ParameterState
 from infinity.zero.unit import Unit
 
 __all__ = ["GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"]
@@ -246,7 +247,7 @@ def _build(
         Unit(
             layout,
             placed,
-            [by_name[slot.name] for slot in layout.slots],
+            tiling.params_of(layout, by_name),
             store=store,
             device=device,
             mesh=mesh,
@@ -268,6 +269,7 @@ def _build(
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             parameter.adopt(param, coordinator, slot.name)
+    tiling.adopt_tiles(units, coordinator)
     for buffer_owner in model.modules():
         for name, buffer in buffer_owner._buffers.items():
             if buffer is not None:

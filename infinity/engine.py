@@ -43,6 +43,7 @@ from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients, on_any_rank
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.nonfinite import first_nonfinite
+from infinity.zero.parameter import whole_of
 from infinity.zero.stopwatch import agree
 from infinity.zero.unit import Unit
 
@@ -117,7 +118,7 @@ class Engine(nn.Module):
         self.gradients.landed = self._on_landed
         for unit in self.units:
             for param in unit.params:
-                param.__dict__["_infinity_owner"] = self
+                whole_of(param).__dict__["_infinity_owner"] = self
 
     def __getattr__(self, name: str) -> Any:
         """What the engine has not, the module may have: `engine.generate(...)`."""

@@ -9,6 +9,7 @@ What a process pays once, whatever it trains, is in no phase: see `OVERHEAD_NBYT
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -211,7 +212,7 @@ class _Filling:
         self._own_left = sum(self._own.values())
         self._own_max = self._own_left
         if model_nbytes_max is not None:
-            largest = max((slot.numel for layout in plan.layouts for slot in layout.slots), default=0)
+            largest = max((math.prod(slot.shape) for layout in plan.layouts for slot in layout.slots), default=0)
             self._own_max = model_nbytes_max + largest * DTYPE_NBYTES[model_dtype]
 
     def fill(self, *keys: Key) -> None:
@@ -238,7 +239,9 @@ class _Filling:
 
 def _own_nbytes(layout: UnitLayout, model_dtype: str) -> int:
     floating = layout.dtype in ("fp64", "fp32", "bf16", "fp16")
-    return sum(slot.numel for slot in layout.slots) * DTYPE_NBYTES[model_dtype if floating else layout.dtype]
+    # A parameter in tiles goes with the last of them.
+    numel = sum(math.prod(slot.shape) for slot in layout.slots if slot.ends)
+    return numel * DTYPE_NBYTES[model_dtype if floating else layout.dtype]
 
 
 def _add_partition(table: Table, spec: PartitionSpec) -> None:

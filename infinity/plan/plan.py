@@ -212,11 +212,29 @@ class Plan:
         for tier, kinds in self.bytes_by_tier().items():
             parts = ", ".join(f"{in_words(kind)} {amount(nbytes)}" for kind, nbytes in kinds.items())
             lines.append(f"  {tier.value:<5} {amount(sum(kinds.values())):>10}  {parts}")
+        lines += self._tiles_in_words()
         lines.append(
             f"fetch schedule: {len(self.schedule)} uses a step, at most {amount(self.schedule.peak_nbytes)} gathered "
             f"at once; NVMe file {amount(self.nvme_nbytes)}"
         )
         return "\n".join(lines)
+
+    def _tiles_in_words(self) -> list[str]:
+        """A line for each weight in tiles, and for each that is beyond the budget and still gathered whole."""
+        tiles: dict[str, list[int]] = {}
+        lines = []
+        for layout, placed in zip(self.layouts, self.placement.units, strict=True):
+            for slot in layout.slots:
+                if slot.is_tile:
+                    tiles.setdefault(slot.name, []).append(layout.nbytes)
+                elif not placed.whole and slot.numel > self.request.live_numel:
+                    lines.append(
+                        f"{slot.name} is gathered whole, {amount(layout.nbytes)}, beyond stage3_max_live_parameters: "
+                        "tile_parameters is 0, or its module is none of Linear and Embedding"
+                    )
+        for name, sizes in tiles.items():
+            lines.append(f"{name} is executed in {len(sizes)} tiles of at most {amount(max(sizes))}")
+        return lines
 
     def fingerprint(self) -> str:
         """A short hash of every decision, equal for equal plans on any machine."""
