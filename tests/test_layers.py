@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
         "infinity.config", "infinity.log", "infinity.memory", "infinity.record", "infinity.breakdown",
         "infinity.timeline",
     },
-    "infinity.progress": {"infinity.memory", "infinity.plan", "infinity.log"},
+    "infinity.progress": {"infinity.config", "infinity.memory", "infinity.plan", "infinity.log"},
     "infinity.checkpoint": {"infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log"},
     "infinity.zero": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log", "infinity.transfer",
