@@ -230,8 +230,8 @@ class Plan:
                     tiles.setdefault(slot.name, []).append(layout.nbytes)
                 elif not placed.whole and slot.numel > self.request.live_numel:
                     lines.append(
-                        f"{slot.name} is gathered whole, {format_bytes(layout.nbytes)}, beyond stage3_max_live_parameters: "
-                        "tile_parameters is 0, or its module is none of Linear and Embedding"
+                        f"{slot.name} is gathered whole ({format_bytes(layout.nbytes)}), beyond "
+                        "stage3_max_live_parameters: tile_parameters is 0, or its module is none of Linear and Embedding"
                     )
         for name, sizes in tiles.items():
             lines.append(f"{name} is executed in {len(sizes)} tiles of at most {format_bytes(max(sizes))}")
