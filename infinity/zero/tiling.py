@@ -245,15 +245,23 @@ class _Linear(torch.autograd.Function):
             total = inputs.new_zeros(inputs.shape, dtype=torch.float32 if x.itemsize < 4 else x.dtype)
         for tile, rows in ctx.tiles.backward(ctx.scopes):
             part = grads[:, tile.start : tile.stop]
-            if total is not None and total.dtype is x.dtype:
-                total.addmm_(part, rows.to(x.dtype))
-            elif total is not None:
-                total.add_(part @ rows.to(x.dtype))
+            if total is not None:
+                _add_product(total, part, rows.to(x.dtype))
             if tile.wants_gradient:
                 tile.add_gradient(part.t() @ inputs)
         of_input = None if total is None else total.to(ctx.given).view(x.shape)
         of_bias = grads.sum(0).to(ctx.bias_dtype) if wants_bias else None
         return None, None, of_input, of_bias, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`, in the precision of `total`: of 16-bit factors, as one product of all tiles would be."""
+    if total.dtype is left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        total.add_(torch.mm(left, right, out_dtype=total.dtype))
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 class _Embedding(torch.autograd.Function):

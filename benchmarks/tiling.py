@@ -1,0 +1,89 @@
+"""Claim: a linear layer of four times the gather budget trains in tiles, with the same result, within the budget.
+
+    python benchmarks/tiling.py [--width 1024] [--rows 32768] [--folder DIR]
+
+One or two ranks, weights and states in CPU memory or on NVMe, fp32 and bf16, each in processes of its own; `whole` is
+the same run with tiles switched off. A row shows the largest difference of a master weight after the last step, in fp32
+from plain torch in one process, in bf16 from `whole` (whose input gradient is rounded to 16 bits after another order of
+summing); the most that was gathered by the ledger, in budgets; and resident memory above the baseline in forward and
+backward, beside what the plan says of it. Exit code 1 when a claim fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from typing import Any
+
+from support.launch import run_ranks
+from support.machine import MIB, describe
+from support.table import Table, claim
+
+APART = {"fp32": 1e-6, "bf16": 2e-5}
+# What resident memory may be beyond the plan: of the plan, and in bytes, for heaps and the threads' stacks.
+RESIDENT, HEAP = 0.05, 16 * MIB
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=32768)
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--folder", help="folder on the drive")
+    given = parser.parse_args()
+    print(describe())
+    print(f"a linear layer of {given.width} x {given.rows}, {given.width * given.rows / 1e6:.1f} M elements")
+    table = Table("tiles:d", "apart:.1e", "budgets:.2f", "resident:.0f", "planned:.0f", name_width=28)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        for world in map(int, given.ranks.split(",")):
+            shape = {"width": given.width, "rows": given.rows, "tokens": 32, "steps": given.steps}
+            options = {**shape, "folder": folder, "world": world}
+            for dtype in ("fp32", "bf16"):
+                options |= {"dtype": dtype, "reference": f"{dtype}-{world}.pt"}
+                if dtype == "fp32":
+                    run_ranks("wide", {**options, "how": "torch"})
+                for tier in ("cpu", "nvme"):
+                    for how in ("whole", "tiled"):
+                        ranks = run_ranks("wide", {**options, "tier": tier, "how": how}, world_size=world)
+                        worst = max(ranks, key=lambda each: each["resident"] - each["planned"])
+                        name = f"{world} ranks, {tier}, {dtype}"
+                        found.setdefault(name, {})[how] = worst
+                        table.row(
+                            f"{name}, {how}", worst["tiles"], worst["apart"], worst["gathered"] / worst["budget"],
+                            worst["resident"] / MIB, worst["planned"] / MIB,
+                        )  # fmt: skip
+    return _claims(found)
+
+
+def _claims(found: dict[str, dict[str, dict[str, Any]]]) -> int:
+    tiled = [row["tiled"] for row in found.values()]
+    apart = {dtype: max(row["tiled"]["apart"] for name, row in found.items() if dtype in name) for dtype in APART}
+    gathered = max(row["gathered"] / row["budget"] for row in tiled)
+    beyond = max((row["resident"] - HEAP) / row["planned"] - 1 for row in tiled)
+    # Three of four budgets are never there, nor is more than a tile's gradient.
+    saved = min(
+        (row["whole"]["resident"] - row["tiled"]["resident"]) / row["tiled"]["budget"] for row in found.values()
+    )
+    claims = {
+        "every cell is in tiles, its twin in none": all(
+            row["tiled"]["tiles"] >= 16 and row["whole"]["tiles"] == 0 for row in found.values()
+        ),
+        **{
+            f"{dtype}: masters are within {apart[dtype]:.1e} <= {limit}": apart[dtype] <= limit
+            for dtype, limit in APART.items()
+        },
+        f"gathered are {gathered:.2f} <= 1 budgets": gathered <= 1,
+        f"resident memory is within {beyond:+.1%} <= {RESIDENT:.0%} of the plan": beyond <= RESIDENT,
+        f"it is lower than without tiles by {saved:.1f} >= 5 budgets": saved >= 5,
+    }
+    for text, holds in claims.items():
+        claim(text, holds)
+    return 0 if all(claims.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
