@@ -3,10 +3,10 @@
     python benchmarks/tiling.py [--width 1024] [--rows 32768] [--folder DIR]
 
 One or two ranks, weights and states in CPU memory or on NVMe, fp32 and bf16, each in processes of its own; `whole` is
-the same run with tiles switched off. A row shows the largest difference of a master weight after the last step, in fp32
-from plain torch in one process, in bf16 from `whole` (whose input gradient is rounded to 16 bits after another order of
-summing); the most that was gathered by the ledger, in budgets; and resident memory above the baseline in forward and
-backward, beside what the plan says of it. Exit code 1 when a claim fails.
+the same run with tiles switched off. A row shows the largest difference of a master weight after the last step from
+plain torch in fp32 (of `tiled` in bf16: from `whole` in bf16, where products are rounded in another order); the most
+that was gathered by the ledger, in budgets; and resident memory above the baseline in forward and backward, beside what
+the plan says of it. Exit code 1 when a claim fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from support.launch import run_ranks
 from support.machine import MIB, describe
 from support.table import Table, claim
 
-APART = {"fp32": 1e-6, "bf16": 2e-5}
+# In fp32; and in bf16 as a share of what bf16 changes.
+APART, ROUNDED = 1e-6, 0.1
 # What resident memory may be beyond the plan: of the plan, and in bytes, for heaps and the threads' stacks.
 RESIDENT, HEAP = 0.05, 16 * MIB
 
@@ -43,7 +44,7 @@ def main() -> int:
             shape = {"width": given.width, "rows": given.rows, "tokens": 32, "steps": given.steps}
             options = {**shape, "folder": folder, "world": world}
             for dtype in ("fp32", "bf16"):
-                options |= {"dtype": dtype, "reference": f"{dtype}-{world}.pt"}
+                options |= {"dtype": dtype}
                 if dtype == "fp32":
                     run_ranks("wide", {**options, "how": "torch"})
                 for tier in ("cpu", "nvme"):
@@ -61,7 +62,8 @@ def main() -> int:
 
 def _claims(found: dict[str, dict[str, dict[str, Any]]]) -> int:
     tiled = [row["tiled"] for row in found.values()]
-    apart = {dtype: max(row["tiled"]["apart"] for name, row in found.items() if dtype in name) for dtype in APART}
+    apart = max(row["tiled"]["apart"] for name, row in found.items() if "fp32" in name)
+    rounded = max(row["tiled"]["apart"] / row["whole"]["apart"] for name, row in found.items() if "bf16" in name)
     gathered = max(row["gathered"] / row["budget"] for row in tiled)
     beyond = max((row["resident"] - HEAP) / row["planned"] - 1 for row in tiled)
     # Three of four budgets are never there, nor is more than a tile's gradient.
@@ -72,10 +74,8 @@ def _claims(found: dict[str, dict[str, dict[str, Any]]]) -> int:
         "every cell is in tiles, its twin in none": all(
             row["tiled"]["tiles"] >= 16 and row["whole"]["tiles"] == 0 for row in found.values()
         ),
-        **{
-            f"{dtype}: masters are within {apart[dtype]:.1e} <= {limit}": apart[dtype] <= limit
-            for dtype, limit in APART.items()
-        },
+        f"fp32: masters are within {apart:.1e} <= {APART:.0e}": apart <= APART,
+        f"bf16: tiles change {rounded:.1%} <= {ROUNDED:.0%} of what bf16 does": rounded <= ROUNDED,
         f"gathered are {gathered:.2f} <= 1 budgets": gathered <= 1,
         f"resident memory is within {beyond:+.1%} <= {RESIDENT:.0%} of the plan": beyond <= RESIDENT,
         f"it is lower than without tiles by {saved:.1f} >= 5 budgets": saved >= 5,

@@ -37,8 +37,9 @@ class Wide(nn.Module):
 
 
 def run(options: dict[str, Any]) -> dict[str, Any]:
-    """`how` ("torch", "whole" or "tiled"), `dtype`, `tier`, `width`, `rows`, `tokens`, `steps`, `world`, `folder`,
-    `reference` (a file's name; written by what is named `writes`).
+    """`how` ("torch", "whole" or "tiled"), `dtype`, `tier`, `width`, `rows`, `tokens`, `steps`, `world`, `folder`.
+
+    In fp32 masters are compared with plain torch's; in bf16 those of "whole" are, too, and those of "tiled" with them.
     """
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if options["how"] == "torch":
@@ -91,7 +92,7 @@ def _by_torch(options: dict[str, Any]) -> dict[str, Any]:
             (model(**_batch(options, rank, step)) / options["world"]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.save(model.state_dict(), Path(options["folder"]) / options["reference"])
+    torch.save(model.state_dict(), _file(options, "torch"))
     return {}
 
 
@@ -128,10 +129,12 @@ def _train(options: dict[str, Any], config: dict[str, Any], baseline: int) -> di
 def _apart(model: Wide, options: dict[str, Any]) -> float:
     """The greatest difference of a master weight from the reference; or 0, where these are the reference."""
     masters = {name: infinity.state(param).master for name, param in model.named_parameters()}
-    path = Path(options["folder"]) / options["reference"]
-    if options["how"] == "whole" and options["dtype"] == "bf16":
-        if int(os.environ["RANK"]) == 0:
-            torch.save(masters, path)
-        return 0.0
-    reference = torch.load(path, mmap=True)
+    twice = options["dtype"] == "bf16"
+    if twice and options["how"] == "whole" and int(os.environ["RANK"]) == 0:
+        torch.save(masters, _file(options, "whole"))
+    reference = torch.load(_file(options, "whole" if twice and options["how"] == "tiled" else "torch"), mmap=True)
     return max(float((masters[name] - reference[name]).abs().max()) for name in masters)
+
+
+def _file(options: dict[str, Any], how: str) -> Path:
+    return Path(options["folder"]) / f"{how}-{options['world']}.pt"

@@ -85,6 +85,10 @@ class Coordinator:
         # How often a pass did not go as scheduled: a figure, not a flood of warnings.
         self.mismatches = 0
 
+    def unit_of(self, param: nn.Parameter) -> Unit:
+        """The unit that has a parameter."""
+        return self._unit_of[id(param)]
+
     # Forward.
 
     def begin_pass(self, mode: str) -> None:

@@ -106,12 +106,28 @@ class Tiles:
                 # Held from a recomputed forward to its backward, all tiles would be there at once.
                 self.coordinator.close_scope(scope, will_return=returns, may_hold=False)
 
-    def backward(self, scopes: Sequence[Scope]) -> Iterator[tuple[Tile, Tensor]]:
-        """(tile, its rows) for the scopes that forward gave, the last first."""
+    def backward(
+        self, scopes: Sequence[Scope], *, with_room: bool = True
+    ) -> Iterator[tuple[Tile, Tensor, Tensor | None]]:
+        """(tile, its rows, room for their gradient) for the scopes that forward gave, the last first. There is no room
+        where no gradient is wanted.
+        """
         self.coordinator.join_backward()
+        room: Tensor | None = None
+        latest: Tile | None = None
         for tile, scope in zip(reversed(self.tiles), reversed(scopes), strict=True):
             self.coordinator.enter_backward(scope)
-            yield tile, tile.param.detach()
+            rows = tile.param.detach()
+            if not with_room or not tile.wants_gradient:
+                yield tile, rows, None
+            else:
+                # Taken anew for each tile, the C library's heap would have a hole for each. An accelerator's
+                # allocator has none, and a copy may still be under way there.
+                free = latest is not None and latest.param.grad is None and not rows.is_cuda
+                if room is None or not free or len(room) < len(rows):
+                    room = torch.empty_like(rows)
+                latest = tile
+                yield tile, rows, room[: len(rows)]
             self.coordinator.leave_backward(scope)
 
     def returns(self, *others: Tensor | None) -> bool:
@@ -243,18 +259,20 @@ class _Linear(torch.autograd.Function):
         total = None
         if wants_input:
             total = inputs.new_zeros(inputs.shape, dtype=torch.float32 if x.itemsize < 4 else x.dtype)
-        for tile, rows in ctx.tiles.backward(ctx.scopes):
+        for tile, rows, room in ctx.tiles.backward(ctx.scopes):
             part = grads[:, tile.start : tile.stop]
             if total is not None:
-                _add_product(total, part, rows.to(x.dtype))
-            if tile.wants_gradient:
-                tile.add_gradient(part.t() @ inputs)
+                add_product(total, part, rows.to(x.dtype))
+            if room is not None:
+                # Under autocast it has another dtype than the weight.
+                same = room.dtype is x.dtype
+                tile.add_gradient(torch.mm(part.t(), inputs, out=room) if same else room.copy_(part.t() @ inputs))
         of_input = None if total is None else total.to(ctx.given).view(x.shape)
         of_bias = grads.sum(0).to(ctx.bias_dtype) if wants_bias else None
         return None, None, of_input, of_bias, None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """`total += left @ right`, in the precision of `total`: of 16-bit factors, as one product of all tiles would be."""
     if total.dtype is left.dtype:
         total.addmm_(left, right)
@@ -289,7 +307,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (flat,) = ctx.saved_tensors
         grads = grad.reshape(flat.numel(), -1)
-        for tile, rows in ctx.tiles.backward(ctx.scopes):
+        for tile, rows, _ in ctx.tiles.backward(ctx.scopes, with_room=False):
             if tile.wants_gradient:
                 at = _inside(flat, tile)
                 padding = ctx.padding - tile.start if tile.start <= ctx.padding < tile.stop else -1
