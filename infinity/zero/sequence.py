@@ -33,21 +33,23 @@ def tiled_mlp(
 ) -> Tensor:  # fmt: skip
     """`mlp(hidden)` for a module that treats each token on its own, `tile_tokens` tokens at a time.
 
-    hidden: [..., tokens, width]. Of what the module makes inside, nothing is kept for backward, which runs it again,
-    with the same random numbers. forward: what to call instead of `mlp`, with parameters of `mlp`.
+    hidden: [..., tokens, width]; the module gets [..., tile_tokens, width] with leading dimensions of 1, and may change
+    the width. Of what it makes inside, nothing is kept for backward, which runs it again, with the same random numbers.
+    forward: what to call instead of `mlp`, with parameters of `mlp`.
     """
     call = forward or mlp
-    tiles = hidden.split(tile_tokens, -2)
-    if len(tiles) <= 1:
+    if hidden.numel() <= tile_tokens * hidden.shape[-1]:
         return call(hidden)
     coordinator, units = _units_below(mlp)
     scope = coordinator.open_scope(units) if coordinator is not None else None
     returns = torch.is_grad_enabled()
     if coordinator is not None and scope is not None and returns:
         passed = announce_end((hidden,), lambda: coordinator.leave_backward(scope))
-        tiles = tiles if passed is None else passed[0].split(tile_tokens, -2)
+        hidden = hidden if passed is None else passed[0]
+    # All tokens one behind the other, so that tiles are contiguous.
+    tiles = hidden.reshape(*(1 for _ in hidden.shape[:-2]), -1, hidden.shape[-1]).split(tile_tokens, -2)
     parts = [checkpoint(call, tile, use_reentrant=False) if returns else call(tile) for tile in tiles]
-    output = torch.cat(parts, -2)
+    output = torch.cat(parts, -2).view(*hidden.shape[:-1], -1)
     if coordinator is not None and scope is not None:
         returns = output.requires_grad and coordinator.needs_backward(scope, replaying())
         if returns:
