@@ -8,6 +8,7 @@ same configuration in the same process.
 from __future__ import annotations
 
 import gc
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -118,22 +119,24 @@ def _train(options: dict[str, Any], config: dict[str, Any], baseline: int) -> di
         engine.synchronize()
         tables = bytes_by_phase(engine.plan, activations, rank=engine.global_rank)
         width = 2 if options["dtype"] == "bf16" else 4
+        apart, norm = _apart(model, options) if baseline else (0.0, 0.0)
         return {
-            "apart": _apart(model, options) if baseline else 0.0, "gathered": engine.memory().peak["gpu"]["full"],
+            "apart": apart, "norm": norm, "gathered": engine.memory().peak["gpu"]["full"],
             "tiles": sum(layout.is_tile for layout in engine.plan.layouts), "budget": width * live_numel(options),
             "resident": max(peaks.values()),
             "planned": max(in_process(tables[phase], accelerator=False) for phase in peaks),
         }  # fmt: skip
 
 
-def _apart(model: Wide, options: dict[str, Any]) -> float:
-    """The greatest difference of a master weight from the reference; or 0, where these are the reference."""
+def _apart(model: Wide, options: dict[str, Any]) -> tuple[float, float]:
+    """The greatest difference of a master weight from the reference, and the norm of all differences."""
     masters = {name: infinity.state(param).master for name, param in model.named_parameters()}
     twice = options["dtype"] == "bf16"
     if twice and options["how"] == "whole" and int(os.environ["RANK"]) == 0:
         torch.save(masters, _file(options, "whole"))
     reference = torch.load(_file(options, "whole" if twice and options["how"] == "tiled" else "torch"), mmap=True)
-    return max(float((masters[name] - reference[name]).abs().max()) for name in masters)
+    apart = [masters[name] - reference[name] for name in masters]
+    return max(float(each.abs().max()) for each in apart), math.hypot(*(float(each.norm()) for each in apart))
 
 
 def _file(options: dict[str, Any], how: str) -> Path:

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.zero.coordinator import Coordinator, Scope
 from infinity.zero.hooks import announce_end, replaying
-from infinity.zero.tiling import Tile, Tiles, add_product, tiles_of
+from infinity.zero.tiling import ProductSum, Tile, Tiles, tiles_of
 
-# Tokens of a tile, and rows of a block of the vocabulary: 32 MiB of logits in fp32.
+# Tokens of a tile, and rows of a block of the vocabulary: 16 MiB of logits in fp32.
 TILE_TOKENS = 1024
-_BLOCK_ROWS = 8192
+_BLOCK_ROWS = 4096
 
 
 def tiled_mlp(
@@ -217,12 +217,12 @@ class _CrossEntropy(torch.autograd.Function):
         call: _Loss = ctx.call
         scale = call.counts.float() * grad
         _, _, wants_hidden, _, wants_bias = ctx.needs_input_grad
-        of_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if wants_hidden else None
+        of_hidden = ProductSum(hidden.shape, hidden) if wants_hidden else None
         of_bias = None if ctx.offsets is None else torch.zeros_like(ctx.offsets, dtype=torch.float32)
         for piece, values, of_piece in call.weight.backward(ctx.scopes):
             for rows, names in call.blocks(piece):
                 part = values[rows].to(hidden.dtype)
-                of_block = part.new_zeros(part.shape, dtype=torch.float32) if of_piece is not None else None
+                of_block = ProductSum(part.shape, part) if of_piece is not None else None
                 for tokens in call.tokens():
                     logits = _logits(hidden[tokens], part, ctx.offsets, names)
                     wrong = logits.sub_(normal[tokens, None]).exp_()
@@ -231,19 +231,19 @@ class _CrossEntropy(torch.autograd.Function):
                     # As the gradient of logits of 16 bits would be.
                     wrong = wrong.mul_(scale[tokens, None]).to(hidden.dtype)
                     if of_hidden is not None:
-                        add_product(of_hidden[tokens], wrong, part)
+                        of_hidden.add(wrong, part, tokens)
                     if of_block is not None:
-                        add_product(of_block, wrong.t(), hidden[tokens])
+                        of_block.add(wrong.t(), hidden[tokens])
                     if of_bias is not None:
                         of_bias[names] += wrong.float().sum(0)
                 if of_piece is not None and of_block is not None:
-                    of_piece[rows] = of_block
+                    of_piece[rows] = of_block.total
             if of_piece is not None:
                 piece.add_gradient(of_piece)
         if call.bias is not None and of_bias is not None and wants_bias:
             for piece, _, _ in call.bias.backward(ctx.bias_scopes):
                 piece.add_gradient(of_bias)
-        to_hidden = None if of_hidden is None else of_hidden.to(ctx.given)
+        to_hidden = None if of_hidden is None else of_hidden.total.to(ctx.given)
         # Of what an engine keeps, the gradient is there already, before the unit is released.
         return None, None, to_hidden, getattr(call.weight, "grad", None), getattr(call.bias, "grad", None)
 

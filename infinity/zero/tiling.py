@@ -26,6 +26,9 @@ from infinity.zero.hooks import replaying
 from infinity.zero.parameter import ReleasedParameter
 from infinity.zero.unit import Unit
 
+# Elements that are cast at a time.
+_CAST_NUMEL = 1 << 20
+
 
 class TiledParameter(ReleasedParameter):
     """The class of a parameter whose data lies in tiles; see the module's text.
@@ -256,30 +259,43 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         inputs, grads = x.reshape(-1, x.shape[-1]), grad.to(x.dtype).reshape(-1, grad.shape[-1])
         _, _, wants_input, wants_bias, _ = ctx.needs_input_grad
-        total = None
-        if wants_input:
-            total = inputs.new_zeros(inputs.shape, dtype=torch.float32 if x.itemsize < 4 else x.dtype)
+        of_input = ProductSum(inputs.shape, inputs) if wants_input else None
         for tile, rows, room in ctx.tiles.backward(ctx.scopes):
             part = grads[:, tile.start : tile.stop]
-            if total is not None:
-                add_product(total, part, rows.to(x.dtype))
+            if of_input is not None:
+                of_input.add(part, rows.to(x.dtype))
             if room is not None:
                 # Under autocast it has another dtype than the weight.
                 same = room.dtype is x.dtype
                 tile.add_gradient(torch.mm(part.t(), inputs, out=room) if same else room.copy_(part.t() @ inputs))
-        of_input = None if total is None else total.to(ctx.given).view(x.shape)
-        of_bias = grads.sum(0).to(ctx.bias_dtype) if wants_bias else None
-        return None, None, of_input, of_bias, None
+        to_input = None if of_input is None else of_input.total.to(ctx.given).view(x.shape)
+        to_bias = grads.sum(0).to(ctx.bias_dtype) if wants_bias else None
+        return None, None, to_input, to_bias, None
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, in the precision of `total`: of 16-bit factors, as one product of all tiles would be."""
-    if total.dtype is left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        total.add_(torch.mm(left, right, out_dtype=total.dtype))
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+class ProductSum:
+    """A sum of matrix products: of 16-bit factors in fp32, so that it is rounded once, as one large product is."""
+
+    def __init__(self, shape: tuple[int, ...], factor: Tensor) -> None:
+        """`factor`: a tensor of the factors' dtype and device."""
+        self.total = factor.new_zeros(shape, dtype=torch.float32 if factor.itemsize < 4 else factor.dtype)
+        self._cast: Tensor | None = None
+
+    def add(self, left: Tensor, right: Tensor, rows: slice = slice(None)) -> None:
+        """`total[rows] += left @ right`."""
+        target = self.total[rows]
+        if target.dtype is left.dtype:
+            target.addmm_(left, right)
+        elif target.is_cuda:
+            target.add_(torch.mm(left, right, out_dtype=target.dtype))
+        else:
+            # No such product on the CPU: the factor is cast a part at a time, always into the same memory.
+            step = max(_CAST_NUMEL // right.shape[1], 1)
+            if self._cast is None:
+                self._cast = target.new_empty(step, right.shape[1])
+            for first in range(0, len(right), step):
+                part = right[first : first + step]
+                target.addmm_(left[:, first : first + step].to(target.dtype), self._cast[: len(part)].copy_(part))
 
 
 class _Embedding(torch.autograd.Function):
