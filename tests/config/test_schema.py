@@ -64,6 +64,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "stage3_model_persistence_threshold": sys.maxsize,
         "stage3_max_live_parameters": 1_000_000_000,
         "stage3_max_reuse_distance": 1_000_000_000,
+        "tile_parameters": None,
         "stage3_gather_16bit_weights_on_model_save": False,
         "stage3_module_granularity_threshold": 0,
         "stage3_use_all_reduce_for_fetch_params": False,
