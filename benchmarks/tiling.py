@@ -22,8 +22,9 @@ from support.table import Table, claim
 
 # In fp32; and in bf16 the norm of all differences, as a share of what bf16 itself changes.
 APART, ROUNDED = 1e-6, 0.1
-# What resident memory may be beyond the plan: of the plan, and in bytes, for heaps and the threads' stacks.
-RESIDENT, HEAP = 0.05, 16 * MIB
+# Resident memory is some beyond the plan, for heaps and what libraries take: with tiles by no more than so many budgets
+# more than without.
+RESIDENT = 0.5
 
 
 def main() -> int:
@@ -32,6 +33,8 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=32768)
     parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--tiers", default="cpu,nvme")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--folder", help="folder on the drive")
     given = parser.parse_args()
@@ -43,11 +46,10 @@ def main() -> int:
         for world in map(int, given.ranks.split(",")):
             shape = {"width": given.width, "rows": given.rows, "tokens": 32, "steps": given.steps}
             options = {**shape, "folder": folder, "world": world}
-            for dtype in ("fp32", "bf16"):
+            run_ranks("wide", {**options, "how": "torch", "dtype": "fp32"})
+            for dtype in given.dtypes.split(","):
                 options |= {"dtype": dtype}
-                if dtype == "fp32":
-                    run_ranks("wide", {**options, "how": "torch"})
-                for tier in ("cpu", "nvme"):
+                for tier in given.tiers.split(","):
                     for how in ("whole", "tiled"):
                         ranks = run_ranks("wide", {**options, "tier": tier, "how": how}, world_size=world)
                         worst = max(ranks, key=lambda each: each["resident"] - each["planned"])
@@ -62,10 +64,11 @@ def main() -> int:
 
 def _claims(found: dict[str, dict[str, dict[str, Any]]]) -> int:
     tiled = [row["tiled"] for row in found.values()]
-    apart = max(row["tiled"]["apart"] for name, row in found.items() if "fp32" in name)
-    rounded = max(row["tiled"]["norm"] / row["whole"]["norm"] for name, row in found.items() if "bf16" in name)
+    apart = max((row["tiled"]["apart"] for name, row in found.items() if "fp32" in name), default=0.0)
+    norms = [(row["tiled"]["norm"], row["whole"]["norm"]) for name, row in found.items() if "bf16" in name]
+    rounded = max((tiled_norm / norm for tiled_norm, norm in norms), default=0.0)
     gathered = max(row["gathered"] / row["budget"] for row in tiled)
-    beyond = max((row["resident"] - HEAP) / row["planned"] - 1 for row in tiled)
+    beyond = max((_beyond(row["tiled"]) - _beyond(row["whole"])) / row["tiled"]["budget"] for row in found.values())
     # Three of four budgets are never there, nor is more than a tile's gradient.
     saved = min(
         (row["whole"]["resident"] - row["tiled"]["resident"]) / row["tiled"]["budget"] for row in found.values()
@@ -77,12 +80,16 @@ def _claims(found: dict[str, dict[str, dict[str, Any]]]) -> int:
         f"fp32: masters are within {apart:.1e} <= {APART:.0e}": apart <= APART,
         f"bf16: tiles change masters by {rounded:.1%} <= {ROUNDED:.0%} of what bf16 does": rounded <= ROUNDED,
         f"gathered are {gathered:.2f} <= 1 budgets": gathered <= 1,
-        f"resident memory is within {beyond:+.1%} <= {RESIDENT:.0%} of the plan": beyond <= RESIDENT,
+        f"resident memory is beyond the plan by {beyond:+.2f} <= {RESIDENT} budgets more": beyond <= RESIDENT,
         f"it is lower than without tiles by {saved:.1f} >= 5 budgets": saved >= 5,
     }
     for text, holds in claims.items():
         claim(text, holds)
     return 0 if all(claims.values()) else 1
+
+
+def _beyond(row: dict[str, Any]) -> int:
+    return row["resident"] - row["planned"]
 
 
 if __name__ == "__main__":

@@ -290,8 +290,8 @@ class ProductSum:
             target.add_(torch.mm(left, right, out_dtype=target.dtype))
         else:
             # No such product on the CPU: the factor is cast a part at a time, always into the same memory.
-            step = max(_CAST_NUMEL // right.shape[1], 1)
-            if self._cast is None:
+            step = min(max(_CAST_NUMEL // right.shape[1], 1), len(right))
+            if self._cast is None or len(self._cast) < step:
                 self._cast = target.new_empty(step, right.shape[1])
             for first in range(0, len(right), step):
                 part = right[first : first + step]
