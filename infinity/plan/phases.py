@@ -38,17 +38,16 @@ class Phase(Enum):
     BACKWARD = "backward"
     # The optimizer's step, reductions at the accumulation boundary included.
     STEP = "step"
-    # The whole model as one dictionary on rank 0.
+    # A checkpoint: partitions go to the drive from where they are, through pools that are there.
     SAVE = "save"
 
     __hash__ = object.__hash__
 
 
 def bytes_by_phase(
-    plan: Plan, activation_nbytes: int = 0, *, rank: int = 0, model_dtype: str = "fp32",
-    model_nbytes_max: int | None = None,
-) -> dict[Phase, Table]:  # fmt: skip
-    """Bytes by tier and kind at each phase's busiest moment, of this rank, in the steady state.
+    plan: Plan, activation_nbytes: int = 0, *, model_dtype: str = "fp32", model_nbytes_max: int | None = None
+) -> dict[Phase, Table]:
+    """Bytes by tier and kind at each phase's busiest moment, of any rank, in the steady state.
 
     activation_nbytes: what autograd keeps and computes with at its peak (see `estimators.activations`).
     model_dtype, model_nbytes_max: what the model is built in, and how much of it lies in memory at a time (None: all),
@@ -61,7 +60,7 @@ def bytes_by_phase(
         Phase.FORWARD: _forward(plan, rest, gathered, activation_nbytes),
         Phase.BACKWARD: _backward(plan, rest, gathered, activation_nbytes),
         Phase.STEP: iter([rest]),
-        Phase.SAVE: _save(plan, rest, gathered, rank),
+        Phase.SAVE: iter([rest]),
     }
     return {phase: _busiest([*tables], plan.request.accelerator) for phase, tables in moments.items()}
 
@@ -69,6 +68,11 @@ def bytes_by_phase(
 def at_rest(plan: Plan) -> Table:
     """Bytes by tier and kind between two steps."""
     return _at_rest(plan, _Gathered.follow(plan))
+
+
+def state_dict_nbytes(plan: Plan) -> int:
+    """CPU memory that `state_dict()` takes on rank 0, beside what is there at rest: the whole model."""
+    return sum(slot.numel * DTYPE_NBYTES[layout.dtype] for layout in plan.layouts for slot in layout.slots)
 
 
 def in_process(table: Mapping[Tier, Mapping[Kind, int]], *, accelerator: bool) -> int:
@@ -161,20 +165,6 @@ def _in_pass(rest: Table, gathered: _Gathered, position: int, activation_nbytes:
     _add(table, Tier.GPU, Kind.FULL, gathered.nbytes[position] - gathered.now)
     _add(table, Tier.GPU, Kind.ACTIVATION, activation_nbytes)
     return table
-
-
-def _save(plan: Plan, rest: Table, gathered: _Gathered, rank: int) -> Iterator[Table]:
-    """`state_dict()`: units are gathered one by one, and copied on rank 0. What was retained is given back."""
-    sizes, retained, copied = plan.full_nbytes(), dict(gathered.retained), 0
-    for layout in plan.layouts:
-        table = _copy(rest)
-        if rank == 0:
-            copied += sum(slot.numel for slot in layout.slots) * DTYPE_NBYTES[layout.dtype]
-            _add(table, Tier.CPU, Kind.FULL, copied)
-        held = {**retained, layout.index: sizes[layout.index]}
-        _add(table, Tier.GPU, Kind.FULL, sum(held.values()) - gathered.now)
-        yield table
-        retained.pop(layout.index, None)
 
 
 def _initialise(plan: Plan, model_dtype: str, model_nbytes_max: int | None) -> Iterator[Table]:
