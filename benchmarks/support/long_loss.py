@@ -1,4 +1,4 @@
-"""Task: forward and backward of a language model's loss on a long sequence, plain or in tiles, and what memory it takes.
+"""Task: forward and backward of a language model's loss on a long sequence, plain or in tiles, and the memory it takes.
 
 Resident memory is the kernel's peak (VmHWM) above what the process had with hidden states, weights and their gradients
 in place, after a short sequence has prepared what libraries prepare.

@@ -117,7 +117,7 @@ def _train(options: dict[str, Any], config: dict[str, Any], baseline: int) -> di
             del loss
             engine.step()
         engine.synchronize()
-        tables = bytes_by_phase(engine.plan, activations, rank=engine.global_rank)
+        tables = bytes_by_phase(engine.plan, activations)
         width = 2 if options["dtype"] == "bf16" else 4
         apart, norm = _apart(model, options) if baseline else (0.0, 0.0)
         return {
