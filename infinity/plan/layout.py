@@ -185,7 +185,7 @@ def cut_sub_groups(
 
 
 def slices_of(groups: Sequence[SubGroup], unit: int) -> Iterator[tuple[SubGroup, Slice, int]]:
-    """Where a unit's states lie: (sub-group, slice of the partition, where it begins in the states)."""
+    """Where the states of a unit's partition lie: (sub-group, slice of the partition, its start in the states)."""
     for group in groups:
         at = 0
         for piece in group.slices:
