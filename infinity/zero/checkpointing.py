@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from infinity.errors import ConfigError
 from infinity.memory.activations import ActivationTier, Saved
+from infinity.zero.hooks import replace_tensors
 
 # Arguments by which a block is told to fill a cache: computed twice, it would fill it twice.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -121,15 +122,13 @@ class Recomputed(Replaced):
             return self._forward(*args, **kwargs)
         if self._module.training:
             args, kwargs = self._without_cache(args, kwargs)
-        # Tensors by position are what torch's checkpoint saves as tensors; others it merely holds.
-        named = [name for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad]
-        rest = {name: value for name, value in kwargs.items() if name not in named}
-        count = len(args)
+        tensors, filled = _apart((args, kwargs))
 
-        def run(*values: Any) -> Any:
-            return self._forward(*values[:count], **dict(zip(named, values[count:], strict=True)), **rest)
+        def run(*tensors: Tensor) -> Any:
+            args, kwargs = filled(tensors)
+            return self._forward(*args, **kwargs)
 
-        return checkpoint(run, *args, *(kwargs[name] for name in named), **self._options)
+        return checkpoint(run, *tensors, **self._options)
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments, but nothing to be filled."""
@@ -139,6 +138,33 @@ class Recomputed(Replaced):
         names = [*self._signature.parameters][: len(args)]
         names += [""] * (len(args) - len(names))
         return tuple(idle.get(name, value) for name, value in zip(names, args, strict=True)), kwargs
+
+
+def _apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The tensors of a call's arguments that need a gradient, and a function that puts tensors in their places.
+
+    torch's checkpoint saves as tensors what it is given by position, and merely holds all else, whatever is inside.
+    """
+    taken: list[Tensor] = []
+    places: dict[int, Tensor] = {}
+
+    def take(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        if id(tensor) not in places:
+            # A tensor without elements stands for it.
+            places[id(tensor)] = tensor.new_empty(0)
+            taken.append(tensor)
+        return places[id(tensor)]
+
+    empty = replace_tensors(value, take)
+    standing = [id(place) for place in places.values()]
+
+    def filled(tensors: Sequence[Tensor]) -> Any:
+        by_place = dict(zip(standing, tensors, strict=True))
+        return replace_tensors(empty, lambda tensor: by_place.get(id(tensor), tensor))
+
+    return taken, filled
 
 
 class Offloaded(Replaced):
