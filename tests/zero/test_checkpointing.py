@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.engine import Engine
-from infinity.errors import ConfigError, StateError, TierMemoryError
 from infinity.memory.activations import ActivationTier
 from tests.engine.cases import CASES
 from tests.support.hub import hf_model
