@@ -58,6 +58,7 @@ class Engine(nn.Module):
         self._device = parts.device
         self._hooks = parts.hooks
         self._stepper = parts.stepper
+        self._checkpointing = parts.checkpointing
         self._boundary = Boundary(parts)
         # Of the micro-steps since the latest boundary, unscaled; looked at when somebody asks.
         self._losses: list[Tensor] = []
@@ -120,6 +121,7 @@ class Engine(nn.Module):
         with self._observer.phase("backward", self._abandon):
             scaled.backward(retain_graph=retain_graph)
             self.coordinator.end_backward()
+            self._checkpointing.settle()
         self._losses.append(loss.detach())
         return loss
 
@@ -142,6 +144,7 @@ class Engine(nn.Module):
         if self._boundary.scaler is not None and self.coordinator.plain_backward:
             raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
         self._hooks.check_tree()
+        self._checkpointing.settle()
         verdict = self._boundary.judge(self.global_steps, self._losses)
         self.skipped_steps += verdict.skipped
         if not verdict.skipped:
@@ -238,6 +241,7 @@ class Engine(nn.Module):
 
     def memory(self, by_unit: bool = False) -> MemoryReport:
         """Where this rank's bytes are: tier x kind (x unit on request), now and at most; prints as a table."""
+        self._checkpointing.settle()
         return self._observer.report(by_unit=by_unit)
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
@@ -271,6 +275,7 @@ class Engine(nn.Module):
         with ExitStack() as stack:
             # Backwards.
             stack.callback(self._return_everything)
+            stack.callback(self._checkpointing.close)
             stack.callback(self._observer.close)
             stack.callback(lambda: self._stepper.close(at_once=at_once))
 

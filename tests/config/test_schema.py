@@ -118,6 +118,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "use_gds": False,
     },
     "activation_checkpointing": {
+        "every": 0,
+        "keep_ops": (),
         "partition_activations": False,
         "contiguous_memory_optimization": False,
         "cpu_checkpointing": False,
@@ -125,6 +127,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "synchronize_checkpoint_boundary": False,
         "profile": False,
     },
+    "activation_checkpointing.offload": {"device": "none", "nvme_path": None, "buffer_count": 4, "pin_memory": True},
     "fp16": {
         "enabled": False,
         "auto_cast": False,
