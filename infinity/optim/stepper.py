@@ -26,8 +26,9 @@ from torch import Tensor
 
 from infinity import record
 from infinity.errors import StateError
+from infinity.memory.parties import Reservation
 from infinity.memory.partition import Partition
-from infinity.memory.store import Reservation, TieredStore
+from infinity.memory.store import TieredStore
 from infinity.ops.adam import grad_stats
 from infinity.optim.method import Cut, Method
 from infinity.optim.sweep import Run, Sweep
