@@ -8,13 +8,14 @@ engine.step()                 at the accumulation boundary: norm, clip, step, re
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from infinity import saving
 from infinity.boundary import Boundary
 from infinity.breakdown import Breakdown
 from infinity.errors import StateError
@@ -50,6 +51,8 @@ class Engine(nn.Module):
         self.units = parts.units
         self.optimizer: TieredOptimizer
         self.lr_scheduler: Any = None
+        # The one that `initialize` has made of training data.
+        self.training_dataloader: Any = None
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
@@ -58,6 +61,7 @@ class Engine(nn.Module):
         self._hooks = parts.hooks
         self._stepper = parts.stepper
         self._boundary = Boundary(parts)
+        self._parts = parts
         # Of the micro-steps since the latest boundary, unscaled; looked at when somebody asks.
         self._losses: list[Tensor] = []
         self._applied = False
@@ -252,6 +256,26 @@ class Engine(nn.Module):
         """The module's full tensors on rank 0's CPU, empty on other ranks; gathered unit by unit. Collective."""
         self._hooks.check_tree()
         return access.full_state_dict(self, self.module, wanted=self.global_rank == 0)
+
+    # Checkpoints.
+
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: object = None, client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False,
+    ) -> str:  # fmt: skip
+        """Save weights, optimizer states and the state of the run below `save_dir`; returns the tag. Collective.
+
+        tag: name of the folder in `save_dir`, by default "global_step" and the number. client_state: what the program
+        wants back from `load_checkpoint` (rank 0's counts). exclude_frozen_parameters: leave out what is not trained.
+
+        Raises alike on all ranks, and leaves what was saved before: StateError while gradients accumulate,
+        TransferError where the drive fails or is full, CheckpointError for what cannot be saved.
+        """
+        self._alive("save a checkpoint")
+        return saving.save(
+            self, self._parts, self._boundary, os.fspath(save_dir), tag, client_state,
+            latest=save_latest, exclude_frozen=exclude_frozen_parameters,
+        )  # fmt: skip
 
     # The end.
 
