@@ -93,6 +93,9 @@ def claimed(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # A process that was forked meanwhile has the descriptor, too, and would keep the lock.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

@@ -46,6 +46,10 @@ class Snapshot:
 
     def __init__(self, keys: Iterable[Key]) -> None:
         self._left = dict.fromkeys(keys)
+        # Those that the saver has at hand.
+        self._saving: set[Key] = set()
+        # Whether somebody waits for one of these.
+        self.hurried = False
         # Those that somebody waits for, the first to ask first.
         self._urgent: dict[Key, None] = {}
         # The steps that may still write: by partition.
@@ -59,15 +63,18 @@ class Snapshot:
 
     def guards(self, key: Key, by: Party) -> bool:
         """Whether a writer of the partition must wait."""
-        return not self.over and key in self._left and (by is None or self._unsettled.get(key) is not by)
+        return key in self._left.keys() | self._saving and (by is None or self._unsettled.get(key) is not by)
 
     def want(self, keys: Iterable[Key]) -> None:
         """A writer waits for all of `keys`."""
-        self._urgent.update((key, None) for key in keys if key in self._left)
+        for key in keys:
+            if key in self._left:
+                self._urgent[key] = None
+            self.hurried = self.hurried or key in self._saving
 
     @property
     def wanted(self) -> bool:
-        """Whether a writer waits."""
+        """Whether a writer waits for what the saver has not at hand."""
         return bool(self._urgent)
 
     def next(self) -> Key | None:
@@ -78,15 +85,28 @@ class Snapshot:
         """The step that had begun with a partition when the snapshot was taken."""
         return self._unsettled.get(key)
 
+    def check(self) -> None:
+        """StateError when nothing is kept any more."""
+        if self.over:
+            raise StateError("this save was given up")
+
+    def at_hand(self, key: Key) -> None:
+        """The saver has begun with it."""
+        self._left.pop(key, None)
+        self._urgent.pop(key, None)
+        self._saving.add(key)
+
     def saved(self, key: Key) -> None:
         """It may be changed."""
         for places in (self._left, self._urgent, self._unsettled):
             places.pop(key, None)
+        self._saving.discard(key)
+        self.hurried = self.hurried and bool(self._saving)
 
     def end(self) -> None:
         """Nothing is kept any more."""
         self.over = True
-        for places in (self._left, self._urgent, self._unsettled):
+        for places in (self._left, self._urgent, self._unsettled, self._saving):
             places.clear()
 
 
@@ -151,10 +171,29 @@ class Parties:
             self._changed.notify_all()
 
     def next_to_save(self, snapshot: Snapshot, rest_seconds: float = 0.0) -> Key | None:
-        """What to save next, after a rest that ends as soon as somebody waits; None when nothing is left."""
+        """What to save next, after a rest that ends as soon as somebody waits; None when everything is saved."""
         with self._changed:
             self._changed.wait_for(lambda: snapshot.wanted or snapshot.over, timeout=rest_seconds)
+            snapshot.check()
             return snapshot.next()
+
+    def hurried(self, snapshot: Snapshot) -> bool:
+        """Whether somebody waits for what the saver has at hand."""
+        with self._changed:
+            return snapshot.hurried
+
+    def skip_saving(self, snapshot: Snapshot, keys: Iterable[Key]) -> None:
+        """These are safe already."""
+        with self._changed:
+            for key in keys:
+                snapshot.saved(key)
+            self._changed.notify_all()
+
+    def settled(self, snapshot: Snapshot, key: Key) -> bool:
+        """Whether no step that had begun before the snapshot is still to change the partition: then none ever is."""
+        with self._changed:
+            owner = snapshot.owner(key)
+            return owner is None or self._reserved.get(key) is not owner
 
     def await_saved(self, *keys: Key) -> None:
         """Return when these partitions may be changed: for who changes values of units that are whole in place."""
@@ -204,8 +243,7 @@ class Parties:
             if owner.error is not None:
                 raise owner.error
             self._wait_for_others(snapshot, "optimizer step", key)
-        if snapshot.over:
-            raise StateError(f"the save of {key} was given up")
+        snapshot.check()
 
     def _wait_for_others(self, by: Party, cause: str, key: Key, saver: Snapshot | None = None) -> None:
         self._stuck[by] = saver

@@ -113,9 +113,10 @@ class TieredStore(Parties):
     # Snapshots.
 
     @contextmanager
-    def saving(self, snapshot: Snapshot, key: Key) -> Iterator[Partition | None]:
+    def saving(self, snapshot: Snapshot, key: Key, *, last: bool = True) -> Iterator[Partition | None]:
         """Lend a partition to the saver of a snapshot, its value in memory; or None: it lies in its extent and stays
-        there (see `read_extent`). At the end of the block it counts as saved, unless the block has raised.
+        there (see `read_extent`). At the end of the block it counts as saved, unless the block has raised or it is not
+        the `last` time.
         """
         with self._changed:
             self._await_step(snapshot, key)
@@ -126,12 +127,14 @@ class TieredStore(Parties):
             if lent is not None:
                 lent.begin_read()
                 self._claim([key], snapshot)
+            if last:
+                snapshot.at_hand(key)
         try:
             yield lent
         except BaseException:
             self._end_saving(snapshot, lent)
             raise
-        self._end_saving(snapshot, lent, key)
+        self._end_saving(snapshot, lent, *([key] if last else []))
 
     def _end_saving(self, snapshot: Snapshot, lent: Partition | None, *saved: Key) -> None:
         with self._changed:

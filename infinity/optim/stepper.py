@@ -88,6 +88,9 @@ class Stepper:
 
     def singles(self) -> dict[str, dict[str, Any]]:
         """What the optimizer keeps of a parameter in one value, by name, for those that this rank steps."""
+        if not self._method.joins:
+            # A step that goes on changes them.
+            self.finish()
         return self._method.singles(self.steps)
 
     def load_singles(self, singles: Mapping[str, Mapping[str, Any]]) -> None:
