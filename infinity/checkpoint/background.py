@@ -77,6 +77,8 @@ class Background:
         if thread is not None:
             if thread.is_alive():
                 logger.info("waiting for the save of %s, which is under way", self._path)
+                if (snapshot := self._snapshot) is not None:
+                    self._store.rush(snapshot)
             thread.join()
         self.check()
 

@@ -48,8 +48,8 @@ class Snapshot:
         self._left = dict.fromkeys(keys)
         # Those that the saver has at hand.
         self._saving: set[Key] = set()
-        # Whether somebody waits for one of these.
-        self.hurried = False
+        # Whether somebody waits for one of these, and whether somebody waits for all.
+        self.hurried = self.rushed = False
         # Those that somebody waits for, the first to ask first.
         self._urgent: dict[Key, None] = {}
         # The steps that may still write: by partition.
@@ -74,8 +74,8 @@ class Snapshot:
 
     @property
     def wanted(self) -> bool:
-        """Whether a writer waits for what the saver has not at hand."""
-        return bool(self._urgent)
+        """Whether somebody waits for what the saver has not at hand."""
+        return self.rushed or bool(self._urgent)
 
     def next(self) -> Key | None:
         """What to save next; None when nothing is left."""
@@ -181,6 +181,12 @@ class Parties:
         """Whether somebody waits for what the saver has at hand."""
         with self._changed:
             return snapshot.hurried
+
+    def rush(self, snapshot: Snapshot) -> None:
+        """Somebody waits until everything is saved."""
+        with self._changed:
+            snapshot.rushed = True
+            self._changed.notify_all()
 
     def skip_saving(self, snapshot: Snapshot, keys: Iterable[Key]) -> None:
         """These are safe already."""
