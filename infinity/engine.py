@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity import saving
+from infinity import loading, saving
 from infinity.boundary import Boundary, Verdict
 from infinity.breakdown import Breakdown
 from infinity.checkpoint.background import Background
 from infinity.errors import StateError
+from infinity.loading import Wanted
 from infinity.log import logger
 from infinity.memory.host import trim
 from infinity.memory.report import MemoryReport
@@ -294,6 +295,25 @@ class Engine(nn.Module):
             latest=save_latest, exclude_frozen=exclude_frozen_parameters, behind=behind,
         )  # fmt: skip
 
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: object = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+    ) -> tuple[str | None, Any]:  # fmt: skip
+        """Take a run up where `save_checkpoint` left it, with any number of ranks, stage, tiers and precision; returns
+        (the checkpoint's folder, what was given as client_state), or (None, {}) where there is none. Collective.
+
+        tag: by default what `latest` in `load_dir` names. load_module_strict: tensors that are missing or too many are
+        an error. load_optimizer_states, load_lr_scheduler_states: False leaves the engine's own. load_module_only:
+        weights and buffers alone. A folder of safetensors files serves, too, for the weights.
+
+        Raises alike on all ranks. CheckpointError: nothing was changed, unless the message says otherwise.
+        """
+        self._alive("load a checkpoint", broken_is_fine=True)
+        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return loading.load_checkpoint(
+            self, self._parts, self._boundary, self._observer, os.fspath(load_dir), tag, wanted
+        )
+
     # The end.
 
     def close(self) -> None:
@@ -354,10 +374,10 @@ class Engine(nn.Module):
         final = self.is_gradient_accumulation_boundary()
         self._stepper.landed(unit.layout.index, self.gradients.arrived[unit], final=final)
 
-    def _alive(self, verb: str) -> None:
+    def _alive(self, verb: str, *, broken_is_fine: bool = False) -> None:
         if self._closed:
             raise StateError(f"cannot {verb}: this engine was closed")
-        if self._observer.broken:
+        if self._observer.broken and not broken_is_fine:
             raise StateError(f"cannot {verb}: {self._observer.broken}")
         self._stepper.check()
         self._rescue.check()
