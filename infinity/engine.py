@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from infinity import loading, saving
 from infinity.boundary import Boundary, Verdict
 from infinity.breakdown import Breakdown
 from infinity.checkpoint.background import Background
-from infinity.errors import StateError
+from infinity.errors import ConfigError, StateError
 from infinity.loading import Wanted
 from infinity.log import logger
 from infinity.memory.host import trim
@@ -309,10 +310,24 @@ class Engine(nn.Module):
         Raises alike on all ranks. CheckpointError: nothing was changed, unless the message says otherwise.
         """
         self._alive("load a checkpoint", broken_is_fine=True)
+        self._background.finish()
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         return loading.load_checkpoint(
             self, self._parts, self._boundary, self._observer, os.fspath(load_dir), tag, wanted
         )
+
+    def resume(self, load_dir: str | os.PathLike[str] | None = None) -> tuple[str | None, Any]:
+        """Load the newest checkpoint below `load_dir` (by default checkpoint.path) that is complete and whose bytes are
+        those that were written; returns what `load_checkpoint` does. Says which ones it has passed over and why.
+        Collective.
+
+        (None, {}) where there is none. CheckpointError where there are some and none can be loaded.
+        """
+        self._alive("resume", broken_is_fine=True)
+        directory = self.config.config.checkpoint.path if load_dir is None else os.fspath(load_dir)
+        if directory is None:
+            raise ConfigError("resume() needs a folder: pass one, or set checkpoint.path")
+        return loading.resume(lambda tag: self.load_checkpoint(directory, tag), self._parts, Path(directory))
 
     # The end.
 

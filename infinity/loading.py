@@ -9,7 +9,7 @@ refuses to go on until a load succeeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from infinity.checkpoint.format import (
     Manifest,
     RankIndex,
     TensorInfo,
+    broken,
     check_files,
     complete,
     find,
@@ -100,6 +101,35 @@ def load_checkpoint(
         _restore(trainee, parts, boundary, chosen, wanted)
     logger.info("loaded %s", chosen.folder)
     return str(chosen.folder), chosen.client_state if chosen.manifest is not None else {}
+
+
+def resume(
+    load: Callable[[str], tuple[str | None, Any]], parts: Parts, directory: Path
+) -> tuple[str | None, Any]:
+    """See `Engine.resume`. `load` loads a tag of `directory`; it raises alike on all ranks."""
+
+    def look() -> tuple[list[str], list[tuple[str, str]]]:
+        if parts.mesh.ranks.rank != 0:
+            return [], []
+        return [folder.name for folder, _ in complete(directory)], [(str(at), why) for at, why in broken(directory)]
+
+    tags, unusable = together(parts.mesh, "checkpoints to resume from", look, path=directory)[0]
+    for at, why in unusable:
+        logger.warning("not resumed from %s: %s", at, why)
+    failures: list[CheckpointError] = []
+    for tag in tags:
+        try:
+            return load(tag)
+        except CheckpointError as error:
+            logger.warning("not resumed from %s: %s", directory / tag, error)
+            failures.append(error)
+    if failures:
+        raise CheckpointError(
+            directory, f"none of its {len(failures)} checkpoints can be loaded; of the newest: {failures[0]}",
+            "Mend what the message says, or start in another folder",
+        ) from failures[0]  # fmt: skip
+    logger.info("there is no checkpoint to resume from in %s: the run begins", directory)
+    return None, {}
 
 
 def _find(trainee: Trainee, parts: Parts, directory: Path, tag: str | None, wanted: Wanted) -> Found | None:

@@ -101,7 +101,10 @@ def claimed(directory: Path) -> Iterator[None]:
 
 def prepare(directory: Path, tag: str) -> Place:
     """Make the folder of a tag, and remove what killed saves have left in DIR. Under `claimed`."""
-    numbers, previous = [0], find(directory)
+    numbers, previous = [0], None
+    with suppress(CheckpointError):
+        # A damaged `latest` is replaced.
+        previous = find(directory)
     for folder in folders(directory):
         try:
             manifest = read_manifest(folder)
@@ -149,7 +152,9 @@ def publish(directory: Path, manifest: Manifest, *, latest: bool) -> None:
 
 def outdated(directory: Path, retention: Retention) -> list[Path]:
     """Checkpoints that are not to stay. The newest always does, and the one that `latest` names."""
-    named = latest_tag(directory)
+    named = None
+    with suppress(CheckpointError):
+        named = latest_tag(directory)
     found = complete(directory)
     return [
         folder
