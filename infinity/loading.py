@@ -23,6 +23,7 @@ from infinity.boundary import Boundary
 from infinity.checkpoint.files import Reader
 from infinity.checkpoint.format import (
     BUFFER,
+    MANIFEST,
     PARAM,
     FileInfo,
     Manifest,
@@ -108,26 +109,28 @@ def resume(
 ) -> tuple[str | None, Any]:
     """See `Engine.resume`. `load` loads a tag of `directory`; it raises alike on all ranks."""
 
-    def look() -> tuple[list[str], list[tuple[str, str]]]:
+    def look() -> tuple[list[str], list[tuple[str, str, bool]]]:
         if parts.mesh.ranks.rank != 0:
             return [], []
-        return [folder.name for folder, _ in complete(directory)], [(str(at), why) for at, why in broken(directory)]
+        unusable = [(str(at), why, (at / MANIFEST).exists()) for at, why in broken(directory)]
+        return [folder.name for folder, _ in complete(directory)], unusable
 
     tags, unusable = together(parts.mesh, "checkpoints to resume from", look, path=directory)[0]
-    for at, why in unusable:
+    failures: list[str] = []
+    for at, why, was_whole in unusable:
         logger.warning("not resumed from %s: %s", at, why)
-    failures: list[CheckpointError] = []
+        failures += [why] if was_whole else []
     for tag in tags:
         try:
             return load(tag)
         except CheckpointError as error:
             logger.warning("not resumed from %s: %s", directory / tag, error)
-            failures.append(error)
+            failures.append(str(error))
     if failures:
         raise CheckpointError(
-            directory, f"none of its {len(failures)} checkpoints can be loaded; of the newest: {failures[0]}",
-            "Mend what the message says, or start in another folder",
-        ) from failures[0]  # fmt: skip
+            directory, f"none of its {len(failures)} checkpoints can be loaded, one because {failures[-1]}",
+            "Mend what the message says, or begin in another folder",
+        )  # fmt: skip
     logger.info("there is no checkpoint to resume from in %s: the run begins", directory)
     return None, {}
 
