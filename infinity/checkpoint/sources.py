@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from infinity.memory.pages import page_aligned
 from infinity.memory.parties import Snapshot
 from infinity.memory.store import TieredStore
 from infinity.plan.plan import Plan
@@ -24,6 +25,9 @@ from infinity.transfer import Transfer
 # Partitions whose writes are in flight, besides the one that is being submitted, and those fetched ahead from NVMe.
 _BEHIND = 2
 _AHEAD = 2
+# What lies on NVMe is read whole up to this size, so that the tier compares it with what it has written; beyond it in
+# blocks, so that memory is bounded. There are as many such buffers as partitions on their way, and one.
+_WHOLE_NBYTES_MAX = 64 << 20
 # A longer rest would make a save wait for nothing after one slow partition.
 _REST_SECONDS_MAX = 1.0
 
@@ -88,6 +92,8 @@ class Kept:
         self._store = store
         self._snapshot = snapshot
         self._share = share
+        # Memory for what is read whole: what nobody uses at the moment.
+        self._rooms: list[Tensor] = []
 
     def order(self, keys: Sequence[Key], let_go: LetGo) -> Iterator[Key]:
         """See Source: what the program waits for goes first."""
@@ -106,7 +112,21 @@ class Kept:
     def lend(self, key: Key, *, last: bool = True) -> Iterator[Lent]:
         """See Source."""
         with self._store.saving(self._snapshot, key, last=last) as partition:
-            yield Lent(None if partition is None else partition.buffer, partial(self._store.read_extent, key))
+            nbytes = self._store[key].spec.nbytes
+            if partition is not None:
+                yield self._lent(key, partition.buffer)
+            elif nbytes > _WHOLE_NBYTES_MAX:
+                yield self._lent(key, None)
+            else:
+                room = self._rooms.pop() if self._rooms else page_aligned(nbytes)
+                if room.numel() < nbytes:
+                    room = page_aligned(nbytes)
+                self._store.read_extent(key, 0, room[:nbytes]).wait()
+                yield self._lent(key, room[:nbytes])
+                self._rooms.append(room)
+
+    def _lent(self, key: Key, buffer: Tensor | None) -> Lent:
+        return Lent(buffer, partial(self._store.read_extent, key))
 
     def skip(self, keys: Sequence[Key]) -> None:
         """See Source."""
