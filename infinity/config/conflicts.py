@@ -13,6 +13,15 @@ def conflicts(config: Config) -> list[str]:
         complaints.append(
             'fp16.enabled and bf16.enabled are both true: keep one of them, "bf16" unless the device lacks it'
         )
+    if config.checkpoint.keep_every and not config.checkpoint.keep_last:
+        complaints.append(
+            f"checkpoint.keep_every is {config.checkpoint.keep_every} and checkpoint.keep_last 0, which keeps all: set "
+            "keep_last to the number of latest checkpoints that stay"
+        )
+    if config.checkpoint.on_signal and config.checkpoint.path is None:
+        complaints.append(
+            "checkpoint.on_signal names signals but checkpoint.path no folder for the checkpoint: set checkpoint.path"
+        )
     return complaints + _offload(config) + _checkpointing(config) + _schedule(config)
 
 
