@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from infinity.breakdown import baseline_nbytes
 from infinity.building import ConfigSource, mesh_of
 from infinity.comm.agreement import agree_on_plan
+from infinity.comm.collectives import exchange
 from infinity.comm.mesh import Mesh, Ranks, detect
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.config.optimizer import Adam
 from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.loader import Loader
 from infinity.log import logger, start
 from infinity.memory.device import Device
 from infinity.memory.host import HostMemory, trim
@@ -101,9 +103,11 @@ def initialize(
         ledger = Ledger(limits=limits, baseline_nbytes=baseline_nbytes(model))
         parts = _build(resolved, model, plan, groups, device, trained, ledger, undo)
         engine = Engine(parts)
-        engine.optimizer = TieredOptimizer(trained.groups, trained.optimizer.defaults, engine.apply_step)
+        engine.optimizer = TieredOptimizer(
+            trained.groups, trained.optimizer.defaults, engine.apply_step, kind=trained.optimizer.name
+        )
         engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
-        loader = _loader(resolved, training_data, collate_fn, ranks)
+        loader = engine.training_dataloader = _loader(resolved, training_data, collate_fn, groups)
         undo.pop_all()
     trim()
     for line in [*resolved.report(), *pinning(plan, device)]:
@@ -331,21 +335,15 @@ def _scheduler(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer) -
     return None if section is None else build_scheduler(section.type, section.params.model_dump(), optimizer)
 
 
-def _loader(config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, ranks: Ranks) -> DataLoader[Any] | None:
+def _loader(config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, mesh: Mesh) -> Loader | None:
     if data is None:
         return None
-    drop_last = config.config.dataloader_drop_last
-    sampler: DistributedSampler[Any] | None = None
-    if ranks.world_size > 1:
-        sampler = DistributedSampler(data, num_replicas=ranks.world_size, rank=ranks.rank, drop_last=drop_last)
-    return DataLoader(
-        data,
-        batch_size=config.micro_batch,
-        sampler=sampler,
-        shuffle=sampler is None,
-        collate_fn=collate,
-        drop_last=drop_last,
-    )
+    # Rank 0's, so that `torch.manual_seed` says the order whatever the other ranks were seeded with.
+    seed = exchange([float(torch.initial_seed() % 2**32)], mesh.control, mesh.ranks.world_size, "seed of the data")
+    return Loader(
+        data, rank=mesh.ranks.rank, ranks=mesh.ranks.world_size, batch=config.micro_batch, seed=int(seed[0][0]),
+        collate=collate, drop_last=config.config.dataloader_drop_last,
+    )  # fmt: skip
 
 
 def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:

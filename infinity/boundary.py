@@ -107,6 +107,17 @@ class Boundary:
         if self._skips.too_many:
             raise self._skips.error(step, verdict.origin)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the loss scale, and skipped steps in a row."""
+        scale = None if self.scaler is None else self.scaler.state_dict()
+        return {"loss_scale": scale, "skips": self._skips.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take `state_dict()` back; a run in another precision keeps its own loss scale."""
+        if self.scaler is not None and state["loss_scale"] is not None:
+            self.scaler.load_state_dict(state["loss_scale"])
+        self._skips.load_state_dict(state["skips"])
+
     def _settle_gradients(self) -> None:
         """Complete the gradient partitions: late ones first, and agree on which parameters have one at all."""
         late = self._gradients.leftovers()

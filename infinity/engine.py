@@ -8,16 +8,18 @@ engine.step()                 at the accumulation boundary: norm, clip, step, re
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from infinity import loading, saving
 from infinity.boundary import Boundary
 from infinity.breakdown import Breakdown
 from infinity.errors import StateError
+from infinity.loading import Wanted
 from infinity.log import logger
 from infinity.memory.host import trim
 from infinity.memory.report import MemoryReport
@@ -50,6 +52,8 @@ class Engine(nn.Module):
         self.units = parts.units
         self.optimizer: TieredOptimizer
         self.lr_scheduler: Any = None
+        # The one that `initialize` has made of training data.
+        self.training_dataloader: Any = None
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
@@ -58,6 +62,7 @@ class Engine(nn.Module):
         self._hooks = parts.hooks
         self._stepper = parts.stepper
         self._boundary = Boundary(parts)
+        self._parts = parts
         # Of the micro-steps since the latest boundary, unscaled; looked at when somebody asks.
         self._losses: list[Tensor] = []
         self._applied = False
@@ -253,6 +258,45 @@ class Engine(nn.Module):
         self._hooks.check_tree()
         return access.full_state_dict(self, self.module, wanted=self.global_rank == 0)
 
+    # Checkpoints.
+
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: object = None, client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False,
+    ) -> str:  # fmt: skip
+        """Save weights, optimizer states and the state of the run below `save_dir`; returns the tag. Collective.
+
+        tag: name of the folder in `save_dir`, by default "global_step" and the number. client_state: what the program
+        wants back from `load_checkpoint` (rank 0's counts). exclude_frozen_parameters: leave out what is not trained.
+
+        Raises alike on all ranks, and leaves what was saved before: StateError while gradients accumulate,
+        TransferError where the drive fails or is full, CheckpointError for what cannot be saved.
+        """
+        self._alive("save a checkpoint")
+        return saving.save(
+            self, self._parts, self._boundary, os.fspath(save_dir), tag, client_state,
+            latest=save_latest, exclude_frozen=exclude_frozen_parameters,
+        )  # fmt: skip
+
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: object = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+    ) -> tuple[str | None, Any]:  # fmt: skip
+        """Take a run up where `save_checkpoint` left it, with any number of ranks, stage, tiers and precision; returns
+        (the checkpoint's folder, what was given as client_state), or (None, {}) where there is none. Collective.
+
+        tag: by default what `latest` in `load_dir` names. load_module_strict: tensors that are missing or too many are
+        an error. load_optimizer_states, load_lr_scheduler_states: False leaves the engine's own. load_module_only:
+        weights and buffers alone. A folder of safetensors files serves, too, for the weights.
+
+        Raises alike on all ranks. CheckpointError: nothing was changed, unless the message says otherwise.
+        """
+        self._alive("load a checkpoint", broken_is_fine=True)
+        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return loading.load_checkpoint(
+            self, self._parts, self._boundary, self._observer, os.fspath(load_dir), tag, wanted
+        )
+
     # The end.
 
     def close(self) -> None:
@@ -311,10 +355,10 @@ class Engine(nn.Module):
         final = self.is_gradient_accumulation_boundary()
         self._stepper.landed(unit.layout.index, self.gradients.arrived[unit], final=final)
 
-    def _alive(self, verb: str) -> None:
+    def _alive(self, verb: str, *, broken_is_fine: bool = False) -> None:
         if self._closed:
             raise StateError(f"cannot {verb}: this engine was closed")
-        if self._observer.broken:
+        if self._observer.broken and not broken_is_fine:
             raise StateError(f"cannot {verb}: {self._observer.broken}")
         self._stepper.check()
         self.mesh.check()

@@ -21,7 +21,8 @@ _EVERYTHING = {
     "infinity.config", "infinity.errors", "infinity.plan", "infinity.log", "infinity.transfer", "infinity.ops",
     "infinity.comm", "infinity.memory", "infinity.optim", "infinity.zero", "infinity.parallel", "infinity.checkpoint",
     "infinity.engine", "infinity.preflight", "infinity.record", "infinity.timeline", "infinity.breakdown",
-    "infinity.observer", "infinity.progress", "infinity.boundary", "infinity.parts",
+    "infinity.observer", "infinity.progress", "infinity.saving", "infinity.loading", "infinity.loader",
+    "infinity.boundary", "infinity.parts",
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
@@ -52,7 +53,15 @@ ALLOWED: dict[str, set[str]] = {
         "infinity.timeline",
     },
     "infinity.progress": {"infinity.config", "infinity.memory", "infinity.plan", "infinity.log"},
-    "infinity.checkpoint": {"infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log"},
+    "infinity.checkpoint": {
+        "infinity.plan", "infinity.memory", "infinity.comm", "infinity.ops", "infinity.transfer", "infinity.record",
+        "infinity.errors", "infinity.log",
+    },
+    # What the engine's checkpoint verbs do.
+    "infinity.saving": _EVERYTHING - {"infinity.engine"} | {"infinity"},
+    "infinity.loading": _EVERYTHING - {"infinity.engine"},
+    # The data loader of `initialize`.
+    "infinity.loader": set(),
     "infinity.zero": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log", "infinity.transfer",
         "infinity.record",

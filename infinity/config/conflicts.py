@@ -13,6 +13,11 @@ def conflicts(config: Config) -> list[str]:
         complaints.append(
             'fp16.enabled and bf16.enabled are both true: keep one of them, "bf16" unless the device lacks it'
         )
+    if config.checkpoint.keep_every and not config.checkpoint.keep_last:
+        complaints.append(
+            f"checkpoint.keep_every is {config.checkpoint.keep_every} and checkpoint.keep_last 0, which keeps all: set "
+            "keep_last to the number of latest checkpoints that stay"
+        )
     return complaints + _offload(config) + _schedule(config)
 
 

@@ -29,7 +29,7 @@ from infinity.config.values import (
 )
 from infinity.config.zero import ZeroOptimization
 
-_NO_SAVING = NoEffect("there is no saving yet; it arrives with checkpoints")
+_OWN_SAVING = NoEffect("checkpoints are written by infinity itself; see the checkpoint section")
 _NO_PIPELINE = NoEffect("there is no pipeline parallelism yet")
 _NO_CHECKPOINTING = Refused(
     "activation checkpointing by configuration arrives later",
@@ -92,25 +92,37 @@ class Pipeline(Section):
 class ParallelWrite(Section):
     """Which ranks write at once."""
 
-    pipeline_stage: Annotated[Flag, _NO_SAVING] = False
+    pipeline_stage: Annotated[Flag, NoEffect("every rank always writes its own share beside the others")] = False
     """Pipeline stages write in parallel."""
 
 
 class Checkpoint(Section):
     """How checkpoints are written and read."""
 
-    tag_validation: Annotated[TagValidation, _NO_SAVING] = "Warn"
-    """What to do when ranks disagree about the tag."""
-    load_universal: Annotated[Flag, _NO_SAVING] = False
+    tag_validation: Annotated[TagValidation, HONOURED] = "Warn"
+    """What to do when ranks disagree about folder or tag: rank 0's is taken, unless this is "Fail"."""
+    keep_last: Annotated[Natural, HONOURED] = 0
+    """Ours. So many of the latest checkpoints of a folder stay; older ones are removed when a new one is complete and
+    has been read back. 0 keeps all."""
+    keep_every: Annotated[Natural, HONOURED] = 0
+    """Ours. Beside them every so many-th checkpoint stays for good. 0 keeps none."""
+    load_universal: Annotated[Flag, NoEffect("every checkpoint loads with any number of ranks, stage and tiers")] = (
+        False
+    )
     """Load the universal format."""
-    use_node_local_storage: Annotated[Flag, _NO_SAVING] = False
+    use_node_local_storage: Annotated[
+        Flag,
+        Refused(
+            "a rank reads what any other has written", "Remove the key and save into a folder that all nodes share"
+        ),
+    ] = False
     """Every node writes to its own storage."""
     parallel_write: ParallelWrite = ParallelWrite()
-    checkpoint_serialization: Annotated[Flag, _NO_SAVING] = True
+    checkpoint_serialization: Annotated[Flag, NoEffect("nothing is serialised: bytes go straight to the drive")] = True
     """Serialise with torch."""
     writer: Annotated[
         None,
-        _NO_SAVING,
+        NoEffect("there is one writer, as fast as the drive"),
         Absent(
             switch=None,
             keys=(
@@ -323,9 +335,9 @@ class Config(Section):
         ),
     ] = None
     """Compiled training."""
-    nebula: Annotated[None, _NO_SAVING, Absent()] = None
+    nebula: Annotated[None, _OWN_SAVING, Absent()] = None
     """Checkpoints through Nebula."""
-    datastates_ckpt: Annotated[None, _NO_SAVING, Absent(switch=None)] = None
+    datastates_ckpt: Annotated[None, _OWN_SAVING, Absent(switch=None)] = None
     """Checkpoints through DataStates."""
     autotuning: Annotated[
         None, Refused("there is no tuner", "Remove the section; the plan sizes buffers by itself"), Absent()

@@ -7,7 +7,9 @@ can fall no further.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from infinity.errors import NonFiniteError
 from infinity.optim.loss_scale import LossScaler
@@ -33,6 +35,13 @@ class Skips:
     @property
     def too_many(self) -> bool:
         return 0 < self.limit <= self.in_a_row
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": self.in_a_row, "settled": self._settled}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.in_a_row = int(state["in_a_row"])
+        self._settled = bool(state["settled"])
 
     def error(self, step: int, origin: str) -> NonFiniteError:
         """What to raise when they are too many, the latest being `step`, because of the gradient of `origin`."""

@@ -91,6 +91,19 @@ class Stepper:
         """Whether elements are left alone whose gradient is not finite."""
         return self._method.guarded
 
+    def singles(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps of a parameter in one value, by name, for those that this rank steps."""
+        return self._method.singles(self.steps)
+
+    def load_singles(self, singles: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take back what `singles()` of all ranks have given; `steps` are already those of that time."""
+        self._method.load_singles(singles, self.steps)
+
+    @property
+    def start(self) -> float:
+        """The first value of what the optimizer keeps of an element."""
+        return self._method.start
+
     # As gradients arrive.
 
     def begin_early(self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float) -> None:

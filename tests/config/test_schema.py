@@ -221,6 +221,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "checkpoint": {
         "tag_validation": "Warn",
+        "keep_last": 0,
+        "keep_every": 0,
         "load_universal": False,
         "use_node_local_storage": False,
         "checkpoint_serialization": True,
