@@ -77,7 +77,7 @@ def _blocks(folder: Path, manifest: Manifest, index: RankIndex, extents: list[Ex
     """Bytes found right, and blocks that are not; reading goes on behind a damaged one."""
     while extents:
         position, within = 0, 0
-        with Reader(folder, manifest, [replace(index, extents=tuple(extents))]) as reader:
+        with Reader(folder, manifest, [replace(index, extents=tuple(extents), arrays=())]) as reader:
             try:
                 for nbytes in reader.verify():
                     yield nbytes
