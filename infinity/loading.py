@@ -9,7 +9,7 @@ refuses to go on until a load succeeds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +23,13 @@ from infinity.boundary import Boundary
 from infinity.checkpoint.files import Reader
 from infinity.checkpoint.format import (
     BUFFER,
+    MANIFEST,
     PARAM,
     FileInfo,
     Manifest,
     RankIndex,
     TensorInfo,
+    broken,
     check_files,
     complete,
     find,
@@ -100,6 +102,37 @@ def load_checkpoint(
         _restore(trainee, parts, boundary, chosen, wanted)
     logger.info("loaded %s", chosen.folder)
     return str(chosen.folder), chosen.client_state if chosen.manifest is not None else {}
+
+
+def resume(
+    load: Callable[[str], tuple[str | None, Any]], parts: Parts, directory: Path
+) -> tuple[str | None, Any]:
+    """See `Engine.resume`. `load` loads a tag of `directory`; it raises alike on all ranks."""
+
+    def look() -> tuple[list[str], list[tuple[str, str, bool]]]:
+        if parts.mesh.ranks.rank != 0:
+            return [], []
+        unusable = [(str(at), why, (at / MANIFEST).exists()) for at, why in broken(directory)]
+        return [folder.name for folder, _ in complete(directory)], unusable
+
+    tags, unusable = together(parts.mesh, "checkpoints to resume from", look, path=directory)[0]
+    failures: list[str] = []
+    for at, why, was_whole in unusable:
+        logger.warning("not resumed from %s: %s", at, why)
+        failures += [why] if was_whole else []
+    for tag in tags:
+        try:
+            return load(tag)
+        except CheckpointError as error:
+            logger.warning("not resumed from %s: %s", directory / tag, error)
+            failures.append(str(error))
+    if failures:
+        raise CheckpointError(
+            directory, f"none of its {len(failures)} checkpoints can be loaded, one because {failures[-1]}",
+            "Mend what the message says, or begin in another folder",
+        )  # fmt: skip
+    logger.info("there is no checkpoint to resume from in %s: the run begins", directory)
+    return None, {}
 
 
 def _find(trainee: Trainee, parts: Parts, directory: Path, tag: str | None, wanted: Wanted) -> Found | None:

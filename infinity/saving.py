@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.boundary import Boundary
+from infinity.checkpoint.background import Background, Together
 from infinity.checkpoint.describe import describe
 from infinity.checkpoint.files import Reader
 from infinity.checkpoint.format import (
     BUFFER,
+    MANIFEST,
     FileInfo,
     Manifest,
     RankIndex,
@@ -46,6 +49,7 @@ from infinity.checkpoint.publish import (
 )
 from infinity.checkpoint.ranks import together
 from infinity.checkpoint.save import Capture, write
+from infinity.checkpoint.sources import Kept, Leases, Source, snapshot_of
 from infinity.checkpoint.state import Trainee, random_state, run_state, singles_of, spelled
 from infinity.errors import CheckpointError, StateError
 from infinity.log import Progress, logger
@@ -63,10 +67,13 @@ class Order:
     tag: str
     latest: bool
     frozen: bool
+    behind: bool
     client_state: Any = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     # The part of the manifest that is about the run.
     run: dict[str, Any] = field(default_factory=dict)
+    # And those about the model.
+    model: dict[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -74,24 +81,42 @@ class Order:
 
 
 def save(
-    trainee: Trainee, parts: Parts, boundary: Boundary, directory: str | Path, tag: object = None,
-    client_state: Mapping[str, Any] | None = None, *, latest: bool = True, exclude_frozen: bool = False,
+    trainee: Trainee, parts: Parts, boundary: Boundary, background: Background, directory: str | Path,
+    tag: object = None, client_state: Mapping[str, Any] | None = None, *, latest: bool = True,
+    exclude_frozen: bool = False, behind: bool = False,
 ) -> str:  # fmt: skip
-    """See `Engine.save_checkpoint`."""
-    order = Order(Path(directory), "", latest, not exclude_frozen)
+    """See `Engine.save_checkpoint`. `behind`: return when the state is captured, and leave the rest to `background`."""
+    order = Order(Path(directory), "", latest, not exclude_frozen, behind)
     asked = f"global_step{trainee.global_steps}" if tag is None else str(tag)
-    said = together(
-        parts.mesh, "what to save", lambda: _order(order, trainee, parts, boundary, asked, client_state),
-        path=order.directory,
-    )  # fmt: skip
-    order.tag = _agreed_tag(said, parts, order.directory)
-    with ExitStack() as stack:
-        place = _claim(order, parts, stack)
-        capture = capture_of(order, parts, place)
-        infos = _write(order, parts, place, capture)
-        _publish(order, trainee, parts, place, infos)
-        _retire(order, parts)
+    ask = partial(together, parts.mesh, path=order.directory)
+
+    def settle() -> dict[str, str]:
+        background.finish()
+        said = _order(order, trainee, parts, boundary, asked, client_state)
+        captured.append(capture_of(order, parts))
+        return said
+
+    captured: list[Capture] = []
+    order.tag = _agreed_tag(ask("what to save", settle), parts, order.directory)
+    if not order.behind:
+        _carry_out(order, parts, captured[0], Leases(parts.store), ask)
+        return order.tag
+    capture = captured[0].apart()
+    order.tensors = {name: tensor.clone() for name, tensor in order.tensors.items()}
+    snapshot = snapshot_of(parts.plan, [piece.key for piece in capture.pieces], in_backward=boundary.early)
+    source = Kept(parts.store, snapshot, share=parts.config.config.checkpoint.bandwidth_share)
+    background.begin(order.folder, snapshot, lambda ask: _carry_out(order, parts, capture, source, ask))
     return order.tag
+
+
+def _carry_out(order: Order, parts: Parts, capture: Capture, source: Source, ask: Together) -> None:
+    """From the capture to the checkpoint. `ask`: how all ranks are asked; what one raises every rank raises."""
+    with ExitStack() as stack:
+        place = _claim(order, parts, stack, ask)
+        capture = replace(capture, previous=_previous(order.directory, place, capture.rank))
+        infos = _write(order, parts, place, capture, source, ask)
+        _publish(order, parts, place, infos, ask)
+        _retire(order, parts, ask)
 
 
 def queue_of(parts: Parts) -> Queue:
@@ -103,7 +128,7 @@ def queue_of(parts: Parts) -> Queue:
     )  # fmt: skip
 
 
-def capture_of(order: Order, parts: Parts, place: Place) -> Capture:
+def capture_of(order: Order, parts: Parts) -> Capture:
     """What this rank writes."""
     rank = parts.mesh.ranks.rank
     return Capture(
@@ -112,7 +137,6 @@ def capture_of(order: Order, parts: Parts, place: Place) -> Capture:
         buffers=buffers_of(parts.module) if rank == 0 else (),
         rng=random_state(parts.device),
         singles=singles_of(parts.stepper),
-        previous=_previous(order.directory, place, rank),
     )
 
 
@@ -136,8 +160,7 @@ def manifest_of(order: Order, parts: Parts, place: Place, infos: list[FileInfo],
             "fingerprint": plan.fingerprint(), "stage": plan.request.stage, "world_size": plan.topology.dp,
             "compute_dtype": plan.request.compute_dtype,
         },
-        tensors=_tensors(order, parts), tied=tied_of(parts.module), ranks=tuple(infos), engine=order.run,
-        client_state=order.client_state, client=client, module=_module(parts.module),
+        ranks=tuple(infos), engine=order.run, client_state=order.client_state, client=client, **order.model,
     )  # fmt: skip
 
 
@@ -162,7 +185,11 @@ def _order(
             f"{parts.config.accumulation} make a step) and are not part of a checkpoint. Save behind the engine.step() "
             "that applies them, or call engine.zero_grad() first"
         )
-    parts.stepper.finish()
+    if not order.behind:
+        parts.stepper.finish()
+    order.model = {
+        "tensors": _tensors(order, parts), "tied": tied_of(parts.module), "module": _module(parts.module),
+    }
     order.run = run_state(trainee, parts.stepper, boundary, path=order.directory)
     if parts.mesh.ranks.rank == 0:
         order.client_state = spelled(dict(client_state or {}), order.tensors, path=order.directory)
@@ -185,7 +212,7 @@ def _agreed_tag(said: list[dict[str, str]], parts: Parts, directory: Path) -> st
     return first["tag"]
 
 
-def _claim(order: Order, parts: Parts, stack: ExitStack) -> Place:
+def _claim(order: Order, parts: Parts, stack: ExitStack, ask: Together) -> Place:
     """Take the folder, and remove what killed saves have left there."""
 
     def claim() -> dict[str, Any]:
@@ -194,7 +221,7 @@ def _claim(order: Order, parts: Parts, stack: ExitStack) -> Place:
         stack.enter_context(claimed(order.directory))
         return asdict(prepare(order.directory, order.tag))
 
-    return Place(**together(parts.mesh, "place of a checkpoint", claim, path=order.directory)[0])
+    return Place(**ask("place of a checkpoint", claim)[0])
 
 
 def _previous(directory: Path, place: Place, rank: int) -> tuple[Path, RankIndex] | None:
@@ -209,7 +236,9 @@ def _previous(directory: Path, place: Place, rank: int) -> tuple[Path, RankIndex
     return None
 
 
-def _write(order: Order, parts: Parts, place: Place, capture: Capture) -> list[FileInfo]:
+def _write(
+    order: Order, parts: Parts, place: Place, capture: Capture, source: Source, ask: Together
+) -> list[FileInfo]:
     """Every rank's files, or none."""
 
     def job() -> dict[str, Any]:
@@ -219,30 +248,38 @@ def _write(order: Order, parts: Parts, place: Place, capture: Capture) -> list[F
                 "Save into a folder that all nodes share",
             )  # fmt: skip
         with queue_of(parts) as queue:
-            return asdict(write(capture, parts.store, order.folder, place.id, queue))
+            return asdict(write(capture, source, order.folder, place.id, queue))
 
     try:
-        return [FileInfo(**row) for row in together(parts.mesh, "files of a checkpoint", job, path=order.folder)]
+        return [FileInfo(**row) for row in ask("files of a checkpoint", job)]
     except BaseException:
-        remove_save(order.folder, place.id)
+        _remove(order, parts, place)
         raise
 
 
-def _publish(order: Order, trainee: Trainee, parts: Parts, place: Place, infos: list[FileInfo]) -> None:
+def _remove(order: Order, parts: Parts, place: Place) -> None:
+    """Undo a save that has failed, unless it is a checkpoint already. Only rank 0 knows that; behind the program
+    another rank may have stopped waiting before.
+    """
+    manifest = order.folder / MANIFEST
+    if parts.mesh.ranks.rank == 0 and not (manifest.exists() and read_manifest(order.folder).id == place.id):
+        remove_save(order.folder, place.id)
+
+
+def _publish(order: Order, parts: Parts, place: Place, infos: list[FileInfo], ask: Together) -> None:
     def job() -> None:
         if parts.mesh.ranks.rank == 0:
             client = write_client(order.folder, place.id, order.tensors)
             publish(order.directory, manifest_of(order, parts, place, infos, client), latest=order.latest)
 
     try:
-        together(parts.mesh, "manifest of a checkpoint", job, path=order.folder)
+        ask("manifest of a checkpoint", job)
     except BaseException:
-        if not (order.folder / "manifest.json").exists() or read_manifest(order.folder).id != place.id:
-            remove_save(order.folder, place.id)
+        _remove(order, parts, place)
         raise
 
 
-def _retire(order: Order, parts: Parts) -> None:
+def _retire(order: Order, parts: Parts, ask: Together) -> None:
     """Remove what retention does not keep, once every rank has read back what it has written."""
     section = parts.config.config.checkpoint
     retention = Retention(section.keep_last, section.keep_every)
@@ -255,9 +292,9 @@ def _retire(order: Order, parts: Parts) -> None:
         old.extend(outdated(order.directory, retention) if rank == 0 else [])
         return len(old)
 
-    if not together(parts.mesh, "checkpoints to remove", find_old, path=order.directory)[0]:
+    if not ask("checkpoints to remove", find_old)[0]:
         return
-    together(parts.mesh, "verification of a checkpoint", lambda: _verify(order.folder, parts, rank), path=order.folder)
+    ask("verification of a checkpoint", lambda: _verify(order.folder, parts, rank))
     remove(old)
 
 

@@ -22,8 +22,7 @@ _EVERYTHING = {
     "infinity.comm", "infinity.memory", "infinity.optim", "infinity.zero", "infinity.parallel", "infinity.checkpoint",
     "infinity.engine", "infinity.preflight", "infinity.record", "infinity.timeline", "infinity.breakdown",
     "infinity.observer", "infinity.progress", "infinity.saving", "infinity.loading", "infinity.loader",
-    "infinity.exporting",
-    "infinity.boundary", "infinity.parts",
+    "infinity.exporting", "infinity.boundary", "infinity.parts", "infinity.signals", "infinity.rescue",
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
@@ -52,6 +51,10 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.observer": {
         "infinity.config", "infinity.log", "infinity.memory", "infinity.record", "infinity.breakdown",
         "infinity.timeline",
+    },
+    "infinity.signals": {"infinity.log"},
+    "infinity.rescue": {
+        "infinity.boundary", "infinity.checkpoint", "infinity.errors", "infinity.log", "infinity.signals",
     },
     "infinity.progress": {"infinity.config", "infinity.memory", "infinity.plan", "infinity.log"},
     "infinity.checkpoint": {

@@ -27,7 +27,15 @@ from infinity.plan.spec import dtype_name
 
 
 def describe(module: nn.Module) -> Description:
-    """What an export of `module` will look like."""
+    """What an export of `module` will look like. Never fails: what cannot be exported can still be saved."""
+    try:
+        return _describe(module)
+    except Exception as error:
+        reason = f"{type(module).__name__} could not be described ({type(error).__name__}: {error})"
+        return Description(type(module).__name__, refusal=reason)
+
+
+def _describe(module: nn.Module) -> Description:
     name = type(module).__name__
     if _of_library(module, "peft"):
         return _of_adapters(module, name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from infinity.errors import CheckpointError, TransferError
 from infinity.memory.pages import page_aligned
 from infinity.ops.aio import File, Queue, Request
 from infinity.plan.types import align_up
+from infinity.transfer import Transfer
 
 # Blocks of staging memory, and requests in flight on blocks that need none.
 STAGING_COUNT = 8
@@ -39,11 +40,11 @@ class Staging:
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
-        self._users: list[Request | None] = []
+        self._users: list[Transfer | None] = []
         self._turn = -1
 
     def take(self) -> Tensor:
-        """A block [BLOCK_NBYTES] of uint8. Tell its user with `used_by` before taking the next."""
+        """A block [BLOCK_NBYTES] of uint8. Tell its user with `used_by` before this one's turn comes again."""
         if len(self._blocks) < STAGING_COUNT:
             self._blocks.append(page_aligned(BLOCK_NBYTES))
             self._users.append(None)
@@ -57,9 +58,9 @@ class Staging:
                     user.wait()
         return self._blocks[self._turn]
 
-    def used_by(self, request: Request) -> None:
-        """The block that was taken last is in use until the request is over."""
-        self._users[self._turn] = request
+    def used_by(self, transfer: Transfer, ago: int = 0) -> None:
+        """The block that was taken last, or so many turns before, is in use until the transfer is over."""
+        self._users[(self._turn - ago) % len(self._blocks)] = transfer
 
 
 class Writer:
@@ -98,6 +99,34 @@ class Writer:
                 self._staging.used_by(request)
         self._end += nbytes
         return index
+
+    def extent_from(self, nbytes: int, fetch: Callable[[int, Tensor], Transfer]) -> int:
+        """As `extent`, of bytes that are read from elsewhere: `fetch` submits a read from one byte on into a block."""
+        index = len(self._extents)
+        whole = align_up(nbytes, ALIGNMENT)
+        self._extents.append(Extent(self._path.name, self._end, whole, ()))
+        self._requests[index] = []
+        # Blocks on their way into staging memory, in the order of their turns.
+        coming: deque[tuple[int, Tensor, Transfer]] = deque()
+        for begin in range(0, whole, BLOCK_NBYTES):
+            room = self._staging.take()[: min(BLOCK_NBYTES, whole - begin)]
+            held = min(room.numel(), nbytes - begin)
+            room[held:].zero_()
+            transfer = fetch(begin, room[:held])
+            self._staging.used_by(transfer)
+            coming.append((begin, room, transfer))
+            if len(coming) >= STAGING_COUNT // 2:
+                self._pass_on(index, *coming.popleft(), ago=len(coming))
+        while coming:
+            self._pass_on(index, *coming.popleft(), ago=len(coming))
+        self._end += whole
+        return index
+
+    def _pass_on(self, index: int, begin: int, room: Tensor, transfer: Transfer, *, ago: int) -> None:
+        transfer.wait()
+        request = self._queue.write(self._file, self._end + begin, room, checksum=True)
+        self._requests[index].append(request)
+        self._staging.used_by(request, ago)
 
     def wait(self, index: int) -> Extent:
         """Return when an extent is written, with its checksums."""

@@ -319,11 +319,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def latest_tag(directory: Path | str) -> str | None:
-    """What DIR/latest says; None where there is no such file."""
+    """What DIR/latest says; None where there is no such file. CheckpointError where it says nothing of the kind."""
+    path = Path(directory) / LATEST
     try:
-        return (Path(directory) / LATEST).read_text().strip() or None
+        tag = path.read_bytes().decode(errors="replace").removesuffix("\n")
     except FileNotFoundError:
         return None
+    if not tag or tag != tag.strip() or not tag.isprintable() or "/" in tag or "\ufffd" in tag:
+        raise CheckpointError(path, f"it names no checkpoint, but {tag!r}", "Pass a tag, or call resume()")
+    return tag
 
 
 def find(directory: Path | str, tag: str | None = None) -> Path | None:

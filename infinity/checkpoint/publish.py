@@ -93,12 +93,18 @@ def claimed(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # A process that was forked meanwhile has the descriptor, too, and would keep the lock.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def prepare(directory: Path, tag: str) -> Place:
     """Make the folder of a tag, and remove what killed saves have left in DIR. Under `claimed`."""
-    numbers, previous = [0], find(directory)
+    numbers, previous = [0], None
+    with suppress(CheckpointError):
+        # A damaged `latest` is replaced.
+        previous = find(directory)
     for folder in folders(directory):
         try:
             manifest = read_manifest(folder)
@@ -146,7 +152,9 @@ def publish(directory: Path, manifest: Manifest, *, latest: bool) -> None:
 
 def outdated(directory: Path, retention: Retention) -> list[Path]:
     """Checkpoints that are not to stay. The newest always does, and the one that `latest` names."""
-    named = latest_tag(directory)
+    named = None
+    with suppress(CheckpointError):
+        named = latest_tag(directory)
     found = complete(directory)
     return [
         folder

@@ -1,7 +1,7 @@
 """What one rank writes: its share of the partitions, streamed into files of its own, and an index of them.
 
-Bytes go straight from the tiers' memory to the drive, one partition at a time with the next ones on their way, under
-read leases. Where anything fails, nothing of it is left.
+Bytes go straight from the tiers' memory to the drive, one partition at a time with the next ones on their way, as a
+source lends them (see `sources`). Where anything fails, nothing of it is left.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,13 @@ from infinity.checkpoint.format import (
 )
 from infinity.checkpoint.pieces import FROZEN, WEIGHTS, Piece
 from infinity.checkpoint.publish import remove_rank
+from infinity.checkpoint.sources import Lent, Source
 from infinity.log import Progress
-from infinity.memory.store import Reservation, TieredStore
+from infinity.memory.pages import page_aligned
 from infinity.ops.aio import Queue
 from infinity.ops.checksum import checksum
-from infinity.plan.types import align_up
-
-# Pieces whose writes are in flight, besides the one that is being submitted, and pieces fetched ahead from NVMe.
-_BEHIND = 2
-_AHEAD = 2
+from infinity.plan.types import Key, align_up
+from infinity.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,11 @@ class Capture:
     singles: Mapping[str, Any] = field(default_factory=dict)
     previous: tuple[Path, RankIndex] | None = None
 
+    def apart(self) -> Capture:
+        """The same with copies of the buffers: those go on to change."""
+        copies = tuple((name, dtype, buffer.detach().cpu().clone()) for name, dtype, buffer in self.buffers)
+        return replace(self, buffers=copies)
+
     @property
     def nbytes(self) -> int:
         """Bytes of its values."""
@@ -65,33 +69,27 @@ class Capture:
 
 
 def write(
-    capture: Capture, store: TieredStore, folder: Path, identity: str, queue: Queue, *,
-    by: Reservation | None = None, progress: Progress | None = None,
-) -> FileInfo:  # fmt: skip
-    """Stream a capture into `folder` and leave its index there; returns the index's file.
+    capture: Capture, source: Source, folder: Path, identity: str, queue: Queue, *, progress: Progress | None = None
+) -> FileInfo:
+    """Stream a capture from a source into `folder` and leave its index there; returns the index's file.
 
-    by: on whose behalf partitions are read. Where anything fails, no file of this rank is left.
+    Where anything fails, no file of this rank is left.
     """
     progress = progress or Progress(f"saving to {folder}", capture.nbytes)
     with ExitStack() as undo:
         undo.callback(lambda: remove_rank(folder, identity, capture.rank))
+        linked = _link_frozen(capture, source, folder, identity)
+        left = [piece for piece in capture.pieces if linked is None or piece.part != FROZEN]
+        written = _Files(capture, left, folder, identity, queue, progress).run(source)
+        if linked is not None:
+            written.append(linked)
         files: dict[str, int] = {}
         extents: list[Extent] = []
         arrays: list[Array] = []
-        linked = _link_frozen(capture, store, folder, identity, by)
-        left = [piece for piece in capture.pieces if linked is None or piece.part != FROZEN]
-        for part in dict.fromkeys([*(piece.part for piece in left), *([WEIGHTS] if capture.buffers else [])]):
-            pieces = [piece for piece in left if piece.part == part]
-            buffers = capture.buffers if part == WEIGHTS else ()
-            stream = _Stream(folder / data_name(identity, capture.rank, part), pieces, buffers, queue)
-            written, placed = stream.run(store, by, progress)
+        for found, placed in written:
+            files[found[0].file] = sum(extent.nbytes for extent in found)
             arrays += [replace(array, extent=array.extent + len(extents)) for array in placed]
-            extents += written
-            files[stream.path.name] = sum(extent.nbytes for extent in written)
-        if linked is not None:
-            arrays += [replace(array, extent=array.extent + len(extents)) for array in linked[1]]
-            extents += linked[0]
-            files[linked[0][0].file] = sum(extent.nbytes for extent in linked[0])
+            extents += found
         index = RankIndex(
             capture.rank, files, tuple(extents), tuple(arrays), dict(capture.rng), dict(capture.singles)
         ).to_bytes()
@@ -101,62 +99,83 @@ def write(
     return FileInfo(name, len(index), checksum(index))
 
 
-class _Stream:
-    """One file being written from pieces, then from buffers."""
+class _Files:
+    """The files of one rank while they are being written: side by side, in whatever order the source has."""
 
     def __init__(
-        self, path: Path, pieces: Sequence[Piece], buffers: Sequence[tuple[str, str, Tensor]], queue: Queue
+        self, capture: Capture, pieces: Sequence[Piece], folder: Path, identity: str, queue: Queue, progress: Progress
     ) -> None:
-        self.path = path
-        self._pieces = pieces
-        self._buffers = buffers
-        sizes = [*(piece.nbytes for piece in pieces), *(buffer.nbytes for _, _, buffer in buffers)]
-        self._writer = Writer(path, file_nbytes(sizes), queue, Staging())
-        # Leases of pieces whose writes are in flight, oldest first.
-        self._held: deque[tuple[ExitStack, int]] = deque()
-
-    def run(
-        self, store: TieredStore, by: Reservation | None, progress: Progress
-    ) -> tuple[list[Extent], list[Array]]:
-        """The extents of the file, and the arrays in them."""
-        arrays: list[Array] = []
+        self._capture = capture
+        self._progress = progress
+        self._by_key: dict[Key, list[Piece]] = {}
+        sizes: dict[str, list[int]] = {}
+        for piece in pieces:
+            self._by_key.setdefault(piece.key, []).append(piece)
+            sizes.setdefault(piece.part, []).append(piece.nbytes)
+        for _, _, buffer in capture.buffers:
+            sizes.setdefault(WEIGHTS, []).append(buffer.nbytes)
+        self._arrays: dict[str, list[Array]] = {part: [] for part in sizes}
+        self._writers: dict[str, Writer] = {}
+        # Leases of partitions whose writes are in flight, oldest first.
+        self._held: deque[tuple[ExitStack, list[tuple[Writer, int]]]] = deque()
+        staging = Staging()
         try:
-            for at, piece in enumerate(self._pieces):
-                ahead = self._pieces[at : at + 1 + _AHEAD]
-                store.prefetch(*dict.fromkeys(each.key for each in ahead), by=by)
-                # A lease that needs room may need that of those before.
-                self._let_go(_BEHIND if store.in_memory(piece.key) else 0, progress)
-                extent = self._submit(piece, store, by)
-                arrays += [replace(array, extent=extent) for array in piece.arrays]
-            self._let_go(0, progress)
-            for name, dtype, buffer in self._buffers:
-                index = self._writer.extent(_bytes_of(buffer))
-                self._writer.wait(index)
-                arrays.append(Array(name, BUFFER, dtype, 0, buffer.numel(), index, 0))
-            return self._writer.close(), arrays
+            for part, nbytes in sizes.items():
+                path = folder / data_name(identity, capture.rank, part)
+                self._writers[part] = Writer(path, file_nbytes(nbytes), queue, staging)
         except BaseException:
-            self._writer.abort()
+            self._abort()
             raise
-        finally:
-            while self._held:
-                self._held.popleft()[0].close()
 
-    def _submit(self, piece: Piece, store: TieredStore, by: Reservation | None) -> int:
+    def run(self, source: Source) -> list[tuple[list[Extent], list[Array]]]:
+        """The extents of each file, and the arrays in them."""
+        try:
+            for key in source.order([*self._by_key], self._let_go):
+                self._submit(key, source)
+            self._let_go(0)
+            for name, dtype, buffer in self._capture.buffers:
+                index = self._writers[WEIGHTS].extent(_bytes_of(buffer))
+                self._writers[WEIGHTS].wait(index)
+                self._arrays[WEIGHTS].append(Array(name, BUFFER, dtype, 0, buffer.numel(), index, 0))
+            return [(writer.close(), self._arrays[part]) for part, writer in self._writers.items()]
+        except BaseException:
+            self._abort()
+            raise
+
+    def _submit(self, key: Key, source: Source) -> None:
         lease = ExitStack()
-        (partition,) = lease.enter_context(store.read(piece.key, by=by))
+        lent = lease.enter_context(source.lend(key))
         with lease:
-            assert partition.buffer is not None
-            index = self._writer.extent(partition.buffer[piece.begin : piece.begin + piece.nbytes])
-            self._held.append((lease.pop_all(), index))
-        return index
+            places: list[tuple[Writer, int]] = []
+            for piece in self._by_key[key]:
+                writer = self._writers[piece.part]
+                if lent.buffer is not None:
+                    index = writer.extent(lent.buffer[piece.begin : piece.begin + piece.nbytes])
+                else:
+                    index = writer.extent_from(piece.nbytes, partial(_fetch, lent, piece))
+                places.append((writer, index))
+                self._arrays[piece.part] += [replace(array, extent=index) for array in piece.arrays]
+            self._held.append((lease.pop_all(), places))
 
-    def _let_go(self, count: int, progress: Progress) -> None:
-        """Wait for the oldest writes until at most `count` pieces are in flight."""
+    def _let_go(self, count: int) -> None:
+        """Wait for the oldest writes until at most `count` partitions are in flight."""
         while len(self._held) > count:
-            lease, index = self._held[0]
-            progress.advance(self._writer.wait(index).nbytes)
+            lease, places = self._held[0]
+            for writer, index in places:
+                self._progress.advance(writer.wait(index).nbytes)
             self._held.popleft()
             lease.close()
+
+    def _abort(self) -> None:
+        # Leases end when nothing reads the memory any more.
+        for writer in self._writers.values():
+            writer.abort()
+        while self._held:
+            self._held.popleft()[0].close()
+
+
+def _fetch(lent: Lent, piece: Piece, begin: int, room: Tensor) -> Transfer:
+    return lent.fetch(piece.begin + begin, room)
 
 
 def _bytes_of(values: Tensor) -> Tensor:
@@ -166,7 +185,7 @@ def _bytes_of(values: Tensor) -> Tensor:
 
 
 def _link_frozen(
-    capture: Capture, store: TieredStore, folder: Path, identity: str, by: Reservation | None
+    capture: Capture, source: Source, folder: Path, identity: str
 ) -> tuple[list[Extent], list[Array]] | None:
     """Give the file of frozen parameters of an earlier checkpoint a second name, where it has these very values.
 
@@ -176,7 +195,7 @@ def _link_frozen(
     pieces = [piece for piece in capture.pieces if piece.part == FROZEN]
     if not pieces or capture.previous is None:
         return None
-    source, index = capture.previous
+    earlier, index = capture.previous
     extents: list[Extent] = []
     arrays: list[Array] = []
     for piece in pieces:
@@ -190,24 +209,31 @@ def _link_frozen(
     ):
         return None
     for piece, extent in zip(pieces, extents, strict=True):
-        with store.read(piece.key, by=by) as (partition,):
-            assert partition.buffer is not None
-            held = partition.buffer[piece.begin : piece.begin + piece.nbytes]
-            if _block_checksums(held, extent.nbytes) != extent.blocks:
+        with source.lend(piece.key, last=False) as lent:
+            if _block_checksums(lent, piece, extent.nbytes) != extent.blocks:
                 return None
     name = data_name(identity, capture.rank, FROZEN)
     try:
-        os.link(source / extents[0].file, folder / name)
+        os.link(earlier / extents[0].file, folder / name)
     except OSError:
         return None
+    source.skip([piece.key for piece in pieces])
     return [replace(extent, file=name) for extent in extents], arrays
 
 
-def _block_checksums(values: Tensor, nbytes: int) -> tuple[int, ...]:
-    """Checksums of the blocks of an extent of `nbytes` bytes that holds `values` and zeros behind them."""
+def _block_checksums(lent: Lent, piece: Piece, nbytes: int) -> tuple[int, ...]:
+    """Checksums of the blocks of an extent of `nbytes` bytes that holds a piece and zeros behind it."""
     found = []
+    room = page_aligned(BLOCK_NBYTES) if lent.buffer is None else None
     for begin in range(0, nbytes, BLOCK_NBYTES):
-        block = values[begin : begin + BLOCK_NBYTES].cpu()
-        padding = bytes(min(BLOCK_NBYTES, nbytes - begin) - block.numel())
-        found.append(checksum(padding, checksum(block.numpy())) if padding else checksum(block.numpy()))
+        size = min(BLOCK_NBYTES, piece.nbytes - begin)
+        if lent.buffer is not None:
+            block = lent.buffer[piece.begin + begin : piece.begin + begin + size].cpu()
+        else:
+            assert room is not None
+            block = room[:size]
+            lent.fetch(piece.begin + begin, block).wait()
+        padding = bytes(min(BLOCK_NBYTES, nbytes - begin) - size)
+        crc = checksum(block.numpy())
+        found.append(checksum(padding, crc) if padding else crc)
     return tuple(found)

@@ -18,6 +18,10 @@ def conflicts(config: Config) -> list[str]:
             f"checkpoint.keep_every is {config.checkpoint.keep_every} and checkpoint.keep_last 0, which keeps all: set "
             "keep_last to the number of latest checkpoints that stay"
         )
+    if config.checkpoint.on_signal and config.checkpoint.path is None:
+        complaints.append(
+            "checkpoint.on_signal names signals but checkpoint.path no folder for the checkpoint: set checkpoint.path"
+        )
     return complaints + _offload(config) + _schedule(config)
 
 

@@ -19,10 +19,12 @@ from infinity.config.values import (
     Count,
     Dtype,
     Flag,
+    FractionAboveZero,
     LogLevel,
     Natural,
     Positive,
     ReduceOp,
+    SignalNames,
     TagValidation,
     Text,
     Weight,
@@ -137,6 +139,18 @@ class Checkpoint(Section):
         ),
     ] = None
     """Choice of the writer."""
+    asynchronous: Annotated[Flag, HONOURED, Also(("async",))] = False
+    """Ours. save_checkpoint returns once the state is captured, and a thread writes it while training goes on: a step
+    waits for what it is about to change and is not written yet. A checkpoint counts once all of it is on the drive."""
+    bandwidth_share: Annotated[FractionAboveZero, HONOURED] = 1.0
+    """Ours. Share of the time in which an asynchronous save moves bytes while nobody waits for it; the rest leaves the
+    drive to the swap files."""
+    path: Annotated[Text | None, HONOURED] = None
+    """Ours. Folder of the checkpoints that the engine writes by itself (on_signal, and when max_skipped_steps is
+    reached), and where resume() looks when it is given none."""
+    on_signal: Annotated[SignalNames, HONOURED] = ()
+    """Ours. Signals, such as ["SIGTERM", "SIGUSR1"], upon which the running step is finished, a checkpoint is saved in
+    `path`, and the program ends with status 0."""
 
 
 @dataclass(frozen=True)

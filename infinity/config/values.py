@@ -7,6 +7,7 @@ Each type carries what it expects in words, which is both the error message and 
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -136,6 +137,17 @@ def _stage(value: Any) -> int:
     return stage
 
 
+def _signals(value: Any) -> tuple[str, ...]:
+    names = _texts(value)
+    unknown = [name for name in names if name not in signal.Signals.__members__]
+    if unknown:
+        raise Unusable(f"{unknown[0]} is no signal here: give names such as SIGTERM and SIGUSR1")
+    deaf = [name for name in names if name in ("SIGKILL", "SIGSTOP")]
+    if deaf:
+        raise Unusable(f"no program can hear {deaf[0]}: name one that comes before it, such as SIGTERM")
+    return tuple(dict.fromkeys(names))
+
+
 def _fraction(value: Any) -> float:
     number = _real(least=0.0)(value)
     if number > 1:
@@ -145,6 +157,13 @@ def _fraction(value: Any) -> float:
 
 def _check(value: Any) -> bool | str:
     return value.lower() if isinstance(value, str) and value.lower() == "sampled" else read_flag(value)
+
+
+def _share(value: Any) -> float:
+    number = _fraction(value)
+    if not number:
+        raise ValueError(value)
+    return number
 
 
 def _limit(value: Any) -> int | Share | None:
@@ -164,6 +183,8 @@ Weight = Annotated[float, _expected("a finite number of at least 0", _real(least
 Fraction = Annotated[float, _expected("a number from 0 to 1", _fraction)]
 Positive = Annotated[float, _expected("a finite number above 0", _real(positive=True))]
 Betas = Annotated[tuple[float, float], _expected("two numbers of at least 0 and below 1", _betas)]
+FractionAboveZero = Annotated[float, _expected("a number above 0, up to 1", _share)]
+SignalNames = Annotated[tuple[str, ...], _expected('a list of signals such as ["SIGTERM", "SIGUSR1"]', _signals)]
 Text = Annotated[str, _expected("a text that is not empty", _text)]
 Picture = Annotated[str, _expected('the path of a ".html" or ".json" file', _picture)]
 Texts = Annotated[tuple[str, ...], _expected("a list of texts", _texts)]

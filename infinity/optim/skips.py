@@ -43,11 +43,13 @@ class Skips:
         self.in_a_row = int(state["in_a_row"])
         self._settled = bool(state["settled"])
 
-    def error(self, step: int, origin: str) -> NonFiniteError:
-        """What to raise when they are too many, the latest being `step`, because of the gradient of `origin`."""
+    def error(self, step: int, origin: str, saved: str) -> NonFiniteError:
+        """What to raise when they are too many, the latest being `step`, because of the gradient of `origin`. `saved`:
+        a sentence about what became of the weights.
+        """
         way_out = ", or use bf16" if self.scaler is not None else ""
         return NonFiniteError(
             f"{self.in_a_row} steps in a row were skipped (max_skipped_steps), up to step {step}: the gradient of "
-            f"{origin} is not finite. Weights and moments are those of the last good step. Look at the data and the "
-            f"learning rate{way_out}."
+            f"{origin} is not finite. Weights and moments are those of the last good step. {saved} Look at the data "
+            f"and the learning rate{way_out}."
         )

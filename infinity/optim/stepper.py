@@ -26,8 +26,9 @@ from torch import Tensor
 
 from infinity import record
 from infinity.errors import StateError
+from infinity.memory.parties import Reservation
 from infinity.memory.partition import Partition
-from infinity.memory.store import Reservation, TieredStore
+from infinity.memory.store import TieredStore
 from infinity.ops.adam import grad_stats
 from infinity.optim.method import Cut, Method
 from infinity.optim.sweep import Run, Sweep
@@ -93,6 +94,9 @@ class Stepper:
 
     def singles(self) -> dict[str, dict[str, Any]]:
         """What the optimizer keeps of a parameter in one value, by name, for those that this rank steps."""
+        if not self._method.joins:
+            # A step that goes on changes them.
+            self.finish()
         return self._method.singles(self.steps)
 
     def load_singles(self, singles: Mapping[str, Mapping[str, Any]]) -> None:

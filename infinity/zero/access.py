@@ -137,6 +137,8 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
         for owner, chosen in owners_of(params):
             units = units_of(owner, chosen)
             stack.enter_context(gathered(owner, units))
+            # A unit that is whole for good may be its partition itself, and is changed without a lease.
+            owner.store.await_saved(*(unit.key for unit in units))
             entered.append((owner, units, [unit.own.clone() for unit in units]))
         with torch.no_grad():
             yield
