@@ -26,8 +26,9 @@ from torch import Tensor
 
 from infinity import record
 from infinity.errors import StateError
+from infinity.memory.parties import Reservation
 from infinity.memory.partition import Partition
-from infinity.memory.store import Reservation, TieredStore
+from infinity.memory.store import TieredStore
 from infinity.ops.adam import grad_stats
 from infinity.optim.method import Cut, Method
 from infinity.optim.sweep import Run, Sweep
@@ -90,6 +91,22 @@ class Stepper:
     def guarded(self) -> bool:
         """Whether elements are left alone whose gradient is not finite."""
         return self._method.guarded
+
+    def singles(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps of a parameter in one value, by name, for those that this rank steps."""
+        if not self._method.joins:
+            # A step that goes on changes them.
+            self.finish()
+        return self._method.singles(self.steps)
+
+    def load_singles(self, singles: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take back what `singles()` of all ranks have given; `steps` are already those of that time."""
+        self._method.load_singles(singles, self.steps)
+
+    @property
+    def start(self) -> float:
+        """The first value of what the optimizer keeps of an element."""
+        return self._method.start
 
     # As gradients arrive.
 

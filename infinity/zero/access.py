@@ -150,6 +150,8 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
             units = _cut_together(units_of(owner, chosen))
             stack.enter_context(gathered(owner, units))
             tiled = [(param, stack.enter_context(_assembled(owner, param))) for param in chosen]
+            # A unit that is whole for good may be its partition itself, and is changed without a lease.
+            owner.store.await_saved(*(unit.key for unit in units))
             entered.append((owner, units, [unit.own.clone() for unit in units], tiled))
         with torch.no_grad():
             yield
