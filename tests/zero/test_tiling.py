@@ -251,3 +251,28 @@ def test_a_model_that_is_built_in_its_tiers_is_cut_there(tmp_path: Path) -> None
         assert any(layout.is_tile for layout in engine.plan.layouts)
         found = engine.state_dict()
         assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+
+
+def trained(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = engine(torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(step)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [({}, {}), ({}, {"tile_parameters": 0}), ({"tile_parameters": 0}, {})])
+def test_a_checkpoint_of_tiles_is_one_of_whole_weights(tmp_path: Path, saved: Any, loaded: Any) -> None:
+    torch.manual_seed(0)
+    engine, *_ = infinity.initialize(model=Wide(), config=config(tmp_path / "nvme", **saved))
+    with engine:
+        trained(engine, range(2))
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        expected = trained(engine, range(2, 5))
+    engine, *_ = infinity.initialize(model=Wide(), config=config(tmp_path / "nvme", **loaded))
+    with engine:
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        found = trained(engine, range(2, 5))
+    assert found == expected or (saved != loaded and found == pytest.approx(expected, rel=1e-6))
