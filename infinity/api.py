@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -292,7 +293,8 @@ def _stepper(
     # Beside the next forward there is something to gain where bytes move: to a drive, or to a device that computes.
     moves = device.is_accelerator or plan.nvme_nbytes > 0
     return Stepper(
-        plan, store, index=ranks.rank, method=trained.optimizer.method, behind=config.config.overlap and moves
+        plan, store, index=ranks.rank, method=trained.optimizer.method, behind=config.config.overlap and moves,
+        grad_bound=config.clip_value or math.inf,
     )
 
 
@@ -349,7 +351,7 @@ def _loader(config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, ran
 
 def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
     """The one line that says what was decided, defaults that people trip over included."""
-    clip = config.clip_norm
+    clip, bound = config.clip_norm, config.clip_value
     default = " (default)" if config.sources["gradient_clipping"] == "default" else ""
     return (
         f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {config.compute_dtype}, {plan.topology.dp} "
@@ -357,4 +359,5 @@ def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
         f"optimizer states on {plan.homes(Kind.STATES)}; "
         f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "
         + (f"clipping at {clip:g}{default}" if clip else "no clipping")
+        + (f", each element at {bound:g}" if bound else "")
     )

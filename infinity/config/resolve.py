@@ -112,6 +112,11 @@ class ResolvedConfig:
         return self.config.gradient_clipping
 
     @property
+    def clip_value(self) -> float:
+        """0 is off."""
+        return self.config.gradient_clipping_value
+
+    @property
     def grad_accum_dtype(self) -> DtypeName | None:
         return self.config.data_types.grad_accum_dtype
 

@@ -151,6 +151,9 @@ class Config(Section):
     """The engine counts the accumulation; false leaves the boundary to the program."""
     gradient_clipping: Annotated[Weight, HONOURED] = 1.0
     """Bound of the global gradient norm. Absent means 1.0; 0 turns clipping off."""
+    gradient_clipping_value: Annotated[Weight, HONOURED] = 0.0
+    """Ours. Bound of each element of the gradient, averaged over ranks and micro-batches; 0 turns it off. The norm
+    comes first: what gradient_clipping leaves is bounded element by element."""
     steps_per_print: Annotated[Natural | None, HONOURED] = None
     """Optimizer steps between two progress lines."""
     gradient_allreduce_op: Annotated[ReduceOp, HONOURED] = "mean"

@@ -47,8 +47,8 @@ class Method(Protocol):
     def hyper(self, group: Mapping[str, Any]) -> Any:
         """A parameter group's hyper-parameters as they are now."""
 
-    def step(self, cuts: Sequence[Cut], *, grad_scale: float) -> None:
-        """Step every cut in place; gradients are multiplied by `grad_scale`."""
+    def step(self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float) -> None:
+        """Step every cut in place; gradients are multiplied by `grad_scale`, and then none is above `grad_bound`."""
 
 
 class NativeMethod:
@@ -68,7 +68,7 @@ class NativeMethod:
         """See Method."""
         return self._hyper(group)
 
-    def step(self, cuts: Sequence[Cut], *, grad_scale: float) -> None:
+    def step(self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float) -> None:
         """See Method."""
         by_step: dict[int, list[Piece]] = {}
         for cut in cuts:
@@ -77,7 +77,7 @@ class NativeMethod:
             piece = Piece(cut.param, cut.grad, first, second, cut.remainder, cut.master, hyper=cut.hyper)
             by_step.setdefault(cut.run.step, []).append(piece)
         for step, pieces in by_step.items():
-            adam_step(pieces, step=step, grad_scale=grad_scale)
+            adam_step(pieces, step=step, grad_scale=grad_scale, grad_bound=grad_bound)
 
 
 def adam(*, decoupled: bool, bias_correction: bool = True) -> NativeMethod:

@@ -15,6 +15,7 @@ thread begins during backward: a sub-group is stepped as soon as the gradients o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,12 +52,15 @@ class _Pass:
 
 
 class Stepper:
-    """One optimizer over a plan's sub-groups. `index` is this rank's among the ranks that share a unit."""
+    """One optimizer over a plan's sub-groups. `index` is this rank's among the ranks that share a unit; no element of a
+    gradient, once scaled, is above `grad_bound`.
+    """
 
     def __init__(
-        self, plan: Plan, store: TieredStore, *, index: int, method: Method, behind: bool
+        self, plan: Plan, store: TieredStore, *, index: int, method: Method, behind: bool, grad_bound: float = math.inf
     ) -> None:
         self._plan = plan
+        self._grad_bound = grad_bound
         self._store = store
         self._index = index
         self._method = method
@@ -292,7 +296,7 @@ class Stepper:
                     cuts.append(self._cut(states, at, local[span], local_grad[span], run, sweep.hyper[run.group]))
                 at += piece.numel
             with record.span(record.COMPUTE, "optimizer", states.key, states.spec.nbytes):
-                self._method.step(cuts, grad_scale=sweep.grad_scale)
+                self._method.step(cuts, grad_scale=sweep.grad_scale, grad_bound=self._grad_bound)
             for home, local in copies:
                 home.copy_(local)
 

@@ -25,6 +25,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("steps_per_print", "communication_data_type", "vocabulary_size", "log_level")),
         "managed_gradient_accumulation": True,
         "gradient_clipping": 1.0,
+        "gradient_clipping_value": 0.0,
         **dict.fromkeys(("dump_state", "disable_allgather", "sparse_gradients", "graph_harvesting"), False),
         **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "prescale_gradients"), False),
         **dict.fromkeys(("dataloader_drop_last", "use_data_before_expert_parallelism"), False),
