@@ -22,7 +22,7 @@ from infinity.comm.agreement import agree_on_plan
 from infinity.comm.mesh import Mesh, Ranks, detect
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.config.optimizer import Adam
-from infinity.engine import Engine, Parts
+from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.log import logger, start
 from infinity.memory.device import Device
@@ -37,6 +37,7 @@ from infinity.optim.choose import Chosen, adam_from_params, from_name, from_torc
 from infinity.optim.lr import build_scheduler
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.stepper import Stepper
+from infinity.parts import Parts
 from infinity.plan.plan import Plan
 from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind

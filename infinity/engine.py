@@ -7,65 +7,28 @@ engine.step()                 at the accumulation boundary: norm, clip, step, re
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from infinity.boundary import Boundary
 from infinity.breakdown import Breakdown
-from infinity.comm.agreement import agree_on_numbers
-from infinity.comm.mesh import Mesh
-from infinity.config.resolve import ResolvedConfig
 from infinity.errors import StateError
 from infinity.log import logger
-from infinity.memory.device import Device
 from infinity.memory.host import trim
-from infinity.memory.ledger import Ledger
 from infinity.memory.report import MemoryReport
-from infinity.memory.store import TieredStore
 from infinity.observer import Observer
 from infinity.ops.adam import shutdown_threads
-from infinity.optim.clip import clip_factor
-from infinity.optim.loss_scale import LossScaler
 from infinity.optim.optimizer import TieredOptimizer
-from infinity.optim.skips import Skips
-from infinity.optim.stepper import Stepper
-from infinity.plan.plan import Plan
+from infinity.parts import Parts
 from infinity.progress import Progress
 from infinity.timeline import Timeline
 from infinity.zero import access
-from infinity.zero.coordinator import Coordinator
-from infinity.zero.gradients import Gradients, on_any_rank
-from infinity.zero.hooks import ModuleHooks
-from infinity.zero.nonfinite import first_nonfinite
-from infinity.zero.stopwatch import agree
 from infinity.zero.unit import Unit
-
-# The optimizer step after which a pass is timed.
-_WATCHED_STEP = 2
-
-
-@dataclass
-class Parts:
-    """What `initialize` has built: everything that an engine runs."""
-
-    module: nn.Module
-    config: ResolvedConfig
-    plan: Plan
-    device: Device
-    mesh: Mesh
-    ledger: Ledger
-    store: TieredStore
-    units: list[Unit]
-    gradients: Gradients
-    coordinator: Coordinator
-    hooks: ModuleHooks
-    stepper: Stepper
 
 
 class Engine(nn.Module):
@@ -94,19 +57,11 @@ class Engine(nn.Module):
         self._device = parts.device
         self._hooks = parts.hooks
         self._stepper = parts.stepper
-        self._scaler = _loss_scaler(parts.config)
-        self._skips = Skips(limit=parts.config.config.max_skipped_steps, scaler=self._scaler)
+        self._boundary = Boundary(parts)
         # Of the micro-steps since the latest boundary, unscaled; looked at when somebody asks.
         self._losses: list[Tensor] = []
-        self._norm = 0.0
         self._applied = False
-        self._grad_scale = 1.0
-        self._arrived: dict[Unit, list[bool]] = {}
-        # A gradient that is not finite skips the whole step, or (bf16 on request) leaves its own elements out.
-        element_by_element = parts.stepper.guarded and parts.config.compute_dtype == "bf16"
-        self._checked = not element_by_element or parts.config.config.bf16.check_grad_overflow
-        self._early = not self._checked and not parts.config.clip_norm and not parts.plan.placement.grad_whole
-        self._ahead = parts.config.config.overlap and not all(unit.placed.whole for unit in self.units)
+        self._early = not self._boundary.checked and not parts.config.clip_norm and not parts.plan.placement.grad_whole
         self._observer = Observer(
             Breakdown(parts.plan, parts.ledger, parts.store, parts.units, parts.device), parts.config.config,
             rank=parts.mesh.ranks.rank, world_size=parts.mesh.ranks.world_size,
@@ -156,7 +111,7 @@ class Engine(nn.Module):
                 )
             )
         factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        factor *= self._scaler.scale if self._scaler is not None else 1.0
+        factor *= self.loss_scale
         scaled = loss if factor == 1.0 else loss.float() * factor
         if self._early and self.is_gradient_accumulation_boundary():
             self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
@@ -183,37 +138,25 @@ class Engine(nn.Module):
 
     def _apply_gradients(self) -> None:
         """The step at the accumulation boundary."""
-        if self._scaler is not None and self.coordinator.plain_backward:
+        if self._boundary.scaler is not None and self.coordinator.plain_backward:
             raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
         self._hooks.check_tree()
-        self._settle_gradients()
-        squares, nonfinite = self._global_stats()
-        self.coordinator.next_step()
-        self._time_prefetch()
-        self._norm = math.sqrt(squares) * self.grad_factor if not nonfinite else math.inf
-        skipped = bool(nonfinite) and self._checked
-        self._skips.update(skipped)
-        origin = self._report_nonfinite(nonfinite, skipped) if nonfinite else ""
-        if skipped:
-            self.skipped_steps += 1
-        else:
-            self._grad_scale = self.grad_factor * clip_factor(self._norm, self.config.clip_norm)
+        verdict = self._boundary.judge(self.global_steps, self._losses)
+        self.skipped_steps += verdict.skipped
+        if not verdict.skipped:
             self.optimizer.step()
             self._applied = True
-        if self._scaler is not None:
-            self._scaler.update(overflow=bool(nonfinite))
-        self.gradients.reset()
+        self._boundary.leave(verdict)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step()
         self._progress.stepped(
-            self.global_steps, self.global_samples, losses=self._losses, lr=self.get_lr()[0], norm=self._norm,
-            scale=self._scaler.scale if self._scaler is not None else None, skipped=self.skipped_steps,
+            self.global_steps, self.global_samples, losses=self._losses, lr=self.get_lr()[0], norm=verdict.norm,
+            scale=self.loss_scale if self._boundary.scaler is not None else None, skipped=self.skipped_steps,
         )  # fmt: skip
         self._losses.clear()
-        if self._skips.too_many:
-            self._give_up(origin)
+        self._boundary.give_up_if_hopeless(self.global_steps - 1, verdict)
 
     def synchronize(self) -> None:
         """Return when everything that `step()` has begun is done: with overlap it may go on beside the next forward.
@@ -265,13 +208,12 @@ class Engine(nn.Module):
     @property
     def loss_scale(self) -> float:
         """The present loss scale of fp16; 1 in other precisions."""
-        return self._scaler.scale if self._scaler is not None else 1.0
+        return self._boundary.scaler.scale if self._boundary.scaler is not None else 1.0
 
     @property
     def grad_factor(self) -> float:
         """What accumulated gradients are multiplied by: averaging over ranks, and fp16's unscaling."""
-        ranks = self.world_size if self.config.config.gradient_allreduce_op == "mean" else 1
-        return 1.0 / ranks / self.loss_scale
+        return self._boundary.grad_factor
 
     def train_batch_size(self) -> int:
         return self.config.train_batch
@@ -291,7 +233,7 @@ class Engine(nn.Module):
 
     def get_global_grad_norm(self) -> float:
         """The global gradient norm of the latest step, before clipping; infinite when a gradient was not finite."""
-        return self._norm
+        return self._boundary.norm
 
     def memory(self, by_unit: bool = False) -> MemoryReport:
         """Where this rank's bytes are: tier x kind (x unit on request), now and at most; prints as a table."""
@@ -363,71 +305,11 @@ class Engine(nn.Module):
 
     def apply_step(self) -> None:
         """What `optimizer.step()` runs: step every sub-group, then bring whole units up to date."""
-        arrived = {unit.layout.index: self._arrived[unit] for unit in self._arrived}
-        self._stepper.step(self.optimizer.param_groups, grad_scale=self._grad_scale, arrived=arrived)
-        for unit in self.units:
-            if unit.placed.whole and unit.layout.trainable:
-                unit.refresh()
+        self._boundary.apply(self.optimizer.param_groups)
 
     def _on_landed(self, unit: Unit) -> None:
         final = self.is_gradient_accumulation_boundary()
         self._stepper.landed(unit.layout.index, self.gradients.arrived[unit], final=final)
-
-    def _settle_gradients(self) -> None:
-        """Complete the gradient partitions: late ones first, and agree on which parameters have one at all."""
-        late = self.gradients.leftovers()
-        alone = self.world_size == 1
-        if not alone:
-            flags = [unit.layout.index in late for unit in self.units]
-            agreed = on_any_rank(flags, self.mesh, "agreement on late gradients")
-            late = [index for index, flag in enumerate(agreed) if flag]
-        self.gradients.boundary(late)
-        self._arrived = dict(self.gradients.arrived)
-        if not alone:
-            mine = [flag for flags in self._arrived.values() for flag in flags]
-            anyone = iter(on_any_rank(mine, self.mesh, "agreement on gradients"))
-            self._arrived = {unit: [next(anyone) for _ in flags] for unit, flags in self._arrived.items()}
-            self.gradients.agree_on_order()
-
-    def _time_prefetch(self) -> None:
-        """Measure one warm training pass, and then prefetch as late as its times allow; once, on all ranks alike."""
-        if not self._ahead or self.global_steps not in (_WATCHED_STEP, _WATCHED_STEP + 1):
-            return
-        if self.global_steps == _WATCHED_STEP:
-            self.coordinator.watch(self._device)
-            return
-        # The drive is measured alone: a step that has begun in backward would share it.
-        self._stepper.finish()
-        found = agree(self.coordinator.use_times(), self.units, self.store, self._device, self.mesh)
-        if found is not None:
-            self.coordinator.retime(*found)
-
-    def _global_stats(self) -> tuple[float, int]:
-        """Sum of squares and number of non-finite elements of all ranks' gradients; the same bits on every rank."""
-        squares, nonfinite = self._stepper.grad_stats()
-        if self.world_size == 1:
-            return squares, nonfinite
-        rows = agree_on_numbers([squares, float(nonfinite)], self.mesh, "exchange of gradient norms")
-        if self.config.stage == 0:
-            # Nothing is cut: every rank has counted the same gradients.
-            return rows[0][0], int(rows[0][1])
-        return math.fsum(row[0] for row in rows), int(sum(row[1] for row in rows))
-
-    def _report_nonfinite(self, count: int, skipped: bool) -> str:
-        """Say which gradient is not finite; returns the words. An overflow that only settles fp16's scale is usual."""
-        if skipped and self._skips.in_a_row == 0:
-            return ""
-        finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
-        origin = first_nonfinite(self.gradients, self.mesh, loss_is_finite=finite)
-        logger.warning(
-            "step %d%s: %d gradient elements are not finite, first in the gradient of %s; %s weights and moments are "
-            "unchanged", self.global_steps, " skipped" if skipped else "", count, origin, "all" if skipped else "their",
-        )  # fmt: skip
-        return origin
-
-    def _give_up(self, origin: str) -> None:
-        """Too many steps were skipped. Everything is as the last good step left it, on every rank."""
-        raise self._skips.error(self.global_steps - 1, origin)
 
     def _alive(self, verb: str) -> None:
         if self._closed:
@@ -441,7 +323,3 @@ class Engine(nn.Module):
         """Forward or backward has raised: forget the pass, and have the other ranks told."""
         self.mesh.failed(error)
         self.coordinator.abandon()
-
-
-def _loss_scaler(config: ResolvedConfig) -> LossScaler | None:
-    return LossScaler.of(config.config.fp16.model_dump()) if config.compute_dtype == "fp16" else None

@@ -21,7 +21,7 @@ _EVERYTHING = {
     "infinity.config", "infinity.errors", "infinity.plan", "infinity.log", "infinity.transfer", "infinity.ops",
     "infinity.comm", "infinity.memory", "infinity.optim", "infinity.zero", "infinity.parallel", "infinity.checkpoint",
     "infinity.engine", "infinity.preflight", "infinity.record", "infinity.timeline", "infinity.breakdown",
-    "infinity.observer", "infinity.progress",
+    "infinity.observer", "infinity.progress", "infinity.boundary", "infinity.parts",
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
@@ -38,6 +38,9 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.hub": _EVERYTHING | {"infinity.building"},
     "infinity.building": _EVERYTHING - {"infinity.engine"},
     "infinity.engine": _EVERYTHING,
+    "infinity.parts": _EVERYTHING - {"infinity.engine", "infinity.boundary"},
+    # What the engine decides about a step.
+    "infinity.boundary": _EVERYTHING - {"infinity.engine"},
     "infinity.preflight": _EVERYTHING,
     # What the engine shows of itself: where bytes are, and what happened when.
     "infinity.breakdown": {
@@ -48,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
         "infinity.config", "infinity.log", "infinity.memory", "infinity.record", "infinity.breakdown",
         "infinity.timeline",
     },
-    "infinity.progress": {"infinity.memory", "infinity.plan", "infinity.log"},
+    "infinity.progress": {"infinity.config", "infinity.memory", "infinity.plan", "infinity.log"},
     "infinity.checkpoint": {"infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log"},
     "infinity.zero": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log", "infinity.transfer",

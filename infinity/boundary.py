@@ -1,0 +1,160 @@
+"""What is decided at the accumulation boundary, between the last backward and the optimizer's step.
+
+gradients -> complete partitions -> norm and non-finite count of all ranks -> a verdict: skip, or step with a factor
+
+Every rank comes to the same verdict, from the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.comm.agreement import agree_on_numbers
+from infinity.log import logger
+from infinity.optim.clip import clip_factor
+from infinity.optim.loss_scale import LossScaler
+from infinity.optim.skips import Skips
+from infinity.parts import Parts
+from infinity.zero.gradients import on_any_rank
+from infinity.zero.nonfinite import first_nonfinite
+from infinity.zero.stopwatch import agree
+from infinity.zero.unit import Unit
+
+# The optimizer step after which a pass is timed.
+_WATCHED_STEP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a step: its gradient norm before clipping (infinite when an element is not finite), whether it
+    is skipped, and, when that is worth saying, the parameter whose gradient is not finite.
+    """
+
+    norm: float
+    nonfinite: bool
+    skipped: bool
+    origin: str = ""
+
+
+class Boundary:
+    """Decides about each step, and carries the decision out."""
+
+    def __init__(self, parts: Parts) -> None:
+        config = parts.config.config
+        self._config = parts.config
+        self._units = parts.units
+        self._mesh = parts.mesh
+        self._device = parts.device
+        self._store = parts.store
+        self._gradients = parts.gradients
+        self._coordinator = parts.coordinator
+        self._stepper = parts.stepper
+        self.scaler = LossScaler.of(config.fp16.model_dump()) if parts.config.compute_dtype == "fp16" else None
+        # A gradient that is not finite skips the whole step, or (bf16 on request) leaves its own elements out.
+        element_by_element = parts.stepper.guarded and parts.config.compute_dtype == "bf16"
+        self.checked = not element_by_element or config.bf16.check_grad_overflow
+        # Of the latest step, before clipping.
+        self.norm = 0.0
+        self._skips = Skips(limit=config.max_skipped_steps, scaler=self.scaler)
+        self._grad_scale = 1.0
+        self._arrived: dict[Unit, list[bool]] = {}
+        self._ahead = config.overlap and not all(unit.placed.whole for unit in parts.units)
+
+    @property
+    def grad_factor(self) -> float:
+        """What accumulated gradients are multiplied by: averaging over ranks, and fp16's unscaling."""
+        ranks = self._mesh.ranks.world_size if self._config.config.gradient_allreduce_op == "mean" else 1
+        return 1.0 / ranks / (self.scaler.scale if self.scaler is not None else 1.0)
+
+    def judge(self, step: int, losses: Sequence[Tensor]) -> Verdict:
+        """Complete the gradients and look at them. `step` counts steps; `losses` are those of its micro-steps.
+        Collective.
+        """
+        self._settle_gradients()
+        squares, count = self._global_stats()
+        self._coordinator.next_step()
+        self._time_prefetch(step)
+        self.norm = math.sqrt(squares) * self.grad_factor if not count else math.inf
+        skipped = bool(count) and self.checked
+        self._skips.update(skipped)
+        if not skipped:
+            self._grad_scale = self.grad_factor * clip_factor(self.norm, self._config.clip_norm)
+        origin = self._report_nonfinite(step, losses, count, skipped) if count else ""
+        return Verdict(self.norm, nonfinite=bool(count), skipped=skipped, origin=origin)
+
+    def apply(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Step every sub-group as judged, then bring whole units up to date. `groups` are live parameter groups."""
+        arrived = {unit.layout.index: flags for unit, flags in self._arrived.items()}
+        self._stepper.step(groups, grad_scale=self._grad_scale, arrived=arrived)
+        for unit in self._units:
+            if unit.placed.whole and unit.layout.trainable:
+                unit.refresh()
+
+    def leave(self, verdict: Verdict) -> None:
+        """The step is over: the loss scale reacts, and gradients are gone."""
+        if self.scaler is not None:
+            self.scaler.update(overflow=verdict.nonfinite)
+        self._gradients.reset()
+
+    def give_up_if_hopeless(self, step: int, verdict: Verdict) -> None:
+        """Raise when too many steps were skipped. Everything is as the last good step left it, on every rank."""
+        if self._skips.too_many:
+            raise self._skips.error(step, verdict.origin)
+
+    def _settle_gradients(self) -> None:
+        """Complete the gradient partitions: late ones first, and agree on which parameters have one at all."""
+        late = self._gradients.leftovers()
+        alone = self._mesh.ranks.world_size == 1
+        if not alone:
+            flags = [unit.layout.index in late for unit in self._units]
+            agreed = on_any_rank(flags, self._mesh, "agreement on late gradients")
+            late = [index for index, flag in enumerate(agreed) if flag]
+        self._gradients.boundary(late)
+        self._arrived = dict(self._gradients.arrived)
+        if not alone:
+            mine = [flag for flags in self._arrived.values() for flag in flags]
+            anyone = iter(on_any_rank(mine, self._mesh, "agreement on gradients"))
+            self._arrived = {unit: [next(anyone) for _ in flags] for unit, flags in self._arrived.items()}
+            self._gradients.agree_on_order()
+
+    def _time_prefetch(self, step: int) -> None:
+        """Measure one warm training pass, and then prefetch as late as its times allow; once, on all ranks alike."""
+        if not self._ahead or step not in (_WATCHED_STEP, _WATCHED_STEP + 1):
+            return
+        if step == _WATCHED_STEP:
+            self._coordinator.watch(self._device)
+            return
+        # The drive is measured alone: a step that has begun in backward would share it.
+        self._stepper.finish()
+        found = agree(self._coordinator.use_times(), self._units, self._store, self._device, self._mesh)
+        if found is not None:
+            self._coordinator.retime(*found)
+
+    def _global_stats(self) -> tuple[float, int]:
+        """Sum of squares and number of non-finite elements of all ranks' gradients; the same bits on every rank."""
+        squares, nonfinite = self._stepper.grad_stats()
+        if self._mesh.ranks.world_size == 1:
+            return squares, nonfinite
+        rows = agree_on_numbers([squares, float(nonfinite)], self._mesh, "exchange of gradient norms")
+        if self._config.stage == 0:
+            # Nothing is cut: every rank has counted the same gradients.
+            return rows[0][0], int(rows[0][1])
+        return math.fsum(row[0] for row in rows), int(sum(row[1] for row in rows))
+
+    def _report_nonfinite(self, step: int, losses: Sequence[Tensor], count: int, skipped: bool) -> str:
+        """Say which gradient is not finite; returns the words. An overflow that only settles fp16's scale is usual."""
+        if skipped and self._skips.in_a_row == 0:
+            return ""
+        finite = all(bool(torch.isfinite(loss).all()) for loss in losses)
+        origin = first_nonfinite(self._gradients, self._mesh, loss_is_finite=finite)
+        logger.warning(
+            "step %d%s: %d gradient elements are not finite, first in the gradient of %s; %s weights and moments are "
+            "unchanged", step, " skipped" if skipped else "", count, origin, "all" if skipped else "their",
+        )  # fmt: skip
+        return origin

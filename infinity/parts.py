@@ -1,0 +1,37 @@
+"""What `initialize` builds, in the order in which it builds it, and hands to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from infinity.comm.mesh import Mesh
+from infinity.config.resolve import ResolvedConfig
+from infinity.memory.device import Device
+from infinity.memory.ledger import Ledger
+from infinity.memory.store import TieredStore
+from infinity.optim.stepper import Stepper
+from infinity.plan.plan import Plan
+from infinity.zero.coordinator import Coordinator
+from infinity.zero.gradients import Gradients
+from infinity.zero.hooks import ModuleHooks
+from infinity.zero.unit import Unit
+
+
+@dataclass
+class Parts:
+    """Everything that an engine runs."""
+
+    module: nn.Module
+    config: ResolvedConfig
+    plan: Plan
+    device: Device
+    mesh: Mesh
+    ledger: Ledger
+    store: TieredStore
+    units: list[Unit]
+    gradients: Gradients
+    coordinator: Coordinator
+    hooks: ModuleHooks
+    stepper: Stepper
