@@ -31,6 +31,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.nvme import NvmeTier
 from infinity.memory.queue_options import queue_options
 from infinity.memory.store import TieredStore
+from infinity.monitors import check_installed
 from infinity.ops.adam import set_threads
 from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.choose import Chosen, adam_from_params, from_name, from_torch
@@ -86,6 +87,7 @@ def initialize(
     _check_model(model)
     ranks = detect()
     resolved = _resolve(config if config is not None else config_params, args, model, ranks, optimizer)
+    check_installed(resolved.config)
     start(ranks.rank, resolved.config.log_level)
     device = Device.detect(ranks.local_rank)
     spool = spool_of(list(model.parameters()))
@@ -102,6 +104,7 @@ def initialize(
         ledger = Ledger(limits=limits, baseline_nbytes=baseline_nbytes(model))
         parts = _build(resolved, model, plan, groups, device, trained, ledger, undo)
         engine = Engine(parts)
+        undo.callback(engine._progress.close)
         engine.optimizer = TieredOptimizer(trained.groups, trained.optimizer.defaults, engine.apply_step)
         engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
         loader = _loader(resolved, training_data, collate_fn, ranks)

@@ -27,6 +27,7 @@ from infinity.optim.optimizer import TieredOptimizer
 from infinity.parts import Parts
 from infinity.progress import Progress
 from infinity.timeline import Timeline
+from infinity.wall_clock import StepTimes
 from infinity.zero import access
 from infinity.zero.unit import Unit
 
@@ -67,8 +68,9 @@ class Engine(nn.Module):
             rank=parts.mesh.ranks.rank, world_size=parts.mesh.ranks.world_size,
         )  # fmt: skip
         self._closed = False
-        every = parts.config.config.steps_per_print if parts.mesh.ranks.rank == 0 else None
-        self._progress = Progress(every, parts.ledger, world_size=parts.mesh.ranks.world_size)
+        self._progress = Progress(
+            parts.config.config, parts.ledger, rank=parts.mesh.ranks.rank, world_size=parts.mesh.ranks.world_size
+        )
         self.gradients.landed = self._on_landed
         for unit in self.units:
             for param in unit.params:
@@ -248,6 +250,13 @@ class Engine(nn.Module):
         self._alive("record a timeline")
         return self._observer.timeline(path)
 
+    def step_times(self) -> StepTimes:
+        """Where the time of the latest optimizer step went: parts and waits that add up to it.
+
+        With `wall_clock_breakdown` on every rank, with `steps_per_print` or a monitor on rank 0; else StateError.
+        """
+        return self._progress.step_times()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full tensors on rank 0's CPU, empty on other ranks; gathered unit by unit. Collective."""
         self._hooks.check_tree()
@@ -271,6 +280,7 @@ class Engine(nn.Module):
             # Backwards.
             stack.callback(self._return_everything)
             stack.callback(self._observer.close)
+            stack.callback(self._progress.close)
             stack.callback(lambda: self._stepper.close(at_once=at_once))
 
     def _return_everything(self) -> None:

@@ -21,7 +21,8 @@ _EVERYTHING = {
     "infinity.config", "infinity.errors", "infinity.plan", "infinity.log", "infinity.transfer", "infinity.ops",
     "infinity.comm", "infinity.memory", "infinity.optim", "infinity.zero", "infinity.parallel", "infinity.checkpoint",
     "infinity.engine", "infinity.preflight", "infinity.record", "infinity.timeline", "infinity.breakdown",
-    "infinity.observer", "infinity.progress", "infinity.boundary", "infinity.parts",
+    "infinity.observer", "infinity.progress", "infinity.monitors", "infinity.wall_clock", "infinity.boundary",
+    "infinity.parts",
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
@@ -51,7 +52,12 @@ ALLOWED: dict[str, set[str]] = {
         "infinity.config", "infinity.log", "infinity.memory", "infinity.record", "infinity.breakdown",
         "infinity.timeline",
     },
-    "infinity.progress": {"infinity.config", "infinity.memory", "infinity.plan", "infinity.log"},
+    "infinity.wall_clock": {"infinity.record"},
+    "infinity.monitors": {"infinity.config", "infinity.errors", "infinity.log"},
+    "infinity.progress": {
+        "infinity.config", "infinity.errors", "infinity.memory", "infinity.plan", "infinity.log", "infinity.record",
+        "infinity.monitors", "infinity.wall_clock",
+    },
     "infinity.checkpoint": {"infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log"},
     "infinity.zero": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log", "infinity.transfer",

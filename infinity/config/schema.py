@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr
 
 from infinity.config.machine import Aio, Memory, Timeline
+from infinity.config.monitors import CsvMonitor, TensorBoard, Wandb
 from infinity.config.optimizer import AnyOptimizer
 from infinity.config.section import HONOURED, Absent, Also, NoEffect, Refused, Section, leaves, mark, reply_of
 from infinity.config.training import Amp, Bf16, DataTypes, Fp16, Scheduler, TorchAutocast
@@ -35,10 +36,7 @@ _NO_CHECKPOINTING = Refused(
     "activation checkpointing by configuration arrives later",
     "Call the model's gradient_checkpointing_enable(), or torch.utils.checkpoint in the model",
 )
-_MONITORS = Refused(
-    "monitors arrive later",
-    "Remove the section and log engine.get_lr() and engine.get_global_grad_norm() in the training loop",
-)
+_COMET = Refused("there is no monitor for Comet", "Remove the section, and enable tensorboard, csv_monitor or wandb")
 _CHANGES_MODEL = Refused(
     "infinity never changes the model or its data", "Remove the section and do this in the program"
 )
@@ -187,6 +185,9 @@ class Config(Section):
     aio: Aio = Aio()
     memory: Memory = Memory()
     timeline: Timeline = Timeline()
+    tensorboard: TensorBoard = TensorBoard()
+    csv_monitor: CsvMonitor = CsvMonitor()
+    wandb: Wandb = Wandb()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     checkpoint: Checkpoint = Checkpoint()
     pipeline: Pipeline = Pipeline()
@@ -195,8 +196,9 @@ class Config(Section):
     """torch.autocast from the configuration."""
     amp: Amp = None
     """Mixed precision of apex."""
-    wall_clock_breakdown: Annotated[Flag, NoEffect("the breakdown of a step's time arrives later")] = False
-    """Print where the time of a step goes."""
+    wall_clock_breakdown: Annotated[Flag, HONOURED] = False
+    """Print where the time of a step goes: after the first step, and whenever steps_per_print prints. As data on every
+    rank: engine.step_times() (docs/monitoring.md)."""
     memory_breakdown: Annotated[Flag, HONOURED] = False
     """Print where memory goes: after the first step, and whenever steps_per_print prints."""
     dump_state: Annotated[Flag, NoEffect("print the resolved configuration's explain() instead")] = False
@@ -219,7 +221,7 @@ class Config(Section):
     """Insist on the CPU optimizer."""
     vocabulary_size: Annotated[Natural | None, NoEffect("nothing depends on it")] = None
     """Size of the vocabulary, for throughput figures."""
-    timers: Annotated[None, NoEffect("the breakdown of a step's time arrives later"), Absent(switch=None)] = None
+    timers: Annotated[None, NoEffect("see wall_clock_breakdown and engine.step_times()"), Absent(switch=None)] = None
     """Throughput timers."""
     seq_parallel_communication_data_type: Annotated[Dtype, NoEffect("there is no sequence parallelism yet")] = "fp32"
     """Type in which sequence-parallel ranks talk."""
@@ -233,21 +235,19 @@ class Config(Section):
     """Order of the data and expert axes."""
     flops_profiler: Annotated[
         None,
-        NoEffect("profiles arrive later"),
+        NoEffect("torch.profiler counts operations; where time goes is in wall_clock_breakdown and timeline"),
         _absent("recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file"),
     ] = None
     """Profile of floating-point operations."""
     comms_logger: Annotated[
-        None, NoEffect("profiles arrive later"), _absent("verbose", "prof_all", "debug", "prof_ops")
+        None,
+        NoEffect("the section timeline shows every collective"),
+        _absent("verbose", "prof_all", "debug", "prof_ops"),
     ] = None
     """Log of collectives."""
-    tensorboard: Annotated[None, _MONITORS, _absent("output_path", "job_name")] = None
-    """TensorBoard monitor."""
-    wandb: Annotated[None, _MONITORS, _absent("group", "team", "project")] = None
-    """Weights & Biases monitor."""
     comet: Annotated[
         None,
-        _MONITORS,
+        _COMET,
         _absent(
             "samples_log_interval",
             "project",
@@ -260,8 +260,6 @@ class Config(Section):
         ),
     ] = None
     """Comet monitor."""
-    csv_monitor: Annotated[None, _MONITORS, _absent("output_path", "job_name")] = None
-    """Monitor that writes CSV files."""
     elasticity: Annotated[
         None,
         Refused("batch sizes do not change by themselves", "Set the batch keys for the ranks you have"),

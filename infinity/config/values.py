@@ -94,6 +94,12 @@ def _text(value: Any) -> str:
     return value
 
 
+def _place(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(value)
+    return value
+
+
 def _picture(value: Any) -> str:
     if not isinstance(value, str) or not value.lower().endswith((".html", ".json")):
         raise ValueError(value)
@@ -160,6 +166,7 @@ Fraction = Annotated[float, _expected("a number from 0 to 1", _fraction)]
 Positive = Annotated[float, _expected("a finite number above 0", _real(positive=True))]
 Betas = Annotated[tuple[float, float], _expected("two numbers of at least 0 and below 1", _betas)]
 Text = Annotated[str, _expected("a text that is not empty", _text)]
+Place = Annotated[str, _expected("a path", _place)]
 Picture = Annotated[str, _expected('the path of a ".html" or ".json" file', _picture)]
 Texts = Annotated[tuple[str, ...], _expected("a list of texts", _texts)]
 Drives = Annotated[tuple[str, ...], _expected("a folder on a drive, or a list of one folder a drive", _drives)]

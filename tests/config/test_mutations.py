@@ -31,6 +31,8 @@ _EVERYTHING = {
     "memory": {"gpu": {"max_bytes": "1GB"}, "nvme": {"max_bytes": None}},
     "timeline": {"path": None, "step": 2},
     "wandb": {"enabled": False, "team": "x", "project": "y"},
+    "csv_monitor": {"enabled": False, "output_path": "x", "job_name": "y"},
+    "comet": {"enabled": False, "project": "y"},
     "elasticity": {"enabled": False, "min_gpus": 1},
     "compile": {"deepcompile": False, "debug_log": False},
     "flops_profiler": {"enabled": False, "profile_step": 1},

@@ -36,7 +36,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "zero_force_ds_cpu_optimizer": True,
         "sequence_parallel_size": 1,
         "data_parallel_size": None,
-        **dict.fromkeys(("flops_profiler", "comms_logger", "tensorboard", "wandb", "comet", "csv_monitor")),
+        **dict.fromkeys(("flops_profiler", "comms_logger", "comet")),
         **dict.fromkeys(("elasticity", "curriculum_learning", "data_efficiency", "progressive_layer_drop")),
         **dict.fromkeys(("eigenvalue", "quantize_training", "compression_training", "sparse_attention")),
         **dict.fromkeys(("weight_quantization", "hybrid_engine", "tensor_parallel", "expert_parallel", "compile")),
@@ -233,6 +233,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "memory.gpu": {"max_bytes": None},
     "memory.nvme": {"max_bytes": None},
     "timeline": {"path": None, "step": 4},
+    "tensorboard": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
+    "csv_monitor": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
+    "wandb": {"enabled": False, "group": None, "team": None, "project": "deepspeed"},
 }
 
 
