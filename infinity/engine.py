@@ -237,6 +237,14 @@ class Engine(nn.Module):
         """The global gradient norm of the latest step, before clipping; infinite when a gradient was not finite."""
         return self._boundary.norm
 
+    def get_grad_norms(self) -> dict[str, float]:
+        """Norms by parameter of the latest step's gradients, before clipping, as `get_global_grad_norm` is of all of
+        them; frozen parameters and those without a gradient are left out. After `step()`, before the next backward,
+        else StateError. Collective; costs something only when it is called.
+        """
+        self._alive("tell the norms of gradients")
+        return self._boundary.grad_norms()
+
     def memory(self, by_unit: bool = False) -> MemoryReport:
         """Where this rank's bytes are: tier x kind (x unit on request), now and at most; prints as a table."""
         return self._observer.report(by_unit=by_unit)

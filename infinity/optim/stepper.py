@@ -29,10 +29,10 @@ from infinity import record
 from infinity.errors import StateError
 from infinity.memory.partition import Partition
 from infinity.memory.store import Reservation, TieredStore
-from infinity.ops.adam import grad_stats
+from infinity.ops.adam import GradStats, grad_stats
 from infinity.optim.method import Cut, Method
 from infinity.optim.sweep import Run, Sweep
-from infinity.plan.layout import Slot, SubGroup
+from infinity.plan.layout import Slot, SubGroup, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import STEP_READS
 from infinity.plan.types import Key, Kind
@@ -126,6 +126,27 @@ class Stepper:
             nonfinite += count
         return total, nonfinite
 
+    def parameter_stats(self) -> dict[tuple[int, Slot], GradStats]:
+        """By (unit, slot), of what this rank has of the gradients of the latest step, until the next backward. The step
+        that may still go on behind the program reads them, too, and is not waited for.
+        """
+        trained = [layout for layout in self._plan.layouts if layout.trainable]
+        pieces: dict[bool, list[tuple[int, Slot, Tensor]]] = {True: [], False: []}
+        behind = self._under_way[-1][1] if self._under_way else None
+        with self._store.read(*(Key(Kind.GRAD, layout.index) for layout in trained), by=behind) as partitions:
+            for layout, partition in zip(trained, partitions, strict=True):
+                held = partition.view(Kind.GRAD)
+                first = self._first(layout)
+                pieces[held.is_cpu] += [
+                    (layout.index, overlap.slot, held[overlap.range_start : overlap.range_start + overlap.numel])
+                    for overlap in layout.overlaps(first, first + held.numel())
+                ]
+            return {
+                (unit, slot): stats
+                for found in pieces.values()
+                for (unit, slot, _), stats in zip(found, grad_stats([each[2] for each in found]), strict=True)
+            }
+
     def _measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
         keys = [Key(Kind.GRAD, unit) for unit in units]
         with self._store.read(*keys, by=reservation) as partitions, record.span(record.COMPUTE, "gradient norm"):
@@ -210,6 +231,11 @@ class Stepper:
         for future in unseen:
             future.result()
 
+    def _first(self, layout: UnitLayout) -> int:
+        """The element of a unit at which this rank's partition begins."""
+        parts = self._plan.placement.units[layout.index].parts
+        return (self._index if parts > 1 else 0) * layout.partition_numel(parts)
+
     def _slots(self, unit: int) -> Sequence[Slot]:
         return self._plan.layouts[unit].slots
 
@@ -289,8 +315,7 @@ class Stepper:
                 if local is not home:
                     copies.append((home, local))
                 layout = self._plan.layouts[piece.unit]
-                parts = self._plan.placement.units[piece.unit].parts
-                first = (self._index if parts > 1 else 0) * layout.partition_numel(parts) + piece.start
+                first = self._first(layout) + piece.start
                 for run in sweep.runs(layout, piece, first, joins=self._method.joins):
                     span = slice(run.start, run.start + run.numel)
                     cuts.append(self._cut(states, at, local[span], local_grad[span], run, sweep.hyper[run.group]))
