@@ -356,9 +356,11 @@ def _loader(config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, ran
 def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
     """The one line that says what was decided, defaults that people trip over included."""
     clip, bound = config.clip_norm, config.clip_value
+    autocast = config.config.torch_autocast
+    precision = f"{config.compute_dtype}{f' under {autocast.dtype} autocast' if autocast.enabled else ''}"
     default = " (default)" if config.sources["gradient_clipping"] == "default" else ""
     return (
-        f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {config.compute_dtype}, {plan.topology.dp} "
+        f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {precision}, {plan.topology.dp} "
         f"rank(s), {trained.optimizer.name}; parameters on {plan.homes(Kind.PARAM)}, "
         f"optimizer states on {plan.homes(Kind.STATES)}; "
         f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "

@@ -59,7 +59,7 @@ class Boundary:
         self._gradients = parts.gradients
         self._coordinator = parts.coordinator
         self._stepper = parts.stepper
-        self.scaler = LossScaler.of(config.fp16.model_dump()) if parts.config.compute_dtype == "fp16" else None
+        self.scaler = LossScaler.of(config.fp16.model_dump()) if parts.config.scales_loss else None
         # A gradient that is not finite skips the whole step, or (bf16 on request) leaves its own elements out.
         element_by_element = parts.stepper.guarded and parts.config.compute_dtype == "bf16"
         self.checked = not element_by_element or config.bf16.check_grad_overflow

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from infinity.breakdown import Breakdown
 from infinity.errors import StateError
 from infinity.log import logger
 from infinity.memory.host import trim
+from infinity.memory.partition import DTYPES
 from infinity.memory.report import MemoryReport
 from infinity.observer import Observer
 from infinity.ops.adam import shutdown_threads
@@ -93,7 +94,7 @@ class Engine(nn.Module):
         self._observer.begin_step(self.global_steps + 1)
         if self.training:
             self._progress.called(args, kwargs)
-        with self._observer.phase("forward", self._abandon):
+        with self._observer.phase("forward", self._abandon), self._autocast():
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -328,6 +329,14 @@ class Engine(nn.Module):
     def _on_landed(self, unit: Unit) -> None:
         final = self.is_gradient_accumulation_boundary()
         self._stepper.landed(unit.layout.index, self.gradients.arrived[unit], final=final)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """What `torch_autocast` asks for. torch's cache would keep a copy of every weight to the end of forward."""
+        section = self.config.config.torch_autocast
+        if not section.enabled:
+            # The program may have an autocast of its own.
+            return nullcontext()
+        return torch.autocast(self.device.type, DTYPES[section.dtype], cache_enabled=False)
 
     def _alive(self, verb: str) -> None:
         if self._closed:

@@ -157,7 +157,7 @@ class Config(Section):
     gradient_allreduce_op: Annotated[ReduceOp, HONOURED] = "mean"
     """How gradients of several ranks are combined."""
     communication_data_type: Annotated[Dtype | None, HONOURED] = None
-    """Type in which gradients travel between ranks; their own when absent."""
+    """Type in which gradients travel between ranks, and are summed; the model's when absent."""
     dataloader_drop_last: Annotated[Flag, HONOURED] = False
     """Leave out the last, smaller batch."""
     log_level: Annotated[LogLevel | None, HONOURED] = None
@@ -181,6 +181,7 @@ class Config(Section):
     fp16: Fp16 = Fp16()
     bf16: Annotated[Bf16, Also(("bfloat16",))] = Bf16()
     data_types: DataTypes = DataTypes()
+    torch_autocast: TorchAutocast = TorchAutocast()
     zero_optimization: ZeroOptimization = ZeroOptimization()
     aio: Aio = Aio()
     memory: Memory = Memory()
@@ -192,8 +193,6 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     pipeline: Pipeline = Pipeline()
 
-    torch_autocast: TorchAutocast = None
-    """torch.autocast from the configuration."""
     amp: Amp = None
     """Mixed precision of apex."""
     wall_clock_breakdown: Annotated[Flag, HONOURED] = False

@@ -176,11 +176,13 @@ Limit = Annotated[
     _expected('an amount of bytes such as 16000000000, "16GB", "1.5GiB", or a share such as "80%"', _limit),
     PlainSerializer(lambda limit: str(limit) if isinstance(limit, Share) else limit),
 ]
+_HALVES = {"float16": "fp16", "half": "fp16", "torch.float16": "fp16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
+Half = Annotated[Literal["bf16", "fp16"], _one_of("bf16", "fp16", synonyms=_HALVES)]
 Dtype = Annotated[
     Literal["fp32", "fp16", "bf16"],
     _one_of(
         "fp32", "fp16", "bf16",
-        synonyms={"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"},
+        synonyms={"float32": "fp32", "float": "fp32", "torch.float32": "fp32", **_HALVES},
     ),
 ]  # fmt: skip
 Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _stage)]

@@ -23,6 +23,7 @@ MUTATIONS_OF_EACH_KIND = 4
 _EVERYTHING = {
     "fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 2},
     "data_types": {"grad_accum_dtype": "fp32"},
+    "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
     "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}},
     "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
     "pipeline": {"stages": "auto", "seed_layers": False},

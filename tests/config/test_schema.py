@@ -40,7 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("elasticity", "curriculum_learning", "data_efficiency", "progressive_layer_drop")),
         **dict.fromkeys(("eigenvalue", "quantize_training", "compression_training", "sparse_attention")),
         **dict.fromkeys(("weight_quantization", "hybrid_engine", "tensor_parallel", "expert_parallel", "compile")),
-        **dict.fromkeys(("nebula", "datastates_ckpt", "autotuning", "timers", "amp", "torch_autocast")),
+        **dict.fromkeys(("nebula", "datastates_ckpt", "autotuning", "timers", "amp")),
         "overlap": True,
         "max_skipped_steps": 50,
         "watchdog_seconds": 600.0,
@@ -143,6 +143,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "bf16_master_weights_and_grads": False,
         "bf16_optimizer_states": False,
     },
+    "torch_autocast": {"enabled": False, "dtype": "bf16", "lower_precision_safe_modules": None},
     "data_types": {"grad_accum_dtype": None, "param_dtype": None, "buffer_dtype": None},
     "pipeline": {
         "stages": None,
