@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from infinity import record
 
 PARTS = ("forward", "backward", "gradient norm", "optimizer", "copy", "engine", "data", "program")
+# Smaller parts are printed together.
+_SHARE_SHOWN = 0.005
 _Label = tuple[str, str]
 
 
@@ -35,10 +37,10 @@ class StepTimes:
 
     def __str__(self) -> str:
         named = {**self.parts, **{f"wait for {cause}": spent for cause, spent in self.waits.items()}}
-        shown = ", ".join(
-            f"{name} {spent:.3f} ({spent / max(self.seconds, 1e-9):.0%})" for name, spent in named.items() if spent
-        )
-        return f"{self.seconds:.3f} s: {shown}"
+        total = max(self.seconds, 1e-9)
+        shown = {name: spent for name, spent in named.items() if spent / total >= _SHARE_SHOWN}
+        shown["others"] = self.seconds - sum(shown.values())
+        return f"{self.seconds:.3f} s: " + ", ".join(f"{name} {s:.3f} ({s / total:.0%})" for name, s in shown.items())
 
 
 class WallClock:
