@@ -14,17 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from infinity.breakdown import baseline_nbytes
 from infinity.building import ConfigSource, mesh_of
 from infinity.comm.agreement import agree_on_plan
+from infinity.comm.collectives import exchange
 from infinity.comm.mesh import Mesh, Ranks, detect
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.config.optimizer import Adam
 from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.loader import Loader
 from infinity.log import logger, start
+from infinity.memory.activations import ActivationTier
 from infinity.memory.device import Device
 from infinity.memory.host import HostMemory, trim
 from infinity.memory.ledger import Ledger
@@ -39,18 +42,21 @@ from infinity.optim.lr import build_scheduler
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.stepper import Stepper
 from infinity.parts import Parts
+from infinity.plan.checkpoints import repeated_blocks
 from infinity.plan.plan import Plan
-from infinity.plan.spec import dtype_name
+from infinity.plan.spec import describe, dtype_name
 from infinity.plan.types import Kind
 from infinity.preflight import pinning, preflight
-from infinity.zero import parameter
-from infinity.zero.access import ParameterState, modify, read
+from infinity.zero import parameter, tiling
+from infinity.zero.access import modify, read
 from infinity.zero.activation import measure_activations
+from infinity.zero.checkpointing import Checkpointing
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.materialize import Materializer
 from infinity.zero.spool import spool_of
+from infinity.zero.states import ParameterState
 from infinity.zero.unit import Unit
 
 __all__ = ["GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"]
@@ -105,9 +111,11 @@ def initialize(
         parts = _build(resolved, model, plan, groups, device, trained, ledger, undo)
         engine = Engine(parts)
         undo.callback(engine._progress.close)
-        engine.optimizer = TieredOptimizer(trained.groups, trained.optimizer.defaults, engine.apply_step)
+        engine.optimizer = TieredOptimizer(
+            trained.groups, trained.optimizer.defaults, engine.apply_step, kind=trained.optimizer.name
+        )
         engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
-        loader = _loader(resolved, training_data, collate_fn, ranks)
+        loader = engine.training_dataloader = _loader(resolved, training_data, collate_fn, groups)
         undo.pop_all()
     trim()
     for line in [*resolved.report(), *pinning(plan, device)]:
@@ -249,14 +257,9 @@ def _build(
     by_name = dict(model.named_parameters())
     units = [
         Unit(
-            layout,
-            placed,
-            [by_name[slot.name] for slot in layout.slots],
-            store=store,
-            device=device,
-            mesh=mesh,
+            layout, placed, tiling.params_of(layout, by_name), store=store, device=device, mesh=mesh,
             ledger=ledger,
-        )
+        )  # fmt: skip
         for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
     ]
     Materializer(
@@ -273,6 +276,7 @@ def _build(
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             parameter.adopt(param, coordinator, slot.name)
+    tiling.adopt_tiles(units, coordinator)
     for buffer_owner in model.modules():
         for name, buffer in buffer_owner._buffers.items():
             if buffer is not None:
@@ -280,12 +284,42 @@ def _build(
     synced = ranks.world_size > 1 and not all(unit.placed.whole for unit in units)
     hooks = ModuleHooks(model, units, coordinator, synced=synced)
     undo.callback(hooks.remove)
+    checkpointing = _checkpointing(config, model, ranks, device, ledger)
+    undo.callback(checkpointing.close)
     stepper = _stepper(config, plan, store, ranks, device, trained)
     undo.callback(stepper.close)
     return Parts(
         module=model, config=config, plan=plan, device=device, mesh=mesh, ledger=ledger, store=store, units=units,
-        gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper,
+        gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper, checkpointing=checkpointing,
     )  # fmt: skip
+
+
+def _checkpointing(
+    config: ResolvedConfig, model: nn.Module, ranks: Ranks, device: Device, ledger: Ledger
+) -> Checkpointing:
+    """What of the model is computed again in backward, and the tier of its checkpoints where that is not the device."""
+    section = config.config.activation_checkpointing
+    blocks: tuple[str, ...] = ()
+    if section.every:
+        classes = tuple(getattr(model, "_no_split_modules", None) or ())
+        tree = describe(model, compute_dtype=config.compute_dtype)
+        blocks = repeated_blocks(tree, classes=classes, every=section.every)
+        if not blocks:
+            raise ConfigError(
+                f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
+                "repeats: leave the key out, and call torch.utils.checkpoint in the model"
+            )
+    tier, path = None, config.checkpoint_nvme_path
+    if config.checkpoint_tier != "gpu":
+        open_file = None
+        if path is not None:
+            options = queue_options(config, path)
+            open_file = lambda nbytes: NvmeTier.open(path, nbytes=nbytes, rank=ranks.rank, options=options)  # noqa: E731
+        tier = ActivationTier(
+            device, ledger=ledger, pin=section.offload.pin_memory, buffer_count=section.offload.buffer_count,
+            overlap=config.config.overlap, open_file=open_file,
+        )  # fmt: skip
+    return Checkpointing(model, blocks, keep_ops=section.keep_ops, tier=tier)
 
 
 def _stepper(
@@ -336,21 +370,15 @@ def _scheduler(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer) -
     return None if section is None else build_scheduler(section.type, section.params.model_dump(), optimizer)
 
 
-def _loader(config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, ranks: Ranks) -> DataLoader[Any] | None:
+def _loader(config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, mesh: Mesh) -> Loader | None:
     if data is None:
         return None
-    drop_last = config.config.dataloader_drop_last
-    sampler: DistributedSampler[Any] | None = None
-    if ranks.world_size > 1:
-        sampler = DistributedSampler(data, num_replicas=ranks.world_size, rank=ranks.rank, drop_last=drop_last)
-    return DataLoader(
-        data,
-        batch_size=config.micro_batch,
-        sampler=sampler,
-        shuffle=sampler is None,
-        collate_fn=collate,
-        drop_last=drop_last,
-    )
+    # Rank 0's, so that `torch.manual_seed` says the order whatever the other ranks were seeded with.
+    seed = exchange([float(torch.initial_seed() % 2**32)], mesh.control, mesh.ranks.world_size, "seed of the data")
+    return Loader(
+        data, rank=mesh.ranks.rank, ranks=mesh.ranks.world_size, batch=config.micro_batch, seed=int(seed[0][0]),
+        collate=collate, drop_last=config.config.dataloader_drop_last,
+    )  # fmt: skip
 
 
 def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:

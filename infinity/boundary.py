@@ -8,7 +8,7 @@ Every rank comes to the same verdict, from the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infinity.comm.agreement import agree_on_numbers
 from infinity.comm.collectives import exchange
-from infinity.errors import StateError
+from infinity.errors import NonFiniteError, StateError
 from infinity.log import logger
 from infinity.ops.adam import GradStats
 from infinity.optim.clip import clip_factor
@@ -30,26 +30,30 @@ from infinity.zero.stopwatch import agree
 from infinity.zero.unit import Unit
 
 _NOTHING = GradStats(0.0, 0)
-# The optimizer step after which a pass is timed.
+# The step of an engine after which a pass is timed.
 _WATCHED_STEP = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What becomes of a step: its gradient norm before clipping (infinite when an element is not finite), whether it
-    is skipped, and, when that is worth saying, the parameter whose gradient is not finite.
+    is skipped, when that is worth saying the parameter whose gradient is not finite, and what some rank has said.
     """
 
     norm: float
     nonfinite: bool
     skipped: bool
     origin: str = ""
+    heard: tuple[bool, ...] = ()
 
 
 class Boundary:
-    """Decides about each step, and carries the decision out."""
+    """Decides about each step, and carries the decision out.
 
-    def __init__(self, parts: Parts) -> None:
+    says: what this rank has to say at each step beside its gradients; every rank hears whether some rank says it.
+    """
+
+    def __init__(self, parts: Parts, says: Callable[[], tuple[bool, ...]]) -> None:
         config = parts.config.config
         self._config = parts.config
         self._units = parts.units
@@ -59,13 +63,18 @@ class Boundary:
         self._gradients = parts.gradients
         self._coordinator = parts.coordinator
         self._stepper = parts.stepper
+        self._says = says
         self.scaler = LossScaler.of(config.fp16.model_dump()) if parts.config.scales_loss else None
         # A gradient that is not finite skips the whole step, or (bf16 on request) leaves its own elements out.
         element_by_element = parts.stepper.guarded and parts.config.compute_dtype == "bf16"
         self.checked = not element_by_element or config.bf16.check_grad_overflow
+        # Whether a step begins within its last backward: see [Note: step in backward].
+        self.early = not self.checked and not parts.config.clip_norm and not parts.plan.placement.grad_whole
         # Of the latest step, before clipping.
         self.norm = 0.0
         self._skips = Skips(limit=config.max_skipped_steps, scaler=self.scaler)
+        # Steps that this engine has seen: a run that is taken up is measured, too.
+        self._judged = 0
         self._grad_scale = self._norm_factor = 1.0
         self._arrived: dict[Unit, list[bool]] = {}
         self._ahead = config.overlap and not all(unit.placed.whole for unit in parts.units)
@@ -81,9 +90,9 @@ class Boundary:
         Collective.
         """
         self._settle_gradients()
-        squares, count = self._global_stats()
+        squares, count, heard = self._global_stats()
         self._coordinator.next_step()
-        self._time_prefetch(step)
+        self._time_prefetch()
         self._norm_factor = self.grad_factor
         self.norm = math.sqrt(squares) * self._norm_factor if not count else math.inf
         skipped = bool(count) and self.checked
@@ -91,7 +100,7 @@ class Boundary:
         if not skipped:
             self._grad_scale = self.grad_factor * clip_factor(self.norm, self._config.clip_norm)
         origin = self._report_nonfinite(step, losses, count, skipped) if count else ""
-        return Verdict(self.norm, nonfinite=bool(count), skipped=skipped, origin=origin)
+        return Verdict(self.norm, nonfinite=bool(count), skipped=skipped, origin=origin, heard=heard)
 
     def grad_norms(self) -> dict[str, float]:
         """Gradient norm of every parameter that had a gradient in the latest step, as `norm` is of all. Collective.
@@ -134,10 +143,25 @@ class Boundary:
             self.scaler.update(overflow=verdict.nonfinite)
         self._gradients.reset()
 
-    def give_up_if_hopeless(self, step: int, verdict: Verdict) -> None:
-        """Raise when too many steps were skipped. Everything is as the last good step left it, on every rank."""
-        if self._skips.too_many:
-            raise self._skips.error(step, verdict.origin)
+    @property
+    def hopeless(self) -> bool:
+        """Whether too many steps were skipped. Everything is as the last good step left it, on every rank."""
+        return self._skips.too_many
+
+    def despair(self, step: int, verdict: Verdict, saved: str) -> NonFiniteError:
+        """What to raise then; `saved` says what became of the weights."""
+        return self._skips.error(step, verdict.origin, saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the loss scale, and skipped steps in a row."""
+        scale = None if self.scaler is None else self.scaler.state_dict()
+        return {"loss_scale": scale, "skips": self._skips.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take `state_dict()` back; a run in another precision keeps its own loss scale."""
+        if self.scaler is not None and state["loss_scale"] is not None:
+            self.scaler.load_state_dict(state["loss_scale"])
+        self._skips.load_state_dict(state["skips"])
 
     def _settle_gradients(self) -> None:
         """Complete the gradient partitions: late ones first, and agree on which parameters have one at all."""
@@ -155,8 +179,9 @@ class Boundary:
             self._arrived = {unit: [next(anyone) for _ in flags] for unit, flags in self._arrived.items()}
             self._gradients.agree_on_order()
 
-    def _time_prefetch(self, step: int) -> None:
+    def _time_prefetch(self) -> None:
         """Measure one warm training pass, and then prefetch as late as its times allow; once, on all ranks alike."""
+        step, self._judged = self._judged, self._judged + 1
         if not self._ahead or step not in (_WATCHED_STEP, _WATCHED_STEP + 1):
             return
         if step == _WATCHED_STEP:
@@ -168,16 +193,20 @@ class Boundary:
         if found is not None:
             self._coordinator.retime(*found)
 
-    def _global_stats(self) -> tuple[float, int]:
-        """Sum of squares and number of non-finite elements of all ranks' gradients; the same bits on every rank."""
+    def _global_stats(self) -> tuple[float, int, tuple[bool, ...]]:
+        """Sum of squares and number of non-finite elements of all ranks' gradients, and what some rank says; the same
+        bits on every rank.
+        """
+        says = self._says()
         squares, nonfinite = self._stepper.grad_stats()
         if self._mesh.ranks.world_size == 1:
-            return squares, nonfinite
-        rows = agree_on_numbers([squares, float(nonfinite)], self._mesh, "exchange of gradient norms")
+            return squares, nonfinite, says
+        rows = agree_on_numbers([squares, float(nonfinite), *says], self._mesh, "exchange of gradient norms")
+        heard = tuple(any(row[2 + at] for row in rows) for at in range(len(says)))
         if self._config.stage == 0:
             # Nothing is cut: every rank has counted the same gradients.
-            return rows[0][0], int(rows[0][1])
-        return math.fsum(row[0] for row in rows), int(sum(row[1] for row in rows))
+            return rows[0][0], int(rows[0][1]), heard
+        return math.fsum(row[0] for row in rows), int(sum(row[1] for row in rows)), heard
 
     def _report_nonfinite(self, step: int, losses: Sequence[Tensor], count: int, skipped: bool) -> str:
         """Say which gradient is not finite; returns the words. An overflow that only settles fp16's scale is usual."""

@@ -8,16 +8,21 @@ engine.step()                 at the accumulation boundary: norm, clip, step, re
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from infinity.boundary import Boundary
+from infinity import loading, saving
+from infinity.boundary import Boundary, Verdict
 from infinity.breakdown import Breakdown
-from infinity.errors import StateError
+from infinity.checkpoint.background import Background
+from infinity.errors import ConfigError, StateError
+from infinity.loading import Wanted
 from infinity.log import logger
 from infinity.memory.host import trim
 from infinity.memory.partition import DTYPES
@@ -27,9 +32,11 @@ from infinity.ops.adam import shutdown_threads
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.parts import Parts
 from infinity.progress import Progress
+from infinity.rescue import Rescue
 from infinity.timeline import Timeline
 from infinity.wall_clock import StepTimes
 from infinity.zero import access
+from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
 
 
@@ -52,6 +59,8 @@ class Engine(nn.Module):
         self.units = parts.units
         self.optimizer: TieredOptimizer
         self.lr_scheduler: Any = None
+        # The one that `initialize` has made of training data.
+        self.training_dataloader: Any = None
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
@@ -59,11 +68,15 @@ class Engine(nn.Module):
         self._device = parts.device
         self._hooks = parts.hooks
         self._stepper = parts.stepper
-        self._boundary = Boundary(parts)
+        self._checkpointing = parts.checkpointing
+        self._parts = parts
+        checkpoint, alone = parts.config.config.checkpoint, parts.mesh.ranks.world_size == 1
+        self._background = Background(parts.store, parts.mesh)
+        self._rescue = Rescue(checkpoint.path, checkpoint.on_signal, self._background, alone=alone)
+        self._boundary = Boundary(parts, self._rescue.says)
         # Of the micro-steps since the latest boundary, unscaled; looked at when somebody asks.
         self._losses: list[Tensor] = []
         self._applied = False
-        self._early = not self._boundary.checked and not parts.config.clip_norm and not parts.plan.placement.grad_whole
         self._observer = Observer(
             Breakdown(parts.plan, parts.ledger, parts.store, parts.units, parts.device), parts.config.config,
             rank=parts.mesh.ranks.rank, world_size=parts.mesh.ranks.world_size,
@@ -75,7 +88,7 @@ class Engine(nn.Module):
         self.gradients.landed = self._on_landed
         for unit in self.units:
             for param in unit.params:
-                param.__dict__["_infinity_owner"] = self
+                whole_of(param).__dict__["_infinity_owner"] = self
 
     def __getattr__(self, name: str) -> Any:
         """What the engine has not, the module may have: `engine.generate(...)`."""
@@ -116,12 +129,13 @@ class Engine(nn.Module):
         factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         factor *= self.loss_scale
         scaled = loss if factor == 1.0 else loss.float() * factor
-        if self._early and self.is_gradient_accumulation_boundary():
+        if self._boundary.early and self.is_gradient_accumulation_boundary():
             self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
         self.coordinator.begin_backward(scaled=True)
         with self._observer.phase("backward", self._abandon):
             scaled.backward(retain_graph=retain_graph)
             self.coordinator.end_backward()
+            self._checkpointing.settle()
         self._losses.append(loss.detach())
         return loss
 
@@ -136,14 +150,19 @@ class Engine(nn.Module):
         if not boundary:
             return
         with self._observer.phase("step", self.mesh.failed):
-            self._apply_gradients()
+            verdict = self._apply_gradients()
         self._observer.end_step(self.global_steps)
+        with self.mesh.telling():
+            if self._boundary.hopeless:
+                self._rescue.give_up(self, partial(self._boundary.despair, self.global_steps - 1, verdict))
+            self._rescue.after_step(self, verdict)
 
-    def _apply_gradients(self) -> None:
+    def _apply_gradients(self) -> Verdict:
         """The step at the accumulation boundary."""
         if self._boundary.scaler is not None and self.coordinator.plain_backward:
             raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
         self._hooks.check_tree()
+        self._checkpointing.settle()
         verdict = self._boundary.judge(self.global_steps, self._losses)
         self.skipped_steps += verdict.skipped
         if not verdict.skipped:
@@ -159,7 +178,7 @@ class Engine(nn.Module):
             scale=self.loss_scale if self._boundary.scaler is not None else None, skipped=self.skipped_steps,
         )  # fmt: skip
         self._losses.clear()
-        self._boundary.give_up_if_hopeless(self.global_steps - 1, verdict)
+        return verdict
 
     def synchronize(self) -> None:
         """Return when everything that `step()` has begun is done: with overlap it may go on beside the next forward.
@@ -168,6 +187,11 @@ class Engine(nn.Module):
         """
         self._alive("synchronize")
         self._stepper.finish()
+
+    def finish_saving(self) -> None:
+        """Return when a checkpoint that is saved behind the program is complete; raises what went wrong with it."""
+        self._alive("finish saving")
+        self._background.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away what has accumulated since the last step."""
@@ -248,6 +272,7 @@ class Engine(nn.Module):
 
     def memory(self, by_unit: bool = False) -> MemoryReport:
         """Where this rank's bytes are: tier x kind (x unit on request), now and at most; prints as a table."""
+        self._checkpointing.settle()
         return self._observer.report(by_unit=by_unit)
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
@@ -271,6 +296,62 @@ class Engine(nn.Module):
         self._hooks.check_tree()
         return access.full_state_dict(self, self.module, wanted=self.global_rank == 0)
 
+    # Checkpoints.
+
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: object = None, client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False, asynchronous: bool | None = None,
+    ) -> str:  # fmt: skip
+        """Save weights, optimizer states and the state of the run below `save_dir`; returns the tag. Collective.
+
+        tag: name of the folder in `save_dir`, by default "global_step" and the number. client_state: what the program
+        wants back from `load_checkpoint` (rank 0's counts). exclude_frozen_parameters: leave out what is not trained.
+        asynchronous: return as soon as the state is captured (by default what checkpoint.async says); what then goes
+        wrong is raised by the next verb, with several ranks at the end of the next step.
+
+        Raises alike on all ranks, and leaves what was saved before: StateError while gradients accumulate,
+        TransferError where the drive fails or is full, CheckpointError for what cannot be saved.
+        """
+        self._alive("save a checkpoint")
+        behind = self.config.config.checkpoint.asynchronous if asynchronous is None else asynchronous
+        return saving.save(
+            self, self._parts, self._boundary, self._background, os.fspath(save_dir), tag, client_state,
+            latest=save_latest, exclude_frozen=exclude_frozen_parameters, behind=behind,
+        )  # fmt: skip
+
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: object = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+    ) -> tuple[str | None, Any]:  # fmt: skip
+        """Take a run up where `save_checkpoint` left it, with any number of ranks, stage, tiers and precision; returns
+        (the checkpoint's folder, what was given as client_state), or (None, {}) where there is none. Collective.
+
+        tag: by default what `latest` in `load_dir` names. load_module_strict: tensors that are missing or too many are
+        an error. load_optimizer_states, load_lr_scheduler_states: False leaves the engine's own. load_module_only:
+        weights and buffers alone. A folder of safetensors files serves, too, for the weights.
+
+        Raises alike on all ranks. CheckpointError: nothing was changed, unless the message says otherwise.
+        """
+        self._alive("load a checkpoint", broken_is_fine=True)
+        self._background.finish()
+        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return loading.load_checkpoint(
+            self, self._parts, self._boundary, self._observer, os.fspath(load_dir), tag, wanted
+        )
+
+    def resume(self, load_dir: str | os.PathLike[str] | None = None) -> tuple[str | None, Any]:
+        """Load the newest checkpoint below `load_dir` (by default checkpoint.path) that is complete and whose bytes are
+        those that were written; returns what `load_checkpoint` does. Says which ones it has passed over and why.
+        Collective.
+
+        (None, {}) where there is none. CheckpointError where there are some and none can be loaded.
+        """
+        self._alive("resume", broken_is_fine=True)
+        directory = self.config.config.checkpoint.path if load_dir is None else os.fspath(load_dir)
+        if directory is None:
+            raise ConfigError("resume() needs a folder: pass one, or set checkpoint.path")
+        return loading.resume(lambda tag: self.load_checkpoint(directory, tag), self._parts, Path(directory))
+
     # The end.
 
     def close(self) -> None:
@@ -288,9 +369,12 @@ class Engine(nn.Module):
         with ExitStack() as stack:
             # Backwards.
             stack.callback(self._return_everything)
+            stack.callback(self._checkpointing.close)
             stack.callback(self._observer.close)
             stack.callback(self._progress.close)
             stack.callback(lambda: self._stepper.close(at_once=at_once))
+            stack.callback(lambda: self._background.close(at_once=at_once))
+            stack.callback(self._rescue.close)
 
     def _return_everything(self) -> None:
         self._hooks.remove()
@@ -338,12 +422,13 @@ class Engine(nn.Module):
             return nullcontext()
         return torch.autocast(self.device.type, DTYPES[section.dtype], cache_enabled=False)
 
-    def _alive(self, verb: str) -> None:
+    def _alive(self, verb: str, *, broken_is_fine: bool = False) -> None:
         if self._closed:
             raise StateError(f"cannot {verb}: this engine was closed")
-        if self._observer.broken:
+        if self._observer.broken and not broken_is_fine:
             raise StateError(f"cannot {verb}: {self._observer.broken}")
         self._stepper.check()
+        self._rescue.check()
         self.mesh.check()
 
     def _abandon(self, error: BaseException) -> None:

@@ -55,6 +55,19 @@ class ExtensionError(InfinityError, RuntimeError):
     """A native library could not be built or loaded although it was asked for by name."""
 
 
+class CheckpointError(InfinityError, RuntimeError):
+    """A checkpoint cannot be written, or not be loaded as asked. `path` says which file or folder it is about."""
+
+    def __init__(self, path: object, what: str, advice: str) -> None:
+        super().__init__(f"{path}: {what}. {advice}.")
+        self.path = str(path)
+        self.what = what
+        self.advice = advice
+
+    def __reduce__(self) -> tuple[type[CheckpointError], tuple[str, str, str]]:
+        return type(self), (self.path, self.what, self.advice)
+
+
 class TransferError(InfinityError, OSError):
     """A read, write or copy that failed.
 

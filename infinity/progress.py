@@ -59,7 +59,7 @@ class Progress:
         timed = self._every or self._monitors or config.wall_clock_breakdown
         self._clock = WallClock() if timed else None
         self._latest: StepTimes | None = None
-        self._samples, self._tokens = 0, 0
+        self._batch, self._tokens = config.train_batch_size or 0, 0
         self._amount = _Amount()
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -81,9 +81,9 @@ class Progress:
         with record.span(record.ENGINE, "progress"):
             times = self._latest = self._clock.lap()
             amount = _Amount()
-            amount.add(samples - self._samples, self._tokens)
-            self._amount.add(samples - self._samples, self._tokens)
-            self._samples, self._tokens = samples, 0
+            amount.add(self._batch, self._tokens)
+            self._amount.add(self._batch, self._tokens)
+            self._tokens = 0
             if self._monitors:
                 loss = {"train_loss": mean_loss(losses)} if losses else {}
                 scales = {} if scale is None else {"loss_scale": scale}

@@ -21,8 +21,8 @@ _EVERYTHING = {
     "infinity.config", "infinity.errors", "infinity.plan", "infinity.log", "infinity.transfer", "infinity.ops",
     "infinity.comm", "infinity.memory", "infinity.optim", "infinity.zero", "infinity.parallel", "infinity.checkpoint",
     "infinity.engine", "infinity.preflight", "infinity.record", "infinity.timeline", "infinity.breakdown",
-    "infinity.observer", "infinity.progress", "infinity.monitors", "infinity.wall_clock", "infinity.boundary",
-    "infinity.parts",
+    "infinity.observer", "infinity.progress", "infinity.monitors", "infinity.wall_clock", "infinity.saving",
+    "infinity.loading", "infinity.loader", "infinity.boundary", "infinity.parts", "infinity.signals", "infinity.rescue",
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
@@ -58,7 +58,19 @@ ALLOWED: dict[str, set[str]] = {
         "infinity.config", "infinity.errors", "infinity.memory", "infinity.plan", "infinity.log", "infinity.record",
         "infinity.monitors", "infinity.wall_clock",
     },
-    "infinity.checkpoint": {"infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log"},
+    "infinity.signals": {"infinity.log"},
+    "infinity.rescue": {
+        "infinity.boundary", "infinity.checkpoint", "infinity.errors", "infinity.log", "infinity.signals",
+    },
+    "infinity.checkpoint": {
+        "infinity.plan", "infinity.memory", "infinity.comm", "infinity.ops", "infinity.transfer", "infinity.record",
+        "infinity.errors", "infinity.log",
+    },
+    # What the engine's checkpoint verbs do.
+    "infinity.saving": _EVERYTHING - {"infinity.engine"} | {"infinity"},
+    "infinity.loading": _EVERYTHING - {"infinity.engine"},
+    # The data loader of `initialize`.
+    "infinity.loader": set(),
     "infinity.zero": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log", "infinity.transfer",
         "infinity.record",

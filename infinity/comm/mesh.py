@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from infinity.comm.board import Board
 from infinity.comm.group import Group
 from infinity.comm.watchdog import BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN, Watchdog, leave
 from infinity.errors import ConfigError
@@ -61,6 +62,8 @@ class Mesh:
         self.reduce: Any = None
         self.control: Any = None
         self.watchdog: Watchdog | None = None
+        self._notes: Any = None
+        self._timeout_seconds = timeout_seconds
         if ranks.world_size == 1:
             return
         timeout = timedelta(seconds=max(timeout_seconds + BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN))
@@ -75,13 +78,20 @@ class Mesh:
             atexit.register(_end)
         backend = "nccl" if accelerator else "gloo"
         groups = [dist.new_group(backend=name, timeout=timeout) for name in (backend, backend, "gloo")]
+        self._notes = dist.PrefixStore(f"infinity/{groups[0].group_name}/", _get_default_store())
         self.watchdog = Watchdog(
-            dist.PrefixStore(f"infinity/{groups[0].group_name}/", _get_default_store()), groups,
-            rank=ranks.rank, world_size=ranks.world_size, seconds=timeout_seconds,
+            self._notes, groups, rank=ranks.rank, world_size=ranks.world_size, seconds=timeout_seconds,
         )  # fmt: skip
         self.gather, self.reduce, self.control = (
             Group(group, index, self.watchdog) for index, group in enumerate(groups)
         )
+
+    def board(self, topic: str) -> Board:
+        """A place where ranks leave notes for each other outside of the collectives; a topic names one for good."""
+        return Board(
+            self._notes, topic, rank=self.ranks.rank, world_size=self.ranks.world_size,
+            timeout_seconds=self._timeout_seconds,
+        )  # fmt: skip
 
     @contextmanager
     def telling(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr
 
+from infinity.config.checkpointing import ActivationCheckpointing
 from infinity.config.machine import Aio, Memory, Timeline
 from infinity.config.monitors import CsvMonitor, TensorBoard, Wandb
 from infinity.config.optimizer import AnyOptimizer
@@ -20,22 +21,20 @@ from infinity.config.values import (
     Count,
     Dtype,
     Flag,
+    FractionAboveZero,
     LogLevel,
     Natural,
     Positive,
     ReduceOp,
+    SignalNames,
     TagValidation,
     Text,
     Weight,
 )
 from infinity.config.zero import ZeroOptimization
 
-_NO_SAVING = NoEffect("there is no saving yet; it arrives with checkpoints")
+_OWN_SAVING = NoEffect("checkpoints are written by infinity itself; see the checkpoint section")
 _NO_PIPELINE = NoEffect("there is no pipeline parallelism yet")
-_NO_CHECKPOINTING = Refused(
-    "activation checkpointing by configuration arrives later",
-    "Call the model's gradient_checkpointing_enable(), or torch.utils.checkpoint in the model",
-)
 _COMET = Refused("there is no monitor for Comet", "Remove the section, and enable tensorboard, csv_monitor or wandb")
 _CHANGES_MODEL = Refused(
     "infinity never changes the model or its data", "Remove the section and do this in the program"
@@ -49,23 +48,6 @@ _ONE_STAGE = Refused(_NO_PARALLEL.why, _NO_PARALLEL.instead, accepted=(1,))
 
 def _absent(*keys: str) -> Absent:
     return Absent(keys=("enabled", *keys))
-
-
-class ActivationCheckpointing(Section):
-    """Recomputing activations in backward."""
-
-    partition_activations: Annotated[Flag, _NO_CHECKPOINTING] = False
-    """Partition saved activations."""
-    contiguous_memory_optimization: Annotated[Flag, _NO_CHECKPOINTING] = False
-    """Save them in one buffer."""
-    cpu_checkpointing: Annotated[Flag, _NO_CHECKPOINTING] = False
-    """Save them in CPU memory."""
-    number_checkpoints: Annotated[Natural | None, NoEffect("the model decides what it recomputes")] = None
-    """Number of checkpoints."""
-    synchronize_checkpoint_boundary: Annotated[Flag, _NO_CHECKPOINTING] = False
-    """Synchronise at every checkpoint."""
-    profile: Annotated[Flag, _NO_CHECKPOINTING] = False
-    """Time every checkpoint."""
 
 
 class Pipeline(Section):
@@ -90,25 +72,37 @@ class Pipeline(Section):
 class ParallelWrite(Section):
     """Which ranks write at once."""
 
-    pipeline_stage: Annotated[Flag, _NO_SAVING] = False
+    pipeline_stage: Annotated[Flag, NoEffect("every rank always writes its own share beside the others")] = False
     """Pipeline stages write in parallel."""
 
 
 class Checkpoint(Section):
     """How checkpoints are written and read."""
 
-    tag_validation: Annotated[TagValidation, _NO_SAVING] = "Warn"
-    """What to do when ranks disagree about the tag."""
-    load_universal: Annotated[Flag, _NO_SAVING] = False
+    tag_validation: Annotated[TagValidation, HONOURED] = "Warn"
+    """What to do when ranks disagree about folder or tag: rank 0's is taken, unless this is "Fail"."""
+    keep_last: Annotated[Natural, HONOURED] = 0
+    """Ours. So many of the latest checkpoints of a folder stay; older ones are removed when a new one is complete and
+    has been read back. 0 keeps all."""
+    keep_every: Annotated[Natural, HONOURED] = 0
+    """Ours. Beside them every so many-th checkpoint stays for good. 0 keeps none."""
+    load_universal: Annotated[Flag, NoEffect("every checkpoint loads with any number of ranks, stage and tiers")] = (
+        False
+    )
     """Load the universal format."""
-    use_node_local_storage: Annotated[Flag, _NO_SAVING] = False
+    use_node_local_storage: Annotated[
+        Flag,
+        Refused(
+            "a rank reads what any other has written", "Remove the key and save into a folder that all nodes share"
+        ),
+    ] = False
     """Every node writes to its own storage."""
     parallel_write: ParallelWrite = ParallelWrite()
-    checkpoint_serialization: Annotated[Flag, _NO_SAVING] = True
+    checkpoint_serialization: Annotated[Flag, NoEffect("nothing is serialised: bytes go straight to the drive")] = True
     """Serialise with torch."""
     writer: Annotated[
         None,
-        _NO_SAVING,
+        NoEffect("there is one writer, as fast as the drive"),
         Absent(
             switch=None,
             keys=(
@@ -123,6 +117,18 @@ class Checkpoint(Section):
         ),
     ] = None
     """Choice of the writer."""
+    asynchronous: Annotated[Flag, HONOURED, Also(("async",))] = False
+    """Ours. save_checkpoint returns once the state is captured, and a thread writes it while training goes on: a step
+    waits for what it is about to change and is not written yet. A checkpoint counts once all of it is on the drive."""
+    bandwidth_share: Annotated[FractionAboveZero, HONOURED] = 1.0
+    """Ours. Share of the time in which an asynchronous save moves bytes while nobody waits for it; the rest leaves the
+    drive to the swap files."""
+    path: Annotated[Text | None, HONOURED] = None
+    """Ours. Folder of the checkpoints that the engine writes by itself (on_signal, and when max_skipped_steps is
+    reached), and where resume() looks when it is given none."""
+    on_signal: Annotated[SignalNames, HONOURED] = ()
+    """Ours. Signals, such as ["SIGTERM", "SIGUSR1"], upon which the running step is finished, a checkpoint is saved in
+    `path`, and the program ends with status 0."""
 
 
 @dataclass(frozen=True)
@@ -323,9 +329,9 @@ class Config(Section):
         ),
     ] = None
     """Compiled training."""
-    nebula: Annotated[None, _NO_SAVING, Absent()] = None
+    nebula: Annotated[None, _OWN_SAVING, Absent()] = None
     """Checkpoints through Nebula."""
-    datastates_ckpt: Annotated[None, _NO_SAVING, Absent(switch=None)] = None
+    datastates_ckpt: Annotated[None, _OWN_SAVING, Absent(switch=None)] = None
     """Checkpoints through DataStates."""
     autotuning: Annotated[
         None, Refused("there is no tuner", "Remove the section; the plan sizes buffers by itself"), Absent()

@@ -7,6 +7,7 @@ Each type carries what it expects in words, which is both the error message and 
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -142,9 +143,27 @@ def _stage(value: Any) -> int:
     return stage
 
 
+def _signals(value: Any) -> tuple[str, ...]:
+    names = _texts(value)
+    unknown = [name for name in names if name not in signal.Signals.__members__]
+    if unknown:
+        raise Unusable(f"{unknown[0]} is no signal here: give names such as SIGTERM and SIGUSR1")
+    deaf = [name for name in names if name in ("SIGKILL", "SIGSTOP")]
+    if deaf:
+        raise Unusable(f"no program can hear {deaf[0]}: name one that comes before it, such as SIGTERM")
+    return tuple(dict.fromkeys(names))
+
+
 def _fraction(value: Any) -> float:
     number = _real(least=0.0)(value)
     if number > 1:
+        raise ValueError(value)
+    return number
+
+
+def _share(value: Any) -> float:
+    number = _fraction(value)
+    if not number:
         raise ValueError(value)
     return number
 
@@ -165,6 +184,8 @@ Weight = Annotated[float, _expected("a finite number of at least 0", _real(least
 Fraction = Annotated[float, _expected("a number from 0 to 1", _fraction)]
 Positive = Annotated[float, _expected("a finite number above 0", _real(positive=True))]
 Betas = Annotated[tuple[float, float], _expected("two numbers of at least 0 and below 1", _betas)]
+FractionAboveZero = Annotated[float, _expected("a number above 0, up to 1", _share)]
+SignalNames = Annotated[tuple[str, ...], _expected('a list of signals such as ["SIGTERM", "SIGUSR1"]', _signals)]
 Text = Annotated[str, _expected("a text that is not empty", _text)]
 Place = Annotated[str, _expected("a path", _place)]
 Picture = Annotated[str, _expected('the path of a ".html" or ".json" file', _picture)]
@@ -187,6 +208,7 @@ Dtype = Annotated[
 ]  # fmt: skip
 Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _stage)]
 Device = Annotated[Literal["none", "cpu", "nvme", "auto"], _one_of("none", "cpu", "nvme", "auto")]
+HomeDevice = Annotated[Literal["none", "cpu", "nvme"], _one_of("none", "cpu", "nvme")]
 ReduceOp = Annotated[Literal["mean", "sum"], _one_of("mean", "sum")]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error", "critical"], _one_of("debug", "info", "warning", "error", "critical")

@@ -126,6 +126,15 @@ class Device:
         """Bytes of living tensors on the device, or None where the device is the CPU."""
         return int(torch.cuda.memory_allocated(self.torch)) if self.is_accelerator else None
 
+    def random_state(self) -> Tensor | None:
+        """The state of the accelerator's random numbers ([n] uint8, CPU), or None where the device is the CPU."""
+        return torch.cuda.get_rng_state(self.torch) if self.is_accelerator else None
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Set what `random_state` gave; nothing on the CPU."""
+        if self.is_accelerator:
+            torch.cuda.set_rng_state(state, self.torch)
+
     def register(self, pointer: int, nbytes: int) -> str | None:
         """Pin CPU memory for every device; returns the driver's reason when it refuses, None when it is pinned."""
         runtime = torch.cuda.cudart()

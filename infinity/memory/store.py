@@ -7,13 +7,12 @@ goes last. The store never chooses *what* to prefetch.
 
 Two parties may work at the same time: the training loop, and an optimizer step that goes on behind it. The step takes
 a `Reservation` of all that it will change; until it lets go of a partition, everybody else's lease of it waits. ZeRO
-and the optimizer so meet in the store. Nobody holds the store's lock while waiting.
+and the optimizer so meet in the store. A third party may save a `Snapshot` behind both (see `infinity.memory.party`).
+Nobody holds the store's lock while waiting.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,40 +27,26 @@ from infinity.memory.device import Device
 from infinity.memory.host import HostMemory
 from infinity.memory.ledger import Ledger
 from infinity.memory.nvme import NvmeTier
+from infinity.memory.parties import Parties, Reservation, Snapshot
 from infinity.memory.partition import Partition, State
 from infinity.memory.report import PoolUse
 from infinity.plan.plan import Pools
-from infinity.plan.types import Key, PartitionSpec
+from infinity.plan.types import Extent, Key, PartitionSpec
+from infinity.transfer import Transfer
 
 
-class Reservation:
-    """What one optimizer step will change. `error` is set when it failed: whoever waits for the rest raises it."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        # Whether the program has met the error.
-        self.seen = False
-
-
-class TieredStore:
+class TieredStore(Parties):
     """All partitions of one rank, on their tiers."""
 
     def __init__(
         self, specs: Sequence[PartitionSpec], *, device: Device, host: HostMemory, ledger: Ledger, pools: Pools,
         nvme: NvmeTier | None = None, rank: int = 0, overlap: bool = True,
     ) -> None:  # fmt: skip
+        super().__init__()
         self._partitions = {spec.key: Partition(spec, rank) for spec in specs}
         self._nvme = nvme
         self._overlap = overlap
-        # Guards everything below it; notified whenever a lease, a transfer or a reservation ends.
-        self._changed = threading.Condition(threading.Lock())
         self._clock = 0
-        # Leases, and those about to begin: their buffers are nobody else's to give up.
-        self._claims: Counter[Key] = Counter()
-        # How many claims each party has, and which parties wait for the other one.
-        self._holds: Counter[Reservation | None] = Counter()
-        self._stuck: set[Reservation | None] = set()
-        self._reserved: dict[Key, Reservation] = {}
         self._buffers = Buffers(device=device, host=host, ledger=ledger, pools=pools)
         if nvme is not None:
             for arena in self._buffers.arenas.values():
@@ -111,7 +96,7 @@ class TieredStore:
         A partition that was ABSENT comes zeroed. by: as in `read`.
         """
         held: list[Partition] = []
-        with self._claimed(keys, by):
+        with self._claimed(keys, by, writes=True):
             try:
                 with self._changed:
                     for partition in self._acquire(keys, by, fresh=fresh):
@@ -125,32 +110,50 @@ class TieredStore:
                     for partition in held:
                         partition.end_write()
 
-    # Reservations.
+    # Snapshots.
 
-    def reserve(self, reservation: Reservation, *keys: Key) -> None:
-        """Promise partitions to a step that goes on behind the caller. Waits for another reservation that has them."""
+    @contextmanager
+    def saving(self, snapshot: Snapshot, key: Key, *, last: bool = True) -> Iterator[Partition | None]:
+        """Lend a partition to the saver of a snapshot, its value in memory; or None: it lies in its extent and stays
+        there (see `read_extent`). At the end of the block it counts as saved, unless the block has raised or it is not
+        the `last` time.
+        """
         with self._changed:
-            self._await_unreserved(keys, reservation)
-            self._reserved.update(dict.fromkeys(keys, reservation))
+            self._await_step(snapshot, key)
+            partition = self._partitions[key]
+            while partition.state is State.READING:
+                self._settle(partition)
+            lent = partition if partition.state is not State.SPILLED else None
+            if lent is not None:
+                lent.begin_read()
+                self._claim([key], snapshot)
+            if last:
+                snapshot.at_hand(key)
+        try:
+            yield lent
+        except BaseException:
+            self._end_saving(snapshot, lent)
+            raise
+        self._end_saving(snapshot, lent, *([key] if last else []))
 
-    def release(self, reservation: Reservation, *keys: Key) -> None:
-        """The step is done with these partitions."""
+    def _end_saving(self, snapshot: Snapshot, lent: Partition | None, *saved: Key) -> None:
         with self._changed:
-            for key in keys:
-                if self._reserved.get(key) is reservation:
-                    del self._reserved[key]
+            for key in saved:
+                snapshot.saved(key)
+            if lent is not None:
+                lent.end_read()
+                self._reclaim(lent)
+                self._unclaim([lent.key], snapshot)
             self._changed.notify_all()
 
-    def fail(self, reservation: Reservation, error: BaseException) -> None:
-        """The step ended with an error: what it has not released stays closed, and whoever wants it raises `error`."""
-        with self._changed:
-            reservation.error = error
-            self._changed.notify_all()
+    def read_extent(self, key: Key, begin: int, buffer: Tensor) -> Transfer:
+        """Submit a read of part of a partition that lies on NVMe, from byte `begin` on, into memory of the caller's.
 
-    def reserved(self, key: Key) -> bool:
-        """Whether a lease of the partition would wait for a step."""
-        with self._changed:
-            return key in self._reserved
+        For the saver: behind all other traffic.
+        """
+        extent = self._partitions[key].spec.extent
+        assert self._nvme is not None and extent is not None
+        return self._nvme.read(Extent(extent.offset + begin, buffer.nbytes), buffer, priority=-1)
 
     # Moves.
 
@@ -207,6 +210,7 @@ class TieredStore:
     def discard(self, *keys: Key) -> None:
         """Forget values; memory of GPU and CPU homes is returned."""
         with self._changed:
+            self._await_saved(keys, None)
             for key in keys:
                 partition = self._partitions[key]
                 self._settle(partition)
@@ -257,42 +261,9 @@ class TieredStore:
 
     def _forget(self) -> None:
         self._partitions, self._nvme = {}, None
-        self._reserved.clear()
-        self._changed.notify_all()
+        self._forget_parties()
 
     # Everything below runs under the lock; what waits gives it up meanwhile.
-
-    @contextmanager
-    def _claimed(self, keys: Sequence[Key], by: Reservation | None) -> Iterator[None]:
-        with self._changed:
-            self._await_unreserved(keys, by)
-            self._claims.update(keys)
-            self._holds[by] += len(keys)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._claims.subtract(keys)
-                self._holds[by] -= len(keys)
-                self._changed.notify_all()
-
-    def _await_unreserved(self, keys: Iterable[Key], by: Reservation | None) -> None:
-        for key in keys:
-            while (owner := self._reserved.get(key)) is not None and owner is not by:
-                if owner.error is not None:
-                    owner.seen = True
-                    raise owner.error
-                self._wait_for_others(by, "optimizer step", key)
-
-    def _wait_for_others(self, by: Reservation | None, cause: str, key: Key) -> None:
-        self._stuck.add(by)
-        # Another party that waits for room must see that nobody will make some.
-        self._changed.notify_all()
-        try:
-            with record.span(record.WAIT, cause, key):
-                self._changed.wait()
-        finally:
-            self._stuck.discard(by)
 
     def _acquire(self, keys: Sequence[Key], by: Reservation | None, fresh: bool = False) -> list[Partition]:
         """Bring all partitions into memory. Largest first, so that what is left fits into what is left of the arena."""
@@ -350,8 +321,7 @@ class TieredStore:
         while (buffer := self._take_now(partition)) is None:
             if self._make_room(name):
                 continue
-            others = [party for party, count in self._holds.items() if count and party is not by]
-            if all(party in self._stuck for party in others):
+            if self._others_are_stuck(by):
                 claimed = [other for other in self._buffers.inside(name) if self._claims[other.key]]
                 raise self._buffers.no_room(partition, claimed)
             self._wait_for_others(by, "room in a pool", partition.key)

@@ -50,6 +50,12 @@ class Method(Protocol):
     def step(self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float) -> None:
         """Step every cut in place; gradients are multiplied by `grad_scale`, and then none is above `grad_bound`."""
 
+    def singles(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+        """What it keeps of a parameter in one value, by name, after as many `steps` of each."""
+
+    def load_singles(self, singles: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
+        """Take back what `singles` gave."""
+
 
 class NativeMethod:
     """One of the rules of `infinity.ops.rules`: a fused pass over each cut."""
@@ -78,6 +84,13 @@ class NativeMethod:
             by_step.setdefault(cut.run.step, []).append(piece)
         for step, pieces in by_step.items():
             adam_step(pieces, step=step, grad_scale=grad_scale, grad_bound=grad_bound)
+
+    def singles(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+        """See Method: the number of steps is all that a rule needs."""
+        return {}
+
+    def load_singles(self, singles: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
+        """See Method."""
 
 
 def adam(*, decoupled: bool, bias_correction: bool = True) -> NativeMethod:

@@ -17,8 +17,12 @@ class TieredOptimizer(torch.optim.Optimizer):
     `torch.optim.Optimizer`, so that torch's schedulers take it; `step` is called by the engine.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any], run: Callable[[], None]) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], defaults: dict[str, Any], run: Callable[[], None], *, kind: str
+    ) -> None:
+        """`kind`: the name of the rule, such as "AdamW"."""
         self._run = run
+        self.kind = kind
         super().__init__(groups, defaults)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -7,7 +7,9 @@ can fall no further.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from infinity.errors import NonFiniteError
 from infinity.optim.loss_scale import LossScaler
@@ -34,11 +36,20 @@ class Skips:
     def too_many(self) -> bool:
         return 0 < self.limit <= self.in_a_row
 
-    def error(self, step: int, origin: str) -> NonFiniteError:
-        """What to raise when they are too many, the latest being `step`, because of the gradient of `origin`."""
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": self.in_a_row, "settled": self._settled}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.in_a_row = int(state["in_a_row"])
+        self._settled = bool(state["settled"])
+
+    def error(self, step: int, origin: str, saved: str) -> NonFiniteError:
+        """What to raise when they are too many, the latest being `step`, because of the gradient of `origin`. `saved`:
+        a sentence about what became of the weights.
+        """
         way_out = ", or use bf16" if self.scaler is not None else ""
         return NonFiniteError(
             f"{self.in_a_row} steps in a row were skipped (max_skipped_steps), up to step {step}: the gradient of "
-            f"{origin} is not finite. Weights and moments are those of the last good step. Look at the data and the "
-            f"learning rate{way_out}."
+            f"{origin} is not finite. Weights and moments are those of the last good step. {saved} Look at the data "
+            f"and the learning rate{way_out}."
         )

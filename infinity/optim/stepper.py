@@ -27,8 +27,9 @@ from torch import Tensor
 
 from infinity import record
 from infinity.errors import StateError
+from infinity.memory.parties import Reservation
 from infinity.memory.partition import Partition
-from infinity.memory.store import Reservation, TieredStore
+from infinity.memory.store import TieredStore
 from infinity.ops.adam import GradStats, grad_stats
 from infinity.optim.method import Cut, Method
 from infinity.optim.sweep import Run, Sweep
@@ -36,6 +37,10 @@ from infinity.plan.layout import Slot, SubGroup, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import STEP_READS
 from infinity.plan.types import Key, Kind
+
+# Gradients are measured behind the program when there are as many bytes of them, or as many units.
+_MEASURED_NBYTES_MIN = 1 << 20
+_MEASURED_UNITS_MAX = 64
 
 
 @dataclass(slots=True)
@@ -76,6 +81,8 @@ class Stepper:
         self._thread = ThreadPoolExecutor(1, "infinity-step") if behind else None
         self._under_way: list[tuple[Future[None], Reservation]] = []
         self._stats: dict[int, tuple[float, int]] = {}
+        # Units whose gradients are complete and not yet measured, and the bytes of those.
+        self._unmeasured: dict[int, int] = {}
         # The step that has begun in this backward.
         self._early: _Pass | None = None
         self._groups_of: dict[int, list[SubGroup]] = {}
@@ -88,6 +95,22 @@ class Stepper:
     def guarded(self) -> bool:
         """Whether elements are left alone whose gradient is not finite."""
         return self._method.guarded
+
+    def singles(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps of a parameter in one value, by name, for those that this rank steps."""
+        if not self._method.joins:
+            # A step that goes on changes them.
+            self.finish()
+        return self._method.singles(self.steps)
+
+    def load_singles(self, singles: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take back what `singles()` of all ranks have given; `steps` are already those of that time."""
+        self._method.load_singles(singles, self.steps)
+
+    @property
+    def start(self) -> float:
+        """The first value of what the optimizer keeps of an element."""
+        return self._method.start
 
     # As gradients arrive.
 
@@ -105,14 +128,23 @@ class Stepper:
             self._measure([unit], None)
             self._step_early(self._early, unit, arrived)
         elif final and self._thread is not None:
-            reservation = Reservation()
-            self._store.reserve(reservation, Key(Kind.GRAD, unit))
-            self._go_on(reservation, self._measure, [unit], reservation)
+            self._unmeasured[unit] = self._store[Key(Kind.GRAD, unit)].spec.nbytes
+            # Handing over costs more than measuring a little; what is left at the boundary is measured there.
+            if (
+                sum(self._unmeasured.values()) >= _MEASURED_NBYTES_MIN
+                or len(self._unmeasured) >= _MEASURED_UNITS_MAX
+            ):
+                units = [*self._unmeasured]
+                self._unmeasured.clear()
+                reservation = Reservation()
+                self._store.reserve(reservation, *(Key(Kind.GRAD, each) for each in units))
+                self._go_on(reservation, self._measure, units, reservation)
 
     def grad_stats(self) -> tuple[float, int]:
         """Sum of squares (fp64) of this rank's accumulated gradients, and the number of non-finite elements."""
         if self._early is None:
             self.finish()
+        self._unmeasured.clear()
         missing = [
             layout.index for layout in self._plan.layouts if layout.trainable and layout.index not in self._stats
         ]
@@ -189,7 +221,9 @@ class Stepper:
         steps: dict[int, list[int]] = {}
         for index, flags in arrived.items():
             for slot, flag in zip(self._slots(index), flags, strict=True):
-                self.steps[slot.name] += flag
+                # A parameter in tiles counts once: its tiles have their gradients together.
+                self.steps[slot.name] += flag and slot.ends
+        for index in arrived:
             steps[index] = [self.steps[slot.name] for slot in self._slots(index)]
         behind = self._early or self._pass(tuple(map(self._method.hyper, groups)), grad_scale)
         self._early = None

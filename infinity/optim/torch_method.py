@@ -53,6 +53,14 @@ class TorchMethod:
             for begin in range(0, cut.run.numel, _CHUNK_NUMEL):
                 self._step(cut, slice(begin, min(begin + _CHUNK_NUMEL, cut.run.numel)), grad_scale, grad_bound)
 
+    def singles(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+        """See Method."""
+        return {name: values for (name, step), values in self._singles.items() if steps[name] == step}
+
+    def load_singles(self, singles: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
+        """See Method."""
+        self._singles = {(name, steps[name]): dict(values) for name, values in singles.items()}
+
     def _step(self, cut: Cut, at: slice, grad_scale: float, grad_bound: float) -> None:
         run = cut.run
         param = torch.nn.Parameter(_load(cut, at))

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from infinity.errors import TierMemoryError, TransferError
+from infinity.memory.parties import Reservation
 from infinity.memory.partition import State
-from infinity.memory.store import Reservation
 from infinity.plan.types import Key, Kind
 from tests.memory.conftest import param
 

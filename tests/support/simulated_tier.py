@@ -116,8 +116,8 @@ class SimulatedTier:
         """There is no kernel to tell."""
         return False
 
-    def read(self, extent: Extent, buffer: Tensor) -> SimulatedTransfer:
-        """Fill `buffer` from an extent, later."""
+    def read(self, extent: Extent, buffer: Tensor, *, priority: int = 0) -> SimulatedTransfer:
+        """Fill `buffer` from an extent, later. In what order is chance, whatever the priority."""
         with self.lock:
             return self._submit(extent, buffer, is_write=False)
 

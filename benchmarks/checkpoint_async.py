@@ -1,0 +1,123 @@
+"""Claim: training hardly notices a checkpoint that is saved behind it.
+
+    python benchmarks/checkpoint_async.py [--folder DIR] [--numel N] [--tokens T] [--tier cpu] [--steps 3]
+
+Perceptrons of 700 M parameters in bf16 on one rank, 12 bytes a parameter. So many steps without a save, then as many
+behind an asynchronous one that begins before the first of them, then a save in the foreground. What the save costs is
+the time of its call and what its steps take beyond the median of those without; a step's forward and backward must
+last about as long as the drive needs for the checkpoint, for the step after it changes every byte: what is not saved by
+then is waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint import WIDTH, Layers
+from support.machine import describe, median
+from support.table import Table, claim
+
+import infinity
+from infinity.checkpoint.format import complete
+
+SLOWEST_MAX = 1.5
+STALL_MAX = 0.10
+
+
+def main() -> int:
+    """Measure and print; returns how many claims do not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", help="folder on the drive")
+    parser.add_argument("--numel", type=int, default=700_000_000)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tier", default="cpu", help="where parameters and states live")
+    parser.add_argument("--share", type=float, default=1.0, help="checkpoint.bandwidth_share")
+    given = parser.parse_args()
+    print(describe())
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder, _engine(given, folder) as engine:
+        found = _measure(engine, Path(folder), given)
+    table = Table("GB:.2f", "median s:.2f", "slowest s:.2f", "call s:.3f", "stall s:.2f", "at once s:.2f", name_width=8)
+    usual = median(found["plain"])
+    call, slowest = found["call"], max(found["saving"])
+    stall = call + sum(max(0.0, seconds - usual) for seconds in found["saving"])
+    table.row(given.tier, found["nbytes"] / 1e9, usual, slowest, call, stall, found["at_once"])
+    for name in ("plain", "saving"):
+        print(f"  steps {name}: " + " ".join(f"{seconds:.2f}" for seconds in found[name]))
+    print(f"  {found['covered']} steps until the save was over")
+    claims = {
+        f"slowest step {slowest / usual:.2f} <= {SLOWEST_MAX} of the median": slowest <= SLOWEST_MAX * usual,
+        f"stall {stall / found['at_once']:.1%} <= {STALL_MAX:.0%} of a save in the foreground": (
+            stall <= STALL_MAX * found["at_once"]
+        ),
+    }
+    for text, holds in claims.items():
+        claim(text, holds)
+    return sum(not holds for holds in claims.values())
+
+
+def _engine(given: argparse.Namespace, folder: str) -> Any:
+    width = WIDTH
+    while width > 64 and given.numel < 4 * width * width:
+        width //= 2
+    place = {"device": given.tier, "pin_memory": False, **({"nvme_path": folder} if given.tier == "nvme" else {})}
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "log_level": "error",
+        "checkpoint": {"bandwidth_share": given.share},
+        "zero_optimization": {
+            "stage": 3, "offload_param": place, "offload_optimizer": place, "stage3_max_live_parameters": 60_000_000,
+            "stage3_prefetch_bucket_size": 20_000_000,
+        },
+    }  # fmt: skip
+    torch.manual_seed(0)
+    with infinity.Init(config=config):
+        model = Layers(max(round(given.numel / width / width), 1), width)
+    given.width = width
+    return infinity.initialize(model=model, config=config)[0]
+
+
+def _measure(engine: Any, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    batch = torch.randn(given.tokens, given.width, dtype=torch.bfloat16)
+
+    def steps() -> list[float]:
+        taken = []
+        for _ in range(given.steps):
+            began = time.perf_counter()
+            engine.backward(engine(batch))
+            engine.step()
+            engine.synchronize()
+            taken.append(time.perf_counter() - began)
+            covered.append(len(complete(folder / "behind")))
+        return taken
+
+    covered: list[int] = []
+    engine.backward(engine(batch))
+    engine.step()
+    engine.synchronize()
+    plain = steps()
+    began = time.perf_counter()
+    engine.save_checkpoint(folder / "behind", asynchronous=True)
+    call = time.perf_counter() - began
+    covered.clear()
+    saving = steps()
+    engine.finish_saving()
+    nbytes = sum(spec.nbytes for spec in engine.plan.partitions if spec.key.kind.value != "grad")
+    shutil.rmtree(folder / "behind")
+    began = time.perf_counter()
+    engine.save_checkpoint(folder / "at once", asynchronous=False)
+    at_once = time.perf_counter() - began
+    return {
+        "plain": plain, "saving": saving, "call": call, "at_once": at_once, "nbytes": nbytes,
+        "covered": 1 + covered.count(0),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main() else 0)

@@ -1,0 +1,337 @@
+"""Extents in files: written straight from memory in checked blocks, and read back by tensor and range.
+
+Every block is one request, and its checksum is the queue's own. What direct I/O would not take as it lies (the end of
+an extent, memory off its alignment, memory of an accelerator) goes through a few staging blocks, so that all transfers
+bypass the page cache and extra memory is bounded. Extents are padded with zeros to whole pages: every byte of a file
+is under a checksum.
+"""
+
+from __future__ import annotations
+
+import errno
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.format import ALIGNMENT, BLOCK_NBYTES, DTYPE_NBYTES, Array, Extent, Manifest, RankIndex
+from infinity.errors import CheckpointError, TransferError
+from infinity.memory.pages import page_aligned
+from infinity.ops.aio import File, Queue, Request
+from infinity.plan.types import align_up
+from infinity.transfer import Transfer
+
+# Blocks of staging memory, and requests in flight on blocks that need none.
+STAGING_COUNT = 8
+_IN_FLIGHT = 16
+
+
+def file_nbytes(sizes: Sequence[int]) -> int:
+    """Bytes of a file with extents of these sizes."""
+    return sum(align_up(nbytes, ALIGNMENT) for nbytes in sizes)
+
+
+class Staging:
+    """Page-aligned blocks that are used in turn; one is handed out again when its transfer is over."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._users: list[Transfer | None] = []
+        self._turn = -1
+
+    def take(self) -> Tensor:
+        """A block [BLOCK_NBYTES] of uint8. Tell its user with `used_by` before this one's turn comes again."""
+        if len(self._blocks) < STAGING_COUNT:
+            self._blocks.append(page_aligned(BLOCK_NBYTES))
+            self._users.append(None)
+            self._turn = len(self._blocks) - 1
+        else:
+            self._turn = (self._turn + 1) % STAGING_COUNT
+            user, self._users[self._turn] = self._users[self._turn], None
+            if user is not None:
+                # An error is the owner's to see, who waits for the same request.
+                with suppress(TransferError):
+                    user.wait()
+        return self._blocks[self._turn]
+
+    def used_by(self, transfer: Transfer, ago: int = 0) -> None:
+        """The block that was taken last, or so many turns before, is in use until the transfer is over."""
+        self._users[(self._turn - ago) % len(self._blocks)] = transfer
+
+
+class Writer:
+    """A new file of `nbytes` bytes, filled with extents one behind the other.
+
+    TransferError at once where the drive has no room for it; then there is no file.
+    """
+
+    def __init__(self, path: Path, nbytes: int, queue: Queue, staging: Staging) -> None:
+        self._path = path
+        self._queue = queue
+        self._staging = staging
+        self._end = 0
+        self._requests: dict[int, list[Request]] = {}
+        self._extents: list[Extent] = []
+        self._file = File.create(path, nbytes)
+
+    def extent(self, buffer: Tensor) -> int:
+        """Submit the writes of `buffer` ([n] uint8), which must not change until `wait`; returns the extent's index."""
+        index = len(self._extents)
+        nbytes = align_up(buffer.numel(), ALIGNMENT)
+        self._extents.append(Extent(self._path.name, self._end, nbytes, ()))
+        requests = self._requests[index] = []
+        for begin in range(0, nbytes, BLOCK_NBYTES):
+            block = buffer[begin : begin + BLOCK_NBYTES]
+            size = min(BLOCK_NBYTES, nbytes - begin)
+            staged = not (block.is_cpu and block.numel() == size and block.data_ptr() % ALIGNMENT == 0)
+            if staged:
+                room = self._staging.take()[:size]
+                room[: block.numel()].copy_(block)
+                room[block.numel() :].zero_()
+                block = room
+            request = self._queue.write(self._file, self._end + begin, block, checksum=True)
+            requests.append(request)
+            if staged:
+                self._staging.used_by(request)
+        self._end += nbytes
+        return index
+
+    def extent_from(self, nbytes: int, fetch: Callable[[int, Tensor], Transfer]) -> int:
+        """As `extent`, of bytes that are read from elsewhere: `fetch` submits a read from one byte on into a block."""
+        index = len(self._extents)
+        whole = align_up(nbytes, ALIGNMENT)
+        self._extents.append(Extent(self._path.name, self._end, whole, ()))
+        self._requests[index] = []
+        # Blocks on their way into staging memory, in the order of their turns.
+        coming: deque[tuple[int, Tensor, Transfer]] = deque()
+        for begin in range(0, whole, BLOCK_NBYTES):
+            room = self._staging.take()[: min(BLOCK_NBYTES, whole - begin)]
+            held = min(room.numel(), nbytes - begin)
+            room[held:].zero_()
+            transfer = fetch(begin, room[:held])
+            self._staging.used_by(transfer)
+            coming.append((begin, room, transfer))
+            if len(coming) >= STAGING_COUNT // 2:
+                self._pass_on(index, *coming.popleft(), ago=len(coming))
+        while coming:
+            self._pass_on(index, *coming.popleft(), ago=len(coming))
+        self._end += whole
+        return index
+
+    def _pass_on(self, index: int, begin: int, room: Tensor, transfer: Transfer, *, ago: int) -> None:
+        transfer.wait()
+        request = self._queue.write(self._file, self._end + begin, room, checksum=True)
+        self._requests[index].append(request)
+        self._staging.used_by(request, ago)
+
+    def wait(self, index: int, tell: Callable[[int], None] = lambda nbytes: None) -> Extent:
+        """Return when an extent is written, with its checksums. `tell` hears of every block's bytes."""
+        for request in self._requests[index]:
+            request.wait()
+            tell(request.nbytes)
+        blocks = tuple(request.checksum or 0 for request in self._requests.pop(index))
+        old = self._extents[index]
+        self._extents[index] = Extent(old.file, old.offset, old.nbytes, blocks)
+        return self._extents[index]
+
+    def close(self) -> list[Extent]:
+        """Wait for all extents and for the drive; returns them."""
+        for index in list(self._requests):
+            self.wait(index)
+        assert self._end == self._file.nbytes, f"{self._end} bytes of {self._file.nbytes} were written"
+        self._file.sync()
+        self._file.close()
+        return self._extents
+
+    def abort(self) -> None:
+        """Remove the file. Memory that was to be written is free on return."""
+        for requests in self._requests.values():
+            for request in requests:
+                request.cancel()
+        for requests in self._requests.values():
+            for request in requests:
+                with suppress(TransferError):
+                    request.wait()
+        self._requests.clear()
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+class Reader:
+    """Reads any range of any tensor of a checkpoint, and verifies all that it reads. Use as a context manager.
+
+    queue: used and left open; without one the reader has its own. tell: hears of every block's bytes.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, indexes: Sequence[RankIndex], queue: Queue | None = None,
+        tell: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self.manifest = manifest
+        self.indexes = indexes
+        self._own = Queue() if queue is None else None
+        self._queue = queue if queue is not None else self._own
+        self._tell = tell
+        self._files: dict[str, File] = {}
+        # Blocks of which only a part was wanted, the latest last.
+        self._cache: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
+        self._places: dict[tuple[str, str], list[tuple[Array, Extent]]] = {}
+        for index in indexes:
+            for array in index.arrays:
+                place = (array, index.extents[array.extent])
+                self._places.setdefault((array.tensor, array.kind), []).append(place)
+        for places in self._places.values():
+            places.sort(key=lambda place: place[0].start)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._cache.clear()
+        if self._own is not None:
+            self._own.close()
+
+    def has(self, tensor: str, kind: str) -> bool:
+        """Whether there is anything of this kind."""
+        return (tensor, kind) in self._places
+
+    def dtype(self, tensor: str, kind: str) -> str:
+        """In which dtype a kind is kept."""
+        return self._places[tensor, kind][0][0].dtype
+
+    def covered(self, tensor: str, kind: str, numel: int) -> bool:
+        """Whether every one of a tensor's elements is there, once."""
+        at = 0
+        for array, _ in self._places.get((tensor, kind), ()):
+            if array.start != at:
+                return False
+            at += array.numel
+        return at == numel
+
+    def read(self, tensor: str, kind: str, start: int, numel: int, out: Tensor) -> None:
+        """Elements [start, start + numel) into `out` ([numel], contiguous, of the kind's width, on any device).
+
+        CheckpointError where a block is not what was written, TransferError where it cannot be read.
+        """
+        if not numel:
+            return
+        places = self._places.get((tensor, kind), [])
+        target = out.view(torch.uint8)
+        stop = start + numel
+        first = max(bisect_right(places, start, key=lambda place: place[0].start) - 1, 0)
+        at = start
+        for array, extent in places[first:]:
+            if array.start >= stop or at >= stop:
+                break
+            end = min(stop, array.start + array.numel)
+            if not array.start <= at < end:
+                break
+            width = DTYPE_NBYTES[array.dtype]
+            if target.numel() != numel * width:
+                raise ValueError(f"{tensor}, {kind}: {numel} elements of {array.dtype} need {numel * width} bytes")
+            begin = array.offset + (at - array.start) * width
+            self.read_bytes(extent, begin, target[(at - start) * width : (end - start) * width])
+            at = end
+        if at < stop:
+            raise CheckpointError(
+                self.folder, f"elements {at} to {stop} of {tensor} ({kind}) are not in it", "Load another checkpoint"
+            )
+
+    def read_bytes(self, extent: Extent, begin: int, target: Tensor) -> None:
+        """Bytes from `begin` of an extent on into `target` ([n] uint8, on any device)."""
+        requests: deque[Request] = deque()
+        try:
+            for block, first, last in _blocks(extent, begin, begin + target.numel()):
+                offset = block * BLOCK_NBYTES
+                size = min(BLOCK_NBYTES, extent.nbytes - offset)
+                piece = target[offset + first - begin : offset + last - begin]
+                # Read where it belongs; through the page cache where the address is odd.
+                if last - first == size and target.is_cpu:
+                    if len(requests) >= _IN_FLIGHT:
+                        self._arrive(requests.popleft(), extent)
+                    requests.append(self._submit(extent, block, piece))
+                else:
+                    piece.copy_(self._block(extent, block)[first:last])
+            while requests:
+                self._arrive(requests.popleft(), extent)
+        finally:
+            for request in requests:
+                with suppress(TransferError):
+                    request.wait()
+
+    def verify(self, ranks: Sequence[int] | None = None) -> Iterator[int]:
+        """Read all files of these ranks (default: of all); yields the bytes of each block when it was found right."""
+        staging = Staging()
+        flying: deque[tuple[Request, Extent]] = deque()
+        try:
+            for rank in range(len(self.indexes)) if ranks is None else ranks:
+                for extent in self.indexes[rank].extents:
+                    for block in range(len(extent.blocks)):
+                        if len(flying) >= STAGING_COUNT:
+                            yield self._arrive(*flying.popleft())
+                        size = min(BLOCK_NBYTES, extent.nbytes - block * BLOCK_NBYTES)
+                        request = self._submit(extent, block, staging.take()[:size])
+                        staging.used_by(request)
+                        flying.append((request, extent))
+            while flying:
+                yield self._arrive(*flying.popleft())
+        finally:
+            for request, _ in flying:
+                with suppress(TransferError):
+                    request.wait()
+
+    def _block(self, extent: Extent, block: int) -> Tensor:
+        key = (extent.file, extent.offset + block * BLOCK_NBYTES)
+        held = self._cache.pop(key, None)
+        if held is None:
+            if len(self._cache) >= STAGING_COUNT:
+                _, room = self._cache.popitem(last=False)
+            else:
+                room = page_aligned(BLOCK_NBYTES)
+            size = min(BLOCK_NBYTES, extent.nbytes - block * BLOCK_NBYTES)
+            self._arrive(self._submit(extent, block, room[:size]), extent)
+            held = room
+        self._cache[key] = held
+        return held
+
+    def _submit(self, extent: Extent, block: int, target: Tensor) -> Request:
+        assert self._queue is not None
+        file = self._files.get(extent.file)
+        if file is None:
+            file = self._files[extent.file] = File.open(self.folder / extent.file)
+        return self._queue.read(
+            file, extent.offset + block * BLOCK_NBYTES, target, expected=extent.blocks[block]
+        )  # fmt: skip
+
+    def _arrive(self, request: Request, extent: Extent) -> int:
+        try:
+            request.wait()
+        except TransferError as error:
+            if error.errno != errno.EBADMSG:
+                raise
+            raise CheckpointError(
+                self.folder / extent.file,
+                f"{error.nbytes} bytes at offset {error.offset} are not those that were written ({error.reason})",
+                "Load an older checkpoint",
+            ) from error
+        self._tell(request.nbytes)
+        return request.nbytes
+
+
+def _blocks(extent: Extent, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(block, first byte in it, behind the last) of a range of an extent's bytes."""
+    for block in range(begin // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
+        offset = block * BLOCK_NBYTES
+        yield block, max(begin - offset, 0), min(end - offset, min(BLOCK_NBYTES, extent.nbytes - offset))

@@ -1,0 +1,409 @@
+"""What lies on disk: one folder a checkpoint, a few large files a rank, an index a rank, and a manifest.
+
+    DIR/latest                             the tag that a load without one takes
+    DIR/TAG/manifest.json                  written last; a folder without it is no checkpoint
+    DIR/TAG/ID.rank-00000.json             what rank 0's files hold: which elements of which tensor lie where
+    DIR/TAG/ID.rank-00000.weights.bin      parameters that are trained, and on rank 0 the module's buffers
+    DIR/TAG/ID.rank-00000.frozen.bin       parameters that are not
+    DIR/TAG/ID.rank-00000.states.bin       what completes parameters to masters, and the optimizer's moments
+    DIR/TAG/ID.client.safetensors          tensors of the program's own state
+
+Elements are addressed by global tensor name and range, so that nothing here depends on how many ranks there were.
+docs/checkpoint_format.md says all that a reader needs. This file and everything that it imports need no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from infinity.errors import CheckpointError
+from infinity.ops.checksum import checksum
+from infinity.plan.types import DTYPE_NBYTES as PLAN_DTYPE_NBYTES
+
+FORMAT = "infinity checkpoint"
+VERSION = 1
+# An extent begins at a multiple of this many bytes; a block of it has a checksum.
+ALIGNMENT = 4096
+BLOCK_NBYTES = 4 << 20
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+# Parameters, what completes them to masters, and buffers have these kinds; all others are moments.
+PARAM, REMAINDER, MASTER, BUFFER = "param", "remainder", "master", "buffer"
+DTYPE_NBYTES = {
+    **PLAN_DTYPE_NBYTES, "uint16": 2, "uint32": 4, "uint64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+_OWN = re.compile(r"([0-9a-f]{12})\.(rank-\d{5,}\.(json|weights\.bin|frozen\.bin|states\.bin)|client\.safetensors)")
+_TEMPORARY = ".part"
+_Record = TypeVar("_Record", bound="_Written")
+
+
+def canonical(value: Any) -> bytes:
+    """The one spelling of a JSON value: keys sorted, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def seal(body: Any) -> bytes:
+    """A metadata file: the body and the CRC-32C of its canonical bytes."""
+    text = canonical(body)
+    return b'{"body":' + text + b',"crc32c":' + str(checksum(text)).encode() + b"}\n"
+
+
+def unseal(data: bytes, *, path: Path | str) -> Any:
+    """The body of a metadata file; CheckpointError unless every byte is as it was written."""
+    try:
+        # Read by position: what is between has one spelling only.
+        begin, end = len(b'{"body":'), data.rindex(b',"crc32c":')
+        text, rest = data[begin:end], data[end:]
+        if data[:begin] == b'{"body":' and rest == b',"crc32c":%d}\n' % checksum(text):
+            return json.loads(text)
+    except ValueError:
+        pass
+    raise CheckpointError(
+        path, f"its {len(data)} bytes are not those that were written (the checksum differs)",
+        "Load an older checkpoint, or copy the file again from where it is whole",
+    )  # fmt: skip
+
+
+class _Written:
+    """A record that is a metadata file."""
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return seal(self.body())
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls: type[_Record], body: Mapping[str, Any]) -> _Record:
+        """From `body()`."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_bytes(cls: type[_Record], data: bytes, *, path: Path | str) -> _Record:
+        """From a file's content; CheckpointError naming `path` where it is damaged, or not what it should be."""
+        body = unseal(data, path=path)
+        try:
+            return cls.of(body)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                path, f"it is not the metadata of a checkpoint of format version {VERSION} ({error!r})",
+                "Load it with the version of infinity that has written it",
+            ) from error  # fmt: skip
+
+    @classmethod
+    def read(cls: type[_Record], path: Path) -> _Record:
+        """From a file; CheckpointError where it cannot be read."""
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                path, f"it cannot be read ({error.strerror})", "Load another checkpoint of the folder"
+            ) from error
+        return cls.from_bytes(data, path=path)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A range of a file's bytes, with the CRC-32C of each of its blocks."""
+
+    file: str
+    offset: int
+    nbytes: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """Elements [start, start + numel) of a tensor, flat in C order: at byte `offset` of extent number `extent`."""
+
+    tensor: str
+    kind: str
+    dtype: str
+    start: int
+    numel: int
+    extent: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class RankIndex(_Written):
+    """What one rank has written. `files` are names and sizes in bytes."""
+
+    rank: int
+    files: dict[str, int]
+    extents: tuple[Extent, ...]
+    arrays: tuple[Array, ...]
+    # The rank's random-number generators.
+    rng: dict[str, Any] = field(default_factory=dict)
+    # What the optimizer keeps of a parameter in one value, by name.
+    singles: dict[str, Any] = field(default_factory=dict)
+    # Arrays by extent, found by the first of them; made when first asked for.
+    _by_first: dict[tuple[str, str, int], tuple[int, list[Array]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def body(self) -> dict[str, Any]:
+        """See `_Written`."""
+        return {
+            "rank": self.rank, "files": self.files, "rng": self.rng, "singles": self.singles,
+            "extents": [[each.file, each.offset, each.nbytes, list(each.blocks)] for each in self.extents],
+            "arrays": [
+                [each.tensor, each.kind, each.dtype, each.start, each.numel, each.extent, each.offset]
+                for each in self.arrays
+            ],
+        }  # fmt: skip
+
+    def extent_of(self, arrays: Sequence[Array]) -> Extent | None:
+        """The extent that holds these arrays, in this order at these offsets, and no other; None where there is none.
+
+        The arrays' own `extent` does not count.
+        """
+        if not self._by_first and self.arrays:
+            grouped: dict[int, list[Array]] = {}
+            for array in self.arrays:
+                grouped.setdefault(array.extent, []).append(replace(array, extent=0))
+            for at, held in grouped.items():
+                self._by_first[held[0].tensor, held[0].kind, held[0].start] = at, held
+        first = arrays[0]
+        at, held = self._by_first.get((first.tensor, first.kind, first.start), (0, []))
+        return self.extents[at] if held == [replace(array, extent=0) for array in arrays] else None
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> RankIndex:
+        """See `_Written`."""
+        extents = tuple(Extent(name, offset, nbytes, tuple(crcs)) for name, offset, nbytes, crcs in body["extents"])
+        arrays = tuple(Array(*row) for row in body["arrays"])
+        return cls(int(body["rank"]), dict(body["files"]), extents, arrays, body["rng"], body["singles"])
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of the model. `kinds` are those of which every element is in the files."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file that the manifest vouches for."""
+
+    name: str
+    nbytes: int
+    crc32c: int
+
+
+@dataclass(frozen=True)
+class Manifest(_Written):
+    """The checkpoint as a whole. `engine` and `client_state` are spelled as in `infinity.checkpoint.spelling`."""
+
+    id: str
+    tag: str
+    # Of the checkpoints in one folder, each has a greater one than those before it.
+    number: int
+    time: str
+    versions: dict[str, str]
+    # fingerprint, stage, world_size, compute_dtype.
+    plan: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    # Other names of tensors.
+    tied: dict[str, str]
+    # Rank indexes, by rank.
+    ranks: tuple[FileInfo, ...]
+    engine: dict[str, Any]
+    client_state: Any
+    # The tensors of `client_state`.
+    client: FileInfo | None
+    # Class of the module, and its configuration where it is a Hugging Face model.
+    module: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that the run had done."""
+        return int(self.engine["counters"]["global_steps"])
+
+    def body(self) -> dict[str, Any]:
+        """See `_Written`."""
+        names = ("id", "tag", "number", "time", "versions", "plan", "tied", "engine", "client_state", "module")
+        return {
+            "format": FORMAT, "version": VERSION, **{name: getattr(self, name) for name in names},
+            "tensors": {name: asdict(info) for name, info in self.tensors.items()},
+            "ranks": [asdict(info) for info in self.ranks],
+            "client": None if self.client is None else asdict(self.client),
+        }  # fmt: skip
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Manifest:
+        """See `_Written`."""
+        values = dict(body)
+        if (values.pop("format"), values.pop("version")) != (FORMAT, VERSION):
+            raise ValueError(f"format {body['format']!r}, version {body['version']!r}")
+        values["tensors"] = {
+            name: TensorInfo(tuple(info["shape"]), info["dtype"], info["trainable"], tuple(info["kinds"]))
+            for name, info in body["tensors"].items()
+        }
+        values["ranks"] = tuple(FileInfo(**info) for info in body["ranks"])
+        values["client"] = None if body["client"] is None else FileInfo(**body["client"])
+        return cls(**values)
+
+    def index(self, folder: Path, rank: int) -> RankIndex:
+        """One rank's index; CheckpointError unless it is the file that the manifest vouches for."""
+        info = self.ranks[rank]
+        path = folder / info.name
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                path, f"the manifest names it, but it cannot be read ({error.strerror})",
+                "Load another checkpoint of the folder",
+            ) from error  # fmt: skip
+        if len(data) != info.nbytes or checksum(data) != info.crc32c:
+            raise CheckpointError(
+                path, f"it is not the file of {info.nbytes} bytes that the manifest vouches for",
+                "Load another checkpoint of the folder",
+            )  # fmt: skip
+        return RankIndex.from_bytes(data, path=path)
+
+
+def index_name(identity: str, rank: int) -> str:
+    """The name of a rank's index."""
+    return f"{identity}.rank-{rank:05}.json"
+
+
+def data_name(identity: str, rank: int, part: str) -> str:
+    """The name of one of a rank's files; `part` is "weights", "frozen" or "states"."""
+    return f"{identity}.rank-{rank:05}.{part}.bin"
+
+
+def client_name(identity: str) -> str:
+    """The name of the file of the client state's tensors."""
+    return f"{identity}.client.safetensors"
+
+
+def identity_of(name: str) -> str | None:
+    """The save that a file of this name belongs to; None for a file that no save has written."""
+    found = _OWN.fullmatch(name.removesuffix(_TEMPORARY))
+    return None if found is None else found.group(1)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a save writes files of this name into a checkpoint's folder."""
+    return identity_of(name) is not None or name.removesuffix(_TEMPORARY) == MANIFEST
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder."""
+    return Manifest.read(folder / MANIFEST)
+
+
+def latest_tag(directory: Path | str) -> str | None:
+    """What DIR/latest says; None where there is no such file. CheckpointError where it says nothing of the kind."""
+    path = Path(directory) / LATEST
+    try:
+        tag = path.read_bytes().decode(errors="replace").removesuffix("\n")
+    except FileNotFoundError:
+        return None
+    if not tag or tag != tag.strip() or not tag.isprintable() or "/" in tag or "\ufffd" in tag:
+        raise CheckpointError(path, f"it names no checkpoint, but {tag!r}", "Pass a tag, or call resume()")
+    return tag
+
+
+def find(directory: Path | str, tag: str | None = None) -> Path | None:
+    """The folder of a tag's checkpoint, by default that of DIR/latest; None where there is none."""
+    tag = latest_tag(directory) if tag is None else tag
+    if tag is None:
+        return None
+    folder = Path(directory) / tag
+    return folder if (folder / MANIFEST).is_file() else None
+
+
+def folders(directory: Path | str) -> Iterator[Path]:
+    """Folders below DIR that hold files of checkpoints, whole or not."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for path in sorted(Path(directory).iterdir()):
+            if path.is_dir() and not path.is_symlink() and any(is_ours(name) for name in os.listdir(path)):
+                yield path
+
+
+def complete(directory: Path | str) -> list[tuple[Path, Manifest]]:
+    """All checkpoints in DIR whose manifest, indexes and sizes of files are right, the newest first."""
+    found = [(path, manifest) for path, manifest, why in _examined(directory) if manifest is not None and not why]
+    return sorted(found, key=lambda pair: pair[1].number, reverse=True)
+
+
+def broken(directory: Path | str) -> list[tuple[Path, str]]:
+    """Folders in DIR that hold no loadable checkpoint, with the reason."""
+    return [(path, why) for path, _, why in _examined(directory) if why]
+
+
+def check_files(folder: Path, manifest: Manifest) -> list[RankIndex]:
+    """All indexes; CheckpointError where one is damaged, or a file is missing or has another size."""
+    indexes = [manifest.index(folder, rank) for rank in range(len(manifest.ranks))]
+    files = [(name, nbytes) for index in indexes for name, nbytes in index.files.items()]
+    if manifest.client is not None:
+        files.append((manifest.client.name, manifest.client.nbytes))
+    for name, nbytes in files:
+        path = folder / name
+        held = path.stat().st_size if path.is_file() else None
+        if held != nbytes:
+            there = "it is missing" if held is None else f"it has {held} bytes"
+            raise CheckpointError(
+                path, f"{there}; the index says {nbytes}", "Load another checkpoint of the folder"
+            )
+    return indexes
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Make `data` the content of `path` at once or not at all, and return when the drive has it."""
+    temporary = path.with_name(path.name + _TEMPORARY)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the drive has the folder's entries."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _examined(directory: Path | str) -> Iterator[tuple[Path, Manifest | None, str]]:
+    for folder in folders(directory):
+        if not (folder / MANIFEST).is_file():
+            yield folder, None, "it has no manifest: the save did not come to its end"
+            continue
+        manifest = None
+        try:
+            manifest = read_manifest(folder)
+            check_files(folder, manifest)
+        except CheckpointError as error:
+            yield folder, manifest, str(error)
+        else:
+            yield folder, manifest, ""

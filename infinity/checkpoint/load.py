@@ -1,0 +1,204 @@
+"""Filling a rank's partitions from a checkpoint, or from any other source of weights.
+
+Where the checkpoint was cut as the plan cuts, whole extents are read into the partitions' memory as they lie; elsewhere
+stretch by stretch, by name and range. Where parameters are kept in another precision, masters are made first, in fp32,
+and stored as this plan stores them. One partition (or sub-group) at a time, so that memory beside the tiers' own stays
+bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.files import Reader
+from infinity.checkpoint.format import MASTER, PARAM, REMAINDER, Extent, TensorInfo
+from infinity.checkpoint.pieces import Piece, holdings, stretches_of
+from infinity.memory.master import encode
+from infinity.memory.partition import DTYPES, Partition, State
+from infinity.memory.store import TieredStore
+from infinity.ops.adam import join
+from infinity.plan.layout import Overlap, SubGroup
+from infinity.plan.plan import Plan
+from infinity.plan.types import DTYPE_NBYTES, Key, Kind
+
+# Masters that are made at a time.
+_CHUNK_NUMEL = 1 << 20
+_COMPANIONS = (REMAINDER, MASTER)
+
+
+class Source(Protocol):
+    """Where values come from."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What there is of each."""
+
+    def masters(self, name: str, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) in fp32 (or what the tensor is, where it is not floating), on the CPU."""
+
+    def read(self, name: str, kind: str, start: int, numel: int, out: Tensor) -> None:
+        """The bytes of elements of one kind into `out` ([numel], of the kind's width)."""
+
+    def extent_of(self, piece: Piece) -> Extent | None:
+        """The extent that holds just the arrays of a piece."""
+
+    def read_bytes(self, extent: Extent, begin: int, target: Tensor) -> None:
+        """Bytes of an extent."""
+
+
+class Saved:
+    """A checkpoint as a source."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.tensors = reader.manifest.tensors
+        self._reader = reader
+        self.read = reader.read
+        self.read_bytes = reader.read_bytes
+
+    def masters(self, name: str, start: int, numel: int) -> Tensor:
+        """See Source."""
+        kinds = self.tensors[name].kinds
+        kind = MASTER if MASTER in kinds else PARAM
+        values = torch.empty(numel, dtype=DTYPES[self._reader.dtype(name, kind)])
+        self.read(name, kind, start, numel, values)
+        if REMAINDER in kinds:
+            remainder = torch.empty(numel, dtype=torch.int16)
+            self.read(name, REMAINDER, start, numel, remainder)
+            return join(values, remainder)
+        return values.float() if values.is_floating_point() else values
+
+    def extent_of(self, piece: Piece) -> Extent | None:
+        """See Source."""
+        found = (index.extent_of(piece.arrays) for index in self._reader.indexes)
+        return next((extent for extent in found if extent is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """What goes where: `names` are the source's for the model's tensors, None for one that keeps its values.
+
+    moments: whether the optimizer's come, too; `start` is what those begin at that the source has not.
+    """
+
+    plan: Plan
+    rank: int
+    names: Mapping[str, str | None]
+    moments: bool
+    start: float
+
+
+def fill(filling: Filling, store: TieredStore, source: Source) -> None:
+    """Give this rank's partitions their values."""
+    raw = all(_is_raw(filling, source, piece) for piece in holdings(filling.plan, filling.rank))
+    for piece in holdings(filling.plan, filling.rank):
+        if not piece.nbytes:
+            continue
+        if store[piece.key].state is State.FAILED:
+            store.discard(piece.key)
+        if raw:
+            _fill_raw(filling, store, source, piece)
+        elif piece.key.kind is Kind.STATES:
+            _fill_group(filling, store, source, piece)
+        elif not filling.plan.layouts[piece.key.index].trainable:
+            _fill_frozen(filling, store, source, piece)
+    store.settle()
+
+
+def _is_raw(filling: Filling, source: Source, piece: Piece) -> bool:
+    """Whether the bytes are those that the plan keeps: the same kinds, in the same types."""
+    for array in piece.arrays:
+        name = filling.names[array.tensor]
+        if name is None or (array.kind not in (PARAM, *_COMPANIONS) and not filling.moments):
+            continue
+        info = source.tensors[name]
+        if array.kind not in info.kinds or (array.kind == PARAM and info.dtype != array.dtype):
+            return False
+    return True
+
+
+def _fill_raw(filling: Filling, store: TieredStore, source: Source, piece: Piece) -> None:
+    wanted = [
+        array
+        for array in piece.arrays
+        if filling.names[array.tensor] is not None and (filling.moments or array.kind in (PARAM, *_COMPANIONS))
+    ]
+    if not wanted:
+        return
+    whole = len(wanted) == len(piece.arrays)
+    renamed = any(filling.names[array.tensor] != array.tensor for array in wanted)
+    extent = source.extent_of(piece) if whole and not renamed else None
+    with store.write(piece.key, fresh=whole) as (partition,):
+        assert partition.buffer is not None
+        if extent is not None:
+            nbytes = min(piece.nbytes, extent.nbytes)
+            source.read_bytes(extent, 0, partition.buffer[:nbytes])
+        else:
+            for array in wanted:
+                name = filling.names[array.tensor]
+                assert name is not None
+                out = partition.buffer[array.offset : array.offset + array.nbytes]
+                source.read(name, array.kind, array.start, array.numel, out)
+    store.flush(piece.key)
+
+
+def _fill_frozen(filling: Filling, store: TieredStore, source: Source, piece: Piece) -> None:
+    """A unit that is not trained, in another type than here."""
+    with store.write(piece.key) as (partition,):
+        values = partition.view(Kind.PARAM)
+        for array in piece.arrays:
+            name = filling.names[array.tensor]
+            first = array.offset // DTYPE_NBYTES[array.dtype]
+            for begin in range(0, array.numel if name is not None else 0, _CHUNK_NUMEL):
+                assert name is not None
+                numel = min(_CHUNK_NUMEL, array.numel - begin)
+                masters = source.masters(name, array.start + begin, numel)
+                values[first + begin : first + begin + numel].copy_(masters)
+    store.flush(piece.key)
+
+
+def _fill_group(filling: Filling, store: TieredStore, source: Source, piece: Piece) -> None:
+    """A sub-group's masters, which lie in its parameters and its states, and its moments."""
+    plan = filling.plan
+    group = plan.sub_groups[piece.key.index]
+    params = [Key(Kind.PARAM, each.unit) for each in group.slices]
+    with store.write(piece.key) as (states,), store.write(*params) as partitions:
+        by_unit = dict(zip((key.index for key in params), partitions, strict=True))
+        for unit, start, at, overlap in _overlaps(plan, filling.rank, group):
+            name = filling.names[overlap.slot.name]
+            if name is None:
+                continue
+            target = by_unit[unit].view(Kind.PARAM)[start + overlap.range_start :][: overlap.numel]
+            first = at + overlap.range_start
+            for begin in range(0, overlap.numel, _CHUNK_NUMEL):
+                piece_of = target[begin : begin + _CHUNK_NUMEL]
+                masters = source.masters(name, overlap.tensor_start + begin, piece_of.numel())
+                encode(masters.float(), piece_of, states, first + begin)
+            if filling.moments:
+                _fill_moments(filling, source, states, name, overlap, first)
+    store.flush(piece.key, *params)
+
+
+def _fill_moments(
+    filling: Filling, source: Source, states: Partition, name: str, overlap: Overlap, first: int
+) -> None:
+    for kind in filling.plan.request.moments:
+        values = states.view(kind)[first : first + overlap.numel]
+        if kind.value in source.tensors[name].kinds:
+            source.read(name, kind.value, overlap.tensor_start, overlap.numel, values)
+        else:
+            values.fill_(filling.start)
+
+
+def _overlaps(plan: Plan, rank: int, group: SubGroup) -> list[tuple[int, int, int, Overlap]]:
+    """(unit, start in its partition, start in the states, stretch of a tensor) of a sub-group."""
+    found = []
+    for unit, start, at, numel in stretches_of(group):
+        layout, parts = plan.layouts[unit], plan.placement.units[unit].parts
+        flat = (rank if parts > 1 else 0) * layout.partition_numel(parts) + start
+        found += [(unit, start, at, overlap) for overlap in layout.overlaps(flat, flat + numel)]
+    return found

@@ -1,0 +1,94 @@
+"""Which of a checkpoint's tensors belongs to which of the model's, and what does not fit: all of it, in one error."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from infinity.checkpoint.format import TensorInfo
+from infinity.errors import CheckpointError
+from infinity.log import logger
+
+# Names that one message lists of each kind.
+_SHOWN_MAX = 20
+_FLOATING = ("fp64", "fp32", "bf16", "fp16")
+
+
+@dataclass
+class Match:
+    """`source` says for each of the model's tensors under which name the checkpoint has it, None: not at all."""
+
+    source: dict[str, str | None] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    # Parameters that were left out on purpose.
+    excluded: list[str] = field(default_factory=list)
+
+
+def match(
+    wanted: Mapping[str, TensorInfo], aliases: Mapping[str, str], saved: Mapping[str, TensorInfo],
+    tied: Mapping[str, str],
+) -> Match:  # fmt: skip
+    """Compare the model's tensors (`aliases`: other names of them) with a checkpoint's (`tied`: the same)."""
+    names: dict[str, list[str]] = {name: [name] for name in wanted}
+    for alias, name in aliases.items():
+        names[name].append(alias)
+    found = Match()
+    taken: set[str] = set()
+    for name, info in wanted.items():
+        sources = [tied.get(each, each) for each in names[name]]
+        source = next((each for each in sources if each in saved), None)
+        taken.update(each for each in sources if each in saved)
+        found.source[name] = None
+        if source is None:
+            found.missing.append(name)
+        elif saved[source].shape != info.shape:
+            found.mismatched.append(f"{name} is {list(info.shape)} in the model and {list(saved[source].shape)} here")
+        elif not saved[source].kinds:
+            (found.missing if info.trainable else found.excluded).append(name)
+        elif not _convertible(saved[source].dtype, info.dtype):
+            found.mismatched.append(f"{name} is {info.dtype} in the model and {saved[source].dtype} here")
+        else:
+            found.source[name] = source
+    found.unexpected = [name for name in saved if name not in taken]
+    return found
+
+
+def report(found: Match, path: object, *, strict: bool) -> None:
+    """CheckpointError with everything that does not fit; without `strict` what is missing or too much is only said."""
+    lines = [
+        f"{kind}: {_shorten(names)}"
+        for kind, names in (
+            ("missing in the checkpoint", [_suggest(name, found.unexpected) for name in found.missing]),
+            ("not in the model", [_suggest(name, found.missing) for name in found.unexpected]),
+            ("of another shape or type", found.mismatched),
+        )
+        if names
+    ]
+    if found.excluded:
+        logger.info("%s holds no frozen parameters: %d keep the model's values", path, len(found.excluded))
+    if not lines:
+        return
+    text = "it and the model do not match.\n  " + "\n  ".join(lines)
+    if strict or found.mismatched:
+        advice = "Build the model that was saved" + (
+            "" if found.mismatched else ", or pass load_module_strict=False to load what matches"
+        )
+        raise CheckpointError(path, text + "\nNothing was loaded", advice)
+    logger.warning("%s: %s\nWhat is missing keeps the model's values.", path, text)
+
+
+def _convertible(saved: str, wanted: str) -> bool:
+    return saved == wanted or (saved in _FLOATING and wanted in _FLOATING)
+
+
+def _suggest(name: str, others: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, others, n=1, cutoff=0.6)
+    return f"{name} (did you mean {near[0]}?)" if near else name
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN_MAX
+    return ", ".join(names[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,122 @@
+"""Which bytes of a rank's partitions a checkpoint holds, and which elements of which tensors they are.
+
+A piece is a range of one partition's buffer that becomes one extent: a whole partition where each rank has its own, an
+equal share of it where every rank has the same. A load asks for whole partitions, wherever they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from infinity.checkpoint.format import PARAM, Array
+from infinity.plan.layout import SubGroup
+from infinity.plan.plan import Plan
+from infinity.plan.types import CACHE_LINE, DTYPE_NBYTES, Key, Kind, PartitionSpec
+
+WEIGHTS, FROZEN, STATES = "weights", "frozen", "states"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [begin, begin + nbytes) of a partition's buffer; `arrays` count their offsets from `begin`."""
+
+    key: Key
+    part: str
+    begin: int
+    nbytes: int
+    arrays: tuple[Array, ...]
+
+
+def shares(plan: Plan, rank: int, *, frozen: bool = True) -> list[Piece]:
+    """What this rank writes: all ranks' together are every element once. `frozen`: with parameters not trained."""
+    return [
+        piece
+        for spec in _specs(plan, frozen=frozen)
+        for piece in _pieces(plan, spec, rank, shared=plan.topology.dp > 1)
+        if piece.arrays
+    ]
+
+
+def holdings(plan: Plan, rank: int) -> list[Piece]:
+    """What this rank holds: one piece for each partition of parameters and states."""
+    return [piece for spec in _specs(plan, frozen=True) for piece in _pieces(plan, spec, rank, shared=False)]
+
+
+def _specs(plan: Plan, *, frozen: bool) -> Iterator[PartitionSpec]:
+    for spec in plan.partitions:
+        kept = spec.key.kind is Kind.PARAM and (frozen or plan.layouts[spec.key.index].trainable)
+        if kept or spec.key.kind is Kind.STATES:
+            yield spec
+
+
+def _pieces(plan: Plan, spec: PartitionSpec, rank: int, *, shared: bool) -> Iterator[Piece]:
+    """The pieces of one partition. `shared`: of what all ranks have, only this rank's share."""
+    states = spec.key.kind is Kind.STATES
+    units = [spec.key.index] if not states else [piece.unit for piece in plan.sub_groups[spec.key.index].slices]
+    part = STATES if states else WEIGHTS if plan.layouts[spec.key.index].trainable else FROZEN
+    numel = spec.sections[0].numel if spec.sections else 0
+    if not shared or any(plan.placement.units[unit].parts > 1 for unit in units):
+        arrays = [
+            array
+            for section in spec.sections
+            for array in _arrays(plan, spec.key, section.kind.value, section.dtype, rank, 0, numel, section.offset)
+        ]
+        yield Piece(spec.key, part, 0, spec.nbytes, tuple(arrays))
+        return
+    first, last = (_cut(numel, at, plan.topology.dp) for at in (rank, rank + 1))
+    for section in spec.sections:
+        width = DTYPE_NBYTES[section.dtype]
+        arrays = list(_arrays(plan, spec.key, section.kind.value, section.dtype, rank, first, last, 0))
+        yield Piece(spec.key, part, section.offset + first * width, (last - first) * width, tuple(arrays))
+
+
+def _cut(numel: int, rank: int, ranks: int) -> int:
+    """Where a rank's share of so many elements begins."""
+    return numel if rank == ranks else numel * rank // ranks // CACHE_LINE * CACHE_LINE
+
+
+def _arrays(
+    plan: Plan, key: Key, kind: str, dtype: str, rank: int, first: int, last: int, offset: int
+) -> Iterator[Array]:
+    """Stretches of tensors in elements [first, last) of a partition; `offset`: byte at which element `first` lies."""
+    width = DTYPE_NBYTES[dtype]
+    for unit, start, at, numel in _stretches(plan, key):
+        begin, end = max(first, at), min(last, at + numel)
+        if begin >= end:
+            continue
+        layout, parts = plan.layouts[unit], plan.placement.units[unit].parts
+        flat = (rank if parts > 1 else 0) * layout.partition_numel(parts) + start + begin - at
+        for overlap in layout.overlaps(flat, flat + end - begin):
+            yield Array(
+                tensor=overlap.slot.name, kind=kind, dtype=dtype, start=overlap.tensor_start, numel=overlap.numel,
+                extent=0, offset=offset + (begin - first + overlap.range_start) * width,
+            )  # fmt: skip
+
+
+def _stretches(plan: Plan, key: Key) -> Iterator[tuple[int, int, int, int]]:
+    """(unit, start in its partition, start in this partition, numel) of what a partition holds."""
+    if key.kind is Kind.PARAM:
+        layout = plan.layouts[key.index]
+        yield key.index, 0, 0, layout.partition_numel(plan.placement.units[key.index].parts)
+        return
+    yield from stretches_of(plan.sub_groups[key.index])
+
+
+def stretches_of(group: SubGroup) -> Iterator[tuple[int, int, int, int]]:
+    """(unit, start in its partition, start in the states, numel) of a sub-group's slices."""
+    at = 0
+    for piece in group.slices:
+        yield piece.unit, piece.start, at, piece.numel
+        at += piece.numel
+
+
+def tensor_kinds(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """The kinds that are kept of each tensor, by name."""
+    states = next((spec for spec in plan.partitions if spec.key.kind is Kind.STATES), None)
+    kinds = tuple(section.kind.value for section in states.sections) if states is not None else ()
+    return {
+        slot.name: (PARAM, *(kinds if layout.trainable else ()))
+        for layout in plan.layouts
+        for slot in layout.slots
+    }

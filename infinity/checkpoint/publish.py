@@ -1,0 +1,210 @@
+"""What rank 0 does for all: the folder before a save, the manifest and `latest` after it, and older checkpoints.
+
+The rename of the manifest is the only switch. Before it nobody takes what lies in the folder for a checkpoint; after it
+what was there before may go.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from infinity.checkpoint.format import (
+    LATEST,
+    MANIFEST,
+    FileInfo,
+    Manifest,
+    client_name,
+    complete,
+    find,
+    folders,
+    identity_of,
+    is_ours,
+    latest_tag,
+    read_manifest,
+    replace_file,
+    sync_folder,
+)
+from infinity.errors import CheckpointError
+from infinity.log import logger
+from infinity.ops.checksum import checksum
+
+# Read at a time for the checksum of a file.
+_READ_NBYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints of a folder stay: the latest `keep_last` of them (0: all), and every `keep_every`-th for good
+    (0: none).
+    """
+
+    keep_last: int = 0
+    keep_every: int = 0
+
+    def stays(self, age: int, number: int) -> bool:
+        """Of a checkpoint with `age` newer ones."""
+        return not self.keep_last or age < self.keep_last or bool(self.keep_every and number % self.keep_every == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a save goes: the identity of its files, its number, and a checkpoint that may have frozen files to share.
+    """
+
+    id: str
+    number: int
+    previous: str | None
+
+
+def check_tag(tag: str) -> str:
+    """The tag; CheckpointError where it is no name of a folder."""
+    if not tag or tag in (".", "..", LATEST, MANIFEST) or "/" in tag or "\0" in tag or tag != tag.strip():
+        raise CheckpointError(
+            repr(tag), "it cannot be the tag of a checkpoint, which is the name of a folder",
+            'Give a name without "/", such as "step100"',
+        )  # fmt: skip
+    return tag
+
+
+@contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """Be the only one that saves into a folder, which is made; CheckpointError where another program does."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            os.close(descriptor)
+            raise CheckpointError(
+                directory, "another save into it is under way", "Wait for it, or give each run a folder of its own"
+            ) from error
+        # A file system without locks loses the protection, not the function.
+    try:
+        yield
+    finally:
+        # A process that was forked meanwhile has the descriptor, too, and would keep the lock.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def prepare(directory: Path, tag: str) -> Place:
+    """Make the folder of a tag, and remove what killed saves have left in DIR. Under `claimed`."""
+    numbers, previous = [0], None
+    with suppress(CheckpointError):
+        # A damaged `latest` is replaced.
+        previous = find(directory)
+    for folder in folders(directory):
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError:
+            # Damaged ones are left to be looked at; without a manifest it is what a killed save has left.
+            if not (folder / MANIFEST).exists():
+                sweep(folder, keep=None)
+            continue
+        numbers.append(manifest.number)
+        sweep(folder, keep=manifest.id)
+    (directory / tag).mkdir(exist_ok=True)
+    sync_folder(directory)
+    return Place(secrets.token_hex(6), max(numbers) + 1, None if previous is None else previous.name)
+
+
+def write_client(folder: Path, identity: str, tensors: Mapping[str, Tensor]) -> FileInfo | None:
+    """Put the client state's tensors on the drive."""
+    if not tensors:
+        return None
+    path = folder / client_name(identity)
+    save_file(dict(tensors), path)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        crc = 0
+        while data := file.read(_READ_NBYTES):
+            crc = checksum(data, crc)
+    return FileInfo(path.name, path.stat().st_size, crc)
+
+
+def publish(directory: Path, manifest: Manifest, *, latest: bool) -> None:
+    """Make the checkpoint one; then `latest`, and what an older one of the same tag had."""
+    folder = directory / manifest.tag
+    unseen = [info.name for info in manifest.ranks if not (folder / info.name).is_file()]
+    if unseen:
+        raise CheckpointError(
+            folder, f"rank 0 does not see {', '.join(unseen[:3])}, which other ranks have written",
+            "Save into a folder that all nodes share",
+        )  # fmt: skip
+    replace_file(folder / MANIFEST, manifest.to_bytes())
+    sync_folder(directory)
+    if latest:
+        replace_file(directory / LATEST, (manifest.tag + "\n").encode())
+    sweep(folder, keep=manifest.id)
+
+
+def outdated(directory: Path, retention: Retention) -> list[Path]:
+    """Checkpoints that are not to stay. The newest always does, and the one that `latest` names."""
+    named = None
+    with suppress(CheckpointError):
+        named = latest_tag(directory)
+    found = complete(directory)
+    return [
+        folder
+        for age, (folder, manifest) in enumerate(found)
+        if age and folder.name != named and not retention.stays(age, manifest.number)
+    ]
+
+
+def remove(outdated: list[Path]) -> None:
+    """Remove checkpoints; what cannot be removed is said, and stays for the next save to remove."""
+    for folder in outdated:
+        try:
+            sweep(folder, keep=None)
+        except OSError as error:
+            logger.warning("%s is outdated but could not be removed: %s", folder, error)
+
+
+def remove_rank(folder: Path, identity: str, rank: int) -> None:
+    """Remove what one rank has written for one save."""
+    mark = f"{identity}.rank-{rank:05}."
+    _remove(folder, [name for name in _names(folder) if name.startswith(mark)])
+
+
+def remove_save(folder: Path, identity: str) -> None:
+    """Remove all files of one save; the folder, too, if nothing else is in it."""
+    _remove(folder, [name for name in _names(folder) if identity_of(name) == identity])
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def sweep(folder: Path, *, keep: str | None) -> None:
+    """Remove the files of all saves but `keep`; with None the manifest, and the folder if nothing else is in it."""
+    ours = [name for name in _names(folder) if is_ours(name)]
+    if keep is None and MANIFEST in ours:
+        # First of all: from here on it is no checkpoint.
+        _remove(folder, [MANIFEST])
+        sync_folder(folder)
+    _remove(folder, [name for name in ours if name != MANIFEST and (keep is None or identity_of(name) != keep)])
+    if keep is None:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _remove(folder: Path, names: list[str]) -> None:
+    for name in names:
+        (folder / name).unlink(missing_ok=True)

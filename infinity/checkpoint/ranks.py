@@ -1,0 +1,41 @@
+"""What ranks do side by side and must all have done: when one fails, every one raises, and training can go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from infinity.comm.collectives import exchange_texts
+from infinity.comm.mesh import Mesh
+from infinity.errors import CheckpointError
+
+
+def together(mesh: Mesh, name: str, job: Callable[[], Any], *, path: object) -> list[Any]:
+    """Run `job` on every rank; its values (JSON) by rank. Collective.
+
+    Where it raises, this rank raises the same, and every other one a CheckpointError about `path` that says which rank
+    failed, and why.
+    """
+    error: Exception | None = None
+    value: Any = None
+    try:
+        value = job()
+    except Exception as caught:
+        error = caught
+    except BaseException as caught:
+        # Somebody ends this process: the others are not to wait for it.
+        mesh.failed(caught)
+        raise
+    if mesh.control is None:
+        if error is not None:
+            raise error
+        return [value]
+    said = json.dumps([None if error is None else f"{type(error).__name__}: {error}", value])
+    rows = [json.loads(text) for text in exchange_texts(said, mesh.control, mesh.ranks.world_size, name)]
+    if error is not None:
+        raise error
+    failed = [f"rank {rank} failed with {reason}" for rank, (reason, _) in enumerate(rows) if reason is not None]
+    if failed:
+        raise CheckpointError(path, "; ".join(failed), "This rank could go on, and all ranks stopped together")
+    return [value for _, value in rows]

@@ -1,0 +1,239 @@
+"""What one rank writes: its share of the partitions, streamed into files of its own, and an index of them.
+
+Bytes go straight from the tiers' memory to the drive, one partition at a time with the next ones on their way, as a
+source lends them (see `sources`). Where anything fails, nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.files import Staging, Writer, file_nbytes
+from infinity.checkpoint.format import (
+    ALIGNMENT,
+    BLOCK_NBYTES,
+    BUFFER,
+    Array,
+    Extent,
+    FileInfo,
+    RankIndex,
+    data_name,
+    index_name,
+    replace_file,
+)
+from infinity.checkpoint.pieces import FROZEN, WEIGHTS, Piece
+from infinity.checkpoint.publish import remove_rank
+from infinity.checkpoint.sources import Lent, Source
+from infinity.log import Progress
+from infinity.memory.pages import page_aligned
+from infinity.ops.aio import Queue
+from infinity.ops.checksum import checksum
+from infinity.plan.types import Key, align_up
+from infinity.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What one rank is to write.
+
+    `buffers` are the module's, by name. `previous` is an earlier checkpoint of the same folder and this rank's index in
+    it, whose file of frozen parameters may still be right.
+    """
+
+    rank: int
+    pieces: tuple[Piece, ...]
+    buffers: tuple[tuple[str, str, Tensor], ...] = ()
+    rng: Mapping[str, Any] = field(default_factory=dict)
+    singles: Mapping[str, Any] = field(default_factory=dict)
+    previous: tuple[Path, RankIndex] | None = None
+
+    def apart(self) -> Capture:
+        """The same with copies of the buffers: those go on to change."""
+        copies = tuple((name, dtype, buffer.detach().cpu().clone()) for name, dtype, buffer in self.buffers)
+        return replace(self, buffers=copies)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return sum(piece.nbytes for piece in self.pieces) + sum(buffer.nbytes for _, _, buffer in self.buffers)
+
+
+def write(
+    capture: Capture, source: Source, folder: Path, identity: str, queue: Queue, *, progress: Progress | None = None
+) -> FileInfo:
+    """Stream a capture from a source into `folder` and leave its index there; returns the index's file.
+
+    Where anything fails, no file of this rank is left.
+    """
+    progress = progress or Progress(f"saving to {folder}", capture.nbytes)
+    with ExitStack() as undo:
+        undo.callback(lambda: remove_rank(folder, identity, capture.rank))
+        linked = _link_frozen(capture, source, folder, identity)
+        left = [piece for piece in capture.pieces if linked is None or piece.part != FROZEN]
+        written = _Files(capture, left, folder, identity, queue, progress).run(source)
+        if linked is not None:
+            written.append(linked)
+        files: dict[str, int] = {}
+        extents: list[Extent] = []
+        arrays: list[Array] = []
+        for found, placed in written:
+            files[found[0].file] = sum(extent.nbytes for extent in found)
+            arrays += [replace(array, extent=array.extent + len(extents)) for array in placed]
+            extents += found
+        index = RankIndex(
+            capture.rank, files, tuple(extents), tuple(arrays), dict(capture.rng), dict(capture.singles)
+        ).to_bytes()
+        name = index_name(identity, capture.rank)
+        replace_file(folder / name, index)
+        undo.pop_all()
+    return FileInfo(name, len(index), checksum(index))
+
+
+class _Files:
+    """The files of one rank while they are being written: side by side, in whatever order the source has."""
+
+    def __init__(
+        self, capture: Capture, pieces: Sequence[Piece], folder: Path, identity: str, queue: Queue, progress: Progress
+    ) -> None:
+        self._capture = capture
+        self._progress = progress
+        self._by_key: dict[Key, list[Piece]] = {}
+        sizes: dict[str, list[int]] = {}
+        for piece in pieces:
+            self._by_key.setdefault(piece.key, []).append(piece)
+            sizes.setdefault(piece.part, []).append(piece.nbytes)
+        for _, _, buffer in capture.buffers:
+            sizes.setdefault(WEIGHTS, []).append(buffer.nbytes)
+        self._arrays: dict[str, list[Array]] = {part: [] for part in sizes}
+        self._writers: dict[str, Writer] = {}
+        # Leases of partitions whose writes are in flight, oldest first.
+        self._held: deque[tuple[ExitStack, list[tuple[Writer, int]]]] = deque()
+        staging = Staging()
+        try:
+            for part, nbytes in sizes.items():
+                path = folder / data_name(identity, capture.rank, part)
+                self._writers[part] = Writer(path, file_nbytes(nbytes), queue, staging)
+        except BaseException:
+            self._abort()
+            raise
+
+    def run(self, source: Source) -> list[tuple[list[Extent], list[Array]]]:
+        """The extents of each file, and the arrays in them."""
+        try:
+            for key in source.order([*self._by_key], self._let_go):
+                self._submit(key, source)
+            self._let_go(0)
+            for name, dtype, buffer in self._capture.buffers:
+                index = self._writers[WEIGHTS].extent(_bytes_of(buffer))
+                self._writers[WEIGHTS].wait(index)
+                self._arrays[WEIGHTS].append(Array(name, BUFFER, dtype, 0, buffer.numel(), index, 0))
+            return [(writer.close(), self._arrays[part]) for part, writer in self._writers.items()]
+        except BaseException:
+            self._abort()
+            raise
+
+    def _submit(self, key: Key, source: Source) -> None:
+        lease = ExitStack()
+        lent = lease.enter_context(source.lend(key))
+        with lease:
+            places: list[tuple[Writer, int]] = []
+            for piece in self._by_key[key]:
+                writer = self._writers[piece.part]
+                if lent.buffer is not None:
+                    index = writer.extent(lent.buffer[piece.begin : piece.begin + piece.nbytes])
+                else:
+                    index = writer.extent_from(piece.nbytes, partial(_fetch, lent, piece))
+                places.append((writer, index))
+                self._arrays[piece.part] += [replace(array, extent=index) for array in piece.arrays]
+            self._held.append((lease.pop_all(), places))
+
+    def _let_go(self, count: int) -> None:
+        """Wait for the oldest writes until at most `count` partitions are in flight."""
+        while len(self._held) > count:
+            lease, places = self._held[0]
+            for writer, index in places:
+                writer.wait(index, self._progress.advance)
+            self._held.popleft()
+            lease.close()
+
+    def _abort(self) -> None:
+        # Leases end when nothing reads the memory any more.
+        for writer in self._writers.values():
+            writer.abort()
+        while self._held:
+            self._held.popleft()[0].close()
+
+
+def _fetch(lent: Lent, piece: Piece, begin: int, room: Tensor) -> Transfer:
+    return lent.fetch(piece.begin + begin, room)
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    """[n] uint8 of a tensor of any shape and place, in CPU memory."""
+    flat = values.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _link_frozen(
+    capture: Capture, source: Source, folder: Path, identity: str
+) -> tuple[list[Extent], list[Array]] | None:
+    """Give the file of frozen parameters of an earlier checkpoint a second name, where it has these very values.
+
+    What memory holds is compared by the blocks' checksums: reading it is many times faster than writing. None where
+    anything differs, or the file system has no hard links.
+    """
+    pieces = [piece for piece in capture.pieces if piece.part == FROZEN]
+    if not pieces or capture.previous is None:
+        return None
+    earlier, index = capture.previous
+    extents: list[Extent] = []
+    arrays: list[Array] = []
+    for piece in pieces:
+        found = index.extent_of(piece.arrays) if piece.arrays else None
+        if found is None or found.nbytes != align_up(piece.nbytes, ALIGNMENT):
+            return None
+        extents.append(found)
+        arrays += [replace(array, extent=len(extents) - 1) for array in piece.arrays]
+    if len({extent.file for extent in extents}) != 1 or sum(each.nbytes for each in extents) != index.files.get(
+        extents[0].file
+    ):
+        return None
+    for piece, extent in zip(pieces, extents, strict=True):
+        with source.lend(piece.key, last=False) as lent:
+            if _block_checksums(lent, piece, extent.nbytes) != extent.blocks:
+                return None
+    name = data_name(identity, capture.rank, FROZEN)
+    try:
+        os.link(earlier / extents[0].file, folder / name)
+    except OSError:
+        return None
+    source.skip([piece.key for piece in pieces])
+    return [replace(extent, file=name) for extent in extents], arrays
+
+
+def _block_checksums(lent: Lent, piece: Piece, nbytes: int) -> tuple[int, ...]:
+    """Checksums of the blocks of an extent of `nbytes` bytes that holds a piece and zeros behind it."""
+    found = []
+    room = page_aligned(BLOCK_NBYTES) if lent.buffer is None else None
+    for begin in range(0, nbytes, BLOCK_NBYTES):
+        size = min(BLOCK_NBYTES, piece.nbytes - begin)
+        if lent.buffer is not None:
+            block = lent.buffer[piece.begin + begin : piece.begin + begin + size].cpu()
+        else:
+            assert room is not None
+            block = room[:size]
+            lent.fetch(piece.begin + begin, block).wait()
+        padding = bytes(min(BLOCK_NBYTES, nbytes - begin) - size)
+        crc = checksum(block.numpy())
+        found.append(checksum(padding, crc) if padding else crc)
+    return tuple(found)

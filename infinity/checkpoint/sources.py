@@ -1,0 +1,147 @@
+"""Where a save finds the bytes of partitions: in the foreground under read leases, behind the program in a snapshot.
+
+Both lend one partition after the other in an order of their own, and say how many of them may still be on their way to
+the drive while the next one is taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from infinity.memory.pages import page_aligned
+from infinity.memory.parties import Snapshot
+from infinity.memory.store import TieredStore
+from infinity.plan.plan import Plan
+from infinity.plan.types import Key, Kind
+from infinity.transfer import Transfer
+
+# Partitions whose writes are in flight, besides the one that is being submitted, and those fetched ahead from NVMe.
+_BEHIND = 2
+_AHEAD = 2
+# What lies on NVMe is read whole up to this size, so that the tier compares it with what it has written; beyond it in
+# blocks, so that memory is bounded. There are as many such buffers as partitions on their way, and one.
+_WHOLE_NBYTES_MAX = 64 << 20
+# A longer rest would make a save wait for nothing after one slow partition.
+_REST_SECONDS_MAX = 1.0
+
+# Waits until at most so many partitions are on their way.
+LetGo = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """One partition: its `buffer` ([n] uint8) or, where that is None, `fetch`, which submits a read from one byte on
+    into memory of the caller's.
+    """
+
+    buffer: Tensor | None
+    fetch: Callable[[int, Tensor], Transfer]
+
+
+class Source(Protocol):
+    """See the module's text."""
+
+    def order(self, keys: Sequence[Key], let_go: LetGo) -> Iterator[Key]:
+        """All of `keys`, each at the time to lend it."""
+
+    def lend(self, key: Key, *, last: bool = True) -> AbstractContextManager[Lent]:
+        """One partition for the length of a block; `last`: it is not asked for again."""
+
+    def skip(self, keys: Sequence[Key]) -> None:
+        """These are not asked for any more."""
+
+
+class Leases:
+    """The partitions as they are, for as long as nobody changes them: a save in the foreground."""
+
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
+
+    def order(self, keys: Sequence[Key], let_go: LetGo) -> Iterator[Key]:
+        """See Source: as given, the next ones fetched ahead."""
+        for at, key in enumerate(keys):
+            self._store.prefetch(*keys[at : at + 1 + _AHEAD])
+            # A lease that needs room may need that of those before.
+            let_go(_BEHIND if self._store.in_memory(key) else 0)
+            yield key
+
+    @contextmanager
+    def lend(self, key: Key, *, last: bool = True) -> Iterator[Lent]:
+        """See Source."""
+        with self._store.read(key) as (partition,):
+            yield Lent(partition.buffer, partial(self._store.read_extent, key))
+
+    def skip(self, keys: Sequence[Key]) -> None:
+        """See Source."""
+
+
+class Kept:
+    """The partitions of a snapshot that has been taken: a save behind the program.
+
+    share: of the time in which bytes are moved while nobody waits for the save.
+    """
+
+    def __init__(self, store: TieredStore, snapshot: Snapshot, *, share: float) -> None:
+        self._store = store
+        self._snapshot = snapshot
+        self._share = share
+        # Memory for what is read whole: what nobody uses at the moment.
+        self._rooms: list[Tensor] = []
+
+    def order(self, keys: Sequence[Key], let_go: LetGo) -> Iterator[Key]:
+        """See Source: what the program waits for goes first."""
+        rest = 0.0
+        while (key := self._store.next_to_save(self._snapshot, rest)) is not None:
+            began = time.monotonic()
+            # Nothing is held while this waits for a step, or while somebody waits for what is held.
+            alone = self._share < 1 or self._store.hurried(self._snapshot)
+            let_go(0 if alone or not self._store.settled(self._snapshot, key) else _BEHIND)
+            yield key
+            if self._share < 1:
+                let_go(0)
+                rest = min((time.monotonic() - began) * (1 / self._share - 1), _REST_SECONDS_MAX)
+
+    @contextmanager
+    def lend(self, key: Key, *, last: bool = True) -> Iterator[Lent]:
+        """See Source."""
+        with self._store.saving(self._snapshot, key, last=last) as partition:
+            nbytes = self._store[key].spec.nbytes
+            if partition is not None:
+                yield self._lent(key, partition.buffer)
+            elif nbytes > _WHOLE_NBYTES_MAX:
+                yield self._lent(key, None)
+            else:
+                room = self._rooms.pop() if self._rooms else page_aligned(nbytes)
+                if room.numel() < nbytes:
+                    room = page_aligned(nbytes)
+                self._store.read_extent(key, 0, room[:nbytes]).wait()
+                yield self._lent(key, room[:nbytes])
+                self._rooms.append(room)
+
+    def _lent(self, key: Key, buffer: Tensor | None) -> Lent:
+        return Lent(buffer, partial(self._store.read_extent, key))
+
+    def skip(self, keys: Sequence[Key]) -> None:
+        """See Source."""
+        self._store.skip_saving(self._snapshot, keys)
+
+
+def snapshot_of(plan: Plan, keys: Sequence[Key], *, in_backward: bool) -> Snapshot:
+    """A snapshot of partitions in the order in which the next step changes them: `in_backward`, from the output on.
+    What no step changes comes last.
+    """
+    order = [plan.sub_groups[index] for index in plan.step_order]
+    changed = [
+        key
+        for group in (reversed(order) if in_backward else order)
+        for key in (Key(Kind.STATES, group.index), *(Key(Kind.PARAM, piece.unit) for piece in group.slices))
+    ]
+    wanted = set(keys)
+    return Snapshot([*(key for key in changed if key in wanted), *keys])

@@ -1,0 +1,115 @@
+"""Values of a program as JSON, and back as they were: client state, schedulers, hyper-parameters, random states.
+
+JSON has no tuples, no keys but texts, no infinity and no bytes: such a value is an object with one key that begins with
+"$". Tensors and numpy arrays are only referred to, by their path; their bytes go into a safetensors file.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinity.memory.partition import DTYPES
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+class Unspeakable(ValueError):
+    """A value that has no spelling; the text names its path and its type."""
+
+
+def encode(value: Any, tensors: dict[str, Tensor] | None = None, path: str = "") -> Any:
+    """A value as JSON. Tensors and arrays of more than one element go into `tensors`, by path.
+
+    Unspeakable for anything that would have to be pickled, and without `tensors` for arrays.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        # An enumeration's member is not the number that it is equal to.
+        if value is None or type(value) in (bool, int, str):
+            return value
+        raise _unspeakable(value, path)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Tensor | np.ndarray):
+        return _encode_array(value, tensors, path)
+    if isinstance(value, list | tuple):
+        items = [encode(item, tensors, f"{path}[{at}]") for at, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, tensors, path)
+    raise _unspeakable(value, path)
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """What `encode` was given; `tensors` by path."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((key, inner),) = value.items()
+        match key:
+            case "$float":
+                return _NOT_FINITE[inner]
+            case "$bytes":
+                return base64.b64decode(inner)
+            case "$tuple":
+                return tuple(decode(item, tensors) for item in inner)
+            case "$pairs":
+                return {decode(name, tensors): decode(item, tensors) for name, item in inner}
+            case "$counter":
+                return Counter({decode(name, tensors): count for name, count in inner})
+            case "$scalar":
+                dtype, shape, number = inner
+                return torch.tensor(decode(number), dtype=DTYPES[dtype]).view(shape)
+            case "$tensor" | "$array":
+                assert tensors is not None
+                return tensors[inner].numpy() if key == "$array" else tensors[inner]
+    return {name: decode(item, tensors) for name, item in value.items()}
+
+
+def _encode_array(value: Tensor | np.ndarray[Any, Any], tensors: dict[str, Tensor] | None, path: str) -> Any:
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu()
+        if tensors is None and flat.numel() == 1 and flat.dtype in _NAMES:
+            return {"$scalar": [_NAMES[flat.dtype], list(flat.shape), encode(flat.item())]}
+    else:
+        try:
+            flat = torch.from_numpy(np.array(value, order="C"))
+        except (TypeError, ValueError) as error:
+            raise _unspeakable(value, path) from error
+    if tensors is None or flat.layout is not torch.strided:
+        raise _unspeakable(value, path)
+    tensors[path] = flat.contiguous()
+    return {"$tensor" if isinstance(value, Tensor) else "$array": path}
+
+
+def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor] | None, path: str) -> Any:
+    if type(value) is Counter:
+        return {"$counter": [[encode(key, None, path), count] for key, count in value.items()]}
+    plain = all(type(key) is str and not key.startswith("$") for key in value)
+    if plain:
+        return {key: encode(item, tensors, f"{path}.{key}" if path else key) for key, item in value.items()}
+    return {
+        "$pairs": [[encode(key, None, path), encode(item, tensors, f"{path}[{key!r}]")] for key, item in value.items()]
+    }
+
+
+def _unspeakable(value: Any, path: str) -> Unspeakable:
+    kind = type(value)
+    return Unspeakable(
+        f"{path or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which could only be pickled: keep numbers, "
+        "texts, lists, tuples, dictionaries, tensors and numpy arrays there"
+    )

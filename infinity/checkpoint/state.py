@@ -1,0 +1,198 @@
+"""What a run is besides its tensors: counters, loss scale, scheduler, hyper-parameters, random states, data position.
+
+All of it is JSON (see `spelling`). Everything that belongs to a parameter is kept by the parameter's name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from infinity.checkpoint.spelling import Unspeakable, decode, encode
+from infinity.errors import CheckpointError
+from infinity.log import logger
+from infinity.memory.device import Device
+
+COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+
+
+class Stateful(Protocol):
+    """Whatever tells its state and takes it back, as torch's schedulers do."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Steps(Protocol):
+    """How often each parameter was stepped, and what the optimizer keeps of it in one value."""
+
+    steps: dict[str, int]
+
+    def singles(self) -> dict[str, dict[str, Any]]: ...
+
+    def load_singles(self, singles: Mapping[str, Mapping[str, Any]]) -> None: ...
+
+
+class Trainee(Protocol):
+    """What an engine offers to this package."""
+
+    module: nn.Module
+    global_steps: int
+    micro_steps: int
+    global_samples: int
+    skipped_steps: int
+    # A torch optimizer with the name of its rule in `kind`.
+    optimizer: Any
+    lr_scheduler: Any
+    training_dataloader: Any
+
+
+def names_of(module: nn.Module) -> dict[int, str]:
+    """The first name of each parameter, by identity."""
+    return {id(param): name for name, param in module.named_parameters()}
+
+
+def run_state(trainee: Trainee, stepper: Steps, precision: Stateful, *, path: object) -> dict[str, Any]:
+    """The part of the manifest that is the same on all ranks. CheckpointError for what has no spelling."""
+    names = names_of(trainee.module)
+    scheduler, loader = trainee.lr_scheduler, trainee.training_dataloader
+    try:
+        return {
+            "counters": {name: getattr(trainee, name) for name in COUNTERS},
+            "precision": encode(precision.state_dict(), path="precision"),
+            "scheduler": None if scheduler is None else {
+                "type": type(scheduler).__name__,
+                "state": encode(scheduler.state_dict(), path="scheduler"),
+            },
+            "optimizer": {
+                "kind": trainee.optimizer.kind,
+                "groups": [
+                    {
+                        "params": [names[id(param)] for param in group["params"]],
+                        "hyper": {
+                            key: encode(value, path=f"param_groups[{at}].{key}")
+                            for key, value in group.items()
+                            if key != "params"
+                        },
+                    }
+                    for at, group in enumerate(trainee.optimizer.param_groups)
+                ],
+                "steps": dict(stepper.steps),
+            },
+            "loader": None if loader is None else encode(loader.state_dict(), path="loader"),
+        }  # fmt: skip
+    except Unspeakable as error:
+        raise CheckpointError(path, str(error), "Save without it") from error
+
+
+def spelled(value: Any, tensors: dict[str, torch.Tensor], *, path: object) -> Any:
+    """A program's client state as JSON and tensors; CheckpointError for what would have to be pickled."""
+    try:
+        return encode(value, tensors, "client_state")
+    except Unspeakable as error:
+        raise CheckpointError(path, str(error), "Leave it out of client_state") from error
+
+
+def singles_of(stepper: Steps) -> dict[str, Any]:
+    """What the optimizer keeps of a parameter in one value, as JSON."""
+    return {name: encode(values) for name, values in stepper.singles().items()}
+
+
+def check_run(trainee: Trainee, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool, path: object) -> None:
+    """CheckpointError where the state is of another optimizer or scheduler than the engine's."""
+    saved, own = state["optimizer"]["kind"], trainee.optimizer.kind
+    alike = {"Adam", "AdamW"}
+    if optimizer and saved != own and not {saved, own} <= alike:
+        raise CheckpointError(
+            path, f"it holds the optimizer states of {saved}, and this engine steps with {own}",
+            "Give initialize() the same optimizer, or pass load_optimizer_states=False to load the weights only",
+        )  # fmt: skip
+    if scheduler and trainee.lr_scheduler is not None and state["scheduler"] is not None:
+        saved, own = state["scheduler"]["type"], type(trainee.lr_scheduler).__name__
+        if saved != own:
+            raise CheckpointError(
+                path, f"it holds the state of a {saved}, and this engine's scheduler is a {own}",
+                "Give initialize() the same scheduler, or pass load_lr_scheduler_states=False",
+            )  # fmt: skip
+
+
+def restore_run(
+    trainee: Trainee, stepper: Steps, precision: Stateful, state: Mapping[str, Any],
+    singles: Sequence[Mapping[str, Any]], source_of: Mapping[str, str | None], *, optimizer: bool, scheduler: bool,
+) -> None:  # fmt: skip
+    """Give a run its state back. `singles`: every rank's. `source_of`: by what name the checkpoint has each of the
+    model's parameters, None for one that it has not.
+    """
+    for name in COUNTERS:
+        setattr(trainee, name, int(state["counters"][name]))
+    if optimizer:
+        precision.load_state_dict(decode(state["precision"]))
+        saved = state["optimizer"]
+        stepper.steps.update({name: saved["steps"].get(source_of[name] or "", 0) for name in stepper.steps})
+        merged = {name: values for each in singles for name, values in each.items()}
+        stepper.load_singles(
+            {name: decode(merged[source]) for name in stepper.steps if (source := source_of[name]) in merged}
+        )
+    if scheduler and trainee.lr_scheduler is not None and state["scheduler"] is not None:
+        trainee.lr_scheduler.load_state_dict(decode(state["scheduler"]["state"]))
+        rates: list[Any] = getattr(trainee.lr_scheduler, "get_last_lr", list)()
+        for group, lr in zip(trainee.optimizer.param_groups, rates, strict=False):
+            group["lr"] = lr
+    if optimizer:
+        # After the scheduler, for the program may have changed what that has set.
+        _restore_groups(trainee, saved["groups"], source_of)
+    if trainee.training_dataloader is not None and state["loader"] is not None:
+        trainee.training_dataloader.load_state_dict(decode(state["loader"]))
+
+
+def _restore_groups(
+    trainee: Trainee, saved: Sequence[Mapping[str, Any]], source_of: Mapping[str, str | None]
+) -> None:
+    """Hyper-parameters go to the group that has the same parameters, or a part of them."""
+    names = names_of(trainee.module)
+    group_of = {name: at for at, group in enumerate(saved) for name in group["params"]}
+    for at, group in enumerate(trainee.optimizer.param_groups):
+        found = {group_of.get(source_of.get(names[id(param)]) or "") for param in group["params"]}
+        found -= {None}
+        if len(found) == 1:
+            (number,) = found
+            assert number is not None
+            group.update({key: decode(value) for key, value in saved[number]["hyper"].items()})
+        elif found:
+            logger.warning(
+                "parameter group %d has parameters of %d groups of the checkpoint: its hyper-parameters stay as "
+                "initialize() was given them", at, len(found),
+            )  # fmt: skip
+
+
+def random_state(device: Device) -> dict[str, Any]:
+    """This rank's random-number generators."""
+    kind, keys, *rest = np.random.get_state()
+    state = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "numpy": (kind, np.asarray(keys).tobytes(), *rest),
+        "python": random.getstate(),
+        "device": None if (own := device.random_state()) is None else own.numpy().tobytes(),
+    }
+    return {name: encode(value) for name, value in state.items()}
+
+
+def restore_random(state: Mapping[str, Any], device: Device) -> None:
+    """Set this rank's random-number generators."""
+    torch.set_rng_state(_bytes(decode(state["torch"])))
+    kind, keys, *rest = decode(state["numpy"])
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+    random.setstate(decode(state["python"]))
+    own = decode(state["device"])
+    if own is not None:
+        device.set_random_state(_bytes(own))
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

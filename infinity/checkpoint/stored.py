@@ -1,0 +1,56 @@
+"""Tensors of safetensors files as a source of weights: parameters only, under their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.format import PARAM, Extent, TensorInfo
+from infinity.checkpoint.pieces import Piece
+from infinity.plan.spec import dtype_name
+
+
+class StoredLike(Protocol):
+    """A tensor in a file."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, start: int, target: Tensor) -> None: ...
+
+
+class Stored:
+    """See `infinity.checkpoint.load.Source`."""
+
+    def __init__(self, tensors: Mapping[str, StoredLike]) -> None:
+        self.tensors = {
+            name: TensorInfo(tensor.shape, dtype_name(tensor.dtype), trainable=False, kinds=(PARAM,))
+            for name, tensor in tensors.items()
+        }
+        self._stored = tensors
+
+    def masters(self, name: str, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel), in fp32 where they are floating."""
+        stored = self._stored[name]
+        values = torch.empty(numel, dtype=torch.float32 if stored.dtype.is_floating_point else stored.dtype)
+        stored.read(start, values)
+        return values
+
+    def read(self, name: str, kind: str, start: int, numel: int, out: Tensor) -> None:
+        """The bytes of elements."""
+        stored = self._stored[name]
+        stored.read(start, out.view(stored.dtype))
+
+    def extent_of(self, piece: Piece) -> Extent | None:
+        """There are none."""
+        return None
+
+    def read_bytes(self, extent: Extent, begin: int, target: Tensor) -> None:
+        """Never called: see `extent_of`."""
+        raise NotImplementedError

@@ -1,0 +1,88 @@
+"""The data loader that `initialize` returns: torch's, in an order that can be taken up where it was left.
+
+The order of an epoch follows from a seed and the epoch's number alone, and is the same on all ranks, which take every
+n-th sample of it. So a position is one number, of samples that all ranks together have drawn, and a run goes on behind
+it with any number of ranks and any batch size. The loader takes no numbers from the program's own generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+
+class Order(Sampler[int]):
+    """This rank's samples of an epoch: a permutation from `start` on, dealt out in turn.
+
+    What is missing for equal shares is taken from the epoch's beginning, or with `drop_last` left out.
+    """
+
+    def __init__(self, count: int, *, rank: int, ranks: int, seed: int, drop_last: bool) -> None:
+        self.seed = seed
+        self.epoch = 0
+        self.start = 0
+        self._count = count
+        self._rank = rank
+        self._ranks = ranks
+        self._drop_last = drop_last
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self._count, generator=generator).tolist()
+        mine = order[self.start :]
+        missing = -len(mine) % self._ranks
+        if self._drop_last and missing:
+            mine = mine[: len(mine) + missing - self._ranks]
+        elif missing:
+            mine += (order * (missing // len(order) + 1))[:missing]
+        return iter(mine[self._rank :: self._ranks])
+
+    def __len__(self) -> int:
+        """Samples of a whole epoch for this rank."""
+        return self._count // self._ranks if self._drop_last else -(-self._count // self._ranks)
+
+
+class Loader(DataLoader[Any]):
+    """Each `iter()` begins a new epoch, but the first after `load_state_dict`: it goes on in the one of that time."""
+
+    def __init__(
+        self, data: Dataset[Any], *, rank: int, ranks: int, batch: int, seed: int, collate: Callable[..., Any] | None,
+        drop_last: bool,
+    ) -> None:  # fmt: skip
+        self._order = Order(len(cast(Sized, data)), rank=rank, ranks=ranks, seed=seed, drop_last=drop_last)
+        # Samples of all ranks in a full batch.
+        self._step = batch * ranks
+        # Epochs that have begun, samples of all ranks that were drawn in the latest, and whether that goes on.
+        self._epochs = 0
+        self._drawn = 0
+        self._goes_on = False
+        super().__init__(
+            data, batch_size=batch, sampler=self._order, collate_fn=collate, drop_last=drop_last,
+            generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
+
+    def __iter__(self) -> Any:
+        if not self._goes_on:
+            self._epochs, self._drawn = self._epochs + 1, 0
+        self._goes_on = False
+        self._order.epoch, self._order.start = self._epochs - 1, self._drawn
+        return self._counted(self._epochs, super().__iter__())
+
+    def _counted(self, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if epoch == self._epochs:
+                self._drawn += self._step
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the program is in its data; the same on every rank."""
+        return {"seed": self._order.seed, "epochs": self._epochs, "drawn": self._drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the batch that was drawn last when `state` was told."""
+        self._order.seed = int(state["seed"])
+        self._epochs, self._drawn = int(state["epochs"]), int(state["drawn"])
+        self._goes_on = self._epochs > 0 and self._drawn < len(cast(Sized, self.dataset))

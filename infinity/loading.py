@@ -1,0 +1,287 @@
+"""What `engine.load_checkpoint` does, in its order: collective from end to end, and alike on every rank.
+
+    found -> compared with the model, the optimizer and the sizes of files -> partitions -> whole units, buffers, state
+
+A load that is refused has changed nothing. One that fails once values are being overwritten says so, and the engine
+refuses to go on until a load succeeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from infinity.boundary import Boundary
+from infinity.checkpoint.files import Reader
+from infinity.checkpoint.format import (
+    BUFFER,
+    MANIFEST,
+    PARAM,
+    FileInfo,
+    Manifest,
+    RankIndex,
+    TensorInfo,
+    broken,
+    check_files,
+    complete,
+    find,
+    latest_tag,
+    read_manifest,
+)
+from infinity.checkpoint.load import Filling, Saved, Source, fill
+from infinity.checkpoint.matching import Match, match, report
+from infinity.checkpoint.pieces import holdings
+from infinity.checkpoint.ranks import together
+from infinity.checkpoint.spelling import decode
+from infinity.checkpoint.state import Trainee, check_run, restore_random, restore_run
+from infinity.checkpoint.stored import Stored
+from infinity.errors import CheckpointError, TransferError
+from infinity.log import Progress, logger
+from infinity.memory.partition import DTYPES
+from infinity.observer import Observer
+from infinity.ops.checksum import checksum
+from infinity.parts import Parts
+from infinity.saving import buffers_of, queue_of, tied_of
+from infinity.zero.weight_files import INDEX, SINGLE, WeightFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a program asks to be loaded."""
+
+    strict: bool = True
+    optimizer: bool = True
+    scheduler: bool = True
+    module_only: bool = False
+
+
+@dataclass
+class Found:
+    """A checkpoint, or a folder of weights, that suits the model. `manifest` and `indexes` are the checkpoint's."""
+
+    folder: Path
+    match: Match
+    manifest: Manifest | None = None
+    indexes: list[RankIndex] | None = None
+    client_state: Any = None
+
+
+def load_checkpoint(
+    trainee: Trainee, parts: Parts, boundary: Boundary, observer: Observer, directory: str | Path, tag: object = None,
+    wanted: Wanted | None = None,
+) -> tuple[str | None, Any]:  # fmt: skip
+    """See `Engine.load_checkpoint`."""
+    found: list[Found | None] = []
+    wanted = wanted or Wanted()
+    path = Path(directory)
+
+    def examine() -> str | None:
+        found.append(_find(trainee, parts, path, None if tag is None else str(tag), wanted))
+        return None if found[0] is None else str(found[0].manifest.id if found[0].manifest else found[0].folder)
+
+    seen = together(parts.mesh, "what to load", examine, path=path)
+    if len(set(seen)) > 1:
+        others = next(rank for rank, each in enumerate(seen) if each != seen[0])
+        raise CheckpointError(
+            path, f"rank 0 sees {seen[0] or 'no checkpoint'} here, rank {others} {seen[others] or 'none'}",
+            "Put it on a drive that all nodes share",
+        )  # fmt: skip
+    chosen = found[0]
+    if chosen is None:
+        return None, {}
+    with _overwriting(observer, chosen.folder):
+        _take_over(trainee, parts, chosen, wanted)
+        _restore(trainee, parts, boundary, chosen, wanted)
+    logger.info("loaded %s", chosen.folder)
+    return str(chosen.folder), chosen.client_state if chosen.manifest is not None else {}
+
+
+def resume(
+    load: Callable[[str], tuple[str | None, Any]], parts: Parts, directory: Path
+) -> tuple[str | None, Any]:
+    """See `Engine.resume`. `load` loads a tag of `directory`; it raises alike on all ranks."""
+
+    def look() -> tuple[list[str], list[tuple[str, str, bool]]]:
+        if parts.mesh.ranks.rank != 0:
+            return [], []
+        unusable = [(str(at), why, (at / MANIFEST).exists()) for at, why in broken(directory)]
+        return [folder.name for folder, _ in complete(directory)], unusable
+
+    tags, unusable = together(parts.mesh, "checkpoints to resume from", look, path=directory)[0]
+    failures: list[str] = []
+    for at, why, was_whole in unusable:
+        logger.warning("not resumed from %s: %s", at, why)
+        failures += [why] if was_whole else []
+    for tag in tags:
+        try:
+            return load(tag)
+        except CheckpointError as error:
+            logger.warning("not resumed from %s: %s", directory / tag, error)
+            failures.append(str(error))
+    if failures:
+        raise CheckpointError(
+            directory, f"none of its {len(failures)} checkpoints can be loaded, one because {failures[-1]}",
+            "Mend what the message says, or begin in another folder",
+        )  # fmt: skip
+    logger.info("there is no checkpoint to resume from in %s: the run begins", directory)
+    return None, {}
+
+
+def _find(trainee: Trainee, parts: Parts, directory: Path, tag: str | None, wanted: Wanted) -> Found | None:
+    """The checkpoint, looked at as far as can be without reading its tensors; None where there is none."""
+    folder = find(directory, tag)
+    if folder is None:
+        holds_weights = any((directory / name).is_file() for name in (INDEX, SINGLE))
+        if tag is None and latest_tag(directory) is None and holds_weights:
+            return _find_weights(parts, directory, wanted)
+        _say_none(directory, tag)
+        return None
+    manifest = read_manifest(folder)
+    indexes = check_files(folder, manifest)
+    if not wanted.module_only:
+        check_run(
+            trainee, manifest.engine, optimizer=wanted.optimizer and _has_states(manifest),
+            scheduler=wanted.scheduler, path=folder,
+        )  # fmt: skip
+    found = match(_tensors(parts), tied_of(parts.module), manifest.tensors, manifest.tied)
+    report(found, folder, strict=wanted.strict)
+    with Reader(folder, manifest, indexes) as reader:
+        for name, info in manifest.tensors.items():
+            lacking = [kind for kind in info.kinds if not reader.covered(name, kind, math.prod(info.shape))]
+            if lacking:
+                raise CheckpointError(
+                    folder, f"not all elements of {name} ({lacking[0]}) are in it", "Load another checkpoint"
+                )
+    client = _read_client(folder, manifest.client) if manifest.client is not None else {}
+    return Found(folder, found, manifest, indexes, decode(manifest.client_state, client))
+
+
+def _find_weights(parts: Parts, folder: Path, wanted: Wanted) -> Found:
+    """A folder of safetensors files."""
+    weights = WeightFolder(folder)
+    try:
+        found = match(_tensors(parts), tied_of(parts.module), Stored(weights.tensors).tensors, {})
+        report(found, folder, strict=wanted.strict)
+    finally:
+        weights.close()
+    return Found(folder, found)
+
+
+def _say_none(directory: Path, tag: str | None) -> None:
+    named = latest_tag(directory) if tag is None else tag
+    there = ", ".join(path.name for path, _ in complete(directory)[:5])
+    if named is not None and tag is None:
+        raise CheckpointError(
+            directory / named, "`latest` names it, but there is no complete checkpoint",
+            f"Pass one of the tags that are there: {there}" if there else "Load from another folder",
+        )  # fmt: skip
+    what = f"no checkpoint {tag!r}" if tag is not None else "no `latest`, and no tag was given"
+    logger.warning("nothing loaded: there is %s in %s%s", what, directory, f"; there are {there}" if there else "")
+
+
+def _has_states(manifest: Manifest) -> bool:
+    return any(info.trainable for info in manifest.tensors.values())
+
+
+def _tensors(parts: Parts) -> dict[str, TensorInfo]:
+    """What the model has."""
+    tensors = {
+        slot.name: TensorInfo(slot.shape, layout.dtype, layout.trainable, (PARAM,))
+        for layout in parts.plan.layouts
+        for slot in layout.slots
+    }
+    for name, dtype, buffer in buffers_of(parts.module):
+        tensors[name] = TensorInfo(tuple(buffer.shape), dtype, trainable=False, kinds=(BUFFER,))
+    return tensors
+
+
+def _read_client(folder: Path, info: FileInfo) -> dict[str, Tensor]:
+    data = (folder / info.name).read_bytes()
+    if checksum(data) != info.crc32c:
+        raise CheckpointError(folder / info.name, "its bytes are not those that were written", "Load an older one")
+    return load(data)
+
+
+@contextmanager
+def _overwriting(observer: Observer, folder: Path) -> Iterator[None]:
+    """Values of the engine are being replaced: it is unusable unless the block comes to its end."""
+    observer.broken = f"loading {folder} failed after values had been overwritten, and no load has succeeded since"
+    try:
+        yield
+    except (CheckpointError, TransferError) as error:
+        raise CheckpointError(
+            folder, f"loading failed after values of this engine had been overwritten: {error}",
+            "Call load_checkpoint() with another checkpoint before anything else",
+        ) from error  # fmt: skip
+    observer.broken = ""
+
+
+def _take_over(trainee: Trainee, parts: Parts, found: Found, wanted: Wanted) -> None:
+    """Partitions on every rank, then what is whole on the device."""
+    filling = Filling(
+        plan=parts.plan, rank=parts.mesh.ranks.rank, names=found.match.source,
+        moments=found.manifest is not None and wanted.optimizer and not wanted.module_only,
+        start=parts.stepper.start,
+    )  # fmt: skip
+
+    def job() -> None:
+        for settle in (parts.stepper.finish, parts.coordinator.next_step, parts.gradients.reset):
+            settle()
+        with _source(found, parts) as source:
+            fill(filling, parts.store, source)
+            _fill_buffers(parts, found, source)
+
+    together(parts.mesh, "partitions of a checkpoint", job, path=found.folder)
+    for unit in parts.units:
+        if unit.placed.whole:
+            unit.refresh()
+
+
+@contextmanager
+def _source(found: Found, parts: Parts) -> Iterator[Source]:
+    with ExitStack() as stack:
+        if found.manifest is None:
+            weights = WeightFolder(found.folder)
+            stack.callback(weights.close)
+            yield Stored(weights.tensors)
+            return
+        assert found.indexes is not None
+        queue = stack.enter_context(queue_of(parts))
+        total = sum(piece.nbytes for piece in holdings(parts.plan, parts.mesh.ranks.rank))
+        progress = Progress(f"loading {found.folder}", total)
+        yield Saved(
+            stack.enter_context(Reader(found.folder, found.manifest, found.indexes, queue, progress.advance))
+        )
+
+
+def _fill_buffers(parts: Parts, found: Found, source: Source) -> None:
+    for name, _, buffer in buffers_of(parts.module):
+        saved = found.match.source[name]
+        if saved is None or not buffer.numel():
+            continue
+        info = source.tensors[saved]
+        values = torch.empty(buffer.numel(), dtype=DTYPES[info.dtype])
+        source.read(saved, info.kinds[0], 0, buffer.numel(), values)
+        with torch.no_grad():
+            buffer.copy_(values.view(info.shape))
+
+
+def _restore(trainee: Trainee, parts: Parts, boundary: Boundary, found: Found, wanted: Wanted) -> None:
+    manifest, indexes = found.manifest, found.indexes
+    if manifest is None or indexes is None or wanted.module_only:
+        return
+    restore_run(
+        trainee, parts.stepper, boundary, manifest.engine, [index.singles for index in indexes], found.match.source,
+        optimizer=wanted.optimizer and _has_states(manifest), scheduler=wanted.scheduler,
+    )  # fmt: skip
+    rank = parts.mesh.ranks.rank
+    if rank < len(indexes):
+        restore_random(indexes[rank].rng, parts.device)

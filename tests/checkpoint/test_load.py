@@ -1,0 +1,269 @@
+"""What fits is loaded, exactly; what does not is refused whole, before anything is changed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import infinity
+from infinity.errors import CheckpointError, StateError
+from tests.checkpoint.test_format import flip
+from tests.support.models import token_batch
+from tests.support.oracle import Case, SmallModel, settings
+
+
+def engine_of(folder: Path, *, model: nn.Module | None = None, **options: Any) -> Any:
+    """An engine on the small model, or another one."""
+    if model is None:
+        torch.manual_seed(options.pop("seed", 0))
+        model = SmallModel()
+    given = {name: options.pop(name) for name in ("optimizer_given", "lr_scheduler") if name in options}
+    if "optimizer_given" in given:
+        given["optimizer"] = given.pop("optimizer_given")
+    else:
+        given["model_parameters"] = Case().groups(model)
+    return infinity.initialize(model=model, config=settings(folder / "nvme", **options), **given)[0]
+
+
+def train(engine: Any, steps: int = 2) -> None:
+    for step in range(steps):
+        engine.backward(engine(**token_batch(0, step, positions=8)))
+        engine.step()
+
+
+def states(engine: Any) -> dict[str, list[torch.Tensor]]:
+    """Masters and moments by name."""
+    found = {}
+    for name, param in engine.module.named_parameters():
+        state = infinity.state(param)
+        found[name] = [state.master, *((state.exp_avg, state.exp_avg_sq) if param.requires_grad else ())]
+    return found
+
+
+def same(one: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> bool:
+    return one.keys() == other.keys() and all(
+        len(one[name]) == len(other[name]) and all(map(torch.equal, one[name], other[name])) for name in one
+    )
+
+
+@pytest.fixture
+def saved(tmp_path) -> tuple[Path, dict[str, list[torch.Tensor]]]:
+    """A checkpoint in bf16, and what is in it."""
+    with engine_of(tmp_path, dtype="bf16") as engine:
+        train(engine)
+        engine.save_checkpoint(tmp_path / "out", client_state={"note": ("a", 1)})
+        return tmp_path / "out", states(engine)
+
+
+@pytest.mark.parametrize(
+    ("source", "targets"), [("fp32", ["bf16", "fp16"]), ("bf16", ["fp32", "fp16"]), ("fp16", ["bf16"])]
+)
+def test_masters_and_moments_are_exact_in_every_precision(tmp_path, source, targets):
+    with engine_of(tmp_path, dtype=source) as engine:
+        train(engine)
+        engine.save_checkpoint(tmp_path / "out")
+        expected = states(engine)
+    for target in targets:
+        with engine_of(tmp_path, dtype=target, param="nvme", optimizer="nvme", seed=3) as engine:
+            engine.load_checkpoint(tmp_path / "out")
+            found = states(engine)
+            fixed = {name for name, values in expected.items() if len(values) == 1}
+            assert all(
+                torch.equal(mine, theirs)
+                for name in expected.keys() - fixed
+                for mine, theirs in zip(found[name], expected[name], strict=True)
+            )
+            # Frozen ones have no master: they are as the run's precision keeps them.
+            assert all(torch.allclose(found[name][0], expected[name][0], atol=1e-2) for name in fixed)
+            train(engine, 1)
+
+
+def test_nothing_is_loaded_where_there_is_nothing(tmp_path, caplog):
+    with engine_of(tmp_path) as engine:
+        before = states(engine)
+        caplog.set_level("WARNING", logger="infinity")
+        assert engine.load_checkpoint(tmp_path / "nowhere") == (None, {})
+        assert "nothing loaded" in caplog.text
+        engine.save_checkpoint(tmp_path / "out", tag="a", save_latest=False)
+        caplog.clear()
+        assert engine.load_checkpoint(tmp_path / "out") == (None, {})
+        assert engine.load_checkpoint(tmp_path / "out", tag="b") == (None, {})
+        assert "no `latest`" in caplog.text and "there are a" in caplog.text and "no checkpoint 'b'" in caplog.text
+        assert engine.load_checkpoint(tmp_path / "out", tag="a")[0] == str(tmp_path / "out" / "a")
+        assert same(states(engine), before)
+
+
+class Renamed(SmallModel):
+    """One parameter has another name, one another shape, one is new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.final_norm = self.norm
+        del self.norm
+        self.positions = nn.Parameter(torch.zeros(16, 16))
+        self.extra = nn.Parameter(torch.zeros(3))
+
+
+def test_all_that_does_not_fit_is_one_error_and_nothing_is_changed(tmp_path, saved):
+    torch.manual_seed(5)
+    model = Renamed()
+    with engine_of(tmp_path, model=model, dtype="bf16") as engine:
+        before = states(engine)
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(saved[0])
+        text = str(caught.value)
+        for words in (
+            "missing in the checkpoint: ", "final_norm.weight (did you mean norm.weight?)", "extra",
+            "not in the model: norm.weight", "positions is [16, 16] in the model and [32, 16] here",
+            "Nothing was loaded",
+        ):  # fmt: skip
+            assert words in text, words
+        assert same(states(engine), before) and engine.global_steps == 0
+
+
+class Longer(SmallModel):
+    """One parameter more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.full((3,), 7.0))
+
+
+@pytest.mark.parametrize("place", ["gpu", "nvme"])
+def test_without_strict_what_matches_is_loaded(tmp_path, saved, place):
+    torch.manual_seed(5)
+    with engine_of(tmp_path, model=Longer(), dtype="bf16", param=place, optimizer=place) as engine:
+        with pytest.raises(CheckpointError, match=r"(?s)missing.*extra.*load_module_strict=False"):
+            engine.load_checkpoint(saved[0])
+        engine.load_checkpoint(saved[0], load_module_strict=False)
+        found = states(engine)
+        assert torch.equal(found.pop("extra")[0], torch.full((3,), 7.0))
+        assert same(found, saved[1])
+        assert engine.global_steps == 2
+
+
+def test_another_optimizer_is_refused_and_its_weights_are_offered(tmp_path, saved):
+    given = {"optimizer_given": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)}
+    with engine_of(tmp_path, dtype="bf16", seed=4, **given) as engine:
+        with pytest.raises(CheckpointError, match=r"AdamW, and this .* with SGD.*load_optimizer_states=False"):
+            engine.load_checkpoint(saved[0])
+        engine.load_checkpoint(saved[0], load_optimizer_states=False)
+        for name, param in engine.module.named_parameters():
+            assert torch.equal(infinity.state(param).master, saved[1][name][0])
+
+
+def test_parts_of_a_checkpoint_are_loaded_alone(tmp_path, saved):
+    for options, steps in ((({"load_optimizer_states": False}), 2), ({"load_module_only": True}, 0)):
+        with engine_of(tmp_path, dtype="bf16", seed=4) as engine:
+            path, client = engine.load_checkpoint(saved[0], **options)
+            assert path is not None and client == {"note": ("a", 1)}
+            found = states(engine)
+            assert all(torch.equal(found[name][0], saved[1][name][0]) for name in found)
+            assert all(not value.any() for values in found.values() for value in values[1:])
+            assert engine.global_steps == steps
+
+
+def test_a_checkpoint_without_frozen_parameters_takes_them_from_the_model(tmp_path):
+    with engine_of(tmp_path) as engine:
+        train(engine)
+        engine.save_checkpoint(tmp_path / "out", exclude_frozen_parameters=True)
+        expected = states(engine)
+    assert not list((tmp_path / "out" / "global_step2").glob("*frozen*"))
+    with engine_of(tmp_path, param="cpu", seed=8) as engine:
+        own = states(engine)
+        engine.load_checkpoint(tmp_path / "out")
+        found = states(engine)
+        for name in found:
+            kept = own if name.startswith("fixed") else expected
+            assert all(map(torch.equal, found[name], kept[name])), name
+
+
+def test_a_parameter_that_was_frozen_begins_its_moments(tmp_path):
+    with engine_of(tmp_path) as engine:
+        train(engine)
+        engine.save_checkpoint(tmp_path / "out")
+        expected = states(engine)
+    torch.manual_seed(6)
+    model = SmallModel()
+    model.fixed.requires_grad_(True)
+    with engine_of(tmp_path, model=model) as engine:
+        engine.load_checkpoint(tmp_path / "out")
+        found = states(engine)
+        assert torch.equal(found["fixed.weight"][0], expected["fixed.weight"][0])
+        assert not found["fixed.weight"][1].any()
+        assert torch.equal(found["norm.weight"][1], expected["norm.weight"][1])
+        train(engine, 1)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_folder_of_safetensors_is_weights(tmp_path, dtype):
+    torch.manual_seed(11)
+    model = SmallModel()
+    tensors = {name: value.clone() for name, value in model.state_dict().items() if name != "head.weight"}
+    (tmp_path / "hf").mkdir()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    with engine_of(tmp_path, dtype=dtype, param="nvme", optimizer="cpu", seed=1) as engine:
+        train(engine)
+        path, client = engine.load_checkpoint(tmp_path / "hf", load_optimizer_states=False)
+        assert (path, client) == (str(tmp_path / "hf"), {})
+        for name, param in engine.module.named_parameters():
+            found = infinity.state(param).master
+            assert torch.equal(found, tensors[name] if param.requires_grad else tensors[name].to(param.dtype).float())
+
+
+def test_damage_found_while_loading_is_named_and_the_engine_waits_for_a_good_load(tmp_path):
+    with engine_of(tmp_path, param="nvme", optimizer="nvme") as engine:
+        train(engine)
+        engine.save_checkpoint(tmp_path / "out", tag="good")
+        good = states(engine)
+        train(engine)
+        engine.save_checkpoint(tmp_path / "out", tag="bad")
+        (name,) = (tmp_path / "out" / "bad").glob("*states.bin")
+        flip(name, random.Random(0).randrange(name.stat().st_size))
+        with pytest.raises(CheckpointError, match=rf"(?s)overwritten.*{name.name}"):
+            engine.load_checkpoint(tmp_path / "out")
+        with pytest.raises(StateError, match="no load has succeeded since"):
+            engine(**token_batch(0, 0, positions=8))
+        engine.load_checkpoint(tmp_path / "out", tag="good")
+        assert same(states(engine), good)
+        train(engine, 1)
+
+
+def test_a_missing_file_is_found_before_anything_is_changed(tmp_path, saved):
+    (name,) = (saved[0] / "global_step2").glob("*weights.bin")
+    name.rename(name.with_suffix(".away"))
+    with engine_of(tmp_path, dtype="bf16", seed=2) as engine:
+        before = states(engine)
+        with pytest.raises(CheckpointError, match=rf"{name.name}: it is missing"):
+            engine.load_checkpoint(saved[0])
+        assert same(states(engine), before)
+        train(engine, 1)
+
+
+def test_torch_schedulers_and_optimizers_go_on(tmp_path):
+    """A rule of torch's that keeps single values, a scheduler with a counter as its state, and a rate set by hand."""
+
+    def make(seed: int) -> Any:
+        return engine_of(
+            tmp_path, seed=seed, param="cpu", dtype="bf16",
+            optimizer_given=lambda p: torch.optim.NAdam(p, lr=1e-3),
+            lr_scheduler=lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3, 4], gamma=0.5),
+        )  # fmt: skip
+
+    with make(0) as engine:
+        train(engine, 2)
+        engine.optimizer.param_groups[0]["lr"] *= 1.5
+        engine.save_checkpoint(tmp_path / "out")
+        train(engine, 3)
+        expected, rate = states(engine), engine.get_lr()
+    with make(1) as engine:
+        engine.load_checkpoint(tmp_path / "out")
+        train(engine, 3)
+        assert same(states(engine), expected)
+        assert engine.get_lr() == rate

@@ -1,0 +1,237 @@
+"""A save is whole or not there: full drives, failing ranks, killed saves, retention, one tag twice."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.checkpoint import files, publish
+from infinity.checkpoint.format import check_files, complete, find, read_manifest
+from infinity.errors import CheckpointError, StateError, TransferError
+from infinity.ops import file as ops_file
+from tests.checkpoint.cells import join
+from tests.checkpoint.test_load import engine_of, same, states, train
+from tests.support.models import token_batch
+
+
+def listing(directory: Path) -> dict[str, int]:
+    """Files below a folder, with their sizes."""
+    return {str(path.relative_to(directory)): path.stat().st_size for path in directory.rglob("*") if path.is_file()}
+
+
+def test_gradients_that_accumulate_are_not_saved(tmp_path):
+    with engine_of(tmp_path, accumulation=2) as engine:
+        engine.backward(engine(**token_batch(0, 0, positions=8)))
+        engine.step()
+        with pytest.raises(StateError, match=r"micro-step 1, 2 make a step.*engine.zero_grad\(\)"):
+            engine.save_checkpoint(tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        engine.backward(engine(**token_batch(0, 1, positions=8)))
+        engine.step()
+        assert engine.save_checkpoint(tmp_path / "out") == "global_step1"
+
+
+@pytest.mark.parametrize("where", ["reserve", "write", "sync", "manifest"])
+def test_a_drive_that_fails_leaves_the_older_checkpoint_and_the_run(tmp_path, monkeypatch, where):
+    with engine_of(tmp_path, param="nvme", optimizer="cpu") as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path / "out", tag="a")
+        before = listing(tmp_path / "out")
+        with monkeypatch.context() as patched:
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if where == "reserve":
+                fail_at(patched, ops_file.os, "posix_fallocate", full, call=2)
+                expected = (TransferError, r"create of \d+ bytes.*bytes were free, \d+ are needed")
+            elif where == "write":
+                late = TransferError("write", path="p", offset=0, nbytes=9, errno=errno.EIO, reason="bad")
+                patched.setattr(files.Writer, "wait", lambda *_: raise_(late))
+                expected = (TransferError, r"write of 9 bytes at offset 0 of p failed: bad")
+            elif where == "sync":
+                fail_at(patched, ops_file.os, "fdatasync", full, call=2)
+                expected = (TransferError, r"sync of .* No space left")
+            else:
+                patched.setattr(publish, "replace_file", lambda *_: raise_(full))
+                expected = (OSError, "No space left")
+            with pytest.raises(expected[0], match=expected[1]):
+                engine.save_checkpoint(tmp_path / "out", tag="b")
+        assert listing(tmp_path / "out") == before
+        train(engine, 1)
+        engine.store.check()
+        engine.save_checkpoint(tmp_path / "out", tag="b")
+        assert [path.name for path, _ in complete(tmp_path / "out")] == ["b", "a"]
+
+
+def fail_at(patched: pytest.MonkeyPatch, module: Any, name: str, error: OSError, call: int) -> None:
+    """The so-many-th call of a function fails."""
+    real = getattr(module, name)
+    calls = []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(name)
+        if len(calls) >= call:
+            raise error
+        return real(*arguments)
+
+    patched.setattr(module, name, failing)
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+def one_rank_fails(rank: int, world: int, folder: str) -> list[str]:
+    """Rank 1's drive is full, then a rank names another tag: what each rank meets."""
+    join(world)
+    seen = []
+    out = Path(folder) / "out"
+    with engine_of(Path(folder), param="nvme", dtype="bf16", checkpoint={"tag_validation": "Fail"}) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(out, tag="a")
+        real = os.posix_fallocate
+        if rank == 1:
+            ops_file.os.posix_fallocate = lambda *_: raise_(OSError(errno.ENOSPC, "No space left on device"))
+        try:
+            engine.save_checkpoint(out, tag="b")
+        except (CheckpointError, TransferError) as error:
+            seen.append(f"{type(error).__name__}: {error}")
+        os.posix_fallocate = real
+        try:
+            engine.save_checkpoint(out, tag=f"tag{rank}")
+        except CheckpointError as error:
+            seen.append(str(error))
+        if rank == 1:
+            (Path(out) / "a" / read_manifest(out / "a").ranks[1].name).write_bytes(b"{}")
+        try:
+            engine.load_checkpoint(out)
+        except CheckpointError as error:
+            seen.append(str(error))
+        train(engine, 1)
+        engine.save_checkpoint(out, tag="c")
+    return seen
+
+
+def test_when_one_rank_fails_every_rank_raises_and_training_goes_on(rank_pools, tmp_path):
+    first, second = rank_pools[2].run(one_rank_fails, str(tmp_path))
+    assert first[0].startswith("CheckpointError") and "rank 1 failed with TransferError: create of" in first[0]
+    assert second[0].startswith("TransferError") and "No space left" in second[0]
+    for said in (first[1], second[1]):
+        assert "rank 0 saves 'tag0'" in said and "rank 1 'tag1'" in said and "same folder and tag" in said
+    assert all("rank-00001.json" in said[2] for said in (first, second))
+    assert [path.name for path, _ in complete(tmp_path / "out")] == ["c"]
+    assert not (tmp_path / "out" / "b").exists() and not (tmp_path / "out" / "tag0").exists()
+
+
+def test_retention_bounds_the_drive_and_descriptors(tmp_path):
+    out = tmp_path / "out"
+    with engine_of(tmp_path, param="nvme", optimizer="nvme", checkpoint={"keep_last": 3, "keep_every": 8}) as engine:
+        counts, sizes = [], []
+        for step in range(20):
+            train(engine, 1)
+            assert engine.save_checkpoint(out) == f"global_step{step + 1}"
+            counts.append(len(os.listdir("/proc/self/fd")))
+            names = sorted((path.name for path in out.iterdir() if path.is_dir()), key=lambda name: int(name[11:]))
+            kept = {1 + age for age in range(20) if age <= step and (age > step - 3 or (age + 1) % 8 == 0)}
+            assert names == [f"global_step{number}" for number in sorted(kept)]
+            sizes.append(sum(os.stat(path).st_blocks for path in {p.stat().st_ino: p for p in out.rglob("*")}.values()))
+        assert max(counts[3:]) == min(counts[3:])
+        # Three of the latest, and two for good.
+        assert max(sizes) <= 5.5 * sizes[0]
+        assert find(out) == out / "global_step20"
+        for folder, manifest in complete(out):
+            check_files(folder, manifest)
+
+
+def test_frozen_parameters_that_have_not_changed_are_shared(tmp_path):
+    out = tmp_path / "out"
+
+    def links(tag: str) -> int:
+        (path,) = (out / tag).glob("*frozen*")
+        return path.stat().st_nlink
+
+    with engine_of(tmp_path, param="nvme", checkpoint={"keep_last": 2}) as engine:
+        for tag in ("a", "b", "c"):
+            train(engine, 1)
+            engine.save_checkpoint(out, tag=tag)
+        assert links("c") == links("b") == 2 and not (out / "a").exists()
+        fixed = engine.module.fixed.weight
+        with infinity.modify(fixed):
+            fixed.mul_(2)
+        engine.save_checkpoint(out, tag="d")
+        assert links("d") == 1
+        expected = states(engine)
+    with engine_of(tmp_path, seed=3) as engine:
+        engine.load_checkpoint(out)
+        assert same(states(engine), expected)
+
+
+def test_one_tag_twice_is_replaced_at_one_moment(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with engine_of(tmp_path) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(out, tag="best")
+        first, before = read_manifest(out / "best"), states(engine)
+        train(engine, 1)
+        held = []
+        real = publish.replace_file
+
+        def look(path: Path, data: bytes) -> None:
+            # The last moment: all new files are there, and the old checkpoint is still the one.
+            if path.name == "manifest.json":
+                assert read_manifest(out / "best") == first
+                check_files(out / "best", first)
+                held.append(len(list((out / "best").iterdir())))
+            real(path, data)
+
+        monkeypatch.setattr(publish, "replace_file", look)
+        engine.save_checkpoint(out, tag="best")
+        assert held == [9], "two saves of three files and an index, one manifest"
+        assert len(list((out / "best").iterdir())) == 5
+        assert not same(states(engine), before)
+        now = states(engine)
+        train(engine, 1)
+        engine.load_checkpoint(out)
+        assert same(states(engine), now)
+
+
+def test_what_a_killed_save_has_left_is_removed_by_the_next(tmp_path):
+    out = tmp_path / "out"
+    with engine_of(tmp_path) as engine:
+        engine.save_checkpoint(out, tag="a")
+        for name in ("a/0123456789ab.rank-00000.states.bin", "b/0123456789ab.rank-00001.json.part", "b/note.txt"):
+            (out / name).parent.mkdir(exist_ok=True)
+            (out / name).write_bytes(b"left")
+        (out / "notes").mkdir()
+        engine.save_checkpoint(out, tag="c")
+    left = [path for path in out.rglob("*") if path.is_file() and path.read_bytes() == b"left"]
+    assert left == [out / "b" / "note.txt"]
+    assert (out / "notes").is_dir()
+
+
+def test_two_runs_do_not_save_into_one_folder_at_a_time(tmp_path):
+    with engine_of(tmp_path) as engine:
+        with publish.claimed(tmp_path / "out"), pytest.raises(CheckpointError, match="another save into it"):
+            engine.save_checkpoint(tmp_path / "out")
+        engine.save_checkpoint(tmp_path / "out")
+
+
+@pytest.mark.parametrize("tag", ["", "a/b", "..", "latest", " a"])
+def test_a_tag_is_the_name_of_a_folder(tmp_path, tag):
+    with engine_of(tmp_path) as engine, pytest.raises(CheckpointError, match="cannot be the tag"):
+        engine.save_checkpoint(tmp_path / "out", tag=tag)
+
+
+def test_client_state_that_would_be_pickled_is_refused_before_anything_is_written(tmp_path):
+    with engine_of(tmp_path) as engine:
+        with pytest.raises(CheckpointError, match=r"client_state.a\[0\] is a builtins.object"):
+            engine.save_checkpoint(tmp_path / "out", client_state={"a": [object()]})
+        assert not (tmp_path / "out").exists()
+        state = {"tensor": torch.arange(5), "best": (1.5, None), "by": {3: "x"}}
+        engine.save_checkpoint(tmp_path / "out", client_state=state)
+        _, again = engine.load_checkpoint(tmp_path / "out")
+        assert torch.equal(again.pop("tensor"), state.pop("tensor")) and again == state

@@ -1,0 +1,36 @@
+"""What a checkpoint holds, as plain tensors: for comparing one with another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.files import Reader
+from infinity.checkpoint.format import check_files, find, read_manifest
+from infinity.memory.partition import DTYPES
+
+
+def contents(directory: Path, tag: str | None = None) -> dict[tuple[str, str], Tensor]:
+    """Every tensor of every kind, flat, by (tensor, kind). All of it has been verified."""
+    folder = find(directory, tag)
+    assert folder is not None, f"no checkpoint {tag} in {directory}"
+    manifest = read_manifest(folder)
+    found = {}
+    with Reader(folder, manifest, check_files(folder, manifest)) as reader:
+        for name, info in manifest.tensors.items():
+            numel = int(torch.Size(info.shape).numel())
+            for kind in info.kinds:
+                values = torch.empty(numel, dtype=DTYPES[reader.dtype(name, kind)]) if numel else torch.empty(0)
+                reader.read(name, kind, 0, numel, values)
+                found[name, kind] = values
+        sum(reader.verify())
+    return found
+
+
+def assert_same(first: dict[tuple[str, str], Tensor], second: dict[tuple[str, str], Tensor]) -> None:
+    """Bit by bit."""
+    assert first.keys() == second.keys()
+    for key, values in first.items():
+        assert torch.equal(values.view(torch.uint8), second[key].view(torch.uint8)), f"{key} differs"
