@@ -93,7 +93,6 @@ def initialize(
     _check_model(model)
     ranks = detect()
     resolved = _resolve(config if config is not None else config_params, args, model, ranks, optimizer)
-    check_installed(resolved.config)
     start(ranks.rank, resolved.config.log_level)
     device = Device.detect(ranks.local_rank)
     spool = spool_of(list(model.parameters()))
@@ -184,6 +183,7 @@ def _resolve(source: ConfigSource, args: Any, model: nn.Module, ranks: Ranks, op
         model_dtype=known, optimizer_lr=float(lr) if lr is not None else None,  # type: ignore[arg-type]
     )  # fmt: skip
     resolved = resolve(load_config(source), context)
+    check_installed(resolved.config)
     paths = {path for path in (resolved.param_nvme_path, resolved.optimizer_nvme_path) if path is not None}
     if len(paths) > 1:
         named = " and ".join(sorted(", ".join(path) for path in paths))
