@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity import loading, saving
+from infinity import exporting, loading, precision, saving
 from infinity.boundary import Boundary, Verdict
 from infinity.breakdown import Breakdown
 from infinity.checkpoint.background import Background
@@ -25,7 +25,6 @@ from infinity.errors import ConfigError, StateError
 from infinity.loading import Wanted
 from infinity.log import logger
 from infinity.memory.host import trim
-from infinity.memory.partition import DTYPES
 from infinity.memory.report import MemoryReport
 from infinity.observer import Observer
 from infinity.ops.adam import shutdown_threads
@@ -107,7 +106,8 @@ class Engine(nn.Module):
         self._observer.begin_step(self.global_steps + 1)
         if self.training:
             self._progress.called(args, kwargs)
-        with self._observer.phase("forward", self._abandon), self._autocast():
+        under = precision.autocast(self.config.config.torch_autocast, self.device)
+        with self._observer.phase("forward", self._abandon), under:
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -117,18 +117,9 @@ class Engine(nn.Module):
         either scaling (and so not with fp16's loss scale).
         """
         self._alive("run backward")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise StateError(
-                "engine.backward needs a loss of one element that requires a gradient, got "
-                + (
-                    f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-                    if isinstance(loss, Tensor)
-                    else repr(loss)
-                )
-            )
         factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         factor *= self.loss_scale
-        scaled = loss if factor == 1.0 else loss.float() * factor
+        scaled = precision.scaled(loss, factor)
         if self._boundary.early and self.is_gradient_accumulation_boundary():
             self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
         self.coordinator.begin_backward(scaled=True)
@@ -263,10 +254,7 @@ class Engine(nn.Module):
         return self._boundary.norm
 
     def get_grad_norms(self) -> dict[str, float]:
-        """Norms by parameter of the latest step's gradients, before clipping, as `get_global_grad_norm` is of all of
-        them; frozen parameters and those without a gradient are left out. After `step()`, before the next backward,
-        else StateError. Collective; costs something only when it is called.
-        """
+        """The same by parameter, where there was a gradient. After `step()`, before the next backward. Collective."""
         self._alive("tell the norms of gradients")
         return self._boundary.grad_norms()
 
@@ -285,10 +273,8 @@ class Engine(nn.Module):
         return self._observer.timeline(path)
 
     def step_times(self) -> StepTimes:
-        """Where the time of the latest optimizer step went: parts and waits that add up to it.
-
-        With `wall_clock_breakdown` on every rank, with `steps_per_print` or a monitor on rank 0; else StateError.
-        """
+        """Where the time of the latest optimizer step went: parts and waits that add up to it. StateError where nothing
+        in the configuration has it counted (docs/monitoring.md)."""
         return self._progress.step_times()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -352,6 +338,36 @@ class Engine(nn.Module):
             raise ConfigError("resume() needs a folder: pass one, or set checkpoint.path")
         return loading.resume(lambda tag: self.load_checkpoint(directory, tag), self._parts, Path(directory))
 
+    def export(
+        self, folder: str | os.PathLike[str], dtype: str = "bf16", *, max_shard_size: int | str = "5GB",
+        one_file: bool = False, tokenizer: Any = None,
+    ) -> Path:  # fmt: skip
+        """Write the model as a Hugging Face folder for `from_pretrained`; returns it. Collective, in bounded memory.
+
+        Weights as safetensors, in files of at most `max_shard_size` or in one; config.json, generation_config.json, and
+        tokenizer files as they are in the folder that the model came from, or of `tokenizer`. Of a peft model its
+        adapters. dtype: "fp32" (of the master weights), "bf16" or "fp16". All ranks must see the folder, which becomes
+        what it is in the end by a rename; other files in it stay.
+        """
+        self._alive("export")
+        return exporting.export(
+            self._parts, os.fspath(folder), dtype=dtype, max_shard_size=max_shard_size, one_file=one_file,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
+        """DeepSpeed's name for `export` in 16 bits. Nothing is pickled: "pytorch_model.bin" is "model.safetensors"."""
+        self._alive("export")
+        stem = Path(save_filename).stem
+        exporting.export(
+            self._parts, os.fspath(save_dir), dtype="fp16" if self.config.compute_dtype == "fp16" else "bf16",
+            stem="model" if stem == "pytorch_model" else stem, frozen=not exclude_frozen_parameters,
+        )  # fmt: skip
+        return True
+
     # The end.
 
     def close(self) -> None:
@@ -413,14 +429,6 @@ class Engine(nn.Module):
     def _on_landed(self, unit: Unit) -> None:
         final = self.is_gradient_accumulation_boundary()
         self._stepper.landed(unit.layout.index, self.gradients.arrived[unit], final=final)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """What `torch_autocast` asks for. torch's cache would keep a copy of every weight to the end of forward."""
-        section = self.config.config.torch_autocast
-        if not section.enabled:
-            # The program may have an autocast of its own.
-            return nullcontext()
-        return torch.autocast(self.device.type, DTYPES[section.dtype], cache_enabled=False)
 
     def _alive(self, verb: str, *, broken_is_fine: bool = False) -> None:
         if self._closed:

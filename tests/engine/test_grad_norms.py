@@ -57,6 +57,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"stage": 1, "optimizer": "cpu", "accumulation": 2},
     {"stage": 2, "optimizer": "nvme", "accumulation": 2, "clip": 0.05},
     {"stage": 3, "param": "nvme", "optimizer": "nvme", "accumulation": 2},
+    # Every matrix in several tiles, of which each is a unit.
+    {"stage": 3, "param": "cpu", "optimizer": "nvme", "accumulation": 2, "zero": {"tile_parameters": 200}},
 ]
 
 
