@@ -182,8 +182,7 @@ def _assembled(owner: Owner, param: nn.Parameter) -> Iterator[Tensor | None]:
         # Whole by itself, or by a block around this one.
         yield None if tiles is None else param.data
         return
-    first = tiles.tiles[0].param
-    data = torch.empty(param.shape, dtype=first.dtype, device=first.device)
+    data = torch.empty(param.shape, dtype=param.dtype, device=param.device)
     for tile in tiles.tiles:
         with gathered(owner, [tile.unit]):
             data[tile.start : tile.stop].copy_(tile.param.detach())

@@ -28,8 +28,12 @@ def engine_of(nvme: Path | str, cell: dict[str, Any], *, seed: int) -> Engine:
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.01)
-    options = {key: value for key, value in cell.items() if key != "world"}
-    config = settings(nvme, zero={"sub_group_size": 3000 + 1000 * cell["world"]}, **options)
+    options = {key: value for key, value in cell.items() if key not in ("world", "tiles")}
+    zero = {"sub_group_size": 3000 + 1000 * cell["world"]}
+    if cell.get("tiles"):
+        # Smaller than every matrix.
+        zero["tile_parameters"] = 200
+    config = settings(nvme, zero=zero, **options)
     return infinity.initialize(model=model, config=config, model_parameters=case.groups(model))[0]
 
 

@@ -42,9 +42,10 @@ def test_two_ranks_go_on_with_the_same_bits(rank_pools, tmp_path):
 
 
 ELASTIC = [
-    {"world": world, "stage": stage, "param": param, "optimizer": optimizer, "dtype": "bf16"}
-    for world, stage, param, optimizer in (
-        (1, 2, "gpu", "cpu"), (2, 3, "cpu", "nvme"), (2, 0, "gpu", "gpu"), (4, 3, "nvme", "gpu"),
+    {"world": world, "stage": stage, "param": param, "optimizer": optimizer, "dtype": "bf16", "tiles": tiles}
+    for world, stage, param, optimizer, tiles in (
+        (1, 2, "gpu", "cpu", False), (2, 3, "cpu", "nvme", True), (2, 0, "gpu", "gpu", False),
+        (4, 3, "nvme", "gpu", False),
     )
 ]  # fmt: skip
 
