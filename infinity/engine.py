@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity import loading, saving
+from infinity import exporting, loading, saving
 from infinity.boundary import Boundary, Verdict
 from infinity.breakdown import Breakdown
 from infinity.checkpoint.background import Background
@@ -328,6 +328,36 @@ class Engine(nn.Module):
         if directory is None:
             raise ConfigError("resume() needs a folder: pass one, or set checkpoint.path")
         return loading.resume(lambda tag: self.load_checkpoint(directory, tag), self._parts, Path(directory))
+
+    def export(
+        self, folder: str | os.PathLike[str], dtype: str = "bf16", *, max_shard_size: int | str = "5GB",
+        one_file: bool = False, tokenizer: Any = None,
+    ) -> Path:  # fmt: skip
+        """Write the model as a Hugging Face folder for `from_pretrained`; returns it. Collective, in bounded memory.
+
+        Weights as safetensors, in files of at most `max_shard_size` or in one; config.json, generation_config.json, and
+        tokenizer files as they are in the folder that the model came from, or of `tokenizer`. Of a peft model its
+        adapters. dtype: "fp32" (of the master weights), "bf16" or "fp16". All ranks must see the folder, which becomes
+        what it is in the end by a rename; other files in it stay.
+        """
+        self._alive("export")
+        return exporting.export(
+            self._parts, os.fspath(folder), dtype=dtype, max_shard_size=max_shard_size, one_file=one_file,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
+        """DeepSpeed's name for `export` in 16 bits. Nothing is pickled: "pytorch_model.bin" is "model.safetensors"."""
+        self._alive("export")
+        stem = Path(save_filename).stem
+        exporting.export(
+            self._parts, os.fspath(save_dir), dtype="fp16" if self.config.compute_dtype == "fp16" else "bf16",
+            stem="model" if stem == "pytorch_model" else stem, frozen=not exclude_frozen_parameters,
+        )  # fmt: skip
+        return True
 
     # The end.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from infinity.config.units import format_bytes
 from infinity.log import logger
 from infinity.memory.ledger import Ledger
 from infinity.plan.types import Tier
@@ -54,6 +55,6 @@ class Progress:
             parts.append(f"loss scale {scale:g}")
         if skipped:
             parts.append(f"{skipped} skipped")
-        held = ", ".join(f"{tier.value} {self._ledger.total(tier) / 1e9:.2f} GB" for tier in Tier)
+        held = ", ".join(f"{tier.value} {format_bytes(self._ledger.total(tier))}" for tier in Tier)
         logger.info("step %d: %s; %s", step, ", ".join(parts), held)
         self._since, self._samples, self._tokens = now, samples, 0

@@ -7,7 +7,6 @@ A save that fails, on whatever rank, leaves the checkpoint that was there, and t
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.boundary import Boundary
 from infinity.checkpoint.background import Background, Together
+from infinity.checkpoint.describe import describe
 from infinity.checkpoint.files import Reader
 from infinity.checkpoint.format import (
     BUFFER,
@@ -334,8 +334,4 @@ def _tensors(order: Order, parts: Parts) -> dict[str, TensorInfo]:
 def _module(module: nn.Module) -> dict[str, Any]:
     """What the model is, for readers that have none of its code."""
     kind = type(module)
-    config: Any = getattr(module, "config", None)
-    found: dict[str, Any] = {"class": f"{kind.__module__}.{kind.__qualname__}"}
-    if hasattr(config, "to_json_string"):
-        found["config"] = json.loads(config.to_json_string())
-    return found
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "export": describe(module).to_json()}

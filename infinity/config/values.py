@@ -155,6 +155,10 @@ def _fraction(value: Any) -> float:
     return number
 
 
+def _check(value: Any) -> bool | str:
+    return value.lower() if isinstance(value, str) and value.lower() == "sampled" else read_flag(value)
+
+
 def _share(value: Any) -> float:
     number = _fraction(value)
     if not number:
@@ -171,6 +175,7 @@ def _expected(words: str, convert: Callable[[Any], Any]) -> BeforeValidator:
 
 
 Flag = Annotated[bool, _expected("true or false", read_flag)]
+Check = Annotated[bool | Literal["sampled"], _expected('true, false or "sampled"', _check)]
 Int = Annotated[int, _expected("a whole number", _whole())]
 Natural = Annotated[int, _expected("a whole number of at least 0", _whole(least=0))]
 Count = Annotated[int, _expected("a whole number of at least 1", _whole(least=1))]

@@ -37,6 +37,10 @@ from infinity.plan.plan import Plan
 from infinity.plan.stepping import STEP_READS
 from infinity.plan.types import Key, Kind
 
+# Gradients are measured behind the program when there are as many bytes of them, or as many units.
+_MEASURED_NBYTES_MIN = 1 << 20
+_MEASURED_UNITS_MAX = 64
+
 
 @dataclass(slots=True)
 class _Pass:
@@ -73,6 +77,8 @@ class Stepper:
         self._thread = ThreadPoolExecutor(1, "infinity-step") if behind else None
         self._under_way: list[tuple[Future[None], Reservation]] = []
         self._stats: dict[int, tuple[float, int]] = {}
+        # Units whose gradients are complete and not yet measured, and the bytes of those.
+        self._unmeasured: dict[int, int] = {}
         # The step that has begun in this backward.
         self._early: _Pass | None = None
         self._groups_of: dict[int, list[SubGroup]] = {}
@@ -118,14 +124,23 @@ class Stepper:
             self._measure([unit], None)
             self._step_early(self._early, unit, arrived)
         elif final and self._thread is not None:
-            reservation = Reservation()
-            self._store.reserve(reservation, Key(Kind.GRAD, unit))
-            self._go_on(reservation, self._measure, [unit], reservation)
+            self._unmeasured[unit] = self._store[Key(Kind.GRAD, unit)].spec.nbytes
+            # Handing over costs more than measuring a little; what is left at the boundary is measured there.
+            if (
+                sum(self._unmeasured.values()) >= _MEASURED_NBYTES_MIN
+                or len(self._unmeasured) >= _MEASURED_UNITS_MAX
+            ):
+                units = [*self._unmeasured]
+                self._unmeasured.clear()
+                reservation = Reservation()
+                self._store.reserve(reservation, *(Key(Kind.GRAD, each) for each in units))
+                self._go_on(reservation, self._measure, units, reservation)
 
     def grad_stats(self) -> tuple[float, int]:
         """Sum of squares (fp64) of this rank's accumulated gradients, and the number of non-finite elements."""
         if self._early is None:
             self.finish()
+        self._unmeasured.clear()
         missing = [
             layout.index for layout in self._plan.layouts if layout.trainable and layout.index not in self._stats
         ]

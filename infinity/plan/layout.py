@@ -6,7 +6,7 @@ the tail is padded so that every rank's partition has the same size. Offsets do 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -158,3 +158,13 @@ def cut_sub_groups(
         open_numel += numel
     close()
     return tuple(SubGroup(index, slices) for index, slices in enumerate(groups))
+
+
+def slices_of(groups: Sequence[SubGroup], unit: int) -> Iterator[tuple[SubGroup, Slice, int]]:
+    """Where the states of a unit's partition lie: (sub-group, slice of the partition, its start in the states)."""
+    for group in groups:
+        at = 0
+        for piece in group.slices:
+            if piece.unit == unit:
+                yield group, piece, at
+            at += piece.numel

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.budget import settle
-from infinity.plan.capacity import Capacity, amount, excesses, in_words
+from infinity.plan.capacity import Capacity, excesses, in_words
 from infinity.plan.fetch import FetchBudget, FetchSchedule, Timing, make_schedule
 from infinity.plan.gradients import Scratch, left_nbytes, make_scratch
 from infinity.plan.homes import FROZEN_TRAFFIC, PARAM_TRAFFIC, STATES_TRAFFIC, Value
@@ -210,11 +211,11 @@ class Plan:
             f"{sum(placed.whole for placed in units)} units stay gathered",
         ]
         for tier, kinds in self.bytes_by_tier().items():
-            parts = ", ".join(f"{in_words(kind)} {amount(nbytes)}" for kind, nbytes in kinds.items())
-            lines.append(f"  {tier.value:<5} {amount(sum(kinds.values())):>10}  {parts}")
+            parts = ", ".join(f"{in_words(kind)} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
+            lines.append(f"  {tier.value:<5} {format_bytes(sum(kinds.values())):>10}  {parts}")
         lines.append(
-            f"fetch schedule: {len(self.schedule)} uses a step, at most {amount(self.schedule.peak_nbytes)} gathered "
-            f"at once; NVMe file {amount(self.nvme_nbytes)}"
+            f"fetch schedule: {len(self.schedule)} uses a step, at most {format_bytes(self.schedule.peak_nbytes)} "
+            f"gathered at once; NVMe file {format_bytes(self.nvme_nbytes)}"
         )
         return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from infinity.comm.mesh import Mesh
 from infinity.errors import StateError
 from infinity.memory.master import decode, encode
 from infinity.memory.store import TieredStore
+from infinity.plan.layout import slices_of
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
 from infinity.zero.coordinator import Coordinator
@@ -188,12 +189,8 @@ def _write_back(owner: Owner, unit: Unit, old: Tensor) -> None:
 
 def _slices(plan: Plan, unit: Unit) -> Iterator[tuple[Key, int, int, int]]:
     """Where a unit's states lie: (sub-group's key, start in the unit's partition, start in the states, numel)."""
-    for group in plan.sub_groups:
-        at = 0
-        for piece in group.slices:
-            if piece.unit == unit.layout.index:
-                yield Key(Kind.STATES, group.index), piece.start, at, piece.numel
-            at += piece.numel
+    for group, piece, at in slices_of(plan.sub_groups, unit.layout.index):
+        yield Key(Kind.STATES, group.index), piece.start, at, piece.numel
 
 
 class ParameterState:

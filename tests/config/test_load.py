@@ -99,6 +99,7 @@ def test_the_caller_keeps_its_dictionary_unchanged() -> None:
         ),
         ({"aio": {"drive_weights": [2, "1.5"]}}, "aio.drive_weights", (2.0, 1.5)),
         ({"aio": {"checksum": "true"}}, "aio.checksum", True),
+        ({"aio": {"checksum": "Sampled"}}, "aio.checksum", "sampled"),
         ({"log_level": "INFO"}, "log_level", "info"),
     ],
 )

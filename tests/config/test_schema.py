@@ -110,7 +110,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "block_size": None,
         "queue_depth": 8,
         "intra_op_parallelism": None,
-        "checksum": False,
+        "checksum": "sampled",
         "drive_weights": (),
         "single_submit": False,
         "overlap_events": True,

@@ -55,7 +55,7 @@ def test_a_line_says_what_is_the_case(tmp_path: Path) -> None:
     for line, step in zip(told, (2, 4), strict=True):
         found = re.fullmatch(
             rf"step {step}: loss (\S+), lr 0\.001, gradient norm (\S+), (\S+) tokens/s; "
-            r"gpu \S+ GB, cpu \S+ GB, nvme \S+ GB",
+            r"gpu \S+ kB, cpu \S+ kB, nvme \S+ kB",
             line,
         )
         assert found is not None, line
