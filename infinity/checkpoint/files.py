@@ -28,6 +28,8 @@ from infinity.transfer import Transfer
 # Blocks of staging memory, and requests in flight on blocks that need none.
 STAGING_COUNT = 8
 _IN_FLIGHT = 16
+# Files that a reader has open at a time.
+_OPEN_MAX = 64
 
 
 def file_nbytes(sizes: Sequence[int]) -> int:
@@ -177,7 +179,8 @@ class Reader:
         self._own = Queue() if queue is None else None
         self._queue = queue if queue is not None else self._own
         self._tell = tell
-        self._files: dict[str, File] = {}
+        # Open files, the one that was used last at the end: a checkpoint of many ranks has many.
+        self._files: OrderedDict[str, File] = OrderedDict()
         # Blocks of which only a part was wanted, the latest last.
         self._cache: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
         self._places: dict[tuple[str, str], list[tuple[Array, Extent]]] = {}
@@ -308,9 +311,11 @@ class Reader:
 
     def _submit(self, extent: Extent, block: int, target: Tensor) -> Request:
         assert self._queue is not None
-        file = self._files.get(extent.file)
-        if file is None:
-            file = self._files[extent.file] = File.open(self.folder / extent.file)
+        file = self._files.pop(extent.file, None) or File.open(self.folder / extent.file)
+        self._files[extent.file] = file
+        if len(self._files) > _OPEN_MAX:
+            # A transfer in flight keeps what it needs.
+            self._files.popitem(last=False)[1].close()
         return self._queue.read(
             file, extent.offset + block * BLOCK_NBYTES, target, expected=extent.blocks[block]
         )  # fmt: skip

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, TransferError
 from infinity.ops.checksum import checksum
 from infinity.plan.types import DTYPE_NBYTES as PLAN_DTYPE_NBYTES
 
@@ -376,7 +376,10 @@ def check_files(folder: Path, manifest: Manifest) -> list[RankIndex]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Make `data` the content of `path` at once or not at all, and return when the drive has it."""
+    """Make `data` the content of `path` at once or not at all, and return when the drive has it.
+
+    TransferError where that fails.
+    """
     temporary = path.with_name(path.name + _TEMPORARY)
     try:
         with open(temporary, "wb") as file:
@@ -384,10 +387,14 @@ def replace_file(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+        sync_folder(path.parent)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TransferError(
+            "write", path=str(path), offset=0, nbytes=len(data), errno=error.errno or 0, reason=reason
+        ) from error
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

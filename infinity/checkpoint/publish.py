@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -121,16 +122,23 @@ def prepare(directory: Path, tag: str) -> Place:
 
 
 def write_client(folder: Path, identity: str, tensors: Mapping[str, Tensor]) -> FileInfo | None:
-    """Put the client state's tensors on the drive."""
+    """Put the client state's tensors on the drive. CheckpointError where that fails."""
     if not tensors:
         return None
     path = folder / client_name(identity)
-    save_file(dict(tensors), path)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        crc = 0
-        while data := file.read(_READ_NBYTES):
-            crc = checksum(data, crc)
+    try:
+        save_file(dict(tensors), path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            crc = 0
+            while data := file.read(_READ_NBYTES):
+                crc = checksum(data, crc)
+    except (OSError, SafetensorError) as error:
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        raise CheckpointError(
+            path, f"the {needed} bytes of the client state's tensors could not be written: {error}",
+            "Free space on the drive",
+        ) from error  # fmt: skip
     return FileInfo(path.name, path.stat().st_size, crc)
 
 
