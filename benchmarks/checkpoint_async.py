@@ -4,17 +4,16 @@
 
 Perceptrons of 700 M parameters in bf16 on one rank, 12 bytes a parameter. A round is two steps without a save, an
 asynchronous save with the steps until it is over, and a save in the foreground. What the save costs is the time of its
-call and what its steps take beyond the median of those without, in the median of the rounds. A step's forward and backward must
-last about as long as the drive needs for the checkpoint, for the step after it changes every byte: what is not saved by
-then is waited for. Checksums take a second of one core for 10 GB: where all cores compute, it is theirs; with an
-accelerator, or with a core less in --threads, nobody misses it.
+call and what its steps take beyond the median of those without, in the median of the rounds. A step's forward and
+backward must last about as long as the drive needs for the checkpoint, for the step after it changes every byte: what
+is not saved by then is waited for. Checksums take a second of one core for 10 GB: where all cores compute, it is
+theirs; with an accelerator, or with a core less in --threads, nobody misses it.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -32,8 +31,8 @@ SLOWEST_MAX = 1.5
 STALL_MAX = 0.10
 
 
-def main() -> int:
-    """Measure and print; returns how many claims do not hold."""
+def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", help="folder on the drive")
     parser.add_argument("--numel", type=int, default=700_000_000)
@@ -60,7 +59,6 @@ def main() -> int:
     }
     for text, holds in claims.items():
         claim(text, holds)
-    return sum(not holds for holds in claims.values())
 
 
 def _engine(given: argparse.Namespace, folder: str) -> Any:
@@ -120,4 +118,4 @@ def _measure(engine: Any, folder: Path, given: argparse.Namespace) -> dict[str, 
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main() else 0)
+    main()
