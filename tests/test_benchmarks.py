@@ -138,7 +138,7 @@ def test_the_kernel_counts_what_is_written_past_the_page_cache(support, tmp_path
 
 def test_checkpoint_faults_kills_flips_and_finds(tmp_path):
     """A slice of the 150 kills that the script makes by default."""
-    text = output_of("checkpoint_faults", "--saves 4 --trainings 3 --flips 1 --width 64", tmp_path)
+    text = output_of("checkpoint_faults", "--saves 4 --trainings 2 --flips 1 --width 64", tmp_path)
     assert sum(int(row(text, name)[0]) for name in ("saves, new tags", "saves, two tags", "training, 1 rank")) == 6
     assert text.count("holds") == 2
     assert "NO" not in text
