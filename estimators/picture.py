@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from html import escape
 
 from estimators.estimate import Estimate, Table
-from estimators.report import KINDS, TIERS, amount, headline
+from estimators.report import KINDS, TIERS, headline
+from infinity.config.units import format_bytes
 from infinity.plan.types import Kind, Tier
 
 _BLANK = "#ffffff"
@@ -90,7 +91,7 @@ def _panel(
     # Room above the highest for its figure.
     panel = _Panel(left + _AXIS, width - _AXIS, int(step * (reach * 1.08 // step + 1)))
     dashed = "dashed: " if near else ""
-    known = "" if limit is None else f" ({dashed}a rank may have {amount(limit)})"
+    known = "" if limit is None else f" ({dashed}a rank may have {format_bytes(limit)})"
     lines = [_text(left, _TOP - 12, f"{TIERS[tier]}{known}", size=13, weight="bold")]
     at = 0
     while at <= panel.nbytes_max:
@@ -122,7 +123,7 @@ def _stack(panel: _Panel, left: float, slot: float, name: str, kinds: Mapping[Ki
             lines.append(
                 f'<rect x="{left + 0.14 * slot:.1f}" y="{panel.y(below + nbytes):.1f}" width="{0.72 * slot:.1f}" '
                 f'height="{height:.1f}" fill="{colour}" stroke="{edge}" stroke-width="0.5">'
-                f"<title>{KINDS[kind]}: {amount(nbytes)} in {name}</title></rect>"
+                f"<title>{KINDS[kind]}: {format_bytes(nbytes)} in {name}</title></rect>"
             )
         below += nbytes
     lines.append(_halo(middle, panel.y(below) - 4, _figure(below), anchor="middle"))

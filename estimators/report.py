@@ -9,8 +9,9 @@ from textwrap import wrap
 from estimators.estimate import Estimate, Table
 from estimators.machine import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES
 from estimators.search import Choice
+from infinity.config.units import format_bytes
 from infinity.plan.capacity import in_words
-from infinity.plan.phases import Phase
+from infinity.plan.phases import Phase, state_dict_nbytes
 from infinity.plan.traffic import Link
 from infinity.plan.types import Kind, Tier
 
@@ -22,15 +23,6 @@ _OTHERS = (Kind.PARAM, Kind.GRAD, Kind.FULL, Kind.FULL_GRAD, Kind.ACTIVATION, Ki
 _STATES = tuple(kind for kind in Kind if kind not in _OTHERS)
 _LABEL = 24
 _COLUMN = 12
-
-
-def amount(nbytes: float) -> str:
-    """Bytes with three figures that matter, in MB, GB or TB."""
-    for size, unit in ((1e12, "TB"), (1e9, "GB")):
-        if nbytes >= size:
-            value = nbytes / size
-            return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
-    return f"{nbytes / 1e6:,.{0 if nbytes >= 1e8 else 1}f} MB"
 
 
 def duration(seconds: float) -> str:
@@ -87,7 +79,7 @@ def tables(found: Estimate) -> list[str]:
             lines.append(f"  {f'of a node ({ranks} ranks)':<{_LABEL - 2}}{of_node}")
         limit = found.capacity.of(tier)
         if limit is not None:
-            verdict = "too much by " + amount(found.excess[tier]) if tier in found.excess else "fits"
+            verdict = "too much by " + format_bytes(found.excess[tier]) if tier in found.excess else "fits"
             lines.append(f"  {'a rank may have':<{_LABEL - 2}}{_gb(limit):>{_COLUMN}}  {verdict}")
     return lines
 
@@ -98,7 +90,7 @@ def compare(rows: Sequence[tuple[str, Estimate]]) -> str:
     lines = [f"{'':<{widest}}  {'GPU':>10}{'CPU':>10}{'NVMe':>10}{'step':>10}{'tokens/s':>10}  bound by"]
     for name, found in rows:
         peaks = "".join(
-            f"{(amount(found.peak(tier)) if found.peak(tier) else '-') + ('!' if tier in found.excess else ''):>10}"
+            f"{(format_bytes(peak) if (peak := found.peak(tier)) else '-') + ('!' if tier in found.excess else ''):>10}"
             for tier in Tier
         )
         time = found.outline
@@ -153,7 +145,7 @@ def as_json(value: object, indent: int = 0) -> str:
 
 def _summary(found: Estimate) -> str:
     parts = [
-        f"{amount(found.peak(tier))} of {amount(found.capacity.of(tier) or 0)} {_PLACES[tier]}"
+        f"{format_bytes(found.peak(tier))} of {format_bytes(found.capacity.of(tier) or 0)} {_PLACES[tier]}"
         for tier in Tier
         if found.peak(tier) and found.capacity.of(tier) is not None
     ]
@@ -165,21 +157,21 @@ def _missing(found: Estimate) -> list[str]:
     ranks = found.plan.topology.local_size
     needed = []
     if Tier.GPU in found.excess:
-        needed.append(f"accelerators of {amount((found.peak(Tier.GPU) + CONTEXT_NBYTES) / (1 - GAPS))}")
+        needed.append(f"accelerators of {format_bytes((found.peak(Tier.GPU) + CONTEXT_NBYTES) / (1 - GAPS))}")
     if Tier.CPU in found.excess:
         own = found.peak(Tier.CPU) + (0 if found.plan.request.accelerator else found.peak(Tier.GPU))
-        needed.append(f"{amount((own + PROCESS_NBYTES) * ranks + SYSTEM_NBYTES)} of CPU memory a node")
+        needed.append(f"{format_bytes((own + PROCESS_NBYTES) * ranks + SYSTEM_NBYTES)} of CPU memory a node")
     if Tier.NVME in found.excess:
-        needed.append(f"{amount(found.peak(Tier.NVME) * ranks / (1 - DRIVE_SHARE))} of NVMe a node")
+        needed.append(f"{format_bytes(found.peak(Tier.NVME) * ranks / (1 - DRIVE_SHARE))} of NVMe a node")
     line = f"It takes {' and '.join(needed)}, more ranks, or a smaller model: --max says which would fit."
     return wrap(line, WIDTH)
 
 
 def _reserved(found: Estimate) -> str:
     return (
-        f"Set aside: {amount(CONTEXT_NBYTES)} and {100 * GAPS:.0f} % of an accelerator for its context and allocator, "
-        f"{amount(SYSTEM_NBYTES)} of a node's memory and {amount(PROCESS_NBYTES)} for each process, "
-        f"{100 * DRIVE_SHARE:.0f} % of a drive."
+        f"Set aside: {format_bytes(CONTEXT_NBYTES)} and {100 * GAPS:.0f} % of an accelerator for its context and "
+        f"allocator, {format_bytes(SYSTEM_NBYTES)} of a node's memory and {format_bytes(PROCESS_NBYTES)} for each "
+        f"process, {100 * DRIVE_SHARE:.0f} % of a drive."
     )
 
 
@@ -190,8 +182,8 @@ def _activations(found: Estimate) -> list[str]:
     if found.work.checkpointing:
         kept, recomputed = recomputed, kept
     line = (
-        f"activations: {amount(kept.nbytes)} kept, or {amount(recomputed.nbytes)} where every layer is computed again "
-        f"({kept.source.partition(',')[0]})"
+        f"activations: {format_bytes(kept.nbytes)} kept, or {format_bytes(recomputed.nbytes)} where every layer is "
+        f"computed again ({kept.source.partition(',')[0]})"
     )
     return wrap(line, WIDTH, subsequent_indent="  ")
 
@@ -204,7 +196,7 @@ def _step(found: Estimate) -> list[str]:
         f"a step: {duration(time.seconds)}, {time.tokens_a_second * world:,.0f} tokens/s of {world} "
         f"rank{'s' if world > 1 else ''}, bound by {time.bound_by.value}",
         *_list("  alone: ", [f"{part.value} {duration(s)}" for part, s in time.parts.items() if s > 1e-4]),
-        *_list("  moved: ", [f"{link.value} {amount(total(link))}" for link in Link if total(link)]),
+        *_list("  moved: ", [f"{link.value} {format_bytes(total(link))}" for link in Link if total(link)]),
     ]
     if found.plan.nvme_nbytes:
         hides = "never" if time.tokens_to_hide is None else f"from {time.tokens_to_hide:,} tokens a micro-batch on"
@@ -213,8 +205,8 @@ def _step(found: Estimate) -> list[str]:
         if days is not None and time.endurance_nbytes is not None:
             rated = "assumed" if time.endurance_assumed else "rated"
             lines.append(
-                f"  the drive: {amount(time.nvme_written_nbytes_a_day)} written a day; {rated} endurance of "
-                f"{amount(time.endurance_nbytes)} reached in {duration(days * 86_400)}"
+                f"  the drive: {format_bytes(time.nvme_written_nbytes_a_day)} written a day; {rated} endurance of "
+                f"{format_bytes(time.endurance_nbytes)} reached in {duration(days * 86_400)}"
             )
     machine = "an assumed machine" if found.profile.source == "assumed" else f"{found.profile.host}, measured"
     lines += wrap(
@@ -228,12 +220,12 @@ def _step(found: Estimate) -> list[str]:
 def _notes(found: Estimate) -> list[str]:
     """What would surprise later."""
     notes = []
-    saved = sum(found.phases[Phase.SAVE][Tier.CPU].values())
+    saved = sum(found.phases[Phase.STEP][Tier.CPU].values()) + state_dict_nbytes(found.plan)
     limit = found.capacity.of(Tier.CPU)
     if limit is not None and saved > limit and Tier.CPU not in found.excess:
         notes.append(
-            f"state_dict() makes the whole model on rank 0 and would take {amount(saved)} there, which is not free: "
-            "read parameters one by one with infinity.read() instead."
+            f"state_dict() makes the whole model on rank 0 and would take {format_bytes(saved)} there, which is not "
+            "free: use engine.save_checkpoint() or engine.export(), which stream."
         )
     if sum(found.plan.bytes_by_tier()[Tier.NVME].values()):
         notes.append("Build the model under infinity.Init(config=...): then it never lies in memory as a whole.")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,12 +27,14 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.loader import Loader
 from infinity.log import logger, start
+from infinity.memory.activations import ActivationTier
 from infinity.memory.device import Device
 from infinity.memory.host import HostMemory, trim
 from infinity.memory.ledger import Ledger
 from infinity.memory.nvme import NvmeTier
 from infinity.memory.queue_options import queue_options
 from infinity.memory.store import TieredStore
+from infinity.monitors import check_installed
 from infinity.ops.adam import set_threads
 from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.choose import Chosen, adam_from_params, from_name, from_torch
@@ -39,18 +42,21 @@ from infinity.optim.lr import build_scheduler
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.stepper import Stepper
 from infinity.parts import Parts
+from infinity.plan.checkpoints import repeated_blocks
 from infinity.plan.plan import Plan
-from infinity.plan.spec import dtype_name
+from infinity.plan.spec import describe, dtype_name
 from infinity.plan.types import Kind
 from infinity.preflight import pinning, preflight
-from infinity.zero import parameter
-from infinity.zero.access import ParameterState, modify, read
+from infinity.zero import parameter, tiling
+from infinity.zero.access import modify, read
 from infinity.zero.activation import measure_activations
+from infinity.zero.checkpointing import Checkpointing
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.materialize import Materializer
 from infinity.zero.spool import spool_of
+from infinity.zero.states import ParameterState
 from infinity.zero.unit import Unit
 
 __all__ = ["GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"]
@@ -103,6 +109,7 @@ def initialize(
         ledger = Ledger(limits=limits, baseline_nbytes=baseline_nbytes(model))
         parts = _build(resolved, model, plan, groups, device, trained, ledger, undo)
         engine = Engine(parts)
+        undo.callback(engine._progress.close)
         engine.optimizer = TieredOptimizer(
             trained.groups, trained.optimizer.defaults, engine.apply_step, kind=trained.optimizer.name
         )
@@ -176,6 +183,7 @@ def _resolve(source: ConfigSource, args: Any, model: nn.Module, ranks: Ranks, op
         model_dtype=known, optimizer_lr=float(lr) if lr is not None else None,  # type: ignore[arg-type]
     )  # fmt: skip
     resolved = resolve(load_config(source), context)
+    check_installed(resolved.config)
     paths = {path for path in (resolved.param_nvme_path, resolved.optimizer_nvme_path) if path is not None}
     if len(paths) > 1:
         named = " and ".join(sorted(", ".join(path) for path in paths))
@@ -249,14 +257,9 @@ def _build(
     by_name = dict(model.named_parameters())
     units = [
         Unit(
-            layout,
-            placed,
-            [by_name[slot.name] for slot in layout.slots],
-            store=store,
-            device=device,
-            mesh=mesh,
+            layout, placed, tiling.params_of(layout, by_name), store=store, device=device, mesh=mesh,
             ledger=ledger,
-        )
+        )  # fmt: skip
         for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
     ]
     Materializer(
@@ -273,6 +276,7 @@ def _build(
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             parameter.adopt(param, coordinator, slot.name)
+    tiling.adopt_tiles(units, coordinator)
     for buffer_owner in model.modules():
         for name, buffer in buffer_owner._buffers.items():
             if buffer is not None:
@@ -280,12 +284,42 @@ def _build(
     synced = ranks.world_size > 1 and not all(unit.placed.whole for unit in units)
     hooks = ModuleHooks(model, units, coordinator, synced=synced)
     undo.callback(hooks.remove)
+    checkpointing = _checkpointing(config, model, ranks, device, ledger)
+    undo.callback(checkpointing.close)
     stepper = _stepper(config, plan, store, ranks, device, trained)
     undo.callback(stepper.close)
     return Parts(
         module=model, config=config, plan=plan, device=device, mesh=mesh, ledger=ledger, store=store, units=units,
-        gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper,
+        gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper, checkpointing=checkpointing,
     )  # fmt: skip
+
+
+def _checkpointing(
+    config: ResolvedConfig, model: nn.Module, ranks: Ranks, device: Device, ledger: Ledger
+) -> Checkpointing:
+    """What of the model is computed again in backward, and the tier of its checkpoints where that is not the device."""
+    section = config.config.activation_checkpointing
+    blocks: tuple[str, ...] = ()
+    if section.every:
+        classes = tuple(getattr(model, "_no_split_modules", None) or ())
+        tree = describe(model, compute_dtype=config.compute_dtype)
+        blocks = repeated_blocks(tree, classes=classes, every=section.every)
+        if not blocks:
+            raise ConfigError(
+                f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
+                "repeats: leave the key out, and call torch.utils.checkpoint in the model"
+            )
+    tier, path = None, config.checkpoint_nvme_path
+    if config.checkpoint_tier != "gpu":
+        open_file = None
+        if path is not None:
+            options = queue_options(config, path)
+            open_file = lambda nbytes: NvmeTier.open(path, nbytes=nbytes, rank=ranks.rank, options=options)  # noqa: E731
+        tier = ActivationTier(
+            device, ledger=ledger, pin=section.offload.pin_memory, buffer_count=section.offload.buffer_count,
+            overlap=config.config.overlap, open_file=open_file,
+        )  # fmt: skip
+    return Checkpointing(model, blocks, keep_ops=section.keep_ops, tier=tier)
 
 
 def _stepper(
@@ -297,7 +331,8 @@ def _stepper(
     # Beside the next forward there is something to gain where bytes move: to a drive, or to a device that computes.
     moves = device.is_accelerator or plan.nvme_nbytes > 0
     return Stepper(
-        plan, store, index=ranks.rank, method=trained.optimizer.method, behind=config.config.overlap and moves
+        plan, store, index=ranks.rank, method=trained.optimizer.method, behind=config.config.overlap and moves,
+        grad_bound=config.clip_value or math.inf,
     )
 
 
@@ -348,12 +383,15 @@ def _loader(config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, mes
 
 def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
     """The one line that says what was decided, defaults that people trip over included."""
-    clip = config.clip_norm
+    clip, bound = config.clip_norm, config.clip_value
+    autocast = config.config.torch_autocast
+    precision = f"{config.compute_dtype}{f' under {autocast.dtype} autocast' if autocast.enabled else ''}"
     default = " (default)" if config.sources["gradient_clipping"] == "default" else ""
     return (
-        f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {config.compute_dtype}, {plan.topology.dp} "
+        f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {precision}, {plan.topology.dp} "
         f"rank(s), {trained.optimizer.name}; parameters on {plan.homes(Kind.PARAM)}, "
         f"optimizer states on {plan.homes(Kind.STATES)}; "
         f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "
         + (f"clipping at {clip:g}{default}" if clip else "no clipping")
+        + (f", each element at {bound:g}" if bound else "")
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity import loading, saving
+from infinity import exporting, loading, precision, saving
 from infinity.boundary import Boundary, Verdict
 from infinity.breakdown import Breakdown
 from infinity.checkpoint.background import Background
@@ -33,7 +33,9 @@ from infinity.parts import Parts
 from infinity.progress import Progress
 from infinity.rescue import Rescue
 from infinity.timeline import Timeline
+from infinity.wall_clock import StepTimes
 from infinity.zero import access
+from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
 
 
@@ -65,6 +67,7 @@ class Engine(nn.Module):
         self._device = parts.device
         self._hooks = parts.hooks
         self._stepper = parts.stepper
+        self._checkpointing = parts.checkpointing
         self._parts = parts
         checkpoint, alone = parts.config.config.checkpoint, parts.mesh.ranks.world_size == 1
         self._background = Background(parts.store, parts.mesh)
@@ -78,12 +81,13 @@ class Engine(nn.Module):
             rank=parts.mesh.ranks.rank, world_size=parts.mesh.ranks.world_size,
         )  # fmt: skip
         self._closed = False
-        every = parts.config.config.steps_per_print if parts.mesh.ranks.rank == 0 else None
-        self._progress = Progress(every, parts.ledger, world_size=parts.mesh.ranks.world_size)
+        self._progress = Progress(
+            parts.config.config, parts.ledger, rank=parts.mesh.ranks.rank, world_size=parts.mesh.ranks.world_size
+        )
         self.gradients.landed = self._on_landed
         for unit in self.units:
             for param in unit.params:
-                param.__dict__["_infinity_owner"] = self
+                whole_of(param).__dict__["_infinity_owner"] = self
 
     def __getattr__(self, name: str) -> Any:
         """What the engine has not, the module may have: `engine.generate(...)`."""
@@ -102,7 +106,8 @@ class Engine(nn.Module):
         self._observer.begin_step(self.global_steps + 1)
         if self.training:
             self._progress.called(args, kwargs)
-        with self._observer.phase("forward", self._abandon):
+        under = precision.autocast(self.config.config.torch_autocast, self.device)
+        with self._observer.phase("forward", self._abandon), under:
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -112,24 +117,16 @@ class Engine(nn.Module):
         either scaling (and so not with fp16's loss scale).
         """
         self._alive("run backward")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise StateError(
-                "engine.backward needs a loss of one element that requires a gradient, got "
-                + (
-                    f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-                    if isinstance(loss, Tensor)
-                    else repr(loss)
-                )
-            )
         factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         factor *= self.loss_scale
-        scaled = loss if factor == 1.0 else loss.float() * factor
+        scaled = precision.scaled(loss, factor)
         if self._boundary.early and self.is_gradient_accumulation_boundary():
             self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
         self.coordinator.begin_backward(scaled=True)
         with self._observer.phase("backward", self._abandon):
             scaled.backward(retain_graph=retain_graph)
             self.coordinator.end_backward()
+            self._checkpointing.settle()
         self._losses.append(loss.detach())
         return loss
 
@@ -156,6 +153,7 @@ class Engine(nn.Module):
         if self._boundary.scaler is not None and self.coordinator.plain_backward:
             raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
         self._hooks.check_tree()
+        self._checkpointing.settle()
         verdict = self._boundary.judge(self.global_steps, self._losses)
         self.skipped_steps += verdict.skipped
         if not verdict.skipped:
@@ -255,8 +253,14 @@ class Engine(nn.Module):
         """The global gradient norm of the latest step, before clipping; infinite when a gradient was not finite."""
         return self._boundary.norm
 
+    def get_grad_norms(self) -> dict[str, float]:
+        """The same by parameter, where there was a gradient. After `step()`, before the next backward. Collective."""
+        self._alive("tell the norms of gradients")
+        return self._boundary.grad_norms()
+
     def memory(self, by_unit: bool = False) -> MemoryReport:
         """Where this rank's bytes are: tier x kind (x unit on request), now and at most; prints as a table."""
+        self._checkpointing.settle()
         return self._observer.report(by_unit=by_unit)
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
@@ -267,6 +271,11 @@ class Engine(nn.Module):
         """
         self._alive("record a timeline")
         return self._observer.timeline(path)
+
+    def step_times(self) -> StepTimes:
+        """Where the time of the latest optimizer step went: parts and waits that add up to it. StateError where nothing
+        in the configuration has it counted (docs/monitoring.md)."""
+        return self._progress.step_times()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full tensors on rank 0's CPU, empty on other ranks; gathered unit by unit. Collective."""
@@ -329,6 +338,36 @@ class Engine(nn.Module):
             raise ConfigError("resume() needs a folder: pass one, or set checkpoint.path")
         return loading.resume(lambda tag: self.load_checkpoint(directory, tag), self._parts, Path(directory))
 
+    def export(
+        self, folder: str | os.PathLike[str], dtype: str = "bf16", *, max_shard_size: int | str = "5GB",
+        one_file: bool = False, tokenizer: Any = None,
+    ) -> Path:  # fmt: skip
+        """Write the model as a Hugging Face folder for `from_pretrained`; returns it. Collective, in bounded memory.
+
+        Weights as safetensors, in files of at most `max_shard_size` or in one; config.json, generation_config.json, and
+        tokenizer files as they are in the folder that the model came from, or of `tokenizer`. Of a peft model its
+        adapters. dtype: "fp32" (of the master weights), "bf16" or "fp16". All ranks must see the folder, which becomes
+        what it is in the end by a rename; other files in it stay.
+        """
+        self._alive("export")
+        return exporting.export(
+            self._parts, os.fspath(folder), dtype=dtype, max_shard_size=max_shard_size, one_file=one_file,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
+        """DeepSpeed's name for `export` in 16 bits. Nothing is pickled: "pytorch_model.bin" is "model.safetensors"."""
+        self._alive("export")
+        stem = Path(save_filename).stem
+        exporting.export(
+            self._parts, os.fspath(save_dir), dtype="fp16" if self.config.compute_dtype == "fp16" else "bf16",
+            stem="model" if stem == "pytorch_model" else stem, frozen=not exclude_frozen_parameters,
+        )  # fmt: skip
+        return True
+
     # The end.
 
     def close(self) -> None:
@@ -346,7 +385,9 @@ class Engine(nn.Module):
         with ExitStack() as stack:
             # Backwards.
             stack.callback(self._return_everything)
+            stack.callback(self._checkpointing.close)
             stack.callback(self._observer.close)
+            stack.callback(self._progress.close)
             stack.callback(lambda: self._stepper.close(at_once=at_once))
             stack.callback(lambda: self._background.close(at_once=at_once))
             stack.callback(self._rescue.close)

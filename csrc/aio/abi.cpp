@@ -56,16 +56,16 @@ INFINITY_EXPORT int32_t infinity_aio_close(void* queue, double timeout_s) {
 }
 
 // A request to be given to infinity_aio_release, or null and an errno value: EBUSY where `pending_max` requests are
-// not done yet. `write` and `checked` (its CRC-32C is wanted) are 0 or 1; `nbytes` is at least 1. Of requests that
-// wait, those of greater `priority` begin first.
+// not done yet. `write` is 0 or 1, `check` a Check (request.h); `nbytes` is at least 1. Of requests that wait, those of
+// greater `priority` begin first.
 INFINITY_EXPORT void* infinity_aio_submit(void* queue, int32_t write, const Target* target, void* buffer,
-                                          int64_t offset, uint64_t nbytes, int32_t priority, int32_t checked,
+                                          int64_t offset, uint64_t nbytes, int32_t priority, int32_t check,
                                           int32_t* error) {
     std::unique_ptr<Handle> handle;
     *error = guarded([&] {
         handle = std::make_unique<Handle>();
         *handle = static_cast<Queue*>(queue)->push(
-            Order{write != 0, *target, static_cast<char*>(buffer), offset, nbytes, priority, checked != 0});
+            Order{write != 0, *target, static_cast<char*>(buffer), offset, nbytes, priority, static_cast<Check>(check)});
         return 0;
     });
     return *error == 0 ? handle.release() : nullptr;
@@ -103,7 +103,7 @@ INFINITY_EXPORT void infinity_aio_outcome(void* request, int32_t* error, uint64_
     request_of(request).outcome(error, position);
 }
 
-// Of a checked request that is done without an error: the CRC-32C of its bytes.
+// Of a checked request that is done without an error: the CRC-32C of the bytes that the check is of.
 INFINITY_EXPORT uint32_t infinity_aio_checksum(void* request) { return request_of(request).checksum(); }
 
 // Of a request that is done: when its first block began (0: none did) and when it was over, in nanoseconds of the

@@ -53,6 +53,24 @@ class Room {
     uint64_t pending_ = 0;
 };
 
+// Which bytes of a request its CRC-32C is of.
+enum class Check : int32_t {
+    kNone = 0,
+    kAll = 1,
+    // One line of each page, see sampled_line(): a page that is another one's, or an older one, is found at a cost that
+    // no transfer shows.
+    kSample = 2,
+};
+
+constexpr uint64_t kPageNbytes = 4096;
+constexpr uint64_t kLineNbytes = 64;
+
+// The byte of a request at which the sampled line of its page number `page` begins. The places differ from page to
+// page, so that no column of a table is always left out.
+inline uint64_t sampled_line(uint64_t page) {
+    return page * kPageNbytes + page * 37 % (kPageNbytes / kLineNbytes) * kLineNbytes;
+}
+
 // What a request does, in one value.
 struct Order {
     bool write;
@@ -61,8 +79,8 @@ struct Order {
     int64_t offset;
     uint64_t nbytes;
     int32_t priority;
-    // Whether the CRC-32C of the bytes is wanted.
-    bool checked;
+    // Of which bytes the CRC-32C is wanted.
+    Check check;
 };
 
 class Request {
@@ -90,10 +108,11 @@ class Request {
     // After done(): errno (0: all bytes moved) and the byte of the request at which it occurred.
     void outcome(int32_t* error, uint64_t* position) const;
 
+    bool checked() const { return order.check != Check::kNone; }
     // Computes and keeps the CRC-32C of the block that begins at byte `first`. Different blocks may be digested at the
     // same time.
     void digest(uint64_t first);
-    // After done(), of a checked request without an error: the CRC-32C of all its bytes.
+    // After done(), of a checked request without an error: the CRC-32C of all bytes that the check is of.
     uint32_t checksum() const;
     // After done(): when its first block began (0: none did) and when it was over; steady clock, nanoseconds.
     void moments(int64_t* began_ns, int64_t* ended_ns) const;
@@ -106,10 +125,17 @@ class Request {
     uint64_t arrival = 0;
 
   private:
+    struct Digest {
+        uint32_t crc = 0;
+        uint64_t nbytes = 0;
+    };
+
     void settle();
+    Digest sample(uint64_t first, uint64_t end) const;
 
     const std::shared_ptr<Room> room_;
-    std::vector<uint32_t> checksums_;
+    // By block.
+    std::vector<Digest> digests_;
     std::mutex mutex_;
     std::condition_variable changed_;
     uint64_t blocks_active_ = 0;
@@ -130,7 +156,7 @@ struct Block {
     uint64_t end = 0;
 
     int descriptor() const { return request->descriptor_for(begin, end); }
-    bool digests(bool write) const { return request->order.checked && request->order.write == write; }
+    bool digests(bool write) const { return request->checked() && request->order.write == write; }
 };
 
 enum class Verdict {

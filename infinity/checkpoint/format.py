@@ -15,6 +15,7 @@ docs/checkpoint_format.md says all that a reader needs. This file and everything
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -199,6 +200,10 @@ class TensorInfo:
     dtype: str
     trainable: bool
     kinds: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@
     infinity doctor                    what is installed and chosen, and what would be better
     infinity config explain FILE       every key with its value and where that comes from
     infinity estimate ...              what a training run will hold and take, as infinity-estimate
+    infinity export CHECKPOINT OUT     a Hugging Face folder from a checkpoint, as infinity-export
+    infinity ckpt inspect|verify|diff  what is in a checkpoint, and whether it is whole, as infinity-ckpt
 
-Exit codes: 0; 1 where the doctor has found what stops a run; 2 and one sentence for what cannot be answered; 130 when
-it was interrupted.
+Exit codes: 0; 1 where the doctor has found what stops a run, verify damage or diff a difference; 2 and one sentence for
+what cannot be answered; 130 when it was interrupted.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ COMMANDS = {
     "bench": ("infinity.command.bench", "measure drives, memory, optimizer and computation; write a profile"),
     "doctor": ("infinity.command.doctor", "what is installed, built and chosen, and what would be better"),
     "config": ("infinity.command.explain", "every key of a configuration with its value and its source"),
+    "export": ("infinity.command.export", "a Hugging Face folder from a checkpoint"),
+    "ckpt": ("infinity.command.ckpt", "what is in a checkpoint, whether it is whole, and how two differ"),
     "estimate": ("estimators.cli", "what a training run will hold on each tier, and how long a step takes"),
 }
 
@@ -58,6 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read has seen enough; nothing more may be flushed at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def export() -> int:
+    """`infinity-export`."""
+    return main(["export", *sys.argv[1:]])
+
+
+def ckpt() -> int:
+    """`infinity-ckpt`."""
+    return main(["ckpt", *sys.argv[1:]])
 
 
 def _overview() -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from infinity.config.section import HONOURED, Also, NoEffect, Refused, Section
-from infinity.config.values import Count, Flag, Limit, Picture, Shares
+from infinity.config.values import Check, Count, Flag, Limit, Picture, Shares
 
 _ASYNCHRONOUS = NoEffect("requests are always submitted in batches and never waited for one by one")
 
@@ -19,8 +19,10 @@ class Aio(Section):
     """Requests in flight for one I/O thread."""
     intra_op_parallelism: Annotated[Count | None, HONOURED, Also(("thread_count",))] = None
     """I/O threads; chosen from the machine when absent."""
-    checksum: Annotated[Flag, HONOURED] = False
-    """Ours. Keep a CRC-32C of everything that is written to NVMe, and compare when it is read."""
+    checksum: Annotated[Check, HONOURED] = "sampled"
+    """Ours. Keep a CRC-32C of what is written to NVMe, and compare at every read: "sampled", of one line of 64 bytes of
+    each page of 4096, which finds bytes that were lost, belong elsewhere or are older; true, of every byte, to search
+    for a drive that flips bits."""
     drive_weights: Annotated[Shares, HONOURED] = ()
     """Ours. Shares of the bytes for each folder of a list in nvme_path; measured when absent."""
     single_submit: Annotated[Flag, _ASYNCHRONOUS] = False

@@ -57,6 +57,12 @@ class ResolvedConfig:
         return "fp16" if self.config.fp16.enabled else "fp32"
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether backward runs through fp16, so that small gradients would vanish."""
+        autocast = self.config.torch_autocast
+        return self.compute_dtype == "fp16" or (autocast.enabled and autocast.dtype == "fp16")
+
+    @property
     def param_tier(self) -> TierName:
         return _tier(self.zero.offload_param)
 
@@ -95,6 +101,23 @@ class ResolvedConfig:
         return self.optimizer_nvme_path or self.param_nvme_path
 
     @property
+    def checkpoint_tier(self) -> Literal["gpu", "cpu", "nvme"]:
+        """Where the inputs of what is computed again lie between forward and backward."""
+        section = self.config.activation_checkpointing
+        if section.offload.device != "none":
+            return section.offload.device
+        return "cpu" if section.cpu_checkpointing else "gpu"
+
+    @property
+    def checkpoint_nvme_path(self) -> tuple[str, ...] | None:
+        """A folder on each drive that has them, if one has."""
+        if self.checkpoint_tier != "nvme":
+            return None
+        sections = (self.zero.offload_optimizer, self.zero.offload_param)
+        paths = [section.nvme_path for section in sections if section is not None]
+        return next((path for path in (self.config.activation_checkpointing.offload.nvme_path, *paths) if path), None)
+
+    @property
     def train_batch(self) -> int:
         return cast(int, self.config.train_batch_size)
 
@@ -110,6 +133,11 @@ class ResolvedConfig:
     def clip_norm(self) -> float:
         """0 is off."""
         return self.config.gradient_clipping
+
+    @property
+    def clip_value(self) -> float:
+        """0 is off."""
+        return self.config.gradient_clipping_value
 
     @property
     def grad_accum_dtype(self) -> DtypeName | None:

@@ -63,11 +63,10 @@ def parse_limit(limit: int | float | str | Share) -> int | Share:
     return nbytes
 
 
-def format_bytes(nbytes: int) -> str:
-    """For messages: 999 B, 1.5 kB, 118.2 GB."""
-    size, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(size) < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+def format_bytes(nbytes: float) -> str:
+    """Bytes with three figures that matter, for people: 999 B, 1.50 kB, 118 GB."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(nbytes) >= size:
+            value = nbytes / size
+            return f"{value:,.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -95,6 +95,12 @@ def _text(value: Any) -> str:
     return value
 
 
+def _place(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(value)
+    return value
+
+
 def _picture(value: Any) -> str:
     if not isinstance(value, str) or not value.lower().endswith((".html", ".json")):
         raise ValueError(value)
@@ -155,6 +161,10 @@ def _fraction(value: Any) -> float:
     return number
 
 
+def _check(value: Any) -> bool | str:
+    return value.lower() if isinstance(value, str) and value.lower() == "sampled" else read_flag(value)
+
+
 def _share(value: Any) -> float:
     number = _fraction(value)
     if not number:
@@ -171,6 +181,7 @@ def _expected(words: str, convert: Callable[[Any], Any]) -> BeforeValidator:
 
 
 Flag = Annotated[bool, _expected("true or false", read_flag)]
+Check = Annotated[bool | Literal["sampled"], _expected('true, false or "sampled"', _check)]
 Int = Annotated[int, _expected("a whole number", _whole())]
 Natural = Annotated[int, _expected("a whole number of at least 0", _whole(least=0))]
 Count = Annotated[int, _expected("a whole number of at least 1", _whole(least=1))]
@@ -181,6 +192,7 @@ Betas = Annotated[tuple[float, float], _expected("two numbers of at least 0 and 
 FractionAboveZero = Annotated[float, _expected("a number above 0, up to 1", _share)]
 SignalNames = Annotated[tuple[str, ...], _expected('a list of signals such as ["SIGTERM", "SIGUSR1"]', _signals)]
 Text = Annotated[str, _expected("a text that is not empty", _text)]
+Place = Annotated[str, _expected("a path", _place)]
 Picture = Annotated[str, _expected('the path of a ".html" or ".json" file', _picture)]
 Texts = Annotated[tuple[str, ...], _expected("a list of texts", _texts)]
 Drives = Annotated[tuple[str, ...], _expected("a folder on a drive, or a list of one folder a drive", _drives)]
@@ -190,15 +202,18 @@ Limit = Annotated[
     _expected('an amount of bytes such as 16000000000, "16GB", "1.5GiB", or a share such as "80%"', _limit),
     PlainSerializer(lambda limit: str(limit) if isinstance(limit, Share) else limit),
 ]
+_HALVES = {"float16": "fp16", "half": "fp16", "torch.float16": "fp16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
+Half = Annotated[Literal["bf16", "fp16"], _one_of("bf16", "fp16", synonyms=_HALVES)]
 Dtype = Annotated[
     Literal["fp32", "fp16", "bf16"],
     _one_of(
         "fp32", "fp16", "bf16",
-        synonyms={"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"},
+        synonyms={"float32": "fp32", "float": "fp32", "torch.float32": "fp32", **_HALVES},
     ),
 ]  # fmt: skip
 Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _stage)]
 Device = Annotated[Literal["none", "cpu", "nvme", "auto"], _one_of("none", "cpu", "nvme", "auto")]
+HomeDevice = Annotated[Literal["none", "cpu", "nvme"], _one_of("none", "cpu", "nvme")]
 ReduceOp = Annotated[Literal["mean", "sum"], _one_of("mean", "sum")]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error", "critical"], _one_of("debug", "info", "warning", "error", "critical")

@@ -7,6 +7,17 @@ lock.
 
 Several drives share the tier's bytes by their bandwidth (see `infinity.memory.stripes`); each has a queue of its own,
 so that a slow one never holds up the others.
+
+What a drive gives back is not trusted. Of every piece that is written the CRC-32C of a sample (one line of each page;
+on request of all bytes) is kept in memory, by drive, offset and length, and every read of the piece must give the same.
+
+[Note: swapped bytes] The number in memory is identity and generation at once, so that extents need no header. It is of
+this process: the file of another process or of an earlier run is never opened (names are unique, files are made anew,
+and no partition is read that this process has not written), and bytes that somebody else writes into ours differ. It
+is of this place: a write that went elsewhere leaves older bytes here and foreign ones there. It is of the latest write:
+older bytes differ in each page of which the sampled line has changed, and a step changes every element of the states
+that it steps. A difference in the sampled lines of a piece goes unseen once in 2**32. What only all bytes find is a
+bit that flips outside the lines; drives have codes of their own against that.
 """
 
 from __future__ import annotations
@@ -21,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
@@ -35,21 +47,23 @@ from infinity.transfer import Transfer
 _PREFIX = "infinity-swap-"
 _SUFFIX = ".bin"
 
+# Of what part of the bytes checksums are kept.
+Checked = bool | Literal["sampled"]
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class QueueOptions:
-    """How the drives are used: blocks in flight, I/O threads, the time limit of one request, bytes of a block; whether
-    checksums of what is written are kept and compared with what is read; and what share of the bytes each of several
-    drives takes (empty: by its measured bandwidth).
+    """How the drives are used: blocks in flight, I/O threads, the time limit of one request, bytes of a block; of
+    what part of the written bytes a checksum is kept and compared at each read (all, a sample, none); and what share of
+    the bytes each of several drives takes (empty: by its measured bandwidth).
     """
 
     depth: int = 32
     threads: int = 4
     timeout_seconds: float = 300.0
     block_nbytes: int = BLOCK_NBYTES
-    checksum: bool = False
+    checksum: Checked = "sampled"
     weights: tuple[float, ...] = ()
 
 
@@ -91,7 +105,7 @@ class NvmeTier:
 
     def __init__(
         self, directory: Folders, *, nbytes: int, rank: int, queue: Queue | Sequence[Queue],
-        weights: Sequence[float] = (), checksum: bool = False,
+        weights: Sequence[float] = (), checksum: Checked = "sampled",
     ) -> None:  # fmt: skip
         """Create and reserve the files. `queue` is one for each directory, and closed with the tier.
 
@@ -104,6 +118,7 @@ class NvmeTier:
         shares = self._stripes.nbytes_by_drive
         # Checksums of what was written, by drive, offset and bytes; a request knows its own once it is done.
         self._written: dict[tuple[int, int, int], Request | int] | None = {} if checksum else None
+        self._sampled = checksum == "sampled"
         for path in directories:
             path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as locks, ExitStack() as undo:
@@ -187,7 +202,7 @@ class NvmeTier:
     def read(self, extent: Extent, buffer: Tensor, *, priority: int = 0) -> Transfer:
         """Submit a read of one extent into `buffer` (uint8, `extent.nbytes` long). Greater priorities go first.
 
-        With checksums `wait` raises TransferError (errno EBADMSG) where the bytes are not those that were written.
+        `wait` raises TransferError (errno EBADMSG) where the bytes that are compared are not those that were written.
         """
         return self._submit(extent, buffer, write=False, priority=priority)
 
@@ -231,7 +246,9 @@ class NvmeTier:
             return submit(drive.file, piece.offset, part, priority=priority)
         key = (piece.drive, piece.offset, piece.nbytes)
         if write:
-            request = drive.queue.write(drive.file, piece.offset, part, priority=priority, checksum=True)
+            request = drive.queue.write(
+                drive.file, piece.offset, part, priority=priority, checksum=True, sampled=self._sampled
+            )
             self._written[key] = request
             return request
         written = self._written.get(key)
@@ -243,7 +260,9 @@ class NvmeTier:
             else:
                 self._written[key] = written
         expected = written if isinstance(written, int) else None
-        return drive.queue.read(drive.file, piece.offset, part, priority=priority, expected=expected)
+        return drive.queue.read(
+            drive.file, piece.offset, part, priority=priority, expected=expected, sampled=self._sampled
+        )
 
 
 class Striped:

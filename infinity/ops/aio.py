@@ -30,7 +30,7 @@ from torch import Tensor
 from infinity.errors import ExtensionError, TransferError
 from infinity.ops import build
 from infinity.ops.aio_native import CODES, NativeEngine
-from infinity.ops.aio_reference import END_OF_FILE, Job, PythonEngine
+from infinity.ops.aio_reference import CHECK_ALL, CHECK_NONE, CHECK_SAMPLE, END_OF_FILE, Job, PythonEngine
 from infinity.ops.file import Descriptors, File
 
 __all__ = ["BACKENDS", "File", "Queue", "Request"]
@@ -206,24 +206,27 @@ class Queue:
 
     def read(
         self, file: File, offset: int, buffer: Tensor, *,
-        priority: int = 0, checksum: bool = False, expected: int | None = None,
+        priority: int = 0, checksum: bool = False, expected: int | None = None, sampled: bool = False,
     ) -> Request:  # fmt: skip
         """Fill `buffer` (contiguous, CPU, any dtype) from byte `offset` of `file`. Greater priorities go first.
 
         checksum: the request shall know its CRC-32C. expected: what that must be; else `wait` raises TransferError with
-        errno EBADMSG.
+        errno EBADMSG. sampled: the CRC-32C is of one line of 64 bytes of each page of 4096, at places that differ from
+        page to page: bytes of another page, or of an older state of it, are found for a 64th of the cost.
         """
-        return self._submit("read", file, offset, buffer, priority, checksum or expected is not None, expected)
+        check = _check(checksum or expected is not None, sampled)
+        return self._submit("read", file, offset, buffer, priority, check, expected)
 
     def write(
-        self, file: File, offset: int, buffer: Tensor, *, priority: int = 0, checksum: bool = False
-    ) -> Request:
+        self, file: File, offset: int, buffer: Tensor, *,
+        priority: int = 0, checksum: bool = False, sampled: bool = False,
+    ) -> Request:  # fmt: skip
         """Write `buffer` (contiguous, CPU, any dtype) to byte `offset` of `file`, within its size. See `read`."""
         if not file.writable:
             raise ValueError(f"{file.path} is open for reading only")
         if offset + buffer.nbytes > file.nbytes:
             raise ValueError(f"{buffer.nbytes} bytes at offset {offset} of {file.path}: it has {file.nbytes} bytes")
-        return self._submit("write", file, offset, buffer, priority, checksum, None)
+        return self._submit("write", file, offset, buffer, priority, _check(checksum, sampled), None)
 
     def register(self, what: Tensor | File) -> bool:
         """Make memory or a file that is used again and again known to the kernel: transfers on it cost less.
@@ -289,7 +292,7 @@ class Queue:
             raise unseen[0]
 
     def _submit(
-        self, operation: str, file: File, offset: int, buffer: Tensor, priority: int, checked: bool,
+        self, operation: str, file: File, offset: int, buffer: Tensor, priority: int, check: int,
         expected: int | None,
     ) -> Request:  # fmt: skip
         if buffer.device.type != "cpu":
@@ -303,7 +306,7 @@ class Queue:
         request = Request(self, file, operation, offset, buffer, expected)
         job = Job(
             operation == "write", file.descriptors, file.alignment, file.memory_alignment, buffer.data_ptr(), offset,
-            request.nbytes, priority, checked,
+            request.nbytes, priority, check,
         )  # fmt: skip
         started = time.monotonic()
         while not self._try_submit(request, job):
@@ -323,7 +326,7 @@ class Queue:
             handle = self._engine.submit(job)
             if handle is None:
                 return False
-            request._begin(handle, job.checked)
+            request._begin(handle, job.check != CHECK_NONE)
             # Whoever drops a request must not free a buffer in flight, nor lose an error.
             self._requests.append(request)
             if len(self._requests) >= self._sweep_at:
@@ -367,6 +370,12 @@ class Queue:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and os.getpid() == self._pid:
             warnings.warn("a Queue was never closed: its threads stay", ResourceWarning, stacklevel=2)
+
+
+def _check(wanted: bool, sampled: bool) -> int:
+    if not wanted:
+        return CHECK_NONE
+    return CHECK_SAMPLE if sampled else CHECK_ALL
 
 
 class _Handle(Protocol):

@@ -132,7 +132,7 @@ class NativeEngine:
         registered = self._files.get(id(descriptors), (-1,))[0]
         target = _TargetC(descriptors.direct, descriptors.buffered, job.alignment, job.memory_alignment, registered)
         pointer = self._calls.submit(
-            self._pointer, job.write, target, job.address, job.offset, job.nbytes, job.priority, job.checked,
+            self._pointer, job.write, target, job.address, job.offset, job.nbytes, job.priority, job.check,
             self._error,
         )  # fmt: skip
         if pointer is not None:

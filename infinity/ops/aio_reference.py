@@ -17,6 +17,9 @@ from infinity.ops.file import Descriptors
 # errno of "the file ends here", as in csrc/aio/request.h.
 END_OF_FILE = -1
 _PATIENCE_S = 0.001
+# Of which bytes of a job the CRC-32C is: none, all, or one line of each page (csrc/aio/request.h).
+CHECK_NONE, CHECK_ALL, CHECK_SAMPLE = 0, 1, 2
+_PAGE_NBYTES, _LINE_NBYTES = 4096, 64
 # Before every priority of a 32-bit integer.
 _URGENT = -(1 << 31)
 
@@ -32,8 +35,8 @@ class Job(NamedTuple):
     offset: int
     nbytes: int
     priority: int
-    # Whether the CRC-32C of the bytes is wanted.
-    checked: bool
+    # Of which bytes the CRC-32C is wanted: see Check in csrc/aio/request.h.
+    check: int
 
     def descriptor_for(self, begin: int, end: int) -> int:
         """The descriptor for bytes [begin, end) of the transfer: see Request::descriptor_for in csrc/aio/request.h."""
@@ -107,7 +110,7 @@ class PythonHandle:
         return progress.error, progress.position if progress.error else progress.job.nbytes
 
     def checksum(self) -> int:
-        """The CRC-32C of the bytes of a checked job, once done without an error."""
+        """The CRC-32C of the bytes that a job's check is of, once done without an error."""
         whole = 0
         for _, (crc, nbytes) in sorted(self._progress.checksums.items()):
             whole = combine(whole, crc, nbytes)
@@ -233,13 +236,13 @@ class PythonEngine:
                     continue
             progress, begin, end = block
             error, position = self._move(progress.job, begin, end)
-            digest = crc32c(_memory(progress.job, begin, end)) if progress.job.checked and not error else 0
+            digest = _digest(progress.job, begin, end) if progress.job.check and not error else (0, 0)
             with self._changed:
                 progress.blocks_active -= 1
                 if error:
                     progress.fail(error, position)
-                elif progress.job.checked:
-                    progress.checksums[begin] = digest, end - begin
+                elif progress.job.check:
+                    progress.checksums[begin] = digest
                 self._settle(progress)
             # A thread at rest holds on to no descriptors.
             del block, progress
@@ -283,6 +286,17 @@ class PythonEngine:
             if self._abandoned:
                 return errno.ETIMEDOUT, begin
         return 0, end
+
+
+def _digest(job: Job, begin: int, end: int) -> tuple[int, int]:
+    """CRC-32C and number of the bytes of a block that the job's check is of."""
+    memory = _memory(job, begin, end)
+    if job.check == CHECK_SAMPLE:
+        pages = range(begin // _PAGE_NBYTES, -(-end // _PAGE_NBYTES))
+        # In the block.
+        lines = [page * _PAGE_NBYTES + page * 37 % 64 * _LINE_NBYTES - begin for page in pages]
+        memory = memoryview(b"".join(memory[max(line, 0) : max(line + _LINE_NBYTES, 0)] for line in lines))
+    return crc32c(memory), len(memory)
 
 
 def _memory(job: Job, begin: int, end: int) -> memoryview:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from infinity.config.units import Share
+from infinity.config.units import Share, format_bytes
 from infinity.plan.types import Kind, Tier
 
 # What placement by budget fills of memory that no limit was given for: the rest is left to activations, and to others.
@@ -72,9 +72,9 @@ def _excess(where: str, kinds: Mapping[Kind, int], limit: int | None) -> Iterato
     if limit is None or planned <= limit:
         return
     parts = sorted(kinds.items(), key=lambda item: -item[1])
-    detail = ", ".join(f"{in_words(kind)} {amount(nbytes)}" for kind, nbytes in parts)
+    detail = ", ".join(f"{in_words(kind)} {format_bytes(nbytes)}" for kind, nbytes in parts)
     # Amounts that round to the same figure are told apart by the byte.
-    shown = (amount(planned), amount(limit))
+    shown = (format_bytes(planned), format_bytes(limit))
     plans, free = shown if shown[0] != shown[1] else (f"{planned:,} bytes", f"{limit:,} bytes")
     yield f"plans {plans} on {where} but {free} are free: {detail}."
 
@@ -88,8 +88,3 @@ def in_words(kind: Kind) -> str:
         Kind.MODEL: "the model as it was built", Kind.ACTIVATION: "activations",
     }  # fmt: skip
     return names.get(kind, kind.value)
-
-
-def amount(nbytes: int) -> str:
-    """Bytes in GB, or in MB where they are few."""
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infinity.config.resolve import ResolvedConfig, changed
+from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
-from infinity.plan.capacity import Capacity, amount, excesses, in_words
+from infinity.plan.capacity import Capacity, excesses, in_words
 from infinity.plan.partitions import states_kinds
 from infinity.plan.plan import SUB_GROUPS_MAX, Plan
 from infinity.plan.request import Question, plan_request
@@ -52,7 +53,7 @@ class Fit:
             for section in sections:
                 place = place.setdefault(section, {})
             if value == _SOME_DRIVE:
-                value = f"{_SOME_DRIVE[0]} with {amount(self.plan.nvme_nbytes)} free for each rank"
+                value = f"{_SOME_DRIVE[0]} with {format_bytes(self.plan.nvme_nbytes)} free for each rank"
             place[key] = value
         return json.dumps(tree)
 
@@ -71,7 +72,7 @@ def account(plan: Plan, capacity: Capacity) -> str:
     lines = [f"  {'tier':<6}{'kind':<22}{'planned':>12}{'limit':>12}"]
     for tier, kinds in plan.bytes_by_tier().items():
         parts = sorted(kinds.items(), key=lambda item: -item[1])
-        lines += [f"  {tier.value:<6}{in_words(kind):<22}{amount(nbytes):>12}" for kind, nbytes in parts]
+        lines += [f"  {tier.value:<6}{in_words(kind):<22}{format_bytes(nbytes):>12}" for kind, nbytes in parts]
         own = {Tier.GPU: capacity.gpu, Tier.CPU: capacity.cpu, Tier.NVME: capacity.nvme}[tier]
         if kinds:
             lines.append(_sum(f"{tier.value:<6}together", sum(kinds.values()), own))
@@ -137,14 +138,14 @@ def _way_out(question: Question) -> str:
     fit = nearest_fit(question)
     if fit is None:
         held = smallest(question).nbytes_by_tier()
-        needs = ", ".join(f"{amount(nbytes)} on {tier.value}" for tier, nbytes in held.items() if nbytes)
+        needs = ", ".join(f"{format_bytes(nbytes)} on {tier.value}" for tier, nbytes in held.items() if nbytes)
         ranks = question.topology.world_size
         return (
             f"Nothing that was tried fits, on up to {ranks * _TIMES_MAX} ranks. The smallest plan of this model on "
             f"{ranks} needs {needs} for each rank: give it hardware that has so much, or raise the limits in memory."
         )
     held = fit.plan.nbytes_by_tier()
-    takes = ", ".join(f"{amount(nbytes)} on {tier.value}" for tier, nbytes in held.items() if nbytes)
+    takes = ", ".join(f"{format_bytes(nbytes)} on {tier.value}" for tier, nbytes in held.items() if nbytes)
     where = f"on {fit.ranks} ranks" if fit.ranks != question.topology.world_size else ""
     with_keys = f"with {fit.as_json()}" if fit.changes else ""
     return f"Nearest configuration that fits: {' '.join(filter(None, (with_keys, where)))} (takes {takes})."
@@ -250,6 +251,6 @@ def _hopeless(question: Question) -> bool:
 
 def _sum(where: str, planned: int, limit: int | None) -> str:
     if limit is None:
-        return f"  {where:<28}{amount(planned):>12}{'none':>12}"
-    excess = f"   {amount(planned - limit)} too much" if planned > limit else ""
-    return f"  {where:<28}{amount(planned):>12}{amount(limit):>12}{excess}"
+        return f"  {where:<28}{format_bytes(planned):>12}{'none':>12}"
+    excess = f"   {format_bytes(planned - limit)} too much" if planned > limit else ""
+    return f"  {where:<28}{format_bytes(planned):>12}{format_bytes(limit):>12}{excess}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 # Bytes an element, by the name the plan uses for a dtype.
 DTYPE_NBYTES = {
@@ -78,12 +79,12 @@ class Kind(Enum):
 ADAM_MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """Names one partition of this rank: PARAM and GRAD by unit index, STATES by sub-group index."""
 
+    # A tuple, since keys are looked up all the time: its hash and comparison are not Python functions.
     kind: Kind
-    index: int
+    index: int  # type: ignore[assignment]
 
     def __str__(self) -> str:
         owner = "sub-group" if self.kind is Kind.STATES else "unit"

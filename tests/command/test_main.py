@@ -25,7 +25,7 @@ def test_every_command_is_in_the_help(capsys):
     assert all(name in shown for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", ["bench", "doctor", "config", "estimate"])
+@pytest.mark.parametrize("name", ["bench", "doctor", "config", "estimate", "export", "ckpt"])
 def test_every_command_explains_itself(name, capsys):
     with pytest.raises(SystemExit) as left:
         main([name, "--help"])

@@ -52,7 +52,7 @@ def test_a_limit_leaves_something_to_plan_with(written: int | str) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "shown"),
-    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (118_200_000_000, "118.2 GB"), (10**16, "10000.0 TB")],
+    [(0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (118_200_000_000, "118 GB"), (10**16, "10,000 TB")],
 )
 def test_amounts_are_shown_short(nbytes: int, shown: str) -> None:
     assert format_bytes(nbytes) == shown

@@ -57,9 +57,9 @@ def expected() -> str:
 
 
 @every_backend
-@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("checksum", [False, "sampled", True])
 def test_every_back_end_gives_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: str, backend: str, checksum: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: str, backend: str, checksum: bool | str
 ) -> None:
     class Chosen(Queue):
         def __init__(self, **options: Any) -> None:

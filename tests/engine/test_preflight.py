@@ -31,7 +31,7 @@ def test_a_llama_of_70_billion_parameters_is_refused_before_it_has_values(tmp_pa
         infinity.api.initialize(model=model, config=config)
     assert time.process_time() - began < 2.0
     text = str(caught.value)
-    assert "rank 0 plans 846.6" in text
+    assert "rank 0 plans 847 GB" in text
     assert "too much" in text and "Nearest configuration that fits: on " in text and "ranks" in text
     assert list(tmp_path.iterdir()) == []
 

@@ -203,7 +203,7 @@ def drives_in(directory: Path, count: int = 3) -> list[Path]:
     return [directory / f"drive{index}" for index in range(count)]
 
 
-@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("checksum", [False, "sampled", True])
 def test_extents_on_several_drives_keep_their_bytes(tmp_path, checksum):
     nbytes = 40 << 20
     options = QueueOptions(weights=(3, 1, 2), checksum=checksum)
@@ -304,6 +304,61 @@ def test_a_flipped_bit_is_found_by_the_checksum(tmp_path, drives):
     tier.read(extent, read).wait()
     assert torch.equal(read, content)
     tier.close()
+
+
+def tamper(path: Path, offset: int, content: bytes) -> bytes:
+    """Change bytes of a swap file behind its owner's back; returns those that were there."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        before = file.read(len(content))
+        file.seek(offset)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return before
+
+
+@pytest.mark.parametrize("case", ["lost", "lost page", "misdirected", "foreign"])
+@pytest.mark.parametrize("drives", [1, 2])
+def test_bytes_that_are_not_those_of_the_latest_write_are_never_taken(tmp_path, case, drives):
+    """With the configuration's defaults. The drive keeps the old bytes, writes them to another place, or has a file of
+    another process in its place."""
+    extents = [Extent(index << 20, 1 << 20) for index in range(8)]
+    options = QueueOptions(weights=(1,) * drives)
+    tier, other = (
+        NvmeTier.open(drives_in(tmp_path, drives), nbytes=8 << 20, rank=0, options=options) for _ in range(2)
+    )
+    generator = torch.Generator().manual_seed(4)
+    contents = [page_aligned(1 << 20).random_(generator=generator) for _ in range(17)]
+    for extent, content in zip(extents, contents, strict=False):
+        tier.write(extent, content).wait()
+        other.write(extent, contents[8 + extents.index(extent)]).wait()
+    path, foreign = tier.path, other.path
+    here, there = 1 << 20, 2 << 20
+    with open(path, "rb") as file:
+        file.seek(here)
+        before = file.read(1 << 20)
+    changed = contents[16]
+    tier.write(extents[1], changed).wait()
+    read = page_aligned(1 << 20)
+    tier.read(extents[1], read).wait()
+    assert torch.equal(read, changed)
+    if case == "lost":
+        tamper(path, here, before)
+    elif case == "lost page":
+        tamper(path, here + 7 * 4096, before[7 * 4096 : 8 * 4096])
+    elif case == "misdirected":
+        tamper(path, there, tamper(path, here, before))
+    else:
+        tamper(path, here, foreign.read_bytes()[here : here + (1 << 20)])
+    for index in (1, 2) if case == "misdirected" else (1,):
+        with pytest.raises(TransferError, match="CRC-32C") as caught:
+            tier.read(extents[index], read).wait()
+        assert caught.value.errno == errno.EBADMSG
+    tier.read(extents[4], read).wait()
+    assert torch.equal(read, contents[4])
+    tier.close()
+    other.close()
 
 
 def test_a_submission_that_fails_half_way_leaves_nothing_in_flight(tmp_path, monkeypatch):

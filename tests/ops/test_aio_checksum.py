@@ -90,3 +90,34 @@ def test_bytes_that_differ_are_an_error_that_names_them(tmp_path: Path, backend:
             error = caught.value
             assert (error.errno, error.path, error.offset) == (errno.EBADMSG, file.path, 4096)
             assert f"CRC-32C {found:#010x}, but {found ^ 1:#010x} was expected" in str(error)
+
+
+def lines_of(data: bytes) -> bytes:
+    """The bytes that a sampled checksum is of."""
+    places = (4096 * page + page * 37 % 64 * 64 for page in range(-(-len(data) // 4096)))
+    return b"".join(data[at : at + 64] for at in places)
+
+
+@every_backend
+@pytest.mark.parametrize("block_nbytes", [512, 65536, 1 << 20])
+def test_a_sampled_checksum_is_of_one_line_a_page(tmp_path: Path, backend: str, block_nbytes: int) -> None:
+    with File.create(tmp_path / "data.bin", 2 << 20) as file, Queue(backend, block_nbytes=block_nbytes) as queue:
+        for size in (1, 4096, 4097, 716_928):
+            data = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+            written = queue.write(file, 4096, data, checksum=True, sampled=True)
+            written.wait()
+            assert written.checksum == crc32c(lines_of(data.numpy().tobytes()))
+            back = torch.empty_like(data)
+            queue.read(file, 4096, back, expected=written.checksum, sampled=True).wait()
+            assert back.equal(data)
+            # What lies outside the lines does not count; what lies in them does.
+            for at in (5 * 4096 + 100, 5 * 4096 + 5 * 37 * 64 % 4096):
+                if at < size:
+                    data[at] ^= 1
+            queue.write(file, 4096, data).wait()
+            request = queue.read(file, 4096, back, expected=written.checksum, sampled=True)
+            if size > 6 * 4096:
+                with pytest.raises(TransferError, match="CRC-32C"):
+                    request.wait()
+            else:
+                request.wait()

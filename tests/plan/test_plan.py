@@ -265,7 +265,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_numbers():
     with pytest.raises(CapacityError) as caught:
         plan.check(Capacity(cpu=4_000_000_000), rank=3)
     text = str(caught.value)
-    for part in ("rank 3 plans 5.60 GB on cpu but 4.00 GB are free", "exp_avg 1.60 GB", "master remainders 0.80 GB"):
+    for part in ("rank 3 plans 5.60 GB on cpu but 4.00 GB are free", "exp_avg 1.60 GB", "master remainders 800 MB"):
         assert part in text
     assert text.index("exp_avg") < text.index("remainders"), "the largest first"
     plan.check(Capacity())

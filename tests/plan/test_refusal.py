@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from infinity.config import ResolveContext, load_config, resolve
+from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity
 from infinity.plan.refusal import account, nearest_fit, refuse, smallest
@@ -78,13 +79,14 @@ def test_100_plans_that_do_not_fit_are_refused_with_a_table_and_a_way_out():
         with pytest.raises(CapacityError) as caught:
             refuse(asked, plan, rank=3)
         text = str(caught.value)
-        assert re.match(r"rank 3 plans [\d.,]+ (GB|MB|bytes) on (gpu|cpu|nvme)", text), text
+        assert re.match(r"rank 3 plans [\d.,]+ (TB|GB|MB|kB) on (gpu|cpu|nvme)", text), text
         assert "tier" in text and "limit" in text and "too much" in text, "the table"
         assert str(account(plan, asked.limits)) in text
         found = nearest_fit(asked)
         if found is None:
             hardware += 1
-            assert "The smallest plan of this model" in text and re.search(r"needs [\d.]+ (GB|MB) on", text), text
+            assert "The smallest plan of this model" in text, text
+            assert re.search(r"needs [\d.,]+ (TB|GB|MB|kB) on", text), text
             assert not asked.limits.fits(smallest(asked).nbytes_by_tier())
         else:
             fits += 1
@@ -120,7 +122,7 @@ def test_a_drive_that_nobody_named_is_asked_for_with_its_size():
     found = nearest_fit(asked)
     assert found is not None and found.ranks == 8
     path = json.loads(found.as_json())["zero_optimization"]["offload_optimizer"]["nvme_path"]
-    assert path == f"a folder on a drive with {found.plan.nvme_nbytes / 1e9:.2f} GB free for each rank"
+    assert path == f"a folder on a drive with {format_bytes(found.plan.nvme_nbytes)} free for each rank"
 
 
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme", "auto"])

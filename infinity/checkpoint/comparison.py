@@ -1,0 +1,140 @@
+"""What differs between two checkpoints, whatever topology, stage and tiers each was saved from.
+
+Values are compared element by element: masters in fp32, made of whatever each side keeps, then each kind of optimizer
+state, then buffers. A block of elements of each side is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.files import Reader
+from infinity.checkpoint.format import BUFFER, MASTER, PARAM, REMAINDER, Manifest, check_files
+from infinity.checkpoint.load import Saved
+from infinity.memory.partition import DTYPES
+
+WEIGHT = "weight"
+_BLOCK_NUMEL = 1 << 20
+_OF_MASTERS = (PARAM, REMAINDER, MASTER)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One kind of a tensor that differs: elements that do, and the largest difference (nan where one side is)."""
+
+    tensor: str
+    kind: str
+    numel: int
+    changed: int
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`compared` counts tensors by kind. `counters` are (name, first, second) of what differs about the run."""
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    reshaped: tuple[str, ...]
+    compared: Mapping[str, int]
+    changes: tuple[Change, ...]
+    counters: tuple[tuple[str, Any, Any], ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.added or self.removed or self.reshaped or self.changes or self.counters)
+
+
+def compare(
+    first: tuple[Path, Manifest], second: tuple[Path, Manifest],
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Comparison:  # fmt: skip
+    """Compare two checkpoints. tell: called with elements done and all of them. Verifies all that it reads."""
+    (one_folder, one), (two_folder, two) = first, second
+    both = [name for name in one.tensors if name in two.tensors]
+    alike = [name for name in both if one.tensors[name].shape == two.tensors[name].shape]
+    work = [(name, kind) for name in alike for kind in _kinds(one, two, name)]
+    total = sum(one.tensors[name].numel for name, _ in work)
+    compared: dict[str, int] = {}
+    changes = []
+    done = 0
+    with (
+        Reader(one_folder, one, check_files(one_folder, one)) as left,
+        Reader(two_folder, two, check_files(two_folder, two)) as right,
+    ):
+        for name, kind in work:
+            numel, changed, largest = one.tensors[name].numel, 0, 0.0
+            compared[kind] = compared.get(kind, 0) + 1
+            for a, b in zip(_blocks(left, name, kind), _blocks(right, name, kind), strict=True):
+                count, distance = _distance(a, b)
+                changed += count
+                largest = distance if math.isnan(distance) or math.isnan(largest) else max(largest, distance)
+                done += a.numel()
+                tell(done, total)
+            if changed:
+                changes.append(Change(name, kind, numel, changed, largest))
+    return Comparison(
+        added=tuple(name for name in two.tensors if name not in one.tensors),
+        removed=tuple(name for name in one.tensors if name not in two.tensors),
+        reshaped=tuple(name for name in both if name not in set(alike)),
+        compared=compared, changes=tuple(changes), counters=tuple(_run_differences(one, two)),
+    )  # fmt: skip
+
+
+def _kinds(one: Manifest, two: Manifest, name: str) -> list[str]:
+    """What both sides have of a tensor."""
+    kinds = [set(manifest.tensors[name].kinds) for manifest in (one, two)]
+    shared = kinds[0] & kinds[1]
+    found = [WEIGHT] if PARAM in shared else []
+    return found + sorted(shared - set(_OF_MASTERS))
+
+
+def _blocks(reader: Reader, name: str, kind: str) -> Iterator[Tensor]:
+    numel = reader.manifest.tensors[name].numel
+    source = Saved(reader)
+    for start in range(0, numel, _BLOCK_NUMEL):
+        count = min(_BLOCK_NUMEL, numel - start)
+        if kind == WEIGHT:
+            yield source.masters(name, start, count)
+            continue
+        values = torch.empty(count, dtype=DTYPES[reader.dtype(name, kind)])
+        reader.read(name, kind, start, count, values)
+        yield values.float() if kind != BUFFER and values.is_floating_point() else values
+
+
+def _distance(a: Tensor, b: Tensor) -> tuple[int, float]:
+    """Elements that differ in their bits, and the largest absolute difference among them."""
+    if a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return 0, 0.0
+    a, b = a.double(), b.double()
+    other = (a != b) & ~(a.isnan() & b.isnan())
+    if not bool(other.any()):
+        return 0, 0.0
+    difference = (a[other] - b[other]).abs()
+    return int(other.sum()), float(difference.max())
+
+
+def _run_differences(one: Manifest, two: Manifest) -> Iterator[tuple[str, Any, Any]]:
+    left, right = (dict(_flat("", {**each.engine, "client_state": each.client_state})) for each in (one, two))
+    for name in {**left, **right}:
+        if left.get(name) != right.get(name):
+            yield name, left.get(name), right.get(name)
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flat(f"{path}.{key}" if path else str(key), inner)
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+        for at, inner in enumerate(value):
+            yield from _flat(f"{path}[{at}]", inner)
+    else:
+        yield path, value

@@ -1,0 +1,185 @@
+"""A module's description for exports: `describe(module)`. Nothing is read of its weights but names and shapes.
+
+What transformers and peft know about their files is asked of them, with tensors that have no memory: each tensor that
+they would save is a view of one of the model's, and its offset says where. A library is looked for among what is
+loaded: where a model of its class is, it is, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from infinity.checkpoint.description import Description, Place, Source
+from infinity.log import logger
+from infinity.plan.spec import dtype_name
+
+
+def describe(module: nn.Module) -> Description:
+    """What an export of `module` will look like. Never fails: what cannot be exported can still be saved."""
+    try:
+        return _describe(module)
+    except Exception as error:
+        reason = f"{type(module).__name__} could not be described ({type(error).__name__}: {error})"
+        return Description(type(module).__name__, refusal=reason)
+
+
+def _describe(module: nn.Module) -> Description:
+    name = type(module).__name__
+    if _of_library(module, "peft"):
+        return _of_adapters(module, name)
+    aliases = _aliases(module)
+    if not _of_library(module, "transformers"):
+        return Description(name, aliases=aliases)
+    model: Any = module
+    config = copy.deepcopy(model.config)
+    config.architectures = [name]
+    texts = {"config.json": json.loads(config.to_json_string(use_diff=True))}
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        texts["generation_config.json"] = json.loads(model.generation_config.to_json_string(use_diff=True))
+    folder = getattr(model.config, "_name_or_path", None)
+    origin = os.path.abspath(folder) if folder and os.path.isdir(folder) else None
+    return Description(name, texts, origin, _as_stored(model), aliases)
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state dict has, by name."""
+    left_out = {
+        f"{path}.{name}" if path else name
+        for path, inner in module.named_modules()
+        for name in inner._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in module.named_buffers() if name not in left_out}
+
+
+def sources_of(module: nn.Module) -> list[Source]:
+    """All tensors of a module that a state dict has, tied ones once."""
+    params = [Source(name, dtype_name(p.dtype), tuple(p.shape)) for name, p in module.named_parameters()]
+    buffers = persistent_buffers(module).items()
+    return params + [Source(name, dtype_name(b.dtype), tuple(b.shape), is_buffer=True) for name, b in buffers]
+
+
+def _of_library(module: nn.Module, library: str) -> bool:
+    classes = {"peft": ("peft", "PeftModel"), "transformers": ("transformers", "PreTrainedModel")}
+    loaded, name = classes[library]
+    base = getattr(sys.modules.get(loaded), name, None) if loaded in sys.modules else None
+    return base is not None and isinstance(module, base)
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters, with the first."""
+    first = {id(param): name for name, param in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(param)] for name, param in every if first[id(param)] != name}
+
+
+class _NoCopies(TorchDispatchMode):
+    """Copies are the tensors themselves, so that what is made of views stays views."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _shadows(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors without memory by the names of the module's own."""
+    named = {**dict(module.named_parameters()), **persistent_buffers(module)}
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in named.items()}
+
+
+def _places(shadows: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> tuple[list[Place], list[str]]:
+    """Where each saved tensor is in the model, and the names of those that are no range of a tensor of it."""
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in shadows.items()}
+    places, others = [], []
+    for name, tensor in saved.items():
+        source = names.get(tensor.untyped_storage()._cdata)
+        if source is None or not tensor.is_contiguous() or tensor.dtype is not shadows[source].dtype:
+            others.append(name)
+        else:
+            places.append(Place(name, source, int(tensor.storage_offset()), tuple(tensor.shape)))
+    return places, others
+
+
+def _as_stored(model: Any) -> dict[str, list[Place]] | None:
+    """How transformers stores the model's tensors; None for their own names, which it reads as well."""
+    revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
+    shadows = _shadows(model)
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    kept = {name: tensor for name, tensor in shadows.items() if name not in ignored}
+    try:
+        with _NoCopies():
+            saved = revert(model, dict(kept)) if revert is not None else kept
+        places, others = _places(shadows, saved)
+        if others or _numel_of(places) != sum(tensor.numel() for tensor in kept.values()):
+            raise ValueError(f"{len(others)} tensors are stored as no range of a tensor of the model")
+    except Exception as error:
+        logger.info("weights are exported under the names that they have in memory: %s", error)
+        places, _ = _places(shadows, kept)
+    if {place.name for place in places} == set(shadows) and all(place.name == place.source for place in places):
+        return None
+    return {"model": places}
+
+
+def _numel_of(places: Sequence[Place]) -> int:
+    return sum(torch.Size(place.shape).numel() for place in places)
+
+
+def _of_adapters(model: Any, name: str) -> Description:
+    """The adapters of a peft model as peft saves them: "default" in the folder, others in folders of their names."""
+    peft: Any = sys.modules["peft"]
+    shadows = _shadows(model)
+    texts: dict[str, Any] = {}
+    weights = {}
+    for adapter, config in model.peft_config.items():
+        prefix = "" if adapter == "default" else f"{adapter}/"
+        base = config.base_model_name_or_path
+        # "auto" would ask the hub about a base model that is not in a folder here.
+        look = "auto" if not base or os.path.isdir(base) else _targets_embeddings(model, config)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
+            saved = peft.get_peft_model_state_dict(
+                model, state_dict=dict(shadows), adapter_name=adapter, save_embedding_layers=look
+            )
+        places, others = _places(shadows, saved)
+        if others or not places:
+            refusal = (
+                f"peft computes what it saves of {config.peft_type} ({', '.join(others[:5]) or 'nothing'}): use "
+                "model.save_pretrained(folder, state_dict=engine.state_dict()) on rank 0"
+            )
+            return Description(name, refusal=refusal)
+        weights[f"{prefix}adapter_model"] = places
+        texts[f"{prefix}adapter_config.json"] = _adapter_config(model, config)
+    return Description(name, texts, None, weights)
+
+
+def _targets_embeddings(model: Any, config: Any) -> bool:
+    layers = sys.modules["peft.utils.other"].EMBEDDING_LAYER_NAMES
+    targets = getattr(config, "target_modules", None) or ()
+    return not isinstance(targets, str) and any(name in targets for name in layers)
+
+
+def _adapter_config(model: Any, config: Any) -> Any:
+    """What peft would write into adapter_config.json."""
+    config = copy.deepcopy(config)
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = model.get_base_model().__dict__.get("name_or_path") or None
+    mapping = None
+    if config.task_type is None:
+        base = type(model.get_base_model())
+        mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder, auto_mapping_dict=mapping)
+        return json.loads((Path(folder) / "adapter_config.json").read_text())

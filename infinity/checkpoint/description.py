@@ -1,0 +1,150 @@
+"""What a Hugging Face folder needs of a model besides its weights, as a value that JSON carries.
+
+A checkpoint keeps it, so that an export needs neither the model's code nor the libraries that it came from: which
+tensor of the model is stored under which names (the experts of a mixture are computed with in one tensor and stored one
+by one), the configurations, and the folder that tokenizer files are copied from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infinity.checkpoint.weight_writer import DTYPES, Entry, Shard, cut_into_shards, index_of
+from infinity.errors import ConfigError
+
+# What an export may be converted to, by the names that users give.
+FLOATS = {
+    "fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16",
+    "float16": "F16", "half": "F16",
+}  # fmt: skip
+_TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_CONVERTED = ("F64", "F32", "F16", "BF16")
+SHARD_NBYTES = 5_000_000_000
+_CONFIG = "config.json"
+# Files of a model's folder that an export takes along as they are.
+_COMPANIONS = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*", "preprocessor_config.json", "processor_config.json", "*.py", "LICENSE*",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor of the model: its name (of a tied one the first), its dtype (the plan's word) and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    # A buffer keeps its dtype in every export.
+    is_buffer: bool = False
+
+    def stored_dtype(self, dtype: str) -> str:
+        """The format's name of the dtype that it has in an export to `dtype` (one of FLOATS' values)."""
+        own = DTYPES[self.dtype]
+        return own if self.is_buffer or own not in _CONVERTED else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a stored tensor is in the model: elements from `start` on of the flattened `source`."""
+
+    name: str
+    source: str
+    start: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """See the module's text.
+
+    texts: JSON files by name, such as "config.json". weights: by the stem of the file's name; None where all tensors
+    are stored under their own names.
+    """
+
+    class_name: str
+    texts: Mapping[str, Any] = field(default_factory=dict)
+    origin: str | None = None
+    weights: Mapping[str, Sequence[Place]] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    # Why there can be no export, in a sentence; usually none.
+    refusal: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Description:
+        """What `to_json` gave, also after a way through a file."""
+        weights = value["weights"]
+        if weights is not None:
+            weights = {
+                stem: [Place(**{**place, "shape": tuple(place["shape"])}) for place in places]
+                for stem, places in weights.items()
+            }
+        return cls(**{**value, "weights": weights})
+
+    def shards(
+        self, sources: Sequence[Source], dtype: str, *, stem: str = "model", nbytes_max: int | None = SHARD_NBYTES
+    ) -> list[Shard]:
+        """The weight files for the tensors of a model. Tensors that are not in `sources` are left out.
+
+        ConfigError where its library would save what is not in the model.
+        """
+        if self.refusal:
+            raise ConfigError(f"export: {self.refusal}")
+        known = {source.name: source for source in sources}
+        if self.weights is None:
+            metadata = {alias: name for alias, name in self.aliases.items() if name in known}
+            # By name: the order of a checkpoint's tensors is not that of the module's.
+            in_order = sorted(sources, key=lambda source: source.name)
+            stored = [Entry(each.name, each.stored_dtype(dtype), each.shape, each.name) for each in in_order]
+            # As the safetensors library writes models with tied weights.
+            return cut_into_shards(stored, stem, nbytes_max, metadata)
+        shards = []
+        for group, places in self.weights.items():
+            stored = [
+                Entry(place.name, known[place.source].stored_dtype(dtype), place.shape, place.source, place.start)
+                for place in places
+                if place.source in known
+            ]
+            whole = group != "model"
+            shards += cut_into_shards(stored, group if whole else stem, None if whole else nbytes_max)
+        return shards
+
+    def companions(self, shards: Sequence[Shard], dtype: str, *, stem: str = "model") -> dict[str, str]:
+        """The small text files of the folder."""
+        texts = {}
+        for name, value in self.texts.items():
+            if name == _CONFIG:
+                key = "torch_dtype" if "torch_dtype" in value and "dtype" not in value else "dtype"
+                value = {**value, key: _TORCH_NAMES[dtype]}
+            texts[name] = json.dumps(value, indent=2, sort_keys=True) + "\n"
+        numbered = [shard for shard in shards if "-of-" in shard.name]
+        if numbered:
+            texts[f"{stem}.safetensors.index.json"] = index_of(numbered)
+        return texts
+
+    def copy_files(self, folder: Path) -> None:
+        """Copy tokenizer files (and the code of models that bring theirs) from the model's own folder, where it is."""
+        origin = Path(self.origin) if self.origin else None
+        if origin is None or not origin.is_dir():
+            return
+        for pattern in _COMPANIONS:
+            for path in sorted(origin.glob(pattern)):
+                if path.is_file() and not (folder / path.name).exists():
+                    shutil.copyfile(path, folder / path.name)
+
+
+def float_dtype(dtype: str) -> str:
+    """The format's name of the dtype that a user asks for; ConfigError where it is none."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in FLOATS:
+        raise ConfigError(f"dtype {dtype!r} of an export: there are fp32, bf16 and fp16")
+    return FLOATS[name]

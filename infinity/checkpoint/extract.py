@@ -1,0 +1,108 @@
+"""A Hugging Face folder from a checkpoint, without the model's code, process groups or an accelerator.
+
+What the folder has besides weights was written down when the checkpoint was saved (`infinity.checkpoint.description`).
+Files come out the same to the byte as those of `engine.export` at the moment of the save.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.description import SHARD_NBYTES, Description, Source, float_dtype
+from infinity.checkpoint.files import Reader
+from infinity.checkpoint.format import BUFFER, PARAM, Manifest, TensorInfo, check_files
+from infinity.checkpoint.load import Saved
+from infinity.checkpoint.weight_writer import (
+    WeightWriter,
+    as_bytes,
+    beside,
+    check_complete,
+    publish,
+    write_texts,
+)
+from infinity.errors import CheckpointError
+from infinity.memory.partition import DTYPES
+
+# Elements that are read and converted at a time.
+_BLOCK_NUMEL = 4 << 20
+
+
+def extract(
+    folder: Path, manifest: Manifest, target: Path, *, dtype: str = "bf16", nbytes_max: int | None = SHARD_NBYTES,
+    origin: Path | None = None, frozen: bool = True, tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:  # fmt: skip
+    """Write a checkpoint's model into `target`; returns it. CheckpointError where it lacks what an export needs.
+
+    nbytes_max: of a weight file; None for one file. origin: folder that config.json (where the checkpoint has none) and
+    tokenizer files are copied from, instead of the one that the model came from. frozen: False leaves out parameters
+    that were not trained. tell: called with the bytes done and all of them.
+    """
+    chosen = float_dtype(dtype)
+    description = Description.from_json(manifest.module["export"])
+    kept = {
+        name: info
+        for name, info in manifest.tensors.items()
+        if frozen or info.trainable or (description.weights is not None and "model" not in description.weights)
+    }
+    sources = [Source(name, info.dtype, info.shape, BUFFER in info.kinds) for name, info in kept.items()]
+    shards = description.shards(sources, chosen, nbytes_max=nbytes_max)
+    wanted = {entry.source for shard in shards for entry, _ in shard.entries}
+    lacking = sorted(name for name in wanted if not manifest.tensors[name].kinds)
+    if lacking:
+        raise CheckpointError(
+            folder, f"it was saved without frozen parameters, such as {lacking[0]}",
+            "Export the trained ones alone (--trained-only), or from a checkpoint that has all",
+        )  # fmt: skip
+    indexes = check_files(folder, manifest)
+    made = beside(target)
+    made.mkdir(parents=True)
+    try:
+        _copy(description, origin, made)
+        write_texts(made, description.companions(shards, chosen))
+        total = sum(entry.nbytes for shard in shards for entry, _ in shard.entries)
+        with Reader(folder, manifest, indexes) as reader, WeightWriter(made, shards, create=True) as writer:
+            for name, dtype_stored in writer.dtypes.items():
+                for start, values in _values(reader, name, kept[name], dtype_stored):
+                    writer.write(name, start, as_bytes(values, dtype_stored, name))
+                    tell(writer.written_nbytes, total)
+            writer.sync()
+            check_complete(writer.written_nbytes, shards, target)
+        publish(made, target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return target
+
+
+def _copy(description: Description, origin: Path | None, made: Path) -> None:
+    """Files that come from a model's folder; what the checkpoint itself has is written over them."""
+    if origin is not None:
+        if not origin.is_dir():
+            raise CheckpointError(origin, "there is no such folder", "Name the folder of the model's config.json")
+        for name in ("config.json", "generation_config.json"):
+            if (origin / name).is_file():
+                shutil.copyfile(origin / name, made / name)
+        Description("", origin=str(origin)).copy_files(made)
+    description.copy_files(made)
+
+
+def _values(reader: Reader, name: str, info: TensorInfo, dtype: str) -> Iterator[tuple[int, Tensor]]:
+    """(first element, values [n]) of a tensor: of its masters for fp32, else as it is computed with."""
+    source = Saved(reader)
+    numel = torch.Size(info.shape).numel()
+    for start in range(0, numel, _BLOCK_NUMEL):
+        count = min(_BLOCK_NUMEL, numel - start)
+        if dtype == "F32" and BUFFER not in info.kinds and info.trainable:
+            yield start, source.masters(name, start, count)
+            continue
+        # 16 bits are in the parameters themselves: no file of states is opened for them.
+        kind = BUFFER if BUFFER in info.kinds else PARAM
+        values = torch.empty(count, dtype=DTYPES[info.dtype])
+        reader.read(name, kind, start, count, values)
+        yield start, values
+
+

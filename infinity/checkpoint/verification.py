@@ -1,0 +1,143 @@
+"""Is a checkpoint whole? Every byte is read at the drive's speed and compared, and all that is wrong is told.
+
+Looked at are the manifest, each rank's index, the names and sizes of files, the CRC-32C of every block, whether every
+element of every tensor is there once in each of its kinds, and the file of the client state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from infinity.checkpoint.files import Reader
+from infinity.checkpoint.format import BLOCK_NBYTES, Extent, FileInfo, Manifest, RankIndex
+from infinity.errors import CheckpointError, TransferError
+from infinity.ops.checksum import checksum
+
+# Tensors that one finding names.
+_SHOWN_MAX = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is wrong. `offset` is -1 where it is about a whole file, `file` "" where it is about none."""
+
+    file: str
+    offset: int
+    nbytes: int
+    tensors: tuple[str, ...]
+    what: str
+
+    def __str__(self) -> str:
+        place = f"{self.file}: " if self.file else ""
+        where = f"{self.nbytes:,} bytes at offset {self.offset:,} " if self.offset >= 0 else ""
+        more = len(self.tensors) - _SHOWN_MAX
+        names = ", ".join(self.tensors[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+        return f"{place}{where}{self.what}{f'; they hold {names}' if names and self.offset >= 0 else ''}"
+
+
+def verify(
+    folder: Path, manifest: Manifest, tell: Callable[[int, int], None] = lambda done, total: None
+) -> Iterator[Damage]:
+    """All that is wrong with a checkpoint. tell: called with the bytes read and all of them."""
+    indexes = []
+    for rank in range(len(manifest.ranks)):
+        try:
+            indexes.append(manifest.index(folder, rank))
+        except CheckpointError as error:
+            yield Damage(manifest.ranks[rank].name, -1, 0, (), error.what)
+    total = sum(extent.nbytes for index in indexes for extent in index.extents)
+    done = 0
+    for index in indexes:
+        present = {}
+        for name, nbytes in index.files.items():
+            found = _size_of(folder / name)
+            if found != nbytes:
+                there = "it is missing" if found is None else f"it has {found:,} bytes"
+                names = _names(index, name, 0, nbytes)
+                yield Damage(name, -1, 0, names, f"{there} instead of {nbytes:,}; it holds {_few(names)}")
+            else:
+                present[name] = nbytes
+        kept = [extent for extent in index.extents if extent.file in present]
+        for step in _blocks(folder, manifest, index, kept):
+            if isinstance(step, Damage):
+                yield step
+                continue
+            done += step
+            tell(done, total)
+    # What a lost index held is lost with it, and told once.
+    if len(indexes) == len(manifest.ranks):
+        yield from _gaps(folder, manifest, indexes)
+    if manifest.client is not None:
+        yield from _client(folder, manifest.client)
+
+
+def _blocks(folder: Path, manifest: Manifest, index: RankIndex, extents: list[Extent]) -> Iterator[int | Damage]:
+    """Bytes found right, and blocks that are not; reading goes on behind a damaged one."""
+    while extents:
+        position, within = 0, 0
+        with Reader(folder, manifest, [replace(index, extents=tuple(extents), arrays=())]) as reader:
+            try:
+                for nbytes in reader.verify():
+                    yield nbytes
+                    within += nbytes
+                    while position < len(extents) and within >= extents[position].nbytes:
+                        within -= extents[position].nbytes
+                        position += 1
+                return
+            except (CheckpointError, TransferError) as error:
+                extent = extents[position]
+                nbytes = min(BLOCK_NBYTES, extent.nbytes - within)
+                offset = extent.offset + within
+                what = "are not those that were written"
+                if isinstance(error, TransferError):
+                    what = f"cannot be read ({error.reason})"
+                yield Damage(extent.file, offset, nbytes, _names(index, extent.file, offset, offset + nbytes), what)
+                rest = replace(
+                    extent, offset=offset + nbytes, nbytes=extent.nbytes - within - nbytes,
+                    blocks=extent.blocks[within // BLOCK_NBYTES + 1 :],
+                )  # fmt: skip
+                extents = [*([rest] if rest.nbytes else []), *extents[position + 1 :]]
+
+
+def _names(index: RankIndex, file: str, begin: int, end: int) -> tuple[str, ...]:
+    """Tensors (with their kinds) that have elements in bytes [begin, end) of a file."""
+    found: dict[str, None] = {}
+    for array in index.arrays:
+        extent = index.extents[array.extent]
+        at = extent.offset + array.offset
+        if extent.file == file and at < end and at + array.nbytes > begin:
+            found[f"{array.tensor} ({array.kind})"] = None
+    return tuple(found)
+
+
+def _few(names: tuple[str, ...]) -> str:
+    more = len(names) - _SHOWN_MAX
+    return ", ".join(names[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def _gaps(folder: Path, manifest: Manifest, indexes: list[RankIndex]) -> Iterator[Damage]:
+    with Reader(folder, manifest, indexes) as reader:
+        for name, info in manifest.tensors.items():
+            for kind in info.kinds:
+                if not reader.covered(name, kind, info.numel):
+                    yield Damage("", -1, 0, (name,), f"not every element of {name} ({kind}) is there once")
+
+
+def _client(folder: Path, client: FileInfo) -> Iterator[Damage]:
+    path = folder / client.name
+    if _size_of(path) != client.nbytes:
+        there = "it is missing" if _size_of(path) is None else f"it has {_size_of(path):,} bytes"
+        yield Damage(client.name, -1, 0, (), f"{there} instead of {client.nbytes:,}")
+        return
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_NBYTES):
+            crc = checksum(block, crc)
+    if crc != client.crc32c:
+        yield Damage(client.name, -1, 0, (), "its bytes are not those that were written")
+
+
+def _size_of(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None

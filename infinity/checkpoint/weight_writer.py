@@ -1,0 +1,297 @@
+"""Safetensors files written as a stream: headers first, then ranges of elements in any order, by any process.
+
+A file is eight bytes (the header's length), a JSON header (name -> dtype, shape, byte range) and the tensors one behind
+the other (https://github.com/huggingface/safetensors, "Format"). Where each tensor lies is known before a value is, so
+that several ranks write their ranges of one file at the same time, and nobody holds a tensor whole. The folder is made
+beside its place and renamed when it is complete: `check_complete` compares the bytes written with those there are, so
+that no tensor is left empty.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import uuid
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from infinity.errors import ConfigError, StateError, TransferError
+
+# Bytes an element, by the format's name of a dtype.
+ITEMSIZE = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}  # fmt: skip
+# The format's names by the plan's.
+DTYPES = {
+    "fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
+    "int8": "I8", "uint8": "U8", "bool": "BOOL", "fp8_e4m3fn": "F8_E4M3", "fp8_e5m2": "F8_E5M2",
+}  # fmt: skip
+_TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the files: elements [start, start + its numel) of the flattened tensor `source` of the model."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str
+    start: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file: its name, its header with the length in front, and the tensors with their offsets in the file."""
+
+    name: str
+    head: bytes
+    entries: tuple[tuple[Entry, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.head) + sum(tensor.nbytes for tensor, _ in self.entries)
+
+
+def cut_into_shards(
+    tensors: Sequence[Entry], stem: str, nbytes_max: int | None = None, metadata: Mapping[str, str] | None = None
+) -> list[Shard]:
+    """The files for `tensors` in their order, each with at most `nbytes_max` bytes of them or with one that is larger.
+
+    One file is `stem.safetensors`; several are numbered as transformers does.
+    """
+    rows: list[list[Entry]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if rows[-1] and nbytes_max is not None and filled + tensor.nbytes > nbytes_max:
+            rows.append([])
+            filled = 0
+        rows[-1].append(tensor)
+        filled += tensor.nbytes
+    shards = []
+    for index, row in enumerate(rows):
+        name = f"{stem}-{index + 1:05d}-of-{len(rows):05d}{_SUFFIX}" if len(rows) > 1 else stem + _SUFFIX
+        shards.append(_shard(name, row, metadata or {}))
+    return shards
+
+
+def index_of(shards: Iterable[Shard]) -> str:
+    """The text of `stem.safetensors.index.json` for several files."""
+    placed = {tensor.name: (shard.name, tensor.nbytes) for shard in shards for tensor, _ in shard.entries}
+    total = sum(nbytes for _, nbytes in placed.values())
+    names = {name: placed[name][0] for name in sorted(placed)}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2) + "\n"
+
+
+def _shard(name: str, tensors: Sequence[Entry], metadata: Mapping[str, str]) -> Shard:
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    at = 0
+    offsets = []
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes],
+        }  # fmt: skip
+        offsets.append(at)
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Values begin at a multiple of eight bytes.
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return Shard(name, head, tuple((tensor, len(head) + at) for tensor, at in zip(tensors, offsets, strict=True)))
+
+
+class WeightWriter:
+    """The files of `shards` below `folder`, open for ranges of elements. Use as a context manager."""
+
+    def __init__(self, folder: Path, shards: Sequence[Shard], *, create: bool) -> None:
+        """create: one process makes the files and writes their headers; others open what is there."""
+        self.written_nbytes = 0
+        self._paths = [folder / shard.name for shard in shards]
+        self._fds: list[int] = []
+        # By source: (first element, placed tensor, file, offset), in order.
+        self._places: dict[str, list[tuple[int, Entry, int, int]]] = {}
+        for index, shard in enumerate(shards):
+            for tensor, offset in shard.entries:
+                self._places.setdefault(tensor.source, []).append((tensor.start, tensor, index, offset))
+        for places in self._places.values():
+            places.sort(key=lambda place: place[0])
+        self._shards = shards
+        try:
+            for path, shard in zip(self._paths, shards, strict=True):
+                self._open(path, shard, create)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """The tensors of the model that are wanted, with the dtype (the format's name) that they are stored in."""
+        return {source: places[0][1].dtype for source, places in self._places.items()}
+
+    def write(self, source: str, start: int, values: memoryview) -> None:
+        """Write the bytes of elements from `start` on of a tensor of the model, in the dtype that they are stored in.
+
+        Elements that are in no file are left out. TransferError where the drive refuses.
+        """
+        places = self._places.get(source, [])
+        if not places:
+            return
+        itemsize = ITEMSIZE[places[0][1].dtype]
+        stop = start + len(values) // itemsize
+        first = max(bisect_right(places, start, key=lambda place: place[0]) - 1, 0)
+        for begin, tensor, file, offset in places[first:]:
+            low, high = max(start, begin), min(stop, begin + tensor.numel)
+            if begin >= stop:
+                break
+            if low < high:
+                part = values[(low - start) * itemsize : (high - start) * itemsize]
+                self._put(file, offset + (low - begin) * itemsize, part)
+
+    def sync(self) -> None:
+        """Wait until the drive has what was written."""
+        for path, fd in zip(self._paths, self._fds, strict=True):
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                raise _failed("sync", path, 0, 0, error) from error
+
+    def close(self) -> None:
+        """Close the files; idempotent."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def __enter__(self) -> WeightWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, path: Path, shard: Shard, create: bool) -> None:
+        try:
+            if create:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._fds.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+                os.ftruncate(self._fds[-1], shard.nbytes)
+            else:
+                self._fds.append(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise _failed("creation" if create else "opening", path, 0, shard.nbytes, error) from error
+        if create:
+            self._put(len(self._fds) - 1, 0, memoryview(shard.head))
+            self.written_nbytes -= len(shard.head)
+
+    def _put(self, file: int, offset: int, values: memoryview) -> None:
+        done = 0
+        while done < len(values):
+            try:
+                done += os.pwrite(self._fds[file], values[done:], offset + done)
+            except OSError as error:
+                raise _failed("write", self._paths[file], offset + done, len(values) - done, error) from error
+        self.written_nbytes += len(values)
+
+
+def check_complete(written_nbytes: int, shards: Iterable[Shard], where: Path) -> None:
+    """StateError unless all bytes of all tensors were written."""
+    wanted = sum(tensor.nbytes for shard in shards for tensor, _ in shard.entries)
+    if written_nbytes != wanted:
+        raise StateError(
+            f"the weights in {where} have {wanted:,} bytes but {written_nbytes:,} were written: the export is not "
+            "published"
+        )
+
+
+def beside(folder: Path) -> Path:
+    """A new name next to `folder`, for what becomes it."""
+    return folder.absolute().parent / f".{folder.name}.{uuid.uuid4().hex[:12]}.partial"
+
+
+def publish(made: Path, folder: Path) -> None:
+    """Make `made` what `folder` is: by one rename where that is new or empty, else file by file.
+
+    Into a folder that has files, the weights of an earlier export go first and the index comes last: a reader in
+    between finds no model, never half of one. Files of other names stay.
+    """
+    _sync_folder(made)
+    try:
+        os.rename(made, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise _failed("rename", folder, 0, 0, error) from error
+        _replace(made, folder)
+    _sync_folder(folder.absolute().parent)
+
+
+def _replace(made: Path, folder: Path) -> None:
+    names = sorted(path.relative_to(made) for path in made.rglob("*") if path.is_file())
+    stems = {re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", str(name)) for name in names if name.suffix == _SUFFIX}
+    for stem in stems:
+        pattern = re.compile(re.escape(Path(stem).name) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+        place = (folder / stem).parent
+        for old in sorted(place.iterdir(), reverse=True) if place.is_dir() else ():
+            # One file of the same name is replaced as a whole.
+            single = old.name.endswith(_SUFFIX) and old.relative_to(folder) in names and "-of-" not in old.name
+            if pattern.fullmatch(old.name) and not single:
+                old.unlink()
+    for name in sorted(names, key=lambda name: (name.name.endswith(".index.json"), name)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(made / name, folder / name)
+    shutil.rmtree(made)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _failed(operation: str, path: Path, offset: int, nbytes: int, error: OSError) -> TransferError:
+    return TransferError(
+        operation, path=str(path), offset=offset, nbytes=nbytes, errno=error.errno or errno.EIO, reason=str(error)
+    )
+
+
+def as_bytes(values: Tensor, dtype: str, name: str) -> memoryview:
+    """The bytes of `values` ([n], on the CPU), converted where they are floating and `dtype` is another such.
+
+    ConfigError where a value has no finite place in fp16; `name` is the tensor's.
+    """
+    wanted = _TORCH.get(dtype, values.dtype) if values.dtype.is_floating_point else values.dtype
+    converted = values.to(wanted).contiguous()
+    if wanted is torch.float16 and values.dtype is not wanted and bool((converted.isinf() & values.isfinite()).any()):
+        raise ConfigError(f"export: {name} has values beyond 65504, the largest of fp16; export in bf16 or fp32")
+    return converted.view(torch.uint8).numpy().data
+
+
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write small text files below `folder`, each on the drive when this returns."""
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
