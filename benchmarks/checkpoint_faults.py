@@ -73,6 +73,8 @@ def _kills(folder: Path, given: argparse.Namespace, chance: random.Random) -> in
     counts = (given.saves - given.saves // 2, given.saves // 2, given.trainings - third, third)
     wrong = 0
     for (name, lives), count in zip(rows.items(), counts, strict=True):
+        if not count:
+            continue
         results = [_kill(lives[turn % len(lives)], chance) for turn in range(count)]
         total = [sum(column) for column in zip(*results, strict=True)]
         table.row(name, *total)

@@ -134,3 +134,19 @@ def test_the_kernel_counts_what_is_written_past_the_page_cache(support, tmp_path
         before = machine.io_nbytes()[1]
         file.write(b"x" * (1 << 20))
         assert machine.io_nbytes()[1] - before in (0, 1 << 20)
+
+
+def test_checkpoint_faults_kills_flips_and_finds(tmp_path):
+    """A slice of the 150 kills that the script makes by default."""
+    text = output_of("checkpoint_faults", "--saves 4 --trainings 2 --flips 1 --width 64", tmp_path)
+    assert sum(int(row(text, name)[0]) for name in ("saves, new tags", "saves, two tags", "training, 1 rank")) == 6
+    assert text.count("holds") == 2
+    assert "NO" not in text
+
+
+def test_checkpoint_async_prints_what_a_save_costs(tmp_path):
+    text = output_of("checkpoint_async", "--numel 65536 --tokens 16 --rounds 1", tmp_path)
+    _, usual, slowest, call, _, at_once = map(float, row(text, "cpu"))
+    assert usual > 0
+    assert min(slowest, at_once) > 0
+    assert call >= 0

@@ -22,7 +22,7 @@ from infinity.ops.checksum import checksum
 from infinity.plan.types import Kind
 
 # What a program that lost its other rank gets to notice.
-_ALONE_SECONDS = 60.0
+_ALONE_SECONDS = 100.0
 
 
 class Stack(nn.Module):

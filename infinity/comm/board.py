@@ -13,6 +13,8 @@ from typing import Any
 
 # Between two looks at the store.
 _LOOK_SECONDS = 0.05
+# Every rank's watchdog reports to the store all the time; one that is silent for so long has ended.
+_SILENT_SECONDS = 60.0
 _NEWS = "news"
 
 
@@ -46,23 +48,32 @@ class Board:
     def read(self, name: str, rank: int, check: Callable[[], None]) -> str:
         """Another rank's note, once it is there. `check` is called meanwhile, and ends the wait by raising.
 
-        TimeoutError where no rank has moved for the time limit.
+        TimeoutError where no rank has moved for the time limit, or the other rank gives no sign of life.
         """
         if rank == self._rank:
             return self._own[name]
-        key, news, since = self._key(name, rank), -1, time.monotonic()
+        key, began = self._key(name, rank), time.monotonic()
+        news, moved, sign, heard = -1, began, b"", began
         while not self._notes.check([key]):
             check()
-            latest = int(self._notes.add(f"{self._topic}/{_NEWS}", 0))
-            if latest != news:
-                news, since = latest, time.monotonic()
-            elif time.monotonic() - since > self._timeout_seconds:
+            now = time.monotonic()
+            latest, report = int(self._notes.add(f"{self._topic}/{_NEWS}", 0)), self._report(rank)
+            news, moved = (latest, now) if latest != news else (news, moved)
+            sign, heard = (report, now) if report != sign else (sign, heard)
+            if now - heard > _SILENT_SECONDS:
+                raise TimeoutError(f"rank {rank} has not come to '{name}' and has been silent for {now - heard:.0f} s")
+            if now - moved > self._timeout_seconds:
                 raise TimeoutError(
-                    f"rank {rank} has not come to '{name}' and nothing has moved for {self._timeout_seconds:.0f} s "
+                    f"rank {rank} has not come to '{name}' and nothing has moved for {now - moved:.0f} s "
                     "(watchdog_seconds)"
                 )
             time.sleep(_LOOK_SECONDS)
         return str(self._notes.get(key).decode()).strip()
+
+    def _report(self, rank: int) -> bytes:
+        """What a rank's watchdog has reported last, with the number of the report."""
+        key = f"at/{rank}"
+        return bytes(self._notes.get(key)) if self._notes.check([key]) else b""
 
     def _key(self, name: str, rank: int) -> str:
         return f"{self._topic}/{name}/{rank}"

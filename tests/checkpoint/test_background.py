@@ -19,7 +19,6 @@ from infinity.errors import CheckpointError, TransferError
 from infinity.memory.store import TieredStore
 from tests.support.checkpoints import assert_same, contents
 from tests.support.models import mlp, tiny_llama, token_batch
-from tests.support.spawn import RankPool
 
 STEPS = 5
 SAVED = (2, 4)
@@ -91,9 +90,8 @@ def test_a_save_behind_the_program_holds_the_state_of_its_moment(tmp_path, cell)
     both_ways(0, 1, str(tmp_path), [cell])
 
 
-def test_a_save_behind_two_ranks_holds_the_state_of_its_moment(tmp_path):
-    with RankPool(2) as pool:
-        pool.run(both_ways, str(tmp_path), CELLS[1:5])
+def test_a_save_behind_two_ranks_holds_the_state_of_its_moment(tmp_path, two_ranks):
+    two_ranks.run(both_ways, str(tmp_path), CELLS[1:5])
 
 
 def test_what_the_program_changes_itself_waits_for_the_save(tmp_path):
@@ -157,9 +155,8 @@ def test_a_full_drive_is_told_by_the_next_verb_and_training_goes_on(tmp_path, mo
     assert find(tmp_path).name == "again"
 
 
-def test_a_failure_on_one_rank_is_raised_on_all_at_the_same_step(tmp_path):
-    with RankPool(2) as pool:
-        assert pool.run(fail_on_one_rank, str(tmp_path)) == [("CheckpointError", 2), ("TransferError", 2)]
+def test_a_failure_on_one_rank_is_raised_on_all_at_the_same_step(tmp_path, two_ranks):
+    assert two_ranks.run(fail_on_one_rank, str(tmp_path)) == [("CheckpointError", 2), ("TransferError", 2)]
     assert [path.name for path, _ in complete(tmp_path)] == ["good", "again"][::-1] and not broken(tmp_path)
 
 

@@ -18,7 +18,6 @@ from infinity.checkpoint.format import complete, find
 from infinity.errors import CheckpointError, ConfigError, NonFiniteError
 from tests.support.checkpoints import assert_same, contents
 from tests.support.models import mlp, vector_batch
-from tests.support.spawn import RankPool
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,11 +132,10 @@ def give_up(rank: int, world: int, folder: str) -> str:
     return str(caught.value)
 
 
-def test_too_many_skipped_steps_save_the_last_good_one(tmp_path):
-    with RankPool(2) as pool:
-        for text in pool.run(give_up, str(tmp_path)):
-            assert f"They are saved as global_step4-emergency in {tmp_path}." in text
-            assert "the gradient of" in text
+def test_too_many_skipped_steps_save_the_last_good_one(tmp_path, two_ranks):
+    for text in two_ranks.run(give_up, str(tmp_path)):
+        assert f"They are saved as global_step4-emergency in {tmp_path}." in text
+        assert "the gradient of" in text
     assert_same(contents(tmp_path, "good"), contents(tmp_path, "global_step4-emergency"))
     assert find(tmp_path).name == "global_step4-emergency"
 
