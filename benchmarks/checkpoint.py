@@ -3,8 +3,9 @@
     python benchmarks/checkpoint.py [--folder DIR] [--numel N] [--tiers nvme,cpu] [--only infinity]
 
 Perceptrons of 700 M parameters in bf16 on one rank, after one step: 12 bytes a parameter. The drive's bandwidth is that
-of as many bytes, written by the same queue into a new file before and after the save. torch.save and
-torch.distributed.checkpoint write tensors of the same names and sizes that lie in memory, and sync them.
+of as many bytes, written by the same queue into a new file, before and after each save; of the rounds the median
+counts. torch.save and torch.distributed.checkpoint write tensors of the same names and sizes that lie in memory, and
+sync them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import os
 import shutil
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from support.machine import MIB, describe, reset_peak, resident_nbytes
+from support.machine import MIB, describe, median, reset_peak, resident_nbytes
 from support.table import Table, claim
 from torch import Tensor, nn
 
@@ -55,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", help="folder on the drive")
     parser.add_argument("--numel", type=int, default=700_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiers", default="cpu,nvme", help="where parameters and states live")
     parser.add_argument("--only", default="infinity,torch.save,distributed.checkpoint")
     given = parser.parse_args()
@@ -68,9 +71,9 @@ def main() -> None:
     good = True
     for tier in given.tiers.split(",") if "infinity" in given.only else ():
         with tempfile.TemporaryDirectory(dir=given.folder) as folder, _process() as pool:
-            found = pool.apply(_ours, (tier, given.numel, folder))
+            found = pool.apply(_ours, (tier, given.numel, folder, given.rounds))
         nbytes, seconds["infinity"] = found["nbytes"], found["save"]
-        ratio = found["save"] / (nbytes / found["bandwidth"])
+        ratio = found["ratio"]
         table.row(
             f"infinity, {tier}", nbytes / 1e9, found["save"], ratio, found["save_extra"] / MIB, found["load"],
             found["load_extra"] / MIB, note=f"drive {found['bandwidth'] / 1e9:.2f} GB/s",
@@ -100,7 +103,7 @@ def _layers(numel: int) -> tuple[int, int]:
     return max(round(numel / width / width), 1), width
 
 
-def _ours(tier: str, numel: int, folder: str) -> dict[str, float]:
+def _ours(tier: str, numel: int, folder: str, rounds: int) -> dict[str, float]:
     count, width = _layers(numel)
     place = {"device": tier, "pin_memory": False, **({"nvme_path": folder} if tier == "nvme" else {})}
     config = {
@@ -117,20 +120,26 @@ def _ours(tier: str, numel: int, folder: str) -> dict[str, float]:
             model = Layers(count, width)
         return infinity.initialize(model=model, config=config)[0]
 
-    found = {}
     engine = make()
     with engine:
         engine.backward(engine(torch.randn(2, width, dtype=torch.bfloat16)))
         engine.step()
         engine.synchronize()
         nbytes = sum(piece.nbytes for piece in engine.plan.partitions if piece.key.kind.value != "grad")
-        before = _bandwidth(Path(folder), nbytes)
-        with _Extra() as extra:
-            began = time.perf_counter()
-            engine.save_checkpoint(folder)
-            found["save"] = time.perf_counter() - began
-        found["save_extra"] = extra.nbytes
-        found["bandwidth"] = max(before, _bandwidth(Path(folder), nbytes))
+        saves, plain, extras = [], [_seconds_of_writing(Path(folder), nbytes)], []
+        for _ in range(rounds):
+            with _Extra() as extra:
+                began = time.perf_counter()
+                engine.save_checkpoint(folder, tag="again")
+                saves.append(time.perf_counter() - began)
+            extras.append(extra.nbytes)
+            plain.append(_seconds_of_writing(Path(folder), nbytes))
+        # The drive's speed drifts: each save is compared with what came before and after it.
+        around = [(one + other) / 2 for one, other in pairwise(plain)]
+        found = {
+            "save": median(saves), "ratio": median(save / each for save, each in zip(saves, around, strict=True)),
+            "bandwidth": nbytes / median(plain), "save_extra": max(extras),
+        }  # fmt: skip
         with _Extra() as extra:
             began = time.perf_counter()
             engine.load_checkpoint(folder)
@@ -154,8 +163,8 @@ class _Extra:
         self.nbytes = resident_nbytes(peak=True) - self._before
 
 
-def _bandwidth(folder: Path, nbytes: int) -> float:
-    """Bytes a second of a new file, written and synced."""
+def _seconds_of_writing(folder: Path, nbytes: int) -> float:
+    """A new file, written and synced."""
     # Neither zeros nor few enough to stay in a cache: both are faster than what a save has to move.
     block, room = 4 * MIB, 512 * MIB
     buffer = page_aligned(room).random_()
@@ -168,7 +177,7 @@ def _bandwidth(folder: Path, nbytes: int) -> float:
         file.sync()
     seconds = time.perf_counter() - began
     path.unlink()
-    return nbytes / seconds
+    return seconds
 
 
 def _tensors(numel: int) -> dict[str, Tensor]:

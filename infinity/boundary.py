@@ -27,7 +27,7 @@ from infinity.zero.nonfinite import first_nonfinite
 from infinity.zero.stopwatch import agree
 from infinity.zero.unit import Unit
 
-# The optimizer step after which a pass is timed.
+# The step of an engine after which a pass is timed.
 _WATCHED_STEP = 2
 
 
@@ -70,6 +70,8 @@ class Boundary:
         # Of the latest step, before clipping.
         self.norm = 0.0
         self._skips = Skips(limit=config.max_skipped_steps, scaler=self.scaler)
+        # Steps that this engine has seen: a run that is taken up is measured, too.
+        self._judged = 0
         self._grad_scale = 1.0
         self._arrived: dict[Unit, list[bool]] = {}
         self._ahead = config.overlap and not all(unit.placed.whole for unit in parts.units)
@@ -87,7 +89,7 @@ class Boundary:
         self._settle_gradients()
         squares, count, heard = self._global_stats()
         self._coordinator.next_step()
-        self._time_prefetch(step)
+        self._time_prefetch()
         self.norm = math.sqrt(squares) * self.grad_factor if not count else math.inf
         skipped = bool(count) and self.checked
         self._skips.update(skipped)
@@ -146,8 +148,9 @@ class Boundary:
             self._arrived = {unit: [next(anyone) for _ in flags] for unit, flags in self._arrived.items()}
             self._gradients.agree_on_order()
 
-    def _time_prefetch(self, step: int) -> None:
+    def _time_prefetch(self) -> None:
         """Measure one warm training pass, and then prefetch as late as its times allow; once, on all ranks alike."""
+        step, self._judged = self._judged, self._judged + 1
         if not self._ahead or step not in (_WATCHED_STEP, _WATCHED_STEP + 1):
             return
         if step == _WATCHED_STEP:

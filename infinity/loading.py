@@ -226,18 +226,17 @@ def _overwriting(observer: Observer, folder: Path) -> Iterator[None]:
 
 def _take_over(trainee: Trainee, parts: Parts, found: Found, wanted: Wanted) -> None:
     """Partitions on every rank, then what is whole on the device."""
-    for settle in (parts.stepper.finish, parts.coordinator.next_step, parts.gradients.reset):
-        settle()
     filling = Filling(
         plan=parts.plan, rank=parts.mesh.ranks.rank, names=found.match.source,
         moments=found.manifest is not None and wanted.optimizer and not wanted.module_only,
         start=parts.stepper.start,
     )  # fmt: skip
-    total = sum(piece.nbytes for piece in holdings(parts.plan, filling.rank))
 
     def job() -> None:
+        for settle in (parts.stepper.finish, parts.coordinator.next_step, parts.gradients.reset):
+            settle()
         with _source(found, parts) as source:
-            fill(filling, parts.store, source, Progress(f"loading {found.folder}", total))
+            fill(filling, parts.store, source)
             _fill_buffers(parts, found, source)
 
     together(parts.mesh, "partitions of a checkpoint", job, path=found.folder)
@@ -256,7 +255,11 @@ def _source(found: Found, parts: Parts) -> Iterator[Source]:
             return
         assert found.indexes is not None
         queue = stack.enter_context(queue_of(parts))
-        yield Saved(stack.enter_context(Reader(found.folder, found.manifest, found.indexes, queue)))
+        total = sum(piece.nbytes for piece in holdings(parts.plan, parts.mesh.ranks.rank))
+        progress = Progress(f"loading {found.folder}", total)
+        yield Saved(
+            stack.enter_context(Reader(found.folder, found.manifest, found.indexes, queue, progress.advance))
+        )
 
 
 def _fill_buffers(parts: Parts, found: Found, source: Source) -> None:

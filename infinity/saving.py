@@ -53,6 +53,7 @@ from infinity.checkpoint.sources import Kept, Leases, Source, snapshot_of
 from infinity.checkpoint.state import Trainee, random_state, run_state, singles_of, spelled
 from infinity.errors import CheckpointError, StateError
 from infinity.log import Progress, logger
+from infinity.memory.partition import DTYPES
 from infinity.memory.queue_options import queue_options
 from infinity.ops.aio import Queue
 from infinity.parts import Parts
@@ -97,7 +98,8 @@ def save(
         return said
 
     captured: list[Capture] = []
-    order.tag = _agreed_tag(ask("what to save", settle), parts, order.directory)
+    said = ask("what to save", settle)
+    order.tag, order.directory = _agreed_tag(said, parts, order.directory), Path(said[0]["directory"])
     if not order.behind:
         _carry_out(order, parts, captured[0], Leases(parts.store), ask)
         return order.tag
@@ -143,9 +145,14 @@ def capture_of(order: Order, parts: Parts) -> Capture:
 def buffers_of(module: nn.Module) -> tuple[tuple[str, str, Tensor], ...]:
     """(name, dtype, values) of each buffer that a state dict has."""
     persistent = module.state_dict(keep_vars=True).keys()
-    return tuple(
-        (name, dtype_name(buffer.dtype), buffer) for name, buffer in module.named_buffers() if name in persistent
-    )
+    found = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+    for name, buffer in found:
+        if buffer.dtype not in DTYPES.values():
+            raise CheckpointError(
+                name, f"a buffer of dtype {buffer.dtype} cannot be kept in a checkpoint",
+                "Register it with persistent=False, or keep its real and imaginary parts",
+            )  # fmt: skip
+    return tuple((name, dtype_name(buffer.dtype), buffer) for name, buffer in found)
 
 
 def manifest_of(order: Order, parts: Parts, place: Place, infos: list[FileInfo], client: FileInfo | None) -> Manifest:
@@ -302,9 +309,9 @@ def _verify(folder: Path, parts: Parts, rank: int) -> None:
     manifest = read_manifest(folder)
     index = manifest.index(folder, rank)
     progress = Progress(f"reading back {folder}", sum(index.files.values()))
-    with queue_of(parts) as queue, Reader(folder, manifest, [index], queue) as reader:
-        for nbytes in reader.verify():
-            progress.advance(nbytes)
+    with queue_of(parts) as queue, Reader(folder, manifest, [index], queue, progress.advance) as reader:
+        for _ in reader.verify():
+            pass
     if rank == 0:
         check_files(folder, manifest)
 

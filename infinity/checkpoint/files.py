@@ -128,10 +128,11 @@ class Writer:
         self._requests[index].append(request)
         self._staging.used_by(request, ago)
 
-    def wait(self, index: int) -> Extent:
-        """Return when an extent is written, with its checksums."""
+    def wait(self, index: int, tell: Callable[[int], None] = lambda nbytes: None) -> Extent:
+        """Return when an extent is written, with its checksums. `tell` hears of every block's bytes."""
         for request in self._requests[index]:
             request.wait()
+            tell(request.nbytes)
         blocks = tuple(request.checksum or 0 for request in self._requests.pop(index))
         old = self._extents[index]
         self._extents[index] = Extent(old.file, old.offset, old.nbytes, blocks)
@@ -163,17 +164,19 @@ class Writer:
 class Reader:
     """Reads any range of any tensor of a checkpoint, and verifies all that it reads. Use as a context manager.
 
-    queue: used and left open; without one the reader has its own.
+    queue: used and left open; without one the reader has its own. tell: hears of every block's bytes.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, indexes: Sequence[RankIndex], queue: Queue | None = None
-    ) -> None:
+        self, folder: Path, manifest: Manifest, indexes: Sequence[RankIndex], queue: Queue | None = None,
+        tell: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.manifest = manifest
         self.indexes = indexes
         self._own = Queue() if queue is None else None
         self._queue = queue if queue is not None else self._own
+        self._tell = tell
         self._files: dict[str, File] = {}
         # Blocks of which only a part was wanted, the latest last.
         self._cache: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
@@ -323,6 +326,7 @@ class Reader:
                 f"{error.nbytes} bytes at offset {error.offset} are not those that were written ({error.reason})",
                 "Load an older checkpoint",
             ) from error
+        self._tell(request.nbytes)
         return request.nbytes
 
 

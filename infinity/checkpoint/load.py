@@ -18,7 +18,6 @@ from torch import Tensor
 from infinity.checkpoint.files import Reader
 from infinity.checkpoint.format import MASTER, PARAM, REMAINDER, Extent, TensorInfo
 from infinity.checkpoint.pieces import Piece, holdings, stretches_of
-from infinity.log import Progress
 from infinity.memory.master import encode
 from infinity.memory.partition import DTYPES, Partition, State
 from infinity.memory.store import TieredStore
@@ -93,7 +92,7 @@ class Filling:
     start: float
 
 
-def fill(filling: Filling, store: TieredStore, source: Source, progress: Progress) -> None:
+def fill(filling: Filling, store: TieredStore, source: Source) -> None:
     """Give this rank's partitions their values."""
     raw = all(_is_raw(filling, source, piece) for piece in holdings(filling.plan, filling.rank))
     for piece in holdings(filling.plan, filling.rank):
@@ -107,7 +106,6 @@ def fill(filling: Filling, store: TieredStore, source: Source, progress: Progres
             _fill_group(filling, store, source, piece)
         elif not filling.plan.layouts[piece.key.index].trainable:
             _fill_frozen(filling, store, source, piece)
-        progress.advance(piece.nbytes)
     store.settle()
 
 

@@ -162,7 +162,7 @@ class _Files:
         while len(self._held) > count:
             lease, places = self._held[0]
             for writer, index in places:
-                self._progress.advance(writer.wait(index).nbytes)
+                writer.wait(index, self._progress.advance)
             self._held.popleft()
             lease.close()
 

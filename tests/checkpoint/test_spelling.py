@@ -55,7 +55,8 @@ class Colour(enum.IntEnum):
 
 
 @pytest.mark.parametrize(
-    "value", [object(), Path("x"), {1, 2}, Colour.RED, lambda: 0, 1j, np.array(["x"]), np.array([object()])], ids=repr
+    "value", [object(), Path("x"), {1, 2}, Colour.RED, lambda: 0, 1j, np.array(["x"]), np.array([object()])],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_would_be_pickled_is_refused_with_its_place(value):
     with pytest.raises(Unspeakable, match=r"client_state\.a\[1\]\.b is a "):
