@@ -97,14 +97,10 @@ class Estimate:
             self.plan, used, model_dtype=self.config.compute_dtype, model_nbytes_max=INIT_NBYTES
         )
 
-    def peak(self, tier: Tier, *, saving: bool = False) -> int:
-        """The most bytes that any phase holds on a tier, and no less than what the plan reserves there.
-
-        saving: count `state_dict()`, which makes a whole model on rank 0, as well.
-        """
-        phases = [table for phase, table in self.phases.items() if saving or phase is not Phase.SAVE]
+    def peak(self, tier: Tier) -> int:
+        """The most bytes that any phase holds on a tier, and no less than what the plan reserves there."""
         reserved = sum(self.plan.bytes_by_tier()[tier].values())
-        return max(reserved, *(sum(table[tier].values()) for table in phases))
+        return max(reserved, *(sum(table[tier].values()) for table in self.phases.values()))
 
     @property
     def capacity(self) -> Capacity:
@@ -173,11 +169,9 @@ class Estimate:
         )  # fmt: skip
 
     def of_node(self, phase: Phase) -> dict[Tier, int]:
-        """Totals of all of a node's ranks in one phase. Of what is saved only rank 0 has a copy."""
-        others = self.plan.topology.local_size - 1
-        copied = self.phases[phase][Tier.CPU].get(Kind.FULL, 0) if phase is Phase.SAVE else 0
-        held = {tier: sum(kinds.values()) for tier, kinds in self.phases[phase].items()}
-        return {tier: n + others * (n - (copied if tier is Tier.CPU else 0)) for tier, n in held.items()}
+        """Totals of all of a node's ranks in one phase."""
+        ranks = self.plan.topology.local_size
+        return {tier: ranks * sum(kinds.values()) for tier, kinds in self.phases[phase].items()}
 
     def with_checkpointing(self, checkpointing: bool) -> Estimate:
         """The same run with layers computed again in backward, or not: the plan is the same."""

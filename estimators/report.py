@@ -11,7 +11,7 @@ from estimators.machine import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES
 from estimators.search import Choice
 from infinity.config.units import format_bytes
 from infinity.plan.capacity import in_words
-from infinity.plan.phases import Phase
+from infinity.plan.phases import Phase, state_dict_nbytes
 from infinity.plan.traffic import Link
 from infinity.plan.types import Kind, Tier
 
@@ -220,12 +220,12 @@ def _step(found: Estimate) -> list[str]:
 def _notes(found: Estimate) -> list[str]:
     """What would surprise later."""
     notes = []
-    saved = sum(found.phases[Phase.SAVE][Tier.CPU].values())
+    saved = sum(found.phases[Phase.STEP][Tier.CPU].values()) + state_dict_nbytes(found.plan)
     limit = found.capacity.of(Tier.CPU)
     if limit is not None and saved > limit and Tier.CPU not in found.excess:
         notes.append(
             f"state_dict() makes the whole model on rank 0 and would take {format_bytes(saved)} there, which is not "
-            "free: read parameters one by one with infinity.read() instead."
+            "free: use engine.save_checkpoint() or engine.export(), which stream."
         )
     if sum(found.plan.bytes_by_tier()[Tier.NVME].values()):
         notes.append("Build the model under infinity.Init(config=...): then it never lies in memory as a whole.")

@@ -26,6 +26,7 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.loader import Loader
 from infinity.log import logger, start
+from infinity.memory.activations import ActivationTier
 from infinity.memory.device import Device
 from infinity.memory.host import HostMemory, trim
 from infinity.memory.ledger import Ledger
@@ -39,18 +40,21 @@ from infinity.optim.lr import build_scheduler
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.stepper import Stepper
 from infinity.parts import Parts
+from infinity.plan.checkpoints import repeated_blocks
 from infinity.plan.plan import Plan
-from infinity.plan.spec import dtype_name
+from infinity.plan.spec import describe, dtype_name
 from infinity.plan.types import Kind
 from infinity.preflight import pinning, preflight
-from infinity.zero import parameter
-from infinity.zero.access import ParameterState, modify, read
+from infinity.zero import parameter, tiling
+from infinity.zero.access import modify, read
 from infinity.zero.activation import measure_activations
+from infinity.zero.checkpointing import Checkpointing
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.materialize import Materializer
 from infinity.zero.spool import spool_of
+from infinity.zero.states import ParameterState
 from infinity.zero.unit import Unit
 
 __all__ = ["GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"]
@@ -249,14 +253,9 @@ def _build(
     by_name = dict(model.named_parameters())
     units = [
         Unit(
-            layout,
-            placed,
-            [by_name[slot.name] for slot in layout.slots],
-            store=store,
-            device=device,
-            mesh=mesh,
+            layout, placed, tiling.params_of(layout, by_name), store=store, device=device, mesh=mesh,
             ledger=ledger,
-        )
+        )  # fmt: skip
         for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
     ]
     Materializer(
@@ -273,6 +272,7 @@ def _build(
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             parameter.adopt(param, coordinator, slot.name)
+    tiling.adopt_tiles(units, coordinator)
     for buffer_owner in model.modules():
         for name, buffer in buffer_owner._buffers.items():
             if buffer is not None:
@@ -280,12 +280,42 @@ def _build(
     synced = ranks.world_size > 1 and not all(unit.placed.whole for unit in units)
     hooks = ModuleHooks(model, units, coordinator, synced=synced)
     undo.callback(hooks.remove)
+    checkpointing = _checkpointing(config, model, ranks, device, ledger)
+    undo.callback(checkpointing.close)
     stepper = _stepper(config, plan, store, ranks, device, trained)
     undo.callback(stepper.close)
     return Parts(
         module=model, config=config, plan=plan, device=device, mesh=mesh, ledger=ledger, store=store, units=units,
-        gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper,
+        gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper, checkpointing=checkpointing,
     )  # fmt: skip
+
+
+def _checkpointing(
+    config: ResolvedConfig, model: nn.Module, ranks: Ranks, device: Device, ledger: Ledger
+) -> Checkpointing:
+    """What of the model is computed again in backward, and the tier of its checkpoints where that is not the device."""
+    section = config.config.activation_checkpointing
+    blocks: tuple[str, ...] = ()
+    if section.every:
+        classes = tuple(getattr(model, "_no_split_modules", None) or ())
+        tree = describe(model, compute_dtype=config.compute_dtype)
+        blocks = repeated_blocks(tree, classes=classes, every=section.every)
+        if not blocks:
+            raise ConfigError(
+                f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
+                "repeats: leave the key out, and call torch.utils.checkpoint in the model"
+            )
+    tier, path = None, config.checkpoint_nvme_path
+    if config.checkpoint_tier != "gpu":
+        open_file = None
+        if path is not None:
+            options = queue_options(config, path)
+            open_file = lambda nbytes: NvmeTier.open(path, nbytes=nbytes, rank=ranks.rank, options=options)  # noqa: E731
+        tier = ActivationTier(
+            device, ledger=ledger, pin=section.offload.pin_memory, buffer_count=section.offload.buffer_count,
+            overlap=config.config.overlap, open_file=open_file,
+        )  # fmt: skip
+    return Checkpointing(model, blocks, keep_ops=section.keep_ops, tier=tier)
 
 
 def _stepper(

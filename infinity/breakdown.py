@@ -15,6 +15,7 @@ from torch import nn
 
 from infinity import record
 from infinity.errors import TierMemoryError
+from infinity.memory.activations import CheckpointExtent
 from infinity.memory.buffers import POOLS
 from infinity.memory.device import Device
 from infinity.memory.ledger import Ledger
@@ -91,7 +92,7 @@ class Breakdown:
         """What a recording speaks of, by the names of the units that it belongs to."""
         if isinstance(subject, Scope):
             return ", ".join(unit.layout.name for unit in subject.units) or "the whole model"
-        if isinstance(subject, Extent):
+        if isinstance(subject, Extent) and not isinstance(subject, CheckpointExtent):
             return self.name(self._by_offset.get(subject.offset, subject.offset))
         return self._key_name(subject) if isinstance(subject, Key) else str(subject)
 

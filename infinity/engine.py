@@ -34,6 +34,7 @@ from infinity.progress import Progress
 from infinity.rescue import Rescue
 from infinity.timeline import Timeline
 from infinity.zero import access
+from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
 
 
@@ -65,6 +66,7 @@ class Engine(nn.Module):
         self._device = parts.device
         self._hooks = parts.hooks
         self._stepper = parts.stepper
+        self._checkpointing = parts.checkpointing
         self._parts = parts
         checkpoint, alone = parts.config.config.checkpoint, parts.mesh.ranks.world_size == 1
         self._background = Background(parts.store, parts.mesh)
@@ -83,7 +85,7 @@ class Engine(nn.Module):
         self.gradients.landed = self._on_landed
         for unit in self.units:
             for param in unit.params:
-                param.__dict__["_infinity_owner"] = self
+                whole_of(param).__dict__["_infinity_owner"] = self
 
     def __getattr__(self, name: str) -> Any:
         """What the engine has not, the module may have: `engine.generate(...)`."""
@@ -130,6 +132,7 @@ class Engine(nn.Module):
         with self._observer.phase("backward", self._abandon):
             scaled.backward(retain_graph=retain_graph)
             self.coordinator.end_backward()
+            self._checkpointing.settle()
         self._losses.append(loss.detach())
         return loss
 
@@ -156,6 +159,7 @@ class Engine(nn.Module):
         if self._boundary.scaler is not None and self.coordinator.plain_backward:
             raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
         self._hooks.check_tree()
+        self._checkpointing.settle()
         verdict = self._boundary.judge(self.global_steps, self._losses)
         self.skipped_steps += verdict.skipped
         if not verdict.skipped:
@@ -257,6 +261,7 @@ class Engine(nn.Module):
 
     def memory(self, by_unit: bool = False) -> MemoryReport:
         """Where this rank's bytes are: tier x kind (x unit on request), now and at most; prints as a table."""
+        self._checkpointing.settle()
         return self._observer.report(by_unit=by_unit)
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
@@ -376,6 +381,7 @@ class Engine(nn.Module):
         with ExitStack() as stack:
             # Backwards.
             stack.callback(self._return_everything)
+            stack.callback(self._checkpointing.close)
             stack.callback(self._observer.close)
             stack.callback(lambda: self._stepper.close(at_once=at_once))
             stack.callback(lambda: self._background.close(at_once=at_once))

@@ -13,6 +13,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.store import TieredStore
 from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
+from infinity.zero.checkpointing import Checkpointing
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
@@ -35,3 +36,4 @@ class Parts:
     coordinator: Coordinator
     hooks: ModuleHooks
     stepper: Stepper
+    checkpointing: Checkpointing

@@ -138,7 +138,7 @@ def _train(options: dict[str, Any], config: dict[str, Any], baseline: int = 0, a
         with phase("save"):
             engine.state_dict()
         tables = bytes_by_phase(
-            engine.plan, activations, rank=engine.global_rank, model_nbytes_max=WINDOW_NBYTES if built_there else None
+            engine.plan, activations, model_nbytes_max=WINDOW_NBYTES if built_there else None
         )
         predicted = {phase.value: in_process(table, accelerator=False) for phase, table in tables.items()}
         planned = {tier.value: sum(kinds.values()) for tier, kinds in engine.plan.bytes_by_tier().items()}

@@ -22,7 +22,7 @@ def conflicts(config: Config) -> list[str]:
         complaints.append(
             "checkpoint.on_signal names signals but checkpoint.path no folder for the checkpoint: set checkpoint.path"
         )
-    return complaints + _offload(config) + _schedule(config)
+    return complaints + _offload(config) + _checkpointing(config) + _schedule(config)
 
 
 def _offload(config: Config) -> list[str]:
@@ -44,6 +44,27 @@ def _offload(config: Config) -> list[str]:
         complaints.append(
             f"zero_optimization.offload_optimizer.ratio is {optimizer.ratio:g} and device is \"auto\", which finds the "
             "share by itself: leave ratio out, or name a device"
+        )
+    return complaints
+
+
+def _checkpointing(config: Config) -> list[str]:
+    section, zero = config.activation_checkpointing, config.zero_optimization
+    complaints = []
+    if section.keep_ops and not section.every:
+        complaints.append(
+            "activation_checkpointing.keep_ops names operators of blocks that are computed again, but every is 0: set "
+            "activation_checkpointing.every to 1, or leave keep_ops out"
+        )
+    others = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each is not None]
+    if section.offload.device == "nvme" and not any([section.offload.nvme_path, *others]):
+        complaints.append(
+            'activation_checkpointing.offload.device is "nvme" without a path: set '
+            "activation_checkpointing.offload.nvme_path to a folder on the drive"
+        )
+    if section.cpu_checkpointing and section.offload.device == "nvme":
+        complaints.append(
+            'activation_checkpointing.cpu_checkpointing is true and offload.device is "nvme": keep one of them'
         )
     return complaints
 

@@ -95,6 +95,23 @@ class ResolvedConfig:
         return self.optimizer_nvme_path or self.param_nvme_path
 
     @property
+    def checkpoint_tier(self) -> Literal["gpu", "cpu", "nvme"]:
+        """Where the inputs of what is computed again lie between forward and backward."""
+        section = self.config.activation_checkpointing
+        if section.offload.device != "none":
+            return section.offload.device
+        return "cpu" if section.cpu_checkpointing else "gpu"
+
+    @property
+    def checkpoint_nvme_path(self) -> tuple[str, ...] | None:
+        """A folder on each drive that has them, if one has."""
+        if self.checkpoint_tier != "nvme":
+            return None
+        sections = (self.zero.offload_optimizer, self.zero.offload_param)
+        paths = [section.nvme_path for section in sections if section is not None]
+        return next((path for path in (self.config.activation_checkpointing.offload.nvme_path, *paths) if path), None)
+
+    @property
     def train_batch(self) -> int:
         return cast(int, self.config.train_batch_size)
 

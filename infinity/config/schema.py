@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr
 
+from infinity.config.checkpointing import ActivationCheckpointing
 from infinity.config.machine import Aio, Memory, Timeline
 from infinity.config.optimizer import AnyOptimizer
 from infinity.config.section import HONOURED, Absent, Also, NoEffect, Refused, Section, leaves, mark, reply_of
@@ -33,10 +34,6 @@ from infinity.config.zero import ZeroOptimization
 
 _OWN_SAVING = NoEffect("checkpoints are written by infinity itself; see the checkpoint section")
 _NO_PIPELINE = NoEffect("there is no pipeline parallelism yet")
-_NO_CHECKPOINTING = Refused(
-    "activation checkpointing by configuration arrives later",
-    "Call the model's gradient_checkpointing_enable(), or torch.utils.checkpoint in the model",
-)
 _MONITORS = Refused(
     "monitors arrive later",
     "Remove the section and log engine.get_lr() and engine.get_global_grad_norm() in the training loop",
@@ -53,23 +50,6 @@ _ONE_STAGE = Refused(_NO_PARALLEL.why, _NO_PARALLEL.instead, accepted=(1,))
 
 def _absent(*keys: str) -> Absent:
     return Absent(keys=("enabled", *keys))
-
-
-class ActivationCheckpointing(Section):
-    """Recomputing activations in backward."""
-
-    partition_activations: Annotated[Flag, _NO_CHECKPOINTING] = False
-    """Partition saved activations."""
-    contiguous_memory_optimization: Annotated[Flag, _NO_CHECKPOINTING] = False
-    """Save them in one buffer."""
-    cpu_checkpointing: Annotated[Flag, _NO_CHECKPOINTING] = False
-    """Save them in CPU memory."""
-    number_checkpoints: Annotated[Natural | None, NoEffect("the model decides what it recomputes")] = None
-    """Number of checkpoints."""
-    synchronize_checkpoint_boundary: Annotated[Flag, _NO_CHECKPOINTING] = False
-    """Synchronise at every checkpoint."""
-    profile: Annotated[Flag, _NO_CHECKPOINTING] = False
-    """Time every checkpoint."""
 
 
 class Pipeline(Section):

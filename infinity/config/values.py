@@ -204,6 +204,7 @@ Dtype = Annotated[
 ]  # fmt: skip
 Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _stage)]
 Device = Annotated[Literal["none", "cpu", "nvme", "auto"], _one_of("none", "cpu", "nvme", "auto")]
+HomeDevice = Annotated[Literal["none", "cpu", "nvme"], _one_of("none", "cpu", "nvme")]
 ReduceOp = Annotated[Literal["mean", "sum"], _one_of("mean", "sum")]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error", "critical"], _one_of("debug", "info", "warning", "error", "critical")

@@ -131,6 +131,10 @@ class ZeroOptimization(Section):
     """Upper bound of the elements gathered at a time."""
     stage3_max_reuse_distance: Annotated[Natural, HONOURED, Also(("max_reuse_distance",))] = 10**9
     """A unit used again within so many elements stays gathered until then."""
+    tile_parameters: Annotated[Natural | None, HONOURED] = None
+    """Upper bound of the elements of a linear or embedding weight gathered at a time: a larger weight is executed in
+    tiles of its rows. 0: never. Without a number, a weight of more than stage3_max_live_parameters elements is executed
+    in tiles of a quarter of that. Needs stage 3."""
     leaf_module: LeafModule = LeafModule()
     contiguous_gradients: Annotated[Flag, NoEffect("gradients are consumed on arrival, never collected")] = True
     """Copy gradients to one buffer as they are produced."""

@@ -132,8 +132,8 @@ class Buffers:
             assert arena.taken_nbytes == taken[name], f"the {name} pool has pieces that no partition holds"
         for entry in sums.keys() | self._ledger.now.keys():
             booked, held = self._ledger.now.get(entry, 0), sums.get(entry, 0)
-            # Units book on the device, too, and pools are booked as a whole.
-            exact = entry[0] is not Tier.GPU and entry[1] is not Kind.POOL
+            # Units book on the device, too, and pools are booked as a whole; activations are no partition's.
+            exact = entry[0] is not Tier.GPU and entry[1] not in (Kind.POOL, Kind.ACTIVATION)
             assert booked == held if exact else booked >= held, f"the ledger has {booked} of {entry}, not {held}"
 
     def close(self, partitions: list[Partition]) -> None:

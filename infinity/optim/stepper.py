@@ -196,7 +196,9 @@ class Stepper:
         steps: dict[int, list[int]] = {}
         for index, flags in arrived.items():
             for slot, flag in zip(self._slots(index), flags, strict=True):
-                self.steps[slot.name] += flag
+                # A parameter in tiles counts once: its tiles have their gradients together.
+                self.steps[slot.name] += flag and slot.ends
+        for index in arrived:
             steps[index] = [self.steps[slot.name] for slot in self._slots(index)]
         behind = self._early or self._pass(tuple(map(self._method.hyper, groups)), grad_scale)
         self._early = None

@@ -6,6 +6,7 @@ the tail is padded so that every rank's partition has the same size. Offsets do 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +22,8 @@ PARTITION_ALIGNMENT = 64
 class Slot:
     """One parameter's place in the unit's flat buffer; `offset` and `numel` in elements.
 
-    `start` is the element of the parameter at which the slot begins.
+    `shape` is the parameter's. `start` is the element of the parameter at which the slot begins: a tile's slot has some
+    of its rows.
     """
 
     name: str
@@ -30,6 +32,23 @@ class Slot:
     numel: int
     group: int
     start: int = 0
+
+    @property
+    def is_tile(self) -> bool:
+        """Whether the slot has a part of the parameter's elements."""
+        return self.numel != math.prod(self.shape)
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of what lies here: of a tile, its rows."""
+        if not self.is_tile:
+            return self.shape
+        return (self.numel // math.prod(self.shape[1:]), *self.shape[1:])
+
+    @property
+    def ends(self) -> bool:
+        """Whether the parameter's last element lies here, or it has none."""
+        return self.start + self.numel == math.prod(self.shape)
 
 
 class Overlap(NamedTuple):
@@ -63,6 +82,11 @@ class UnitLayout:
     @property
     def nbytes(self) -> int:
         return self.numel * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def is_tile(self) -> bool:
+        """Whether it is one of the tiles of a weight."""
+        return any(slot.is_tile for slot in self.slots)
 
     def partition_numel(self, parts: int) -> int:
         """Elements of one of `parts` equal partitions."""
@@ -104,7 +128,7 @@ def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
         slots = []
         offset = 0
         for param in unit.params:
-            slots.append(Slot(param.name, param.shape, offset, param.numel, param.group))
+            slots.append(Slot(param.name, param.shape, offset, param.numel, param.group, param.start))
             offset = align_up(offset + param.numel, alignment)
         layouts.append(
             UnitLayout(
@@ -161,7 +185,7 @@ def cut_sub_groups(
 
 
 def slices_of(groups: Sequence[SubGroup], unit: int) -> Iterator[tuple[SubGroup, Slice, int]]:
-    """Where the states of a unit's partition lie: (sub-group, slice of the partition, its start in the states)."""
+    """Where a unit's states lie: (sub-group, slice of the partition, where it begins in the states)."""
     for group in groups:
         at = 0
         for piece in group.slices:

@@ -9,6 +9,7 @@ What a process pays once, whatever it trains, is in no phase: see `OVERHEAD_NBYT
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -37,17 +38,16 @@ class Phase(Enum):
     BACKWARD = "backward"
     # The optimizer's step, reductions at the accumulation boundary included.
     STEP = "step"
-    # The whole model as one dictionary on rank 0.
+    # A checkpoint: partitions go to the drive from where they are, through pools that are there.
     SAVE = "save"
 
     __hash__ = object.__hash__
 
 
 def bytes_by_phase(
-    plan: Plan, activation_nbytes: int = 0, *, rank: int = 0, model_dtype: str = "fp32",
-    model_nbytes_max: int | None = None,
-) -> dict[Phase, Table]:  # fmt: skip
-    """Bytes by tier and kind at each phase's busiest moment, of this rank, in the steady state.
+    plan: Plan, activation_nbytes: int = 0, *, model_dtype: str = "fp32", model_nbytes_max: int | None = None
+) -> dict[Phase, Table]:
+    """Bytes by tier and kind at each phase's busiest moment, of any rank, in the steady state.
 
     activation_nbytes: what autograd keeps and computes with at its peak (see `estimators.activations`).
     model_dtype, model_nbytes_max: what the model is built in, and how much of it lies in memory at a time (None: all),
@@ -60,7 +60,7 @@ def bytes_by_phase(
         Phase.FORWARD: _forward(plan, rest, gathered, activation_nbytes),
         Phase.BACKWARD: _backward(plan, rest, gathered, activation_nbytes),
         Phase.STEP: iter([rest]),
-        Phase.SAVE: _save(plan, rest, gathered, rank),
+        Phase.SAVE: iter([rest]),
     }
     return {phase: _busiest([*tables], plan.request.accelerator) for phase, tables in moments.items()}
 
@@ -68,6 +68,11 @@ def bytes_by_phase(
 def at_rest(plan: Plan) -> Table:
     """Bytes by tier and kind between two steps."""
     return _at_rest(plan, _Gathered.follow(plan))
+
+
+def state_dict_nbytes(plan: Plan) -> int:
+    """CPU memory that `state_dict()` takes on rank 0, beside what is there at rest: the whole model."""
+    return sum(slot.numel * DTYPE_NBYTES[layout.dtype] for layout in plan.layouts for slot in layout.slots)
 
 
 def in_process(table: Mapping[Tier, Mapping[Kind, int]], *, accelerator: bool) -> int:
@@ -162,20 +167,6 @@ def _in_pass(rest: Table, gathered: _Gathered, position: int, activation_nbytes:
     return table
 
 
-def _save(plan: Plan, rest: Table, gathered: _Gathered, rank: int) -> Iterator[Table]:
-    """`state_dict()`: units are gathered one by one, and copied on rank 0. What was retained is given back."""
-    sizes, retained, copied = plan.full_nbytes(), dict(gathered.retained), 0
-    for layout in plan.layouts:
-        table = _copy(rest)
-        if rank == 0:
-            copied += sum(slot.numel for slot in layout.slots) * DTYPE_NBYTES[layout.dtype]
-            _add(table, Tier.CPU, Kind.FULL, copied)
-        held = {**retained, layout.index: sizes[layout.index]}
-        _add(table, Tier.GPU, Kind.FULL, sum(held.values()) - gathered.now)
-        yield table
-        retained.pop(layout.index, None)
-
-
 def _initialise(plan: Plan, model_dtype: str, model_nbytes_max: int | None) -> Iterator[Table]:
     """The model's own memory goes unit by unit, in the order in which partitions are filled."""
     filling = _Filling(plan, model_dtype, model_nbytes_max)
@@ -211,7 +202,7 @@ class _Filling:
         self._own_left = sum(self._own.values())
         self._own_max = self._own_left
         if model_nbytes_max is not None:
-            largest = max((slot.numel for layout in plan.layouts for slot in layout.slots), default=0)
+            largest = max((math.prod(slot.shape) for layout in plan.layouts for slot in layout.slots), default=0)
             self._own_max = model_nbytes_max + largest * DTYPE_NBYTES[model_dtype]
 
     def fill(self, *keys: Key) -> None:
@@ -238,7 +229,9 @@ class _Filling:
 
 def _own_nbytes(layout: UnitLayout, model_dtype: str) -> int:
     floating = layout.dtype in ("fp64", "fp32", "bf16", "fp16")
-    return sum(slot.numel for slot in layout.slots) * DTYPE_NBYTES[model_dtype if floating else layout.dtype]
+    # A parameter in tiles goes with the last of them.
+    numel = sum(math.prod(slot.shape) for slot in layout.slots if slot.ends)
+    return numel * DTYPE_NBYTES[model_dtype if floating else layout.dtype]
 
 
 def _add_partition(table: Table, spec: PartitionSpec) -> None:

@@ -71,7 +71,8 @@ def always_whole(layouts: Sequence[UnitLayout], policy: Policy) -> frozenset[int
     small = []
     for layout in layouts:
         fits = persistent_numel + layout.numel <= policy.persistent_total_numel_max
-        if fits and layout.numel < max(policy.persistence_numel_max, 1):
+        # Tiles are small because the whole is not.
+        if fits and not layout.is_tile and layout.numel < max(policy.persistence_numel_max, 1):
             persistent_numel += layout.numel
             small.append(layout.index)
     return frozenset(small)

@@ -25,6 +25,7 @@ from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, stat
 from infinity.plan.placement import Homes, Placement, Policy, always_whole, place, whole_units
 from infinity.plan.spec import ModelSpec
 from infinity.plan.stepping import STEP_WINDOW, step_order_of, stepped_nbytes
+from infinity.plan.tiling import around_nbytes, tiles_in_words
 from infinity.plan.topology import Topology
 from infinity.plan.types import (
     ADAM_MOMENTS,
@@ -213,6 +214,7 @@ class Plan:
         for tier, kinds in self.bytes_by_tier().items():
             parts = ", ".join(f"{in_words(kind)} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
             lines.append(f"  {tier.value:<5} {format_bytes(sum(kinds.values())):>10}  {parts}")
+        lines += tiles_in_words(self.layouts, self.placement, request.live_numel)
         lines.append(
             f"fetch schedule: {len(self.schedule)} uses a step, at most {format_bytes(self.schedule.peak_nbytes)} "
             f"gathered at once; NVMe file {format_bytes(self.nvme_nbytes)}"
@@ -368,9 +370,12 @@ def _assemble(
     )  # fmt: skip
     width = DTYPE_NBYTES[request.compute_dtype]
     fetch_nbytes = fetch_nbytes_by_unit(partitions, placement)
+    # What stays gathered around tiles is not theirs.
+    live_nbytes = request.live_numel * width
+    around = around_nbytes(layouts, placement)
     budget = FetchBudget(
-        live_nbytes_max=request.live_numel * width, prefetch_nbytes_max=request.prefetch_numel * width,
-        reuse_nbytes_max=request.reuse_numel * width,
+        live_nbytes_max=max(live_nbytes - around, live_nbytes // 2),
+        prefetch_nbytes_max=request.prefetch_numel * width, reuse_nbytes_max=request.reuse_numel * width,
         fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, max(fetch_nbytes, default=0)),
     )  # fmt: skip
     order = step_order_of(groups, placement, spec.uses)
@@ -384,7 +389,7 @@ def _assemble(
         topology=topology, request=request, layouts=layouts, sub_groups=groups, placement=placement,
         partitions=partitions, nvme_nbytes=nvme_nbytes, budget=budget, schedule=schedule, numel=spec.numel,
         step_order=order,
-        pools=_pools(layouts, groups, placement, partitions, request, topology, budget, schedule, order),
+        pools=_pools(layouts, groups, placement, partitions, request, topology, budget, schedule, order, around),
     )  # fmt: skip
 
 
@@ -397,7 +402,7 @@ def _full_nbytes(layouts: tuple[UnitLayout, ...], placement: Placement) -> tuple
 def _pools(
     layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], placement: Placement,
     partitions: tuple[PartitionSpec, ...], request: PlanRequest, topology: Topology, budget: FetchBudget,
-    schedule: FetchSchedule, order: tuple[int, ...],
+    schedule: FetchSchedule, order: tuple[int, ...], around: int,
 ) -> Pools:  # fmt: skip
     """Sizes of the arenas: what the busiest moment needs, never more than everything that could lie there."""
     on_nvme = {spec.key: spec.nbytes for spec in partitions if spec.home is Tier.NVME}
@@ -418,7 +423,7 @@ def _pools(
         param_nbytes=min(sum(params.values()), align_up(busiest, EXTENT_ALIGNMENT)),
         states_nbytes=min(sum(states), STEP_WINDOW * max(states, default=0)),
         staging_nbytes=align_up(max(staged, default=0), CACHE_LINE),
-        gathered_nbytes=schedule.peak_nbytes,
+        gathered_nbytes=schedule.peak_nbytes + around,
         left_nbytes=max(left_nbytes(backward, layouts, accelerator=request.accelerator), default=0),
         scratch=make_scratch(
             layouts, placement, dp=topology.dp, wire=request.communication_dtype, grad_dtype=request.grad_dtype,

@@ -15,6 +15,9 @@ from infinity.plan.spec import ModuleNode, UnitRules, find_units
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, Tier
 
+# A bound that nothing meets.
+UNBOUNDED = 2**63 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -80,13 +83,28 @@ def unit_rules(config: ResolvedConfig, block_classes: tuple[str, ...] = ()) -> U
     """What bounds the units; `block_classes` is the model's own list of modules not to split."""
     zero = config.zero
     leaf = zero.leaf_module
+    whole, tile = _tile_bounds(config)
     return UnitRules(
         # Four units' worth of budget: one in use, one arriving, and two for what the schedule keeps.
         unit_numel_max=max(zero.stage3_max_live_parameters // 4, 1),
         merge_numel_max=zero.stage3_param_persistence_threshold, block_classes=block_classes,
         leaf_classes=tuple(name.rpartition(".")[2] for name in leaf.classes),
-        leaf_names=tuple(leaf.names), leaf_suffixes=tuple(leaf.name_suffixes),
+        leaf_names=tuple(leaf.names), leaf_suffixes=tuple(leaf.name_suffixes), whole_numel_max=whole,
+        tile_numel_max=tile,
     )  # fmt: skip
+
+
+def _tile_bounds(config: ResolvedConfig) -> tuple[int, int]:
+    """Elements of the largest weight that is gathered whole, and of a tile of any other. Wherever parameters live:
+    their place must not change how a layer is computed.
+    """
+    zero = config.zero
+    if config.stage < 3 or zero.tile_parameters == 0:
+        return UNBOUNDED, UNBOUNDED
+    if zero.tile_parameters is not None:
+        return zero.tile_parameters, zero.tile_parameters
+    live = max(zero.stage3_max_live_parameters, 1)
+    return live, max(live // 4, 1)
 
 
 def _tier(name: str) -> Tier | None:

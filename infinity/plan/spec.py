@@ -3,7 +3,8 @@
 `describe(module)` walks any `nn.Module` (also on the meta device) by duck typing, so that this file needs no torch;
 the estimator builds the same `ModuleNode` tree from hyper-parameters. `find_units` then cuts the tree without a wrap
 policy: repeated blocks first, then recursion until a unit is under its size bound. A data-dependent module (a mixture
-of experts) is never cut, so that no rank waits for a gather that another rank never starts.
+of experts) is never cut, so that no rank waits for a gather that another rank never starts. A weight that alone is
+beyond what may be gathered becomes several units, its tiles: see `infinity.plan.tiles`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infinity.errors import ConfigError
+from infinity.plan.tiles import cut_rows, may_be_cut
 
 _DTYPE_NAMES = {
     "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int64": "int64", "int32": "int32",
@@ -40,17 +42,22 @@ def dtype_name(dtype: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter. `group` is its optimizer parameter group, -1 for a frozen one; `tied` are its other names."""
+    """One parameter. `group` is its optimizer parameter group, -1 for a frozen one; `tied` are its other names.
+
+    Of a tile, `start` is its first element in the parameter and `tile_numel` its size; `shape` is the parameter's.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     group: int = 0
     tied: tuple[str, ...] = ()
+    start: int = 0
+    tile_numel: int | None = None
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.shape) if self.tile_numel is None else self.tile_numel
 
     @property
     def trainable(self) -> bool:
@@ -108,6 +115,9 @@ class UnitRules:
     leaf_classes: tuple[str, ...] = ()
     leaf_names: tuple[str, ...] = ()
     leaf_suffixes: tuple[str, ...] = ()
+    # Weights of more elements than the first are cut into tiles of at most the second.
+    whole_numel_max: int = 2**63 - 1
+    tile_numel_max: int = 2**63 - 1
 
     def is_leaf(self, node: ModuleNode) -> bool:
         """Whether `node` must stay one unit because its forward chooses parameters by the data."""
@@ -218,19 +228,25 @@ def find_units(root: ModuleNode, rules: UnitRules) -> ModelSpec:
     units while under `unit_numel_max`, else they are cut further. 3. Other modules are cut until they are under the
     bound. 4. What is left over and below `merge_numel_max` (final norms, biases of the root) joins one unit of the
     root, as long as that stays under the bound. A list of modules has no forward: its members are cut as its owner's.
+    Weights in tiles are left out of all that, and each tile is a unit.
     """
     owners: dict[str, ModuleNode] = {}
     blocks: set[str] = set()
+    tiled = _tiled(root, rules)
 
     def own(node: ModuleNode, specs: Iterable[ParamSpec]) -> None:
         for spec in specs:
-            owners.setdefault(spec.name, node)
+            if spec.name not in tiled:
+                owners.setdefault(spec.name, node)
+
+    def numel_of(node: ModuleNode) -> int:
+        return sum(spec.numel for name, spec in node.all_params().items() if name not in tiled)
 
     def visit(node: ModuleNode, caller: ModuleNode, repeated: bool) -> None:
         if not node.all_params():
             return
         is_leaf = rules.is_leaf(node)
-        fits = node.numel <= rules.unit_numel_max and not node.is_container
+        fits = numel_of(node) <= rules.unit_numel_max and not node.is_container
         if is_leaf or (fits and (repeated or not _has_blocks(node, rules))):
             blocks.update([node.path] if repeated or is_leaf else [])
             own(node, node.all_params().values())
@@ -261,7 +277,10 @@ def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str],
     specs = root.all_params()
     homes = _homes(root, specs, owners, blocks, rules)
     groups: dict[tuple[str, bool, str], list[ParamSpec]] = {}
+    tiled = {name: spec for name, spec in specs.items() if name not in owners}
     for name, spec in specs.items():
+        if name in tiled:
+            continue
         groups.setdefault((homes[owners[name].path], spec.trainable, spec.dtype), []).append(spec)
     order = {node.path: index for index, node in enumerate(root.walk())}
     hooked = _hooked(root, rules)
@@ -287,8 +306,42 @@ def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str],
                 params=tuple(members),
             )  # fmt: skip
         )
+    units = _with_tiles(units, tiled.values(), hooked, order, rules)
     begins = sorted((order[module], index) for index, unit in enumerate(units) for module in unit.modules)
     return ModelSpec(units=tuple(units), uses=tuple(index for _, index in begins))
+
+
+def _tiled(root: ModuleNode, rules: UnitRules) -> frozenset[str]:
+    """Names of the parameters that are cut into tiles: large ones all of whose holders use them row by row."""
+    large = {
+        name for name, spec in root.all_params().items() if spec.numel > rules.whole_numel_max and spec.shape[0] > 1
+    }
+    pending = [(root, False)] if large else []
+    while pending:
+        node, leaf = pending.pop()
+        leaf = leaf or rules.is_leaf(node)
+        for attribute, spec in node.params.items():
+            if leaf or not may_be_cut(node.class_name, attribute, spec.shape):
+                large.discard(spec.name)
+        pending += [(child, leaf) for child in node.children.values()]
+    return frozenset(large)
+
+
+def _with_tiles(
+    units: list[UnitSpec], specs: Iterable[ParamSpec], hooked: dict[str, list[tuple[str, bool]]],
+    order: dict[str, int], rules: UnitRules,
+) -> list[UnitSpec]:  # fmt: skip
+    """The units with one more for each tile, behind those of the module that holds it first."""
+    made = []
+    for spec in specs:
+        modules = tuple(dict.fromkeys(point for point, _ in hooked[spec.name]))
+        pieces = list(cut_rows(spec.shape, rules.tile_numel_max))
+        for index, (start, numel) in enumerate(pieces):
+            name = f"{spec.name}, tile {index + 1} of {len(pieces)}" + ("" if spec.trainable else " (frozen)")
+            piece = replace(spec, start=start, tile_numel=numel)
+            made.append(UnitSpec(name, modules, spec.dtype, spec.trainable, (piece,)))
+    # Sorting keeps the order of units that begin in one module.
+    return sorted([*units, *made], key=lambda unit: order[unit.modules[0]]) if made else units
 
 
 def _homes(

@@ -276,7 +276,9 @@ def _compute_seconds(plan: Plan, compute: Compute, tokens: int, flops: float | N
     elif tables:
         unit, slot = max(tables, key=lambda item: item[1].numel)
         words = slot.shape[0]
-        matrices[unit] += slot.numel
+        for index, other in tables:
+            # All tiles of the table.
+            matrices[index] += other.numel if other.name == slot.name else 0
     operations = 6.0 * sum(matrices) * tokens if flops is None else flops
     rate = operations / max(sum(matrices), 1) / compute.rate
     seconds = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from infinity import record
@@ -84,6 +85,10 @@ class Coordinator:
         # How often a pass did not go as scheduled: a figure, not a flood of warnings.
         self.mismatches = 0
 
+    def unit_of(self, param: nn.Parameter) -> Unit:
+        """The unit that has a parameter."""
+        return self._unit_of[id(param)]
+
     # Forward.
 
     def begin_pass(self, mode: str) -> None:
@@ -117,9 +122,9 @@ class Coordinator:
         record.take_off(FORWARD, scope)
         return scope
 
-    def close_scope(self, scope: Scope, *, will_return: bool) -> None:
+    def close_scope(self, scope: Scope, *, will_return: bool, may_hold: bool = True) -> None:
         """The module has run. `will_return`: its outputs carry gradients, so that its backward will come through
-        here.
+        here. `may_hold`: whether its units may stay gathered until a backward that comes at once.
         """
         record.land(FORWARD, scope)
         while self._open and self._open[-1] is not scope:
@@ -131,7 +136,7 @@ class Coordinator:
             scope.counted = True
             for unit in scope.units:
                 unit.pending += 1
-        if will_return and self.in_backward:
+        if will_return and self.in_backward and may_hold:
             # Recomputed inside backward, with a backward of its own to come at once: releasing now would gather twice.
             scope.held = True
             self._backward.append(scope)
@@ -178,6 +183,13 @@ class Coordinator:
         self.in_backward = True
         self.plain_backward = self.plain_backward or (first and not scaled)
         return first
+
+    def join_backward(self) -> None:
+        """Called inside a backward: when nobody called engine.backward, a plain loss.backward() ends where autograd
+        says so.
+        """
+        if self.begin_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def enter_backward(self, scope: Scope) -> None:
         """The first gradient of the module's outputs has arrived: gather its units again."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from infinity.errors import StateError
 from infinity.zero.coordinator import Coordinator, Scope
+from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
 
 
@@ -29,11 +30,12 @@ class ModuleHooks:
     def __init__(self, model: nn.Module, units: Sequence[Unit], coordinator: Coordinator, *, synced: bool) -> None:
         self._model = model
         self._coordinator = coordinator
-        self._known = {id(param) for unit in units for param in unit.params}
+        self._known = {id(whole_of(param)) for unit in units for param in unit.params}
         self._stack: list[tuple[nn.Module, Scope]] = []
         wanted: dict[str, list[Unit]] = {"": []}
         for unit in units:
-            for path in unit.layout.modules:
+            # Tiles are gathered one after the other while the module runs: see `infinity.zero.tiling`.
+            for path in () if unit.layout.is_tile else unit.layout.modules:
                 wanted.setdefault(path, []).append(unit)
         self._handles = []
         for path, needed in wanted.items():
@@ -100,9 +102,7 @@ class ModuleHooks:
 
     def _entering(self, scope: Scope) -> Callable[[Tensor], None]:
         def before_backward(_: Tensor) -> None:
-            if self._coordinator.begin_backward():
-                # Nobody called engine.backward: a plain loss.backward() ends where autograd says so.
-                torch.autograd.Variable._execution_engine.queue_callback(self._coordinator.end_backward)
+            self._coordinator.join_backward()
             self._coordinator.enter_backward(scope)
 
         return before_backward

@@ -116,20 +116,22 @@ class Materializer:
         target.zero_()
         self._agree(unit)
         first = unit.rank_in_parts * unit.layout.partition_numel(unit.placed.parts) + start
-        by_name = dict(zip((slot.name for slot in unit.layout.slots), unit.params, strict=True))
+        wholes = map(parameter.whole_of, unit.params)
+        by_name = dict(zip((slot.name for slot in unit.layout.slots), wholes, strict=True))
         for overlap in unit.layout.overlaps(first, first + target.numel()):
             param = by_name[overlap.slot.name]
             piece = target[overlap.range_start : overlap.range_start + overlap.numel]
             if self._spool.holds(param):
-                self._spool.read(param, overlap.slot_start, piece)
+                self._spool.read(param, overlap.tensor_start, piece)
             else:
                 flat = param.detach().reshape(-1)
-                piece.copy_(flat[overlap.slot_start : overlap.slot_start + overlap.numel])
+                piece.copy_(flat[overlap.tensor_start : overlap.tensor_start + overlap.numel])
             self._progress.advance(overlap.numel * DTYPES[unit.layout.dtype].itemsize)
 
     def _find_alike(self) -> None:
         """Which parameters need no agreement: untouched on every rank since their files were opened."""
-        params = [param for unit in self._units for param in unit.params]
+        # Each once, a parameter in tiles too.
+        params = list({parameter.whole_of(param): None for unit in self._units for param in unit.params})
         touched = [not self._spool.at_origin(param) for param in params]
         if self._mesh.ranks.world_size > 1:
             touched = on_any_rank(touched, self._mesh, "files of the weights")
@@ -137,10 +139,12 @@ class Materializer:
 
     def _agree(self, unit: Unit) -> None:
         """Make every rank start from rank 0's values."""
-        if self._mesh.ranks.world_size == 1 or unit.layout.index in self._agreed:
+        if self._mesh.ranks.world_size == 1:
             return
-        self._agreed.add(unit.layout.index)
-        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
+        for param, slot in zip(map(parameter.whole_of, unit.params), unit.layout.slots, strict=True):
+            if id(param) in self._agreed:
+                continue
+            self._agreed.add(id(param))
             if not param.numel() or id(param) in self._alike:
                 continue
             name = f"broadcast of {slot.name}"
@@ -154,7 +158,10 @@ class Materializer:
     def _taken(self, unit: Unit) -> None:
         """The unit's values are in its partitions: let the parameters' own memory go."""
         dtype = DTYPES[unit.layout.dtype]
-        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
+        for param, slot in zip(map(parameter.whole_of, unit.params), unit.layout.slots, strict=True):
+            if not slot.ends:
+                # Its other tiles are still to be read.
+                continue
             self._spool.forget(param)
             if not parameter.is_released(param) or param.dtype is not dtype:
                 self._let_go_nbytes += param.nbytes

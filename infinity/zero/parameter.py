@@ -34,18 +34,19 @@ class ReleasedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is Tensor.__repr__:
             return describe(args[0])
-        used = list(_kept(args, kwargs))
+        used = list(kept(args, kwargs))
         for keeper in {id(keeper): keeper for keeper in map(keeper_of, filter(is_released, used))}.values():
             keeper.touch([param for param in used if keeper_of(param) is keeper], getattr(func, "__name__", str(func)))
         return func(*args, **kwargs)
 
 
-_METADATA = {
+# What may be asked of a parameter without its data.
+METADATA = {
     *get_default_nowrap_functions(),
     Tensor.size, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.ndimension, Tensor.element_size, Tensor.get_device,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.register_hook, Tensor.retain_grad,
@@ -89,7 +90,12 @@ def forget(param: nn.Parameter) -> None:
 
 def is_released(param: nn.Parameter) -> bool:
     """Whether the parameter's data is away."""
-    return type(param) is ReleasedParameter
+    return isinstance(param, ReleasedParameter) and "_infinity_assembled" not in param.__dict__
+
+
+def whole_of(param: nn.Parameter) -> nn.Parameter:
+    """The parameter that a tile is a part of; any other parameter is its own."""
+    return param.__dict__.get("_infinity_whole", param)
 
 
 def release(param: nn.Parameter, placeholder: Tensor) -> None:
@@ -124,12 +130,12 @@ def describe(param: nn.Parameter) -> str:
     )
 
 
-def _kept(args: Any, kwargs: Any) -> Iterator[nn.Parameter]:
+def kept(args: Any, kwargs: Any) -> Iterator[nn.Parameter]:
     """Every parameter with a keeper among the arguments of a call."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, nn.Parameter) and "_infinity_keeper" in value.__dict__:
             yield value
         elif isinstance(value, (tuple, list)):
-            yield from _kept(value, {})
+            yield from kept(value, {})
         elif isinstance(value, dict):
-            yield from _kept((), value)
+            yield from kept((), value)

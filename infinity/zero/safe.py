@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from infinity.zero.access import ParameterState
+from infinity.zero.states import ParameterState
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:

@@ -76,8 +76,8 @@ class Unit:
                 self.full = device.empty(layout.numel, self._dtype)
         else:
             self.full = self._elastic.tensor
-        self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
-        self._placeholders = [parameter.placeholder(slot.shape, self._dtype, device.torch) for slot in layout.slots]
+        self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.own_shape) for slot in layout.slots]
+        self._placeholders = [parameter.placeholder(slot.own_shape, self._dtype, device.torch) for slot in layout.slots]
         if placed.whole:
             self.full.zero_()
             if placed.aliased:

@@ -64,6 +64,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "stage3_model_persistence_threshold": sys.maxsize,
         "stage3_max_live_parameters": 1_000_000_000,
         "stage3_max_reuse_distance": 1_000_000_000,
+        "tile_parameters": None,
         "stage3_gather_16bit_weights_on_model_save": False,
         "stage3_module_granularity_threshold": 0,
         "stage3_use_all_reduce_for_fetch_params": False,
@@ -117,6 +118,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "use_gds": False,
     },
     "activation_checkpointing": {
+        "every": 0,
+        "keep_ops": (),
         "partition_activations": False,
         "contiguous_memory_optimization": False,
         "cpu_checkpointing": False,
@@ -124,6 +127,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "synchronize_checkpoint_boundary": False,
         "profile": False,
     },
+    "activation_checkpointing.offload": {"device": "none", "nvme_path": None, "buffer_count": 4, "pin_memory": True},
     "fp16": {
         "enabled": False,
         "auto_cast": False,

@@ -101,6 +101,15 @@ def test_of_one_rank_the_estimate_is_the_engines_plan(model_type, tmp_path):
             check(engine_plan(model, at(str(tmp_path), config)), model, config, 1)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_weights_in_tiles_are_the_same_ones(model_type, tmp_path):
+    zero = {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME, "tile_parameters": 900}
+    config = {"zero_optimization": zero}
+    plan = engine_plan(model_type, at(str(tmp_path), config))
+    assert any(layout.is_tile for layout in plan.layouts)
+    check(plan, model_type, config, 1)
+
+
 def test_of_two_ranks_the_estimate_is_the_engines_plan(tmp_path):
     plans = run_ranks(engine_plans, 2, str(tmp_path), cases(2))
     assert plans[0] == plans[1]

@@ -8,7 +8,7 @@ import pytest
 
 from infinity.plan.gradients import left_nbytes
 from infinity.plan.layout import make_layouts
-from infinity.plan.phases import Phase, Table, at_rest, bytes_by_phase, in_process
+from infinity.plan.phases import Phase, Table, at_rest, bytes_by_phase, in_process, state_dict_nbytes
 from infinity.plan.plan import Plan, PlanRequest, make_plan
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
 from infinity.plan.topology import Topology
@@ -83,14 +83,10 @@ def test_an_accelerator_has_only_the_unit_in_use_and_gives_it_back_for_the_step(
     assert bytes_by_phase(offloaded(prefetch_numel=0))[Phase.STEP][GPU][Kind.FULL] == unit
 
 
-def test_saving_copies_the_model_on_the_first_rank_only():
+def test_saving_streams_and_a_state_dictionary_is_the_whole_model():
     plan = offloaded()
-    rest = in_process(at_rest(plan), accelerator=False)
-    numel = 5 << 16
-    last_alone = bytes_by_phase(plan, rank=1)[Phase.SAVE]
-    assert in_process(last_alone, accelerator=False) <= rest + (4 << 16)
-    copied = bytes_by_phase(plan, rank=0)[Phase.SAVE]
-    assert copied[CPU][Kind.FULL] == 4 * numel
+    assert bytes_by_phase(plan)[Phase.SAVE] == at_rest(plan)
+    assert state_dict_nbytes(plan) == 4 * (5 << 16)
 
 
 def test_the_built_model_gives_its_memory_to_its_partitions():

@@ -1,0 +1,30 @@
+"""Which modules are computed again in backward: the blocks that a model repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from infinity.plan.spec import ModuleNode
+
+
+def repeated_blocks(root: ModuleNode, *, classes: Collection[str] = (), every: int = 1) -> tuple[str, ...]:
+    """Paths of every `every`-th repeated block, the first one included, in the order of the tree.
+
+    A block is one of several modules of one class that stand side by side, or of a class that the model names as its
+    block (`classes`); it has modules of its own, or is a member of a list. What is repeated inside a block is part of
+    it. A module without parameters is none: there is nothing to keep it apart from a function.
+    """
+    found: list[str] = []
+
+    def visit(node: ModuleNode) -> None:
+        members = [child for child in node.children.values() if child.all_params()]
+        names = [child.class_name for child in members]
+        for child in members:
+            repeated = names.count(child.class_name) > 1 and (node.is_container or bool(child.children))
+            if not child.is_container and (repeated or child.class_name in classes):
+                found.append(child.path)
+            else:
+                visit(child)
+
+    visit(root)
+    return tuple(found[::every])

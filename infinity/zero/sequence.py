@@ -1,0 +1,253 @@
+"""Long contexts: an MLP and the loss of a language model a few tokens at a time.
+
+What a long sequence needs most memory for is wide and short-lived: the inner activations of each MLP, and the logits
+with their gradient. Both are computed here tile by tile along the sequence and again in backward, so that one tile is
+there at a time. Partitioned weights are gathered once for the whole call in forward, and once in backward; a weight
+that is itself in tiles (`infinity.zero.tiling`) goes once through its tiles.
+
+The loss never has a row of logits whole: it goes over blocks of the vocabulary and keeps each token's maximum and sum
+of exponentials (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from infinity.zero.coordinator import Coordinator, Scope
+from infinity.zero.hooks import announce_end, replaying
+from infinity.zero.tiling import ProductSum, Tile, Tiles, tiles_of
+
+# Tokens of a tile, and rows of a block of the vocabulary: 16 MiB of logits in fp32.
+TILE_TOKENS = 1024
+_BLOCK_ROWS = 4096
+
+
+def tiled_mlp(
+    mlp: nn.Module, hidden: Tensor, *, tile_tokens: int = TILE_TOKENS, forward: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:  # fmt: skip
+    """`mlp(hidden)` for a module that treats each token on its own, `tile_tokens` tokens at a time.
+
+    hidden: [..., tokens, width]; the module gets [..., tile_tokens, width] with leading dimensions of 1, and may change
+    the width. Of what it makes inside, nothing is kept for backward, which runs it again, with the same random numbers.
+    forward: what to call instead of `mlp`, with parameters of `mlp`.
+    """
+    call = forward or mlp
+    if hidden.numel() <= tile_tokens * hidden.shape[-1]:
+        return call(hidden)
+    coordinator, units = _units_below(mlp)
+    scope = coordinator.open_scope(units) if coordinator is not None else None
+    returns = torch.is_grad_enabled()
+    if coordinator is not None and scope is not None and returns:
+        passed = announce_end((hidden,), lambda: coordinator.leave_backward(scope))
+        hidden = hidden if passed is None else passed[0]
+    # All tokens one behind the other, so that tiles are contiguous.
+    tiles = hidden.reshape(*(1 for _ in hidden.shape[:-2]), -1, hidden.shape[-1]).split(tile_tokens, -2)
+    parts = [checkpoint(call, tile, use_reentrant=False) if returns else call(tile) for tile in tiles]
+    output = torch.cat(parts, -2).view(*hidden.shape[:-1], -1)
+    if coordinator is not None and scope is not None:
+        returns = output.requires_grad and coordinator.needs_backward(scope, replaying())
+        if returns:
+            output.register_hook(_entering(coordinator, scope))
+        coordinator.close_scope(scope, will_return=returns)
+    return output
+
+
+def tiled_cross_entropy(
+    hidden: Tensor, head: nn.Linear, labels: Tensor, *, shift: bool = False, ignore_index: int = -100,
+    reduction: str = "mean", divisor: float | Tensor | None = None, tile_tokens: int = TILE_TOKENS,
+) -> Tensor:  # fmt: skip
+    """`F.cross_entropy(head(hidden).float(), labels)` without the logits.
+
+    hidden: [..., tokens, width]. labels: [..., tokens], int64; `ignore_index` marks tokens that do not count. shift:
+    each token predicts the next one's label, and the last none. reduction: "mean" over the tokens that count, or "sum";
+    with `divisor` the sum divided by it. Returns a scalar in fp32. Logits and their gradient have the dtype of `head`,
+    as plain layers give them; everything is summed in fp32.
+    """
+    if not isinstance(head, nn.Linear):
+        raise TypeError(f"tiled_cross_entropy needs the head as a torch.nn.Linear, got {type(head).__name__}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; there are 'mean' and 'sum'")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(f"labels have shape {tuple(labels.shape)}, hidden states {tuple(hidden.shape)}")
+    if shift:
+        labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    flat = labels.reshape(-1).to(hidden.device)
+    counts = flat != ignore_index
+    if flat.numel() and not bool(((flat >= 0) & (flat < head.out_features) | ~counts).all()):
+        raise IndexError(f"a label is neither {ignore_index} nor one of the head's {head.out_features} outputs")
+    if divisor is None:
+        divisor = counts.sum() if reduction == "mean" else 1
+    call = _Loss(_pieces_of(head.weight), _pieces_of(head.bias), flat, counts, tile_tokens)
+    inputs = hidden.reshape(-1, hidden.shape[-1])
+    with torch._C.DisableTorchFunctionSubclass():
+        total = _CrossEntropy.apply(call, call.returns(inputs), inputs, head.weight, head.bias)
+    return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
+
+
+class _Plain:
+    """An ordinary parameter in the place of `Tiles`: whole, and its gradient goes back to autograd."""
+
+    def __init__(self, param: Tensor) -> None:
+        self.param = param
+        self.start, self.stop = 0, len(param)
+        self.grad: Tensor | None = None
+
+    def forward(self, *, returns: bool) -> Iterator[tuple[_Plain, Tensor, None]]:
+        yield self, self.param.detach(), None
+
+    def backward(self, scopes: Sequence[Any]) -> Iterator[tuple[_Plain, Tensor, Tensor | None]]:
+        values = self.param.detach()
+        yield self, values, torch.empty_like(values) if self.param.requires_grad else None
+
+    def returns(self, *others: Tensor | None) -> bool:
+        return torch.is_grad_enabled() and any(each.requires_grad for each in (self.param, *others) if each is not None)
+
+    def add_gradient(self, grad: Tensor) -> None:
+        self.grad = grad.to(self.param.dtype)
+
+
+def _pieces_of(param: Any) -> Tiles | _Plain | None:
+    """How a parameter is brought: by its own tiles, as one that an engine gathers, or as it is."""
+    if param is None:
+        return None
+    tiles = tiles_of(param)
+    keeper = param.__dict__.get("_infinity_keeper")
+    if tiles is not None or not isinstance(keeper, Coordinator) or keeper.closed:
+        return tiles or _Plain(param)
+    return Tiles(param, [Tile(keeper.unit_of(param), param, 0, len(param))], keeper)
+
+
+def _units_below(module: nn.Module) -> tuple[Coordinator | None, list[Any]]:
+    """Who gathers a module's parameters, and their units, each once. Tiles are gathered as they are used."""
+    coordinator, units = None, {}
+    for param in module.parameters():
+        keeper = param.__dict__.get("_infinity_keeper")
+        if isinstance(keeper, Coordinator) and not keeper.closed:
+            coordinator, unit = keeper, keeper.unit_of(param)
+            units[unit.layout.index] = unit
+    return coordinator, list(units.values())
+
+
+def _entering(coordinator: Coordinator, scope: Scope) -> Callable[[Tensor], None]:
+    def before_backward(_: Tensor) -> None:
+        coordinator.join_backward()
+        coordinator.enter_backward(scope)
+
+    return before_backward
+
+
+class _Loss:
+    """One call: the head's weight and bias, and the tokens that count. Yields blocks of logits."""
+
+    def __init__(
+        self, weight: Tiles | _Plain | None, bias: Tiles | _Plain | None, labels: Tensor, counts: Tensor, step: int
+    ) -> None:
+        assert weight is not None
+        self.weight, self.bias = weight, bias
+        self.labels, self.counts, self._step = labels, counts, step
+
+    def returns(self, hidden: Tensor) -> bool:
+        """Whether backward of this call will run."""
+        return self.weight.returns(hidden, None if self.bias is None else self.bias.param)
+
+    def whole_bias(self, returns: bool) -> tuple[Tensor | None, list[Any]]:
+        """A copy of the bias, and the scopes of its gather."""
+        found, scopes = None, []
+        for _, values, scope in self.bias.forward(returns=returns) if self.bias is not None else ():
+            found = values.clone()
+            scopes.append(scope)
+        return found, scopes
+
+    def blocks(self, piece: Any) -> Iterator[tuple[slice, slice]]:
+        """Blocks of a piece's rows: in the piece, and in the vocabulary."""
+        for first in range(0, piece.stop - piece.start, _BLOCK_ROWS):
+            last = min(first + _BLOCK_ROWS, piece.stop - piece.start)
+            yield slice(first, last), slice(piece.start + first, piece.start + last)
+
+    def tokens(self) -> Iterator[slice]:
+        """Tiles of the tokens."""
+        for first in range(0, len(self.labels), self._step):
+            yield slice(first, min(first + self._step, len(self.labels)))
+
+    def own(self, tokens: slice, rows: slice) -> tuple[Tensor, Tensor]:
+        """Which of these tokens have their label in the block, and where in it."""
+        labels = self.labels[tokens]
+        at = (self.counts[tokens] & (labels >= rows.start) & (labels < rows.stop)).nonzero().squeeze(1)
+        return at, labels[at] - rows.start
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The sum of -log softmax(hidden @ weight.T + bias)[label] over the tokens that count."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Loss, returns: bool, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        kind = hidden.device.type
+        ctx.given = hidden.dtype
+        hidden = hidden.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype)
+        offsets, bias_scopes = call.whole_bias(returns)
+        highest = hidden.new_full((len(hidden),), float("-inf"), dtype=torch.float32)
+        total, chosen = torch.zeros_like(highest), torch.zeros_like(highest)
+        scopes = []
+        for piece, values, scope in call.weight.forward(returns=returns):
+            scopes.append(scope)
+            for rows, names in call.blocks(piece):
+                part = values[rows].to(hidden.dtype)
+                for tokens in call.tokens():
+                    logits = _logits(hidden[tokens], part, offsets, names)
+                    before, after = highest[tokens], torch.maximum(highest[tokens], logits.amax(1))
+                    total[tokens] = total[tokens] * (before - after).exp() + (logits - after[:, None]).exp_().sum(1)
+                    highest[tokens] = after
+                    at, columns = call.own(tokens, names)
+                    chosen[tokens][at] = logits[at, columns]
+        ctx.call, ctx.scopes, ctx.bias_scopes, ctx.offsets = call, scopes, bias_scopes, offsets
+        normal = highest + total.log()
+        ctx.save_for_backward(hidden, normal)
+        return (normal - chosen)[call.counts].sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        hidden, normal = ctx.saved_tensors
+        call: _Loss = ctx.call
+        scale = call.counts.float() * grad
+        _, _, wants_hidden, _, wants_bias = ctx.needs_input_grad
+        of_hidden = ProductSum(hidden.shape, hidden) if wants_hidden else None
+        of_bias = None if ctx.offsets is None else torch.zeros_like(ctx.offsets, dtype=torch.float32)
+        for piece, values, of_piece in call.weight.backward(ctx.scopes):
+            for rows, names in call.blocks(piece):
+                part = values[rows].to(hidden.dtype)
+                of_block = ProductSum(part.shape, part) if of_piece is not None else None
+                for tokens in call.tokens():
+                    logits = _logits(hidden[tokens], part, ctx.offsets, names)
+                    wrong = logits.sub_(normal[tokens, None]).exp_()
+                    at, columns = call.own(tokens, names)
+                    wrong[at, columns] -= 1
+                    # As the gradient of logits of 16 bits would be.
+                    wrong = wrong.mul_(scale[tokens, None]).to(hidden.dtype)
+                    if of_hidden is not None:
+                        of_hidden.add(wrong, part, tokens)
+                    if of_block is not None:
+                        of_block.add(wrong.t(), hidden[tokens])
+                    if of_bias is not None:
+                        of_bias[names] += wrong.float().sum(0)
+                if of_piece is not None and of_block is not None:
+                    of_piece[rows] = of_block.total
+            if of_piece is not None:
+                piece.add_gradient(of_piece)
+        if call.bias is not None and of_bias is not None and wants_bias:
+            for piece, _, _ in call.bias.backward(ctx.bias_scopes):
+                piece.add_gradient(of_bias)
+        to_hidden = None if of_hidden is None else of_hidden.total.to(ctx.given)
+        # Of what an engine keeps, the gradient is there already, before the unit is released.
+        return None, None, to_hidden, getattr(call.weight, "grad", None), getattr(call.bias, "grad", None)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+    """[tokens, rows of the block] in fp32; rounded as a layer's output is."""
+    return F.linear(hidden, weight, None if bias is None else bias[rows].to(weight.dtype)).float()

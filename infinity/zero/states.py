@@ -1,0 +1,217 @@
+"""A parameter's states as whole tensors, from whatever tiers and ranks hold them: `infinity.state`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from infinity.comm import collectives
+from infinity.errors import StateError
+from infinity.memory.master import decode, encode
+from infinity.plan.layout import Slot, slices_of
+from infinity.plan.types import Key, Kind
+from infinity.zero.access import Owner, units_of
+from infinity.zero.parameter import whole_of
+from infinity.zero.unit import Unit
+
+_MOMENTS = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
+
+
+class ParameterState:
+    """One parameter's full states from whatever tiers and ranks hold them.
+
+    `master`, `exp_avg`, `exp_avg_sq` and `grad` gather on read (fp32 CPU tensors of the parameter's shape, the same
+    on every rank) and scatter on assignment. Collective: every rank must do the same. A frozen parameter has only
+    `master`. `local` and `set_local` touch what is this rank's, alone.
+    """
+
+    def __init__(self, param: nn.Parameter) -> None:
+        owner = param.__dict__.get("_infinity_owner")
+        if owner is None:
+            raise StateError(
+                "infinity.state: this parameter belongs to no engine; pass it to infinity.initialize() first"
+            )
+        # One, or those of a parameter in tiles, in the order of its elements.
+        self._parts = [
+            _Part(owner, unit, each, slot)
+            for unit in units_of(owner, [param])
+            for each, slot in zip(unit.params, unit.layout.slots, strict=True)
+            if whole_of(each) is param
+        ]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it has gradients and moments."""
+        return self._parts[0].trainable
+
+    @property
+    def master(self) -> Tensor:
+        """The fp32 master weight."""
+        return self._gather("master")
+
+    @master.setter
+    def master(self, value: Tensor) -> None:
+        self._replace("master", value)
+
+    @property
+    def exp_avg(self) -> Tensor:
+        """The first moment."""
+        return self._gather("exp_avg")
+
+    @exp_avg.setter
+    def exp_avg(self, value: Tensor) -> None:
+        self._replace("exp_avg", value)
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        """The second moment."""
+        return self._gather("exp_avg_sq")
+
+    @exp_avg_sq.setter
+    def exp_avg_sq(self, value: Tensor) -> None:
+        self._replace("exp_avg_sq", value)
+
+    @property
+    def grad(self) -> Tensor:
+        """The accumulated gradient, averaged over ranks and unscaled, before clipping; zeros after a step."""
+        return self._gather("grad")
+
+    @grad.setter
+    def grad(self, value: Tensor) -> None:
+        self._replace("grad", value)
+
+    def local(self, kind: str) -> Tensor:
+        """This rank's elements of "master", "grad", "exp_avg" or "exp_avg_sq": [n] in fp32 on the CPU; n may be 0."""
+        owns = [(part, part.own(kind)) for part in self._parts]
+        return torch.cat([piece for part, own in owns for piece in part.pieces_of(own)] or [torch.zeros(0)])
+
+    def set_local(self, kind: str, value: Tensor) -> None:
+        """Set what `local` gives. Only this rank's: where every rank has everything, all must be given the same."""
+        owns = [(part, part.own(kind)) for part in self._parts]
+        pieces = [piece for part, own in owns for piece in part.pieces_of(own)]
+        flat = value.detach().cpu().float().reshape(-1)
+        mine = sum(piece.numel() for piece in pieces)
+        if flat.numel() != mine:
+            raise ValueError(f"{self._parts[0].slot.name}: this rank has {mine} elements, the new value {flat.numel()}")
+        for piece, given in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
+            piece.copy_(given)
+        for part, own in owns:
+            part.set_own(kind, own)
+
+    def _gather(self, kind: str) -> Tensor:
+        wholes = [part.gather(kind) for part in self._parts]
+        return wholes[0] if len(wholes) == 1 else torch.cat(wholes)
+
+    def _replace(self, kind: str, value: Tensor) -> None:
+        slot = self._parts[0].slot
+        if tuple(value.shape) != slot.shape:
+            raise ValueError(f"{slot.name} has shape {slot.shape}, the new value {tuple(value.shape)}")
+        flat = value.detach().cpu().float().reshape(-1)
+        for part in self._parts:
+            part.replace(kind, flat[part.slot.start : part.slot.start + part.slot.numel])
+
+
+class _Part:
+    """The states of what lies in one slot of one unit: a parameter, or a tile of one."""
+
+    def __init__(self, owner: Owner, unit: Unit, param: nn.Parameter, slot: Slot) -> None:
+        self._owner = owner
+        self._unit = unit
+        self._param = param
+        self.slot = slot
+
+    @property
+    def trainable(self) -> bool:
+        return self._unit.layout.trainable
+
+    def own(self, kind: str) -> Tensor:
+        """This rank's partition of one kind of state of the whole unit, on the CPU, in memory of its own."""
+        if kind == "master":
+            return self._read_master()
+        if not self.trainable:
+            raise StateError(f"{self.slot.name} is frozen and has no {kind}")
+        if kind == "grad":
+            return self._owner.gradients.own_sum(self._unit).float().cpu() * self._owner.grad_factor
+        return self._read_states(_MOMENTS[kind])
+
+    def set_own(self, kind: str, own: Tensor) -> None:
+        """Put what `own` gave, changed, back."""
+        if kind == "master":
+            self._write_master(own)
+        elif kind == "grad":
+            self._owner.gradients.replace(self._unit, self._param, own / self._owner.grad_factor)
+        else:
+            self._write_states(_MOMENTS[kind], own)
+
+    def replace(self, kind: str, flat: Tensor) -> None:
+        """Put this rank's part of a full value (flat, fp32) into its partition."""
+        own = self.own(kind)
+        for start, at, numel in self._pieces(own):
+            own[at : at + numel] = flat[start : start + numel]
+        self.set_own(kind, own)
+
+    def gather(self, kind: str) -> Tensor:
+        """The elements from all ranks' partitions of the unit, in their shape."""
+        own = self.own(kind)
+        full = own
+        if self._unit.placed.parts > 1:
+            full = own.new_empty(self._unit.layout.numel)
+            collectives.all_gather(full, own, self._owner.mesh.control, f"state of {self.slot.name}").wait()
+        return full[self.slot.offset : self.slot.offset + self.slot.numel].clone().view(self.slot.own_shape)
+
+    def pieces_of(self, own: Tensor) -> list[Tensor]:
+        """Views of this rank's elements of the parameter in what `own` gave, in order."""
+        return [own[at : at + numel] for _, at, numel in self._pieces(own)]
+
+    def _pieces(self, own: Tensor) -> Iterator[tuple[int, int, int]]:
+        """Where this rank's partition has elements of it: (start in the slot, start in the partition, numel)."""
+        first = self._unit.rank_in_parts * own.numel()
+        for overlap in self._unit.layout.overlaps(first, first + own.numel()):
+            if overlap.slot is self.slot:
+                yield overlap.slot_start, overlap.range_start, overlap.numel
+
+    def _read_master(self) -> Tensor:
+        store, key = self._owner.store, self._unit.key
+        if not self.trainable:
+            with store.read(key) as (partition,):
+                return decode(partition.view(Kind.PARAM), None, 0)
+        pieces = []
+        for states_key, start, at, numel in self._slices():
+            with store.read(key, states_key) as (partition, states):
+                pieces.append(decode(partition.view(Kind.PARAM)[start : start + numel], states, at))
+        return torch.cat(pieces) if pieces else torch.zeros(0)
+
+    def _write_master(self, own: Tensor) -> None:
+        store, key = self._owner.store, self._unit.key
+        if not self.trainable:
+            with store.write(key) as (partition,):
+                encode(own, partition.view(Kind.PARAM), None, 0)
+        for states_key, start, at, numel in self._slices():
+            with store.write(key, states_key) as (partition, states):
+                target = partition.view(Kind.PARAM)[start : start + numel]
+                encode(own[start : start + numel], target, states, at)
+            store.flush(states_key)
+        store.flush(key)
+        if self._unit.placed.whole:
+            self._unit.refresh()
+
+    def _read_states(self, kind: Kind) -> Tensor:
+        """Put together from the sub-groups."""
+        pieces = []
+        for key, _, at, numel in self._slices():
+            with self._owner.store.read(key) as (states,):
+                pieces.append(states.view(kind)[at : at + numel].cpu().clone())
+        return torch.cat(pieces) if pieces else torch.zeros(0)
+
+    def _write_states(self, kind: Kind, own: Tensor) -> None:
+        for key, start, at, numel in self._slices():
+            with self._owner.store.write(key) as (states,):
+                states.view(kind)[at : at + numel].copy_(own[start : start + numel])
+            self._owner.store.flush(key)
+
+    def _slices(self) -> Iterator[tuple[Key, int, int, int]]:
+        """(sub-group's key, start in the unit's partition, start in the states, numel)."""
+        for group, piece, at in slices_of(self._owner.plan.sub_groups, self._unit.layout.index):
+            yield Key(Kind.STATES, group.index), piece.start, at, piece.numel
