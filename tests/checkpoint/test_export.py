@@ -166,6 +166,8 @@ def test_an_export_replaces_an_earlier_one_and_leaves_other_files(tmp_path: Path
         assert engine.save_16bit_model(tmp_path / "out", "pytorch_model.bin")
         names = sorted(path.name for path in (tmp_path / "out").iterdir())
         assert names == ["config.json", "generation_config.json", "model.safetensors", "notes.txt"]
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "other").symlink_to("elsewhere")
         engine.save_16bit_model(tmp_path / "other", "weights.safetensors")
         same = load_file(tmp_path / "other" / "weights.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
         assert all(torch.equal(same[0][name], tensor) for name, tensor in same[1].items())
