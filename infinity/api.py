@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.nvme import NvmeTier
 from infinity.memory.queue_options import queue_options
 from infinity.memory.store import TieredStore
+from infinity.monitors import check_installed
 from infinity.ops.adam import set_threads
 from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.choose import Chosen, adam_from_params, from_name, from_torch
@@ -107,6 +109,7 @@ def initialize(
         ledger = Ledger(limits=limits, baseline_nbytes=baseline_nbytes(model))
         parts = _build(resolved, model, plan, groups, device, trained, ledger, undo)
         engine = Engine(parts)
+        undo.callback(engine._progress.close)
         engine.optimizer = TieredOptimizer(
             trained.groups, trained.optimizer.defaults, engine.apply_step, kind=trained.optimizer.name
         )
@@ -180,6 +183,7 @@ def _resolve(source: ConfigSource, args: Any, model: nn.Module, ranks: Ranks, op
         model_dtype=known, optimizer_lr=float(lr) if lr is not None else None,  # type: ignore[arg-type]
     )  # fmt: skip
     resolved = resolve(load_config(source), context)
+    check_installed(resolved.config)
     paths = {path for path in (resolved.param_nvme_path, resolved.optimizer_nvme_path) if path is not None}
     if len(paths) > 1:
         named = " and ".join(sorted(", ".join(path) for path in paths))
@@ -327,7 +331,8 @@ def _stepper(
     # Beside the next forward there is something to gain where bytes move: to a drive, or to a device that computes.
     moves = device.is_accelerator or plan.nvme_nbytes > 0
     return Stepper(
-        plan, store, index=ranks.rank, method=trained.optimizer.method, behind=config.config.overlap and moves
+        plan, store, index=ranks.rank, method=trained.optimizer.method, behind=config.config.overlap and moves,
+        grad_bound=config.clip_value or math.inf,
     )
 
 
@@ -378,12 +383,15 @@ def _loader(config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, mes
 
 def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
     """The one line that says what was decided, defaults that people trip over included."""
-    clip = config.clip_norm
+    clip, bound = config.clip_norm, config.clip_value
+    autocast = config.config.torch_autocast
+    precision = f"{config.compute_dtype}{f' under {autocast.dtype} autocast' if autocast.enabled else ''}"
     default = " (default)" if config.sources["gradient_clipping"] == "default" else ""
     return (
-        f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {config.compute_dtype}, {plan.topology.dp} "
+        f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {precision}, {plan.topology.dp} "
         f"rank(s), {trained.optimizer.name}; parameters on {plan.homes(Kind.PARAM)}, "
         f"optimizer states on {plan.homes(Kind.STATES)}; "
         f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "
         + (f"clipping at {clip:g}{default}" if clip else "no clipping")
+        + (f", each element at {bound:g}" if bound else "")
     )

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from infinity.comm.agreement import agree_on_numbers
-from infinity.errors import NonFiniteError
+from infinity.comm.collectives import exchange
+from infinity.errors import NonFiniteError, StateError
 from infinity.log import logger
+from infinity.ops.adam import GradStats
 from infinity.optim.clip import clip_factor
 from infinity.optim.loss_scale import LossScaler
 from infinity.optim.skips import Skips
@@ -27,6 +29,7 @@ from infinity.zero.nonfinite import first_nonfinite
 from infinity.zero.stopwatch import agree
 from infinity.zero.unit import Unit
 
+_NOTHING = GradStats(0.0, 0)
 # The step of an engine after which a pass is timed.
 _WATCHED_STEP = 2
 
@@ -61,7 +64,7 @@ class Boundary:
         self._coordinator = parts.coordinator
         self._stepper = parts.stepper
         self._says = says
-        self.scaler = LossScaler.of(config.fp16.model_dump()) if parts.config.compute_dtype == "fp16" else None
+        self.scaler = LossScaler.of(config.fp16.model_dump()) if parts.config.scales_loss else None
         # A gradient that is not finite skips the whole step, or (bf16 on request) leaves its own elements out.
         element_by_element = parts.stepper.guarded and parts.config.compute_dtype == "bf16"
         self.checked = not element_by_element or config.bf16.check_grad_overflow
@@ -72,7 +75,7 @@ class Boundary:
         self._skips = Skips(limit=config.max_skipped_steps, scaler=self.scaler)
         # Steps that this engine has seen: a run that is taken up is measured, too.
         self._judged = 0
-        self._grad_scale = 1.0
+        self._grad_scale = self._norm_factor = 1.0
         self._arrived: dict[Unit, list[bool]] = {}
         self._ahead = config.overlap and not all(unit.placed.whole for unit in parts.units)
 
@@ -90,13 +93,41 @@ class Boundary:
         squares, count, heard = self._global_stats()
         self._coordinator.next_step()
         self._time_prefetch()
-        self.norm = math.sqrt(squares) * self.grad_factor if not count else math.inf
+        self._norm_factor = self.grad_factor
+        self.norm = math.sqrt(squares) * self._norm_factor if not count else math.inf
         skipped = bool(count) and self.checked
         self._skips.update(skipped)
         if not skipped:
             self._grad_scale = self.grad_factor * clip_factor(self.norm, self._config.clip_norm)
         origin = self._report_nonfinite(step, losses, count, skipped) if count else ""
         return Verdict(self.norm, nonfinite=bool(count), skipped=skipped, origin=origin, heard=heard)
+
+    def grad_norms(self) -> dict[str, float]:
+        """Gradient norm of every parameter that had a gradient in the latest step, as `norm` is of all. Collective.
+
+        The squares of a rank's part of each parameter, added up over ranks.
+        """
+        if not self._arrived or self._gradients.begun:
+            raise StateError(
+                "norms by parameter are those of the latest step: ask for them after step(), before the next backward"
+            )
+        stats, mine = self._stepper.parameter_stats(), list[float]()
+        slots = [
+            (unit, slot, flag)
+            for unit, flags in self._arrived.items()
+            for slot, flag in zip(unit.layout.slots, flags, strict=True)
+        ]
+        for unit, slot, _ in slots:
+            # What every rank has whole counts once.
+            told = unit.placed.parts > 1 or self._mesh.ranks.rank == 0
+            mine += stats.get((unit.layout.index, slot), _NOTHING) if told else _NOTHING
+        rows = exchange(mine, self._mesh.control, self._mesh.ranks.world_size, "exchange of norms by parameter")
+        sums = [math.fsum(column) for column in zip(*rows, strict=True)]
+        found: dict[str, list[float]] = {}
+        for (_, slot, flag), squares, count in zip(slots, sums[::2], sums[1::2], strict=True):
+            if flag:
+                found.setdefault(slot.name, []).append(math.inf if count else squares)
+        return {name: math.sqrt(math.fsum(squares)) * self._norm_factor for name, squares in found.items()}
 
     def apply(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Step every sub-group as judged, then bring whole units up to date. `groups` are live parameter groups."""

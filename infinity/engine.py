@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity import exporting, loading, saving
+from infinity import exporting, loading, precision, saving
 from infinity.boundary import Boundary, Verdict
 from infinity.breakdown import Breakdown
 from infinity.checkpoint.background import Background
@@ -33,6 +33,7 @@ from infinity.parts import Parts
 from infinity.progress import Progress
 from infinity.rescue import Rescue
 from infinity.timeline import Timeline
+from infinity.wall_clock import StepTimes
 from infinity.zero import access
 from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
@@ -80,8 +81,9 @@ class Engine(nn.Module):
             rank=parts.mesh.ranks.rank, world_size=parts.mesh.ranks.world_size,
         )  # fmt: skip
         self._closed = False
-        every = parts.config.config.steps_per_print if parts.mesh.ranks.rank == 0 else None
-        self._progress = Progress(every, parts.ledger, world_size=parts.mesh.ranks.world_size)
+        self._progress = Progress(
+            parts.config.config, parts.ledger, rank=parts.mesh.ranks.rank, world_size=parts.mesh.ranks.world_size
+        )
         self.gradients.landed = self._on_landed
         for unit in self.units:
             for param in unit.params:
@@ -104,7 +106,8 @@ class Engine(nn.Module):
         self._observer.begin_step(self.global_steps + 1)
         if self.training:
             self._progress.called(args, kwargs)
-        with self._observer.phase("forward", self._abandon):
+        under = precision.autocast(self.config.config.torch_autocast, self.device)
+        with self._observer.phase("forward", self._abandon), under:
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -114,18 +117,9 @@ class Engine(nn.Module):
         either scaling (and so not with fp16's loss scale).
         """
         self._alive("run backward")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise StateError(
-                "engine.backward needs a loss of one element that requires a gradient, got "
-                + (
-                    f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-                    if isinstance(loss, Tensor)
-                    else repr(loss)
-                )
-            )
         factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         factor *= self.loss_scale
-        scaled = loss if factor == 1.0 else loss.float() * factor
+        scaled = precision.scaled(loss, factor)
         if self._boundary.early and self.is_gradient_accumulation_boundary():
             self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
         self.coordinator.begin_backward(scaled=True)
@@ -259,6 +253,11 @@ class Engine(nn.Module):
         """The global gradient norm of the latest step, before clipping; infinite when a gradient was not finite."""
         return self._boundary.norm
 
+    def get_grad_norms(self) -> dict[str, float]:
+        """The same by parameter, where there was a gradient. After `step()`, before the next backward. Collective."""
+        self._alive("tell the norms of gradients")
+        return self._boundary.grad_norms()
+
     def memory(self, by_unit: bool = False) -> MemoryReport:
         """Where this rank's bytes are: tier x kind (x unit on request), now and at most; prints as a table."""
         self._checkpointing.settle()
@@ -272,6 +271,11 @@ class Engine(nn.Module):
         """
         self._alive("record a timeline")
         return self._observer.timeline(path)
+
+    def step_times(self) -> StepTimes:
+        """Where the time of the latest optimizer step went: parts and waits that add up to it. StateError where nothing
+        in the configuration has it counted (docs/monitoring.md)."""
+        return self._progress.step_times()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's full tensors on rank 0's CPU, empty on other ranks; gathered unit by unit. Collective."""
@@ -383,6 +387,7 @@ class Engine(nn.Module):
             stack.callback(self._return_everything)
             stack.callback(self._checkpointing.close)
             stack.callback(self._observer.close)
+            stack.callback(self._progress.close)
             stack.callback(lambda: self._stepper.close(at_once=at_once))
             stack.callback(lambda: self._background.close(at_once=at_once))
             stack.callback(self._rescue.close)

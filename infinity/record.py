@@ -7,6 +7,8 @@
 
 The calls stand where the work is done, and are next to free while nobody records. There is one recording at a time, of
 the whole process, as of any profiler. Times are `time.perf_counter_ns()`, which is the clock of the I/O queue, too.
+
+Beside it there is a tally, which keeps no spans: only the nanoseconds that the program has spent in each kind of them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,12 @@ COMPUTE = "compute"
 COPY = "copy"
 ENGINE = "engine"
 WAIT = "wait"
+# What the program does while no span of ours is open: its own loop, the data.
+OUTSIDE = "outside"
+# Threads whose names begin so run beside the program.
+BESIDE = "infinity-"
+# Outside, and it is not known yet what comes next.
+_OPEN_ENDED = (OUTSIDE, "")
 
 
 class Span(NamedTuple):
@@ -129,7 +137,61 @@ class Recording:
         self._transfers.append((lane, subject, nbytes, time.perf_counter_ns(), transfer))
 
 
+class Tally:
+    """Nanoseconds of the program, by (what, cause) of its spans. At each moment the innermost counts, so that they add
+    up to the time that has passed; what lies outside them is (OUTSIDE, the phase that came next).
+
+    Backward of an accelerator runs on a thread of autograd's while the program waits for it: they count as one.
+    """
+
+    def __init__(self) -> None:
+        self._spent: dict[tuple[str, str], int] = {}
+        self._open: list[_Open] = []
+        self._at = time.perf_counter_ns()
+
+    def read(self) -> dict[tuple[str, str], int]:
+        """What has been spent so far, up to now."""
+        self._until(time.perf_counter_ns())
+        return dict(self._spent)
+
+    def enter(self, span: _Open, now: int) -> None:
+        """A span of the program begins."""
+        self._until(now)
+        what, cause = span.label
+        if what == PHASE and not self._open:
+            self._spent[OUTSIDE, cause] = self._spent.get((OUTSIDE, cause), 0) + self._spent.pop(_OPEN_ENDED, 0)
+        self._open.append(span)
+
+    def leave(self, span: _Open, now: int) -> None:
+        """It ends."""
+        self._until(now)
+        self._open.remove(span)
+
+    def _until(self, now: int) -> None:
+        label = self._open[-1].label if self._open else _OPEN_ENDED
+        self._spent[label] = self._spent.get(label, 0) + now - self._at
+        self._at = now
+
+
 _recording: Recording | None = None
+_tally: Tally | None = None
+_tally_users = 0
+
+
+def start_tally() -> Tally:
+    """The tally of this process, which runs until everybody who has called this has called `stop_tally`."""
+    global _tally, _tally_users
+    _tally = _tally or Tally()
+    _tally_users += 1
+    return _tally
+
+
+def stop_tally() -> None:
+    """One who has called `start_tally` needs it no more."""
+    global _tally, _tally_users
+    _tally_users -= 1
+    if not _tally_users:
+        _tally = None
 
 
 def start(describe: Callable[[Any], str] = str) -> Recording:
@@ -148,8 +210,9 @@ def active() -> bool:
 
 def span(what: str, cause: str, subject: object = "", nbytes: int = 0) -> _Open | _Nothing:
     """A context manager around what this thread does, or waits for."""
-    recording = _recording
-    return _NOTHING if recording is None else _Open(recording, what, cause, subject, nbytes)
+    if _recording is None and _tally is None:
+        return _NOTHING
+    return _Open(_recording, _tally, what, cause, subject, nbytes)
 
 
 def take_off(lane: str, subject: object, nbytes: int = 0) -> None:
@@ -179,26 +242,37 @@ def level(tier: str, kind: str, nbytes: int) -> None:
 class _Open:
     """A span under way."""
 
-    __slots__ = ("_begin", "_cause", "_nbytes", "_recording", "_subject", "_what", "thread")
+    __slots__ = ("_begin", "_nbytes", "_recording", "_subject", "_tally", "label", "thread")
 
-    def __init__(self, recording: Recording, what: str, cause: str, subject: object, nbytes: int) -> None:
+    def __init__(
+        self, recording: Recording | None, tally: Tally | None, what: str, cause: str, subject: object, nbytes: int
+    ) -> None:
         self._recording = recording
-        self._what = what
-        self._cause = cause
+        self._tally = tally
+        self.label = (what, cause)
         self._subject = subject
         self._nbytes = nbytes
         self.thread = threading.get_ident()
         self._begin = 0
 
     def until(self, end: int) -> Span:
-        return Span(self.thread, self._what, self._cause, self._subject, self._begin, end, self._nbytes)
+        return Span(self.thread, *self.label, self._subject, self._begin, end, self._nbytes)
 
     def __enter__(self) -> None:
-        self._recording.add_open(self)
+        if self._recording is not None:
+            self._recording.add_open(self)
+        if self._tally is not None and threading.current_thread().name.startswith(BESIDE):
+            self._tally = None
         self._begin = time.perf_counter_ns()
+        if self._tally is not None:
+            self._tally.enter(self, self._begin)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._recording.close(self, time.perf_counter_ns())
+        now = time.perf_counter_ns()
+        if self._tally is not None:
+            self._tally.leave(self, now)
+        if self._recording is not None:
+            self._recording.close(self, now)
 
 
 class _Nothing:

@@ -25,14 +25,12 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from infinity import record
-from infinity.record import Flight, Recording, Span
+from infinity.record import OUTSIDE, Flight, Recording, Span
 
 SUFFIXES = (".html", ".json")
-# What the program does while no span of ours is open: its own loop, the data.
-OUTSIDE = "outside"
 _PAGE = Path(__file__).with_suffix(".html")
 _DATA = "/*DATA*/null"
-_BEHIND = "infinity-step"
+_OPTIMIZER = "infinity-step"
 
 
 class Bar(NamedTuple):
@@ -236,9 +234,10 @@ def _lanes(recording: Recording) -> Iterable[Lane]:
     """The program first, then what runs beside it; the busiest transfers last."""
     origin = recording.begin
     describe = recording.describe
-    behind = {thread for thread, name in recording.threads.items() if name.startswith(_BEHIND)}
+    apart = {thread for thread, name in recording.threads.items() if name.startswith(record.BESIDE)}
+    behind = {thread for thread in apart if recording.threads[thread].startswith(_OPTIMIZER)}
     # Backward of an accelerator runs on a thread of autograd's while the program waits for it: they are one lane.
-    program = [span for span in recording.spans if span.thread not in behind]
+    program = [span for span in recording.spans if span.thread not in apart]
     beside = [span for span in recording.spans if span.thread in behind]
     yield Lane("program", tuple(flatten(program, origin, recording.end, describe)), flat=True)
     phases = [span for span in program if span.what == record.PHASE]

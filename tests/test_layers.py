@@ -21,8 +21,9 @@ _EVERYTHING = {
     "infinity.config", "infinity.errors", "infinity.plan", "infinity.log", "infinity.transfer", "infinity.ops",
     "infinity.comm", "infinity.memory", "infinity.optim", "infinity.zero", "infinity.parallel", "infinity.checkpoint",
     "infinity.engine", "infinity.preflight", "infinity.record", "infinity.timeline", "infinity.breakdown",
-    "infinity.observer", "infinity.progress", "infinity.saving", "infinity.loading", "infinity.loader",
-    "infinity.exporting", "infinity.boundary", "infinity.parts", "infinity.signals", "infinity.rescue",
+    "infinity.observer", "infinity.progress", "infinity.monitors", "infinity.wall_clock", "infinity.saving",
+    "infinity.loading", "infinity.loader", "infinity.exporting", "infinity.boundary", "infinity.parts",
+    "infinity.signals", "infinity.rescue", "infinity.precision",
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
@@ -52,11 +53,17 @@ ALLOWED: dict[str, set[str]] = {
         "infinity.config", "infinity.log", "infinity.memory", "infinity.record", "infinity.breakdown",
         "infinity.timeline",
     },
+    "infinity.wall_clock": {"infinity.record"},
+    "infinity.precision": {"infinity.config", "infinity.errors", "infinity.memory"},
+    "infinity.monitors": {"infinity.config", "infinity.errors", "infinity.log"},
+    "infinity.progress": {
+        "infinity.config", "infinity.errors", "infinity.memory", "infinity.plan", "infinity.log", "infinity.record",
+        "infinity.monitors", "infinity.wall_clock",
+    },
     "infinity.signals": {"infinity.log"},
     "infinity.rescue": {
         "infinity.boundary", "infinity.checkpoint", "infinity.errors", "infinity.log", "infinity.signals",
     },
-    "infinity.progress": {"infinity.config", "infinity.memory", "infinity.plan", "infinity.log"},
     "infinity.checkpoint": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.ops", "infinity.transfer", "infinity.record",
         "infinity.errors", "infinity.log",

@@ -8,6 +8,7 @@
 //   store_bf16, store_f16     nearest with ties away from zero; nearest with ties to even
 //   load_split, store_split   fp32 <-> (bf16 bits, int16 remainder)
 //   broadcast, sub, mul, div, root, fma(a, b, c) = a * b + c rounded once, all to nearest even, denormals kept
+//   least, most               of two vectors of numbers, lane by lane
 //   sign                      1, -1, or 0 for both zeros and what is no number
 //   nonfinite                 the number of lanes that are infinite or not a number
 //
@@ -22,7 +23,7 @@ namespace {
 
 struct Constants {
     Vec grad_scale, weight_decay, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps,
-        minus_step_size;
+        minus_step_size, grad_bound, minus_grad_bound;
     Rule rule;
 
     INFINITY_FN explicit Constants(const Piece& piece)
@@ -35,6 +36,8 @@ struct Constants {
           inv_sqrt_bias_correction2(broadcast(piece.inv_sqrt_bias_correction2)),
           eps(broadcast(piece.eps)),
           minus_step_size(broadcast(piece.minus_step_size)),
+          grad_bound(broadcast(piece.grad_bound)),
+          minus_grad_bound(broadcast(-piece.grad_bound)),
           rule(piece.rule) {}
 };
 
@@ -108,7 +111,8 @@ INFINITY_FN int nonfinite_lanes(const void* grad, const Constants& c) {
 template <Dtype grad_dtype, Storage storage, Form form>
 INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
     Vec p = load_weight<storage>(at);
-    Vec g = scaled_grad<grad_dtype>(at.grad, c);
+    // It is finite here: what is not was left out before.
+    Vec g = most(least(scaled_grad<grad_dtype>(at.grad, c), c.grad_bound), c.minus_grad_bound);
     if (form == kAdamWForm || (form == kOneState && c.rule == kLion)) {
         p = mul(p, c.decay);
     } else {

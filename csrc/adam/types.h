@@ -52,6 +52,8 @@ struct Piece {
     float inv_sqrt_bias_correction2;
     float eps;
     float minus_step_size;
+    // A gradient, once scaled, is moved into [-grad_bound, grad_bound]; infinite: it stays as it is.
+    float grad_bound;
 };
 
 // A tensor to be summed. Mirrored in infinity/ops/adam.py.

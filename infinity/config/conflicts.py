@@ -13,6 +13,12 @@ def conflicts(config: Config) -> list[str]:
         complaints.append(
             'fp16.enabled and bf16.enabled are both true: keep one of them, "bf16" unless the device lacks it'
         )
+    for name, section in (("bf16", config.bf16), ("fp16", config.fp16)):
+        if config.torch_autocast.enabled and section.enabled:
+            complaints.append(
+                f"torch_autocast.enabled and {name}.enabled are both true: autocast is for fp32 weights, and those of "
+                f"{name} have 16 bits already: keep {name}, which needs less memory, or torch_autocast"
+            )
     if config.checkpoint.keep_every and not config.checkpoint.keep_last:
         complaints.append(
             f"checkpoint.keep_every is {config.checkpoint.keep_every} and checkpoint.keep_last 0, which keeps all: set "

@@ -57,6 +57,12 @@ class ResolvedConfig:
         return "fp16" if self.config.fp16.enabled else "fp32"
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether backward runs through fp16, so that small gradients would vanish."""
+        autocast = self.config.torch_autocast
+        return self.compute_dtype == "fp16" or (autocast.enabled and autocast.dtype == "fp16")
+
+    @property
     def param_tier(self) -> TierName:
         return _tier(self.zero.offload_param)
 
@@ -127,6 +133,11 @@ class ResolvedConfig:
     def clip_norm(self) -> float:
         """0 is off."""
         return self.config.gradient_clipping
+
+    @property
+    def clip_value(self) -> float:
+        """0 is off."""
+        return self.config.gradient_clipping_value
 
     @property
     def grad_accum_dtype(self) -> DtypeName | None:

@@ -13,6 +13,7 @@ from pydantic import Field, PrivateAttr
 
 from infinity.config.checkpointing import ActivationCheckpointing
 from infinity.config.machine import Aio, Memory, Timeline
+from infinity.config.monitors import CsvMonitor, TensorBoard, Wandb
 from infinity.config.optimizer import AnyOptimizer
 from infinity.config.section import HONOURED, Absent, Also, NoEffect, Refused, Section, leaves, mark, reply_of
 from infinity.config.training import Amp, Bf16, DataTypes, Fp16, Scheduler, TorchAutocast
@@ -34,10 +35,7 @@ from infinity.config.zero import ZeroOptimization
 
 _OWN_SAVING = NoEffect("checkpoints are written by infinity itself; see the checkpoint section")
 _NO_PIPELINE = NoEffect("there is no pipeline parallelism yet")
-_MONITORS = Refused(
-    "monitors arrive later",
-    "Remove the section and log engine.get_lr() and engine.get_global_grad_norm() in the training loop",
-)
+_COMET = Refused("there is no monitor for Comet", "Remove the section, and enable tensorboard, csv_monitor or wandb")
 _CHANGES_MODEL = Refused(
     "infinity never changes the model or its data", "Remove the section and do this in the program"
 )
@@ -157,12 +155,15 @@ class Config(Section):
     """The engine counts the accumulation; false leaves the boundary to the program."""
     gradient_clipping: Annotated[Weight, HONOURED] = 1.0
     """Bound of the global gradient norm. Absent means 1.0; 0 turns clipping off."""
+    gradient_clipping_value: Annotated[Weight, HONOURED] = 0.0
+    """Ours. Bound of each element of the gradient, averaged over ranks and micro-batches; 0 turns it off. The norm
+    comes first: what gradient_clipping leaves is bounded element by element."""
     steps_per_print: Annotated[Natural | None, HONOURED] = None
     """Optimizer steps between two progress lines."""
     gradient_allreduce_op: Annotated[ReduceOp, HONOURED] = "mean"
     """How gradients of several ranks are combined."""
     communication_data_type: Annotated[Dtype | None, HONOURED] = None
-    """Type in which gradients travel between ranks; their own when absent."""
+    """Type in which gradients travel between ranks, and are summed; the model's when absent."""
     dataloader_drop_last: Annotated[Flag, HONOURED] = False
     """Leave out the last, smaller batch."""
     log_level: Annotated[LogLevel | None, HONOURED] = None
@@ -186,20 +187,23 @@ class Config(Section):
     fp16: Fp16 = Fp16()
     bf16: Annotated[Bf16, Also(("bfloat16",))] = Bf16()
     data_types: DataTypes = DataTypes()
+    torch_autocast: TorchAutocast = TorchAutocast()
     zero_optimization: ZeroOptimization = ZeroOptimization()
     aio: Aio = Aio()
     memory: Memory = Memory()
     timeline: Timeline = Timeline()
+    tensorboard: TensorBoard = TensorBoard()
+    csv_monitor: CsvMonitor = CsvMonitor()
+    wandb: Wandb = Wandb()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     checkpoint: Checkpoint = Checkpoint()
     pipeline: Pipeline = Pipeline()
 
-    torch_autocast: TorchAutocast = None
-    """torch.autocast from the configuration."""
     amp: Amp = None
     """Mixed precision of apex."""
-    wall_clock_breakdown: Annotated[Flag, NoEffect("the breakdown of a step's time arrives later")] = False
-    """Print where the time of a step goes."""
+    wall_clock_breakdown: Annotated[Flag, HONOURED] = False
+    """Print where the time of a step goes: after the first step, and whenever steps_per_print prints. As data on every
+    rank: engine.step_times() (docs/monitoring.md)."""
     memory_breakdown: Annotated[Flag, HONOURED] = False
     """Print where memory goes: after the first step, and whenever steps_per_print prints."""
     dump_state: Annotated[Flag, NoEffect("print the resolved configuration's explain() instead")] = False
@@ -222,7 +226,7 @@ class Config(Section):
     """Insist on the CPU optimizer."""
     vocabulary_size: Annotated[Natural | None, NoEffect("nothing depends on it")] = None
     """Size of the vocabulary, for throughput figures."""
-    timers: Annotated[None, NoEffect("the breakdown of a step's time arrives later"), Absent(switch=None)] = None
+    timers: Annotated[None, NoEffect("see wall_clock_breakdown and engine.step_times()"), Absent(switch=None)] = None
     """Throughput timers."""
     seq_parallel_communication_data_type: Annotated[Dtype, NoEffect("there is no sequence parallelism yet")] = "fp32"
     """Type in which sequence-parallel ranks talk."""
@@ -236,21 +240,19 @@ class Config(Section):
     """Order of the data and expert axes."""
     flops_profiler: Annotated[
         None,
-        NoEffect("profiles arrive later"),
+        NoEffect("torch.profiler counts operations; where time goes is in wall_clock_breakdown and timeline"),
         _absent("recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file"),
     ] = None
     """Profile of floating-point operations."""
     comms_logger: Annotated[
-        None, NoEffect("profiles arrive later"), _absent("verbose", "prof_all", "debug", "prof_ops")
+        None,
+        NoEffect("the section timeline shows every collective"),
+        _absent("verbose", "prof_all", "debug", "prof_ops"),
     ] = None
     """Log of collectives."""
-    tensorboard: Annotated[None, _MONITORS, _absent("output_path", "job_name")] = None
-    """TensorBoard monitor."""
-    wandb: Annotated[None, _MONITORS, _absent("group", "team", "project")] = None
-    """Weights & Biases monitor."""
     comet: Annotated[
         None,
-        _MONITORS,
+        _COMET,
         _absent(
             "samples_log_interval",
             "project",
@@ -263,8 +265,6 @@ class Config(Section):
         ),
     ] = None
     """Comet monitor."""
-    csv_monitor: Annotated[None, _MONITORS, _absent("output_path", "job_name")] = None
-    """Monitor that writes CSV files."""
     elasticity: Annotated[
         None,
         Refused("batch sizes do not change by themselves", "Set the batch keys for the ranks you have"),

@@ -9,8 +9,10 @@ from infinity.config.values import (
     Count,
     Dtype,
     Flag,
+    Half,
     Natural,
     Positive,
+    Texts,
     WarmupType,
     Weight,
 )
@@ -200,7 +202,9 @@ class DataTypes(Section):
     """Types beside the compute precision."""
 
     grad_accum_dtype: Annotated[Dtype | None, HONOURED] = None
-    """Type in which gradients are accumulated; the model's when absent."""
+    """Type in which gradients are accumulated. Absent: fp32 where several micro-batches add up, or the program decides
+    when to step (managed_gradient_accumulation false); else the model's, for a single gradient is kept as it
+    arrives."""
     param_dtype: Annotated[
         Dtype | None, Refused("the parameters' type follows from the precision section", 'Enable "bf16" or "fp16"')
     ] = None
@@ -211,9 +215,18 @@ class DataTypes(Section):
     """Type of the buffers."""
 
 
-_NO_AUTOCAST = Refused(
-    "torch.autocast is not driven from the configuration",
-    'Enable "bf16", or write torch.autocast in the training loop, and remove the section',
-)
-TorchAutocast = Annotated[None, _NO_AUTOCAST, Absent(keys=("enabled", "dtype", "lower_precision_safe_modules"))]
+class TorchAutocast(Section):
+    """Forward under torch.autocast: weights, gradients and moments are fp32, and torch chooses by operation what is
+    computed in 16 bits (docs/precision.md)."""
+
+    enabled: Annotated[Flag, HONOURED] = False
+    """Run forward under torch.autocast."""
+    dtype: Annotated[Half, HONOURED] = "bf16"
+    """The 16-bit type. With fp16 the loss is scaled, by the keys of the section fp16, which stays off."""
+    lower_precision_safe_modules: Annotated[
+        Texts | None, NoEffect("all weights and gradients travel alike: see communication_data_type")
+    ] = None
+    """Classes of modules whose weights and gradients travel in 16 bits."""
+
+
 Amp = Annotated[None, Refused("apex is not used", 'Enable "bf16" or "fp16" and remove the section'), Absent()]

@@ -95,6 +95,12 @@ def _text(value: Any) -> str:
     return value
 
 
+def _place(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(value)
+    return value
+
+
 def _picture(value: Any) -> str:
     if not isinstance(value, str) or not value.lower().endswith((".html", ".json")):
         raise ValueError(value)
@@ -186,6 +192,7 @@ Betas = Annotated[tuple[float, float], _expected("two numbers of at least 0 and 
 FractionAboveZero = Annotated[float, _expected("a number above 0, up to 1", _share)]
 SignalNames = Annotated[tuple[str, ...], _expected('a list of signals such as ["SIGTERM", "SIGUSR1"]', _signals)]
 Text = Annotated[str, _expected("a text that is not empty", _text)]
+Place = Annotated[str, _expected("a path", _place)]
 Picture = Annotated[str, _expected('the path of a ".html" or ".json" file', _picture)]
 Texts = Annotated[tuple[str, ...], _expected("a list of texts", _texts)]
 Drives = Annotated[tuple[str, ...], _expected("a folder on a drive, or a list of one folder a drive", _drives)]
@@ -195,11 +202,13 @@ Limit = Annotated[
     _expected('an amount of bytes such as 16000000000, "16GB", "1.5GiB", or a share such as "80%"', _limit),
     PlainSerializer(lambda limit: str(limit) if isinstance(limit, Share) else limit),
 ]
+_HALVES = {"float16": "fp16", "half": "fp16", "torch.float16": "fp16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
+Half = Annotated[Literal["bf16", "fp16"], _one_of("bf16", "fp16", synonyms=_HALVES)]
 Dtype = Annotated[
     Literal["fp32", "fp16", "bf16"],
     _one_of(
         "fp32", "fp16", "bf16",
-        synonyms={"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"},
+        synonyms={"float32": "fp32", "float": "fp32", "torch.float32": "fp32", **_HALVES},
     ),
 ]  # fmt: skip
 Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _stage)]

@@ -15,10 +15,12 @@ PARAM that is the rounded copy of an fp32 MASTER.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import struct
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -59,7 +61,8 @@ _PLAIN, _SPLIT, _MASTER_HALF, _MASTER_BFLOAT = range(4)
 _ACCUMULATE_NUMEL = 1 << 20
 # struct Piece of csrc/adam/types.h: what differs from piece to piece, then what its hyper-parameters and the step say.
 _HEAD = struct.Struct("@6PQ2i")
-_TAIL = struct.Struct(f"@i{StepConstants.COUNT}f")
+# With what C puts behind it, so that the next piece begins where a pointer may.
+_TAIL = struct.Struct(f"@i{StepConstants.COUNT}f0P")
 
 
 class GradStats(NamedTuple):
@@ -70,10 +73,10 @@ class GradStats(NamedTuple):
 
 
 def adam_step(
-    pieces: Sequence[Piece], *, step: int, grad_scale: float, native: bool | None = None
+    pieces: Sequence[Piece], *, step: int, grad_scale: float, grad_bound: float = math.inf, native: bool | None = None
 ) -> int | Tensor:
-    """Step every piece in place, by the rule of its hyper-parameters: gradients are multiplied by `grad_scale`; `step`
-    counts from 1.
+    """Step every piece in place, by the rule of its hyper-parameters: gradients are multiplied by `grad_scale`, then
+    moved into [-grad_bound, grad_bound]; `step` counts from 1.
 
     An element whose gradient, so multiplied, is not finite keeps every bit of its weight and moments. Returns how many
     those are, over all pieces; for pieces on a CUDA device as a tensor there (int64 []), so that the host goes on.
@@ -86,6 +89,8 @@ def adam_step(
     # Most pieces share theirs, as the very object; hashing its values would cost more than all else here.
     hypers = {id(piece.hyper): piece.hyper for piece in pieces}
     constants = {key: hyper.constants(step=step, grad_scale=grad_scale) for key, hyper in hypers.items()}
+    if grad_bound != math.inf:
+        constants = {key: replace(each, grad_bound=grad_bound) for key, each in constants.items()}
     table = _table(pieces, {key: _TAIL.pack(hypers[key].rule, *each.floats()) for key, each in constants.items()})
     elsewhere = {piece.param.device for piece in pieces if not piece.param.is_cpu}
     if len(elsewhere) == 1 and native is not False and all(not piece.param.is_cpu for piece in pieces):

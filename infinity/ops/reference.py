@@ -31,6 +31,7 @@ def adam_step(piece: Piece, constants: StepConstants) -> int:
         weight = _load_weight(piece, at)
         grad = piece.grad.view(-1)[at].float() * constants.grad_scale
         finite = grad.isfinite()
+        grad = grad.clamp(-constants.grad_bound, constants.grad_bound)
         (left_out,) = (~finite).nonzero(as_tuple=True)
         kept = [state[at][left_out] for state in _states(piece)]
         if piece.hyper.rule in (Rule.ADAMW, Rule.LION):

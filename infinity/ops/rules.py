@@ -4,7 +4,7 @@ Adam: Kingma and Ba, 2015; AdamW: Loshchilov and Hutter, 2019; Lion: Chen et al.
 algorithms", 2023; Adagrad: Duchi et al., 2011; SGD with momentum as torch defines it. csrc/adam/arithmetic.inl is the
 arithmetic, `infinity.ops.reference` says it again.
 
-A kernel knows nine constants, named after what they are to Adam. What another rule puts there stands at its class.
+A kernel knows ten constants, named after what they are to Adam. What another rule puts there stands at its class.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class StepConstants:
     inv_sqrt_bias_correction2: float = 0.0
     eps: float = 0.0
     minus_step_size: float = 0.0
+    # Infinite: gradients are not bounded one by one.
+    grad_bound: float = math.inf
 
-    COUNT: ClassVar[int] = 9
+    COUNT: ClassVar[int] = 10
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

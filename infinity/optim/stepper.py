@@ -15,6 +15,7 @@ thread begins during backward: a sub-group is stepped as soon as the gradients o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,10 +30,10 @@ from infinity.errors import StateError
 from infinity.memory.parties import Reservation
 from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
-from infinity.ops.adam import grad_stats
+from infinity.ops.adam import GradStats, grad_stats
 from infinity.optim.method import Cut, Method
 from infinity.optim.sweep import Run, Sweep
-from infinity.plan.layout import Slot, SubGroup
+from infinity.plan.layout import Slot, SubGroup, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import STEP_READS
 from infinity.plan.types import Key, Kind
@@ -56,12 +57,15 @@ class _Pass:
 
 
 class Stepper:
-    """One optimizer over a plan's sub-groups. `index` is this rank's among the ranks that share a unit."""
+    """One optimizer over a plan's sub-groups. `index` is this rank's among the ranks that share a unit; no element of a
+    gradient, once scaled, is above `grad_bound`.
+    """
 
     def __init__(
-        self, plan: Plan, store: TieredStore, *, index: int, method: Method, behind: bool
+        self, plan: Plan, store: TieredStore, *, index: int, method: Method, behind: bool, grad_bound: float = math.inf
     ) -> None:
         self._plan = plan
+        self._grad_bound = grad_bound
         self._store = store
         self._index = index
         self._method = method
@@ -154,6 +158,27 @@ class Stepper:
             nonfinite += count
         return total, nonfinite
 
+    def parameter_stats(self) -> dict[tuple[int, Slot], GradStats]:
+        """By (unit, slot), of what this rank has of the gradients of the latest step, until the next backward. The step
+        that may still go on behind the program reads them, too, and is not waited for.
+        """
+        trained = [layout for layout in self._plan.layouts if layout.trainable]
+        pieces: dict[bool, list[tuple[int, Slot, Tensor]]] = {True: [], False: []}
+        behind = self._under_way[-1][1] if self._under_way else None
+        with self._store.read(*(Key(Kind.GRAD, layout.index) for layout in trained), by=behind) as partitions:
+            for layout, partition in zip(trained, partitions, strict=True):
+                held = partition.view(Kind.GRAD)
+                first = self._first(layout)
+                pieces[held.is_cpu] += [
+                    (layout.index, overlap.slot, held[overlap.range_start : overlap.range_start + overlap.numel])
+                    for overlap in layout.overlaps(first, first + held.numel())
+                ]
+            return {
+                (unit, slot): stats
+                for found in pieces.values()
+                for (unit, slot, _), stats in zip(found, grad_stats([each[2] for each in found]), strict=True)
+            }
+
     def _measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
         keys = [Key(Kind.GRAD, unit) for unit in units]
         with self._store.read(*keys, by=reservation) as partitions, record.span(record.COMPUTE, "gradient norm"):
@@ -240,6 +265,11 @@ class Stepper:
         for future in unseen:
             future.result()
 
+    def _first(self, layout: UnitLayout) -> int:
+        """The element of a unit at which this rank's partition begins."""
+        parts = self._plan.placement.units[layout.index].parts
+        return (self._index if parts > 1 else 0) * layout.partition_numel(parts)
+
     def _slots(self, unit: int) -> Sequence[Slot]:
         return self._plan.layouts[unit].slots
 
@@ -319,14 +349,13 @@ class Stepper:
                 if local is not home:
                     copies.append((home, local))
                 layout = self._plan.layouts[piece.unit]
-                parts = self._plan.placement.units[piece.unit].parts
-                first = (self._index if parts > 1 else 0) * layout.partition_numel(parts) + piece.start
+                first = self._first(layout) + piece.start
                 for run in sweep.runs(layout, piece, first, joins=self._method.joins):
                     span = slice(run.start, run.start + run.numel)
                     cuts.append(self._cut(states, at, local[span], local_grad[span], run, sweep.hyper[run.group]))
                 at += piece.numel
             with record.span(record.COMPUTE, "optimizer", states.key, states.spec.nbytes):
-                self._method.step(cuts, grad_scale=sweep.grad_scale)
+                self._method.step(cuts, grad_scale=sweep.grad_scale, grad_bound=self._grad_bound)
             for home, local in copies:
                 home.copy_(local)
 

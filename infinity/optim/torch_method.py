@@ -47,11 +47,11 @@ class TorchMethod:
         """See Method."""
         return {key: copy.copy(value) for key, value in group.items() if key != "params"}
 
-    def step(self, cuts: Sequence[Cut], *, grad_scale: float) -> None:
+    def step(self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float) -> None:
         """See Method."""
         for cut in cuts:
             for begin in range(0, cut.run.numel, _CHUNK_NUMEL):
-                self._step(cut, slice(begin, min(begin + _CHUNK_NUMEL, cut.run.numel)), grad_scale)
+                self._step(cut, slice(begin, min(begin + _CHUNK_NUMEL, cut.run.numel)), grad_scale, grad_bound)
 
     def singles(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """See Method."""
@@ -61,10 +61,10 @@ class TorchMethod:
         """See Method."""
         self._singles = {(name, steps[name]): dict(values) for name, values in singles.items()}
 
-    def _step(self, cut: Cut, at: slice, grad_scale: float) -> None:
+    def _step(self, cut: Cut, at: slice, grad_scale: float, grad_bound: float) -> None:
         run = cut.run
         param = torch.nn.Parameter(_load(cut, at))
-        param.grad = cut.grad[at].float() * grad_scale
+        param.grad = (cut.grad[at].float() * grad_scale).clamp_(-grad_bound, grad_bound)
         optimizer = _clone(self._template, cut.hyper, [param])
         if run.step > 1:
             singles = self._singles[run.name, run.step - 1]

@@ -65,7 +65,8 @@ def plan_request(
     zero = config.zero
     compute = config.compute_dtype
     # Several micro-batches add up in fp32 unless the configuration says otherwise; a single one is kept as it arrives.
-    grad = config.grad_accum_dtype or ("fp32" if config.accumulation > 1 else compute)
+    several = config.accumulation > 1 or not config.config.managed_gradient_accumulation
+    grad = config.grad_accum_dtype or ("fp32" if several else compute)
     return PlanRequest(
         stage=config.stage, param_tier=_tier(config.param_tier), optimizer_tier=_tier(config.optimizer_tier),
         optimizer_share=config.optimizer_share, param_cpu_numel=config.param_cpu_numel,

@@ -204,6 +204,11 @@ class Gradients:
         """Whether this rank has its own gradients, before any sum over ranks, until the boundary and beyond."""
         return self._whole
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything has been accumulated since the last `reset`."""
+        return bool(self._begun)
+
     def nonfinite_slot(self, unit: Unit) -> int | None:
         """The last parameter of a unit, by its place in the layout, whose gradient is not finite as far as this rank
         has it: its own whole one, or its partition of the sum over ranks. After `boundary`, before `reset`.

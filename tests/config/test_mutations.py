@@ -23,6 +23,7 @@ MUTATIONS_OF_EACH_KIND = 4
 _EVERYTHING = {
     "fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 2},
     "data_types": {"grad_accum_dtype": "fp32"},
+    "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
     "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}},
     "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
     "pipeline": {"stages": "auto", "seed_layers": False},
@@ -31,6 +32,8 @@ _EVERYTHING = {
     "memory": {"gpu": {"max_bytes": "1GB"}, "nvme": {"max_bytes": None}},
     "timeline": {"path": None, "step": 2},
     "wandb": {"enabled": False, "team": "x", "project": "y"},
+    "csv_monitor": {"enabled": False, "output_path": "x", "job_name": "y"},
+    "comet": {"enabled": False, "project": "y"},
     "elasticity": {"enabled": False, "min_gpus": 1},
     "compile": {"deepcompile": False, "debug_log": False},
     "flops_profiler": {"enabled": False, "profile_step": 1},

@@ -25,6 +25,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("steps_per_print", "communication_data_type", "vocabulary_size", "log_level")),
         "managed_gradient_accumulation": True,
         "gradient_clipping": 1.0,
+        "gradient_clipping_value": 0.0,
         **dict.fromkeys(("dump_state", "disable_allgather", "sparse_gradients", "graph_harvesting"), False),
         **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "prescale_gradients"), False),
         **dict.fromkeys(("dataloader_drop_last", "use_data_before_expert_parallelism"), False),
@@ -35,11 +36,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "zero_force_ds_cpu_optimizer": True,
         "sequence_parallel_size": 1,
         "data_parallel_size": None,
-        **dict.fromkeys(("flops_profiler", "comms_logger", "tensorboard", "wandb", "comet", "csv_monitor")),
+        **dict.fromkeys(("flops_profiler", "comms_logger", "comet")),
         **dict.fromkeys(("elasticity", "curriculum_learning", "data_efficiency", "progressive_layer_drop")),
         **dict.fromkeys(("eigenvalue", "quantize_training", "compression_training", "sparse_attention")),
         **dict.fromkeys(("weight_quantization", "hybrid_engine", "tensor_parallel", "expert_parallel", "compile")),
-        **dict.fromkeys(("nebula", "datastates_ckpt", "autotuning", "timers", "amp", "torch_autocast")),
+        **dict.fromkeys(("nebula", "datastates_ckpt", "autotuning", "timers", "amp")),
         "overlap": True,
         "max_skipped_steps": 50,
         "watchdog_seconds": 600.0,
@@ -146,6 +147,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "bf16_master_weights_and_grads": False,
         "bf16_optimizer_states": False,
     },
+    "torch_autocast": {"enabled": False, "dtype": "bf16", "lower_precision_safe_modules": None},
     "data_types": {"grad_accum_dtype": None, "param_dtype": None, "buffer_dtype": None},
     "pipeline": {
         "stages": None,
@@ -242,6 +244,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "memory.gpu": {"max_bytes": None},
     "memory.nvme": {"max_bytes": None},
     "timeline": {"path": None, "step": 4},
+    "tensorboard": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
+    "csv_monitor": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
+    "wandb": {"enabled": False, "group": None, "team": None, "project": "deepspeed"},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +18,32 @@ import infinity
 from infinity.errors import NonFiniteError, StateError
 
 
-def start(folder: Path, *, stage: int, tier: str, dtype: str, **options: Any) -> Any:
+class Poison(torch.autograd.Function):
+    """Identity whose gradient has one element that is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[-1] = float("nan")
+        return grad
+
+
+class Poisoned(nn.Linear):
+    """A layer that spoils the gradient of its own weight, and no other, while `on`."""
+
+    on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, Poison.apply(self.weight) if self.on else self.weight, self.bias)
+
+
+def start(folder: Path | str, *, stage: int, tier: str, dtype: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+    model = nn.Sequential(nn.Linear(16, 16), Poisoned(16, 16), nn.Linear(16, 16))
     home = {"device": tier, "nvme_path": str(folder)}
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": home, "stage3_param_persistence_threshold": 0}
     if stage == 3:
@@ -32,7 +56,8 @@ def start(folder: Path, *, stage: int, tier: str, dtype: str, **options: Any) ->
         **options,
     }
     if dtype != "fp32":
-        config[dtype] = {"enabled": True, **({"initial_scale_power": 8, "hysteresis": 1} if dtype == "fp16" else {})}
+        scale = {"initial_scale_power": 8, "hysteresis": 1} if dtype == "fp16" else {}
+        config.setdefault(dtype, {"enabled": True, **scale})
     engine, *_ = infinity.initialize(model=model, config=config)
     return engine
 
@@ -84,29 +109,6 @@ def test_the_loss_scale_follows_the_table(tmp_path: Path) -> None:
             seen.append(engine.loss_scale)
         assert seen == [256, 128, 128, 64, 32, 32]
         assert engine.skipped_steps == 3
-
-
-class Poison(torch.autograd.Function):
-    """Identity whose gradient has one element that is not finite."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        grad.view(-1)[-1] = float("nan")
-        return grad
-
-
-class Poisoned(nn.Linear):
-    """A layer that spoils the gradient of its own weight, and no other, while `on`."""
-
-    on = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, Poison.apply(self.weight) if self.on else self.weight, self.bias)
 
 
 def poisoned(stage: int, **options: Any) -> Any:
@@ -170,6 +172,15 @@ def test_the_warning_names_the_rank_where_it_can(rank_pools: Any) -> None:
     # Backward begins at the end of the model: there it appeared first.
     assert "of 2.bias, on rank 1, where the loss is not finite;" in loss
     assert everyone[1] == [[], [], []], "only rank 0 says it"
+
+
+SLICE = [(0, "none", "fp32"), (1, "cpu", "bf16"), (2, "nvme", "fp16"), (3, "none", "fp32"), (3, "nvme", "bf16")]
+
+
+def test_a_bad_gradient_on_one_rank_is_skipped_by_all(rank_pools: Any, tmp_path: Path) -> None:
+    """Some cells of tests/engine/nonfinite_matrix.py."""
+    matrix = importlib.import_module("tests.engine.nonfinite_matrix")
+    assert rank_pools[2].run(matrix.run, str(tmp_path), SLICE) == [[[]] * len(SLICE)] * 2
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])

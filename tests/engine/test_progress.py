@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,18 @@ from tests.support.models import tiny_llama, token_batch
 
 
 class Keep(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
+    """Keeps what infinity logs."""
+
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
         self.lines: list[str] = []
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        logger = logging.getLogger("infinity")
+        logger.addHandler(self)
+        yield
+        logger.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
@@ -55,7 +66,7 @@ def test_a_line_says_what_is_the_case(tmp_path: Path) -> None:
     for line, step in zip(told, (2, 4), strict=True):
         found = re.fullmatch(
             rf"step {step}: loss (\S+), lr 0\.001, gradient norm (\S+), (\S+) tokens/s; "
-            r"gpu \S+ kB, cpu \S+ kB, nvme \S+ kB",
+            r"gpu \S+ kB, cpu \S+ kB, nvme \S+ kB; waiting \d+%( \(.*\))?",
             line,
         )
         assert found is not None, line

@@ -83,7 +83,7 @@ inline Piece piece_of(Arrays& arrays, uint64_t numel, Storage storage, Dtype gra
     piece.rule = rule;
     // Constants in the order of types.h; the values do not matter.
     float* const constants = &piece.grad_scale;
-    const float values[] = {0.5f, 0.01f, 0.001f, 0.1f, 0.999f, 0.001f, 1.5f, 1e-8f, 0.003f};
+    const float values[] = {0.5f, 0.01f, 0.001f, 0.1f, 0.999f, 0.001f, 1.5f, 1e-8f, 0.003f, 0.4f};
     for (size_t index = 0; index < sizeof values / sizeof *values; ++index) constants[index] = values[index];
     return piece;
 }

@@ -78,7 +78,7 @@ int main() {
                                       m.data(), v.data(), storage == kSplit ? remainder.data() : nullptr,
                                       storage >= kMasterHalf ? weight.data() : nullptr, numel,
                                       static_cast<Storage>(storage), static_cast<Dtype>(dtype), static_cast<Rule>(rule),
-                                      0.37f, 0.01f, 0.99999f, 0.1f, 0.99f, 0.01f, 1.7f, 1e-8f, -1e-2f};
+                                      0.37f, 0.01f, 0.99999f, 0.1f, 0.99f, 0.01f, 1.7f, 1e-8f, -1e-2f, 0.6f};
                     uint64_t left_out = 0;
                     for (int step = 0; step < 2; ++step) {
                         infinity_adam_step(pool, isa, &piece, 1, &left_out), mix(left_out);

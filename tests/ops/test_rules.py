@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -29,9 +30,9 @@ def test_every_instruction_set_gives_the_twins_bits(isa: str, rule: str) -> None
         adam.set_simd(isa)
     made = [make_piece(997, storage, dtype, HYPERS[rule], shift=1) for storage in STORAGES for dtype in DTYPES]
     twins = copy.deepcopy(made)
-    for step in (1, 2):
-        left_out = adam_step(made, step=step, grad_scale=0.37)
-        assert left_out == adam_step(twins, step=step, grad_scale=0.37, native=False) > 0
+    for step, bound in ((1, math.inf), (2, 0.5)):
+        left_out = adam_step(made, step=step, grad_scale=0.37, grad_bound=bound)
+        assert left_out == adam_step(twins, step=step, grad_scale=0.37, grad_bound=bound, native=False) > 0
     for piece, twin in zip(made, twins, strict=True):
         assert all(map(same, states(piece), states(twin)))
 
@@ -79,6 +80,20 @@ def test_ten_steps_are_those_of_torch_or_of_the_paper(case: str) -> None:
         ours = _ours(weight, grads, MomentumHyper(**params))
         theirs = _torch(weight, grads, torch.optim.SGD, **params)
     assert (ours - theirs).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("rule", sorted(HYPERS))
+def test_a_bound_is_torchs_clip_by_value(rule: str) -> None:
+    bounded, clipped = (make_piece(997, "plain", torch.float32, HYPERS[rule]) for _ in range(2))
+    left_out = adam_step([bounded], step=1, grad_scale=0.5, grad_bound=0.25)
+    scaled = torch.nn.Parameter(clipped.grad)
+    finite = clipped.grad.isfinite()
+    scaled.grad = torch.where(finite, clipped.grad * 0.5, torch.nan)
+    assert ((scaled.grad.abs() > 0.25) & finite).any()
+    torch.nn.utils.clip_grad_value_([scaled], 0.25)
+    clipped.grad.copy_(scaled.grad)
+    assert adam_step([clipped], step=1, grad_scale=1.0) == left_out > 0, "what is not finite is still left out"
+    assert all(map(same, states(bounded), states(clipped)))
 
 
 def test_a_piece_with_the_wrong_number_of_states_is_refused_before_anything_is_written() -> None:

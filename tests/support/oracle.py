@@ -193,7 +193,7 @@ def settings(
 
 
 def reference(
-    case: Case, *, world: int = 1, accumulation: int = 1, clip: float = 0.0, steps: int = STEPS,
+    case: Case, *, world: int = 1, accumulation: int = 1, clip: float = 0.0, bound: float = 0.0, steps: int = STEPS,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
 ) -> Result:  # fmt: skip
     """Plain torch, one process, all ranks' data."""
@@ -211,6 +211,8 @@ def reference(
             continue
         norm = torch.nn.utils.clip_grad_norm_(trained, clip or math.inf)
         result.norms.append(float(norm))
+        if bound:
+            torch.nn.utils.clip_grad_value_(trained, bound)
         optimizer.step()
         optimizer.zero_grad()
         if schedule is not None:

@@ -1,0 +1,99 @@
+"""Norms by parameter are torch's on every stage, tier and number of ranks, and leave the step alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import StateError
+from tests.support.oracle import Case, join, settings, train
+
+Norms = list[dict[str, float]]
+STEPS = 2
+
+
+def expected(world: int, accumulation: int) -> Norms:
+    """The first step of plain torch, all ranks' data: later ones depend on the optimizer."""
+    model = Case().model()
+    for micro in range(accumulation):
+        for rank in range(world):
+            for loss in Case().losses(model, rank, micro):
+                (loss / (accumulation * world)).backward()
+    return [{name: float(param.grad.norm()) for name, param in model.named_parameters() if param.grad is not None}]
+
+
+class Asked(Case):
+    """Asks after every step."""
+
+    def __init__(self) -> None:
+        self.norms: Norms = []
+
+    def after_step(self, call: nn.Module, step: int, access: Any) -> list[torch.Tensor]:
+        self.norms.append(call.get_grad_norms())
+        total = math.sqrt(math.fsum(norm**2 for norm in self.norms[-1].values()))
+        assert total == pytest.approx(call.get_global_grad_norm(), rel=1e-9), "the parts of the global norm"
+        return []
+
+
+def cells(rank: int, world: int, folder: str, options: list[dict[str, Any]]) -> list[Norms]:
+    join(world)
+    found = []
+    for each in options:
+        case = Asked()
+        asked = train(case, settings(folder, **each), rank=rank, steps=STEPS).digest
+        assert asked == train(Case(), settings(folder, **each), rank=rank, steps=STEPS).digest, "asking changes nothing"
+        found.append(case.norms)
+    return found
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"stage": 0, "accumulation": 2},
+    {"stage": 1, "optimizer": "cpu", "accumulation": 2},
+    {"stage": 2, "optimizer": "nvme", "accumulation": 2, "clip": 0.05},
+    {"stage": 3, "param": "nvme", "optimizer": "nvme", "accumulation": 2},
+    # Every matrix in several tiles, of which each is a unit.
+    {"stage": 3, "param": "cpu", "optimizer": "nvme", "accumulation": 2, "zero": {"tile_parameters": 200}},
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_norms_by_parameter_are_torchs(rank_pools: Any, tmp_path: Path, world: int) -> None:
+    everyone = rank_pools[world].run(cells, str(tmp_path), OPTIONS)
+    (oracle,) = expected(world, 2)
+    assert "fixed.weight" not in oracle, "frozen"
+    for options, found in zip(OPTIONS, everyone[0], strict=True):
+        assert found[0].keys() == oracle.keys(), options
+        assert found[0] == pytest.approx(oracle, rel=1e-5, abs=1e-9), options
+    assert all(norms == everyone[0] for norms in everyone), "the same bits on every rank"
+    assert everyone[0][1][-1] == pytest.approx(everyone[0][3][-1], rel=1e-4), "later steps agree, too"
+
+
+def test_what_had_no_gradient_is_left_out_and_what_is_not_finite_shows(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(8, 8), "idle": nn.Linear(8, 8)})
+    config = {"train_micro_batch_size_per_gpu": 4, "fp16": {"enabled": True, "initial_scale_power": 8}}
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        x = torch.randn(4, 8).half()
+        with pytest.raises(StateError, match=r"ask for them after step\(\)"):
+            engine.get_grad_norms()
+        engine.backward(engine.module["used"](x).float().square().mean())
+        with pytest.raises(StateError, match="before the next backward"):
+            engine.get_grad_norms()
+        engine.step()
+        norms = engine.get_grad_norms()
+        assert set(norms) == {"used.weight", "used.bias"}
+        total = math.sqrt(sum(norm**2 for norm in norms.values()))
+        assert total == pytest.approx(engine.get_global_grad_norm(), rel=1e-9), "unscaled"
+        poison = torch.ones(8)
+        poison[3] = math.inf
+        used = engine.module["used"]
+        engine.backward(((x @ used.weight.T).float() * poison).sum() + used.bias.float().sum())
+        engine.step()
+        assert not engine.was_step_applied()
+        assert engine.get_grad_norms() == {"used.weight": math.inf, "used.bias": pytest.approx(math.sqrt(8))}

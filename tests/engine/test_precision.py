@@ -1,0 +1,156 @@
+"""torch.autocast by configuration is the loop that people write by hand; gradients add up and travel as configured."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import infinity
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from tests.support.oracle import ADAM, Case, difference, join, reference, settings, train
+
+
+class ByHand(Case):
+    """The plain module under autocast; an engine does that itself."""
+
+    def losses(self, call: nn.Module, rank: int, micro: int) -> Iterable[Tensor]:
+        with nullcontext() if isinstance(call, Engine) else torch.autocast("cpu", torch.bfloat16):
+            yield from super().losses(call, rank, micro)
+
+
+AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
+CELLS: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 2, "optimizer": "cpu", "accumulation": 2},
+    {"stage": 3, "param": "nvme", "optimizer": "nvme", "accumulation": 2},
+]
+
+
+def compare(rank: int, world: int, folder: str) -> list[float]:
+    """How far the weights of each cell are from autocast by hand; the last one's from a run without."""
+    join(world)
+    found = []
+    for cell in CELLS:
+        fits = {"world": world, "accumulation": cell.get("accumulation", 1), "steps": 3}
+        result = train(ByHand(), settings(folder, torch_autocast=AUTOCAST, **cell), rank=rank, steps=3)
+        found.append(difference(result, reference(ByHand(), **fits))[0])
+    return [*found, difference(result, reference(Case(), **fits))[0]]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_autocast_is_the_loop_by_hand(rank_pools: Any, tmp_path: Path, world: int) -> None:
+    for *by_hand, without in rank_pools[world].run(compare, str(tmp_path)):
+        assert max(by_hand) <= 1e-6 < 1e-4 < without, by_hand
+
+
+def test_autocast_to_fp16_scales_the_loss() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    twin = copy.deepcopy(model)
+    optimizer, scaler = torch.optim.AdamW(twin.parameters(), **ADAM), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "torch_autocast": {"enabled": True, "dtype": "fp16"},
+        "fp16": {"initial_scale_power": 8, "hysteresis": 1}, "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
+    }  # fmt: skip
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        for step in range(5):
+            x = torch.randn(4, 16) * (1e6 if step == 2 else 1.0)
+            with torch.autocast("cpu", torch.float16):
+                loss = twin(x).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            engine.backward(engine(x).square().mean())
+            engine.step()
+            assert engine.loss_scale == scaler.get_scale()
+        assert (engine.skipped_steps, engine.loss_scale) == (1, 128)
+        for param, other in zip(engine.module.parameters(), twin.parameters(), strict=True):
+            assert (param - other).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_autocast_of_16_bit_weights_is_refused(name: str) -> None:
+    config = {"torch_autocast": AUTOCAST, name: {"enabled": True}}
+    with pytest.raises(ConfigError, match=rf"torch_autocast.enabled and {name}.enabled are both true: .* fp32 weights"):
+        infinity.initialize(model=nn.Linear(4, 4), config=config)
+
+
+class Given(nn.Module):
+    """Its weight's gradient is what it is given, in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(512))
+
+    def forward(self, grad: Tensor) -> Tensor:
+        return F.linear(self.weight, grad.to(self.weight.dtype))
+
+
+def gradient(rank: int, world: int, options: dict[str, Any], micros: int) -> Tensor:
+    """What has been accumulated and summed of bf16 gradients of which each has few bits in common with the others."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micros, "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"}, **options,
+    }  # fmt: skip
+    with infinity.initialize(model=Given(), config=config)[0] as engine:
+        for micro in range(micros):
+            engine.backward(engine(given(rank, micro)), scale_wrt_gas=False)
+            if micro < micros - 1:
+                engine.step()
+        # Undo the average over ranks.
+        return infinity.state(engine.module.weight).grad.float() * world
+
+
+def given(rank: int, micro: int) -> Tensor:
+    return torch.randn(512, generator=torch.Generator().manual_seed(10 * rank + micro)).bfloat16()
+
+
+def total(dtype: torch.dtype, ranks: int = 1, micros: int = 1) -> Tensor:
+    """Every rank's own sum, then theirs, in one type."""
+    own = []
+    for rank in range(ranks):
+        own.append(given(rank, 0).to(dtype))
+        for micro in range(1, micros):
+            own[-1] = own[-1] + given(rank, micro)
+    for more in own[1:]:
+        own[0] = own[0] + more
+    return own[0].float()
+
+
+HALF = {"data_types": {"grad_accum_dtype": "bf16"}}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_micro_batches_add_up_in_fp32_unless_told_otherwise(stage: int) -> None:
+    zero = {"zero_optimization": {"stage": stage}}
+    assert torch.equal(gradient(0, 1, zero, 4), total(torch.float32, micros=4))
+    assert torch.equal(gradient(0, 1, {**zero, **HALF}, 4), total(torch.bfloat16, micros=4))
+    assert not torch.equal(total(torch.bfloat16, micros=4), total(torch.float32, micros=4))
+    own = {**zero, "managed_gradient_accumulation": False}
+    with infinity.initialize(model=Given(), config={"bf16": {"enabled": True}, **own})[0] as engine:
+        assert engine.plan.request.grad_dtype == "fp32", "nobody knows how many the program adds up"
+
+
+def sums(rank: int, world: int) -> list[Tensor]:
+    join(world)
+    zero = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    fp32 = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+    return [gradient(rank, world, {**zero, **options}, 1) for options in ({}, fp32)]
+
+
+def test_gradients_travel_in_the_models_type_unless_told_otherwise(rank_pools: Any) -> None:
+    for half, whole in rank_pools[2].run(sums):
+        assert torch.equal(half, total(torch.bfloat16, ranks=2))
+        assert torch.equal(whole, total(torch.float32, ranks=2))
+        assert not torch.equal(half, whole)
