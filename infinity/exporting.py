@@ -53,6 +53,8 @@ def export(
     alone = parts.mesh.ranks.rank == 0
 
     def prepare() -> str:
+        # What the latest step does behind the program comes first.
+        parts.stepper.finish()
         if not alone:
             return ""
         if target.exists() and not target.is_dir():
@@ -66,7 +68,7 @@ def export(
         WeightWriter(made, shards, create=True).close()
         return made.name
 
-    made = target.absolute().parent / together(parts.mesh, "beginning of an export", prepare, path=target)[0]
+    made = target.resolve().parent / together(parts.mesh, "beginning of an export", prepare, path=target)[0]
     try:
         done = together(parts.mesh, "files of an export", lambda: _write(parts, sources, shards, made), path=target)
 

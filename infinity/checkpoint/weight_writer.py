@@ -221,7 +221,8 @@ def check_complete(written_nbytes: int, shards: Iterable[Shard], where: Path) ->
 
 def beside(folder: Path) -> Path:
     """A new name next to `folder`, for what becomes it."""
-    return folder.absolute().parent / f".{folder.name}.{uuid.uuid4().hex[:12]}.partial"
+    folder = folder.resolve()
+    return folder.parent / f".{folder.name}.{uuid.uuid4().hex[:12]}.partial"
 
 
 def publish(made: Path, folder: Path) -> None:
@@ -234,10 +235,10 @@ def publish(made: Path, folder: Path) -> None:
     try:
         os.rename(made, folder)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if not folder.is_dir():
             raise _failed("rename", folder, 0, 0, error) from error
         _replace(made, folder)
-    _sync_folder(folder.absolute().parent)
+    _sync_folder(folder.resolve().parent)
 
 
 def _replace(made: Path, folder: Path) -> None:

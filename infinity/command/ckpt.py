@@ -25,8 +25,8 @@ from infinity.command.terminal import Meter, say, table
 from infinity.config.units import format_bytes
 from infinity.errors import CheckpointError
 
-# Changed tensors that are listed unless all are asked for.
-_SHOWN_MAX = 10
+# Rows of what has changed that are shown unless all are asked for.
+_SHOWN_MAX = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     differing = commands.add_parser("diff", help="how two differ")
     differing.add_argument("checkpoint", metavar="CHECKPOINT")
     differing.add_argument("other", metavar="OTHER")
-    differing.add_argument("--all", action="store_true", help="list every tensor that has changed")
+    differing.add_argument("--all", action="store_true", help="list everything that has changed")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -150,19 +150,25 @@ def show_difference(found: Comparison, *, everything: bool = False) -> str:
         rows.append([kind, f"{count:,}", f"{len(changes):,}", f"{largest:.3g}"])
     if len(rows) > 1:
         lines += [table(rows)]
-    shown = sorted(found.changes, key=lambda change: -change.largest)
-    if shown:
-        rows = [["changed", "kind", "elements", "largest difference"]]
-        for change in shown if everything else shown[:_SHOWN_MAX]:
-            part = f"{change.changed:,} of {change.numel:,}"
-            rows.append([change.tensor, change.kind, part, f"{change.largest:.3g}"])
-        lines += ["", table(rows)]
-        if len(shown) > _SHOWN_MAX and not everything:
-            lines.append(f"and {len(shown) - _SHOWN_MAX} more (--all)")
-    if found.counters:
-        rows = [["of the run", "first", "second"], *([name, _short(a), _short(b)] for name, a, b in found.counters)]
-        lines += ["", table(rows, right=False)]
+    kinds = list(found.compared)
+    changes = sorted(found.changes, key=lambda change: (kinds.index(change.kind), -change.largest))
+    rows = [
+        [change.tensor, change.kind, f"{change.changed:,} of {change.numel:,}", f"{change.largest:.3g}"]
+        for change in changes
+    ]
+    lines += _listed(["changed", "kind", "elements", "largest difference"], rows, everything=everything)
+    rows = [[name, _short(a), _short(b)] for name, a, b in found.counters]
+    lines += _listed(["of the run", "first", "second"], rows, everything=everything)
     return "\n".join(lines) if not found.same else "\n".join([*lines, "nothing differs"])
+
+
+def _listed(header: list[str], rows: list[list[str]], *, everything: bool) -> list[str]:
+    """A table of the first rows, or of all; nothing where there are none."""
+    if not rows:
+        return []
+    shown = rows if everything else rows[:_SHOWN_MAX]
+    more = [f"and {len(rows) - len(shown)} more (--all)"] if len(rows) > len(shown) else []
+    return ["", table([header, *shown]), *more]
 
 
 def _short(value: Any) -> str:

@@ -162,7 +162,7 @@ class ZeroOptimization(Section):
     """Older elastic checkpoint format."""
     stage3_gather_16bit_weights_on_model_save: Annotated[
         Flag,
-        NoEffect("there is no saving yet; it arrives with checkpoints, and then always writes whole weights"),
+        NoEffect("export() and save_16bit_model() always write whole weights"),
         Also(("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")),
     ] = False
     """Whole weights in save_16bit_model."""

@@ -140,6 +140,20 @@ def made(tmp_path: Path, dtype: str = "bf16", model: Any = None) -> Any:
     return infinity.initialize(model=hf_model("llama") if model is None else model, config=settings)[0]
 
 
+def test_a_weight_in_tiles_is_exported_whole(tmp_path: Path) -> None:
+    settings = config(str(tmp_path / "drive"), "bf16")
+    settings["zero_optimization"].update(stage3_max_live_parameters=2500, stage3_prefetch_bucket_size=0)
+    engine, *_ = infinity.initialize(model=hf_model("gpt2"), config=settings)
+    with engine:
+        assert any(slot.is_tile for layout in engine.plan.layouts for slot in layout.slots)
+        engine.eval()
+        wanted = logits_of(engine)
+        engine.export(tmp_path / "live")
+        engine.save_checkpoint(tmp_path / "saved")
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "live")), wanted)
+    same_files(tmp_path / "live", from_checkpoint(tmp_path, tmp_path / "again"))
+
+
 def test_an_export_replaces_an_earlier_one_and_leaves_other_files(tmp_path: Path) -> None:
     with made(tmp_path) as engine:
         engine.export(tmp_path / "out", max_shard_size="15KB")
@@ -152,6 +166,8 @@ def test_an_export_replaces_an_earlier_one_and_leaves_other_files(tmp_path: Path
         assert engine.save_16bit_model(tmp_path / "out", "pytorch_model.bin")
         names = sorted(path.name for path in (tmp_path / "out").iterdir())
         assert names == ["config.json", "generation_config.json", "model.safetensors", "notes.txt"]
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "other").symlink_to("elsewhere")
         engine.save_16bit_model(tmp_path / "other", "weights.safetensors")
         same = load_file(tmp_path / "other" / "weights.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
         assert all(torch.equal(same[0][name], tensor) for name, tensor in same[1].items())
