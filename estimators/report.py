@@ -193,6 +193,8 @@ def _activations(found: Estimate) -> list[str]:
         f"activations: {amount(kept.nbytes)} kept, or {amount(recomputed.nbytes)} where every layer is computed again "
         f"({kept.source.partition(',')[0]})"
     )
+    if (away := found.offloaded) is not None:
+        line += f"; inputs of {away.count} layers, {amount(away.nbytes)}, lie on {away.tier.value} until backward"
     return wrap(line, WIDTH, subsequent_indent="  ")
 
 
