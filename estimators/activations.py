@@ -59,14 +59,14 @@ class _Block:
 
 def activations(
     values: Mapping[str, Any], *, batch: int, sequence: int, compute_dtype: str, checkpointing: bool = False,
-    attention: str = "sdpa", accelerator: bool = False,
+    every: int = 1, attention: str = "sdpa", accelerator: bool = False,
 ) -> Activations:  # fmt: skip
     """Bytes of a micro-batch of `batch` sequences for the causal language model of a config.json.
 
     values: the keys of config.json: Llama's family (also Mistral, Qwen, Mixtral) or "gpt2". compute_dtype: "fp32",
-    "bf16" or "fp16". checkpointing: every block keeps its input only and is computed again in backward. attention:
-    "sdpa" or "eager". accelerator: whether it runs on one. The program is taken to keep the loss of a forward, not its
-    logits. ConfigError where a size is missing.
+    "bf16" or "fp16". checkpointing: every `every`-th block keeps its input only and is computed again in backward.
+    attention: "sdpa" or "eager". accelerator: whether it runs on one. The program is taken to keep the loss of a
+    forward, not its logits. ConfigError where a size is missing.
     """
     run = _Pass(batch, sequence, DTYPE_NBYTES[compute_dtype], attention, accelerator)
     gpt2 = values.get("model_type") == "gpt2"
@@ -74,9 +74,11 @@ def activations(
     layers = _size(values, "n_layer" if gpt2 else "num_hidden_layers")
     logits = run.tokens * _size(values, "vocab_size") * DTYPE_NBYTES["fp32"]
     ending = run.tokens * _size(values, "n_embd" if gpt2 else "hidden_size")
-    kept = {f"{name} of {layers} blocks": nbytes * layers for name, nbytes in block.parts.items()}
-    if checkpointing:
-        kept = {f"inputs of {layers} blocks": block.input_nbytes * layers}
+    again_count = -(-layers // every) if checkpointing else 0
+    whole = layers - again_count
+    kept = {f"{name} of {whole} blocks": nbytes * whole for name, nbytes in block.parts.items() if whole}
+    if again_count:
+        kept[f"inputs of {again_count} blocks"] = block.input_nbytes * again_count
     # The last norm keeps its input, and what the head takes; Llama's the normalized values, too.
     last = {"last norm": ending * (2 * run.width if gpt2 else _norm_nbytes(run))}
     again = sum(block.parts.values()) if checkpointing else 0
@@ -90,6 +92,7 @@ def activations(
     return Activations(
         nbytes=sum(parts.values()), parts=parts, saved_nbytes=sum(kept.values()) + sum(last.values()) + logits,
         source=f"{form}, {'blocks computed again' if checkpointing else 'nothing computed again'}",
+        inputs=again_count, input_nbytes=block.input_nbytes,
     )  # fmt: skip
 
 

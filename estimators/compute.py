@@ -30,14 +30,14 @@ def active_numel(tree: ModuleNode, values: Mapping[str, Any]) -> int:
 
 
 def step_flops(
-    tree: ModuleNode, values: Mapping[str, Any], *, tokens: int, sequence: int, checkpointing: bool
+    tree: ModuleNode, values: Mapping[str, Any], *, tokens: int, sequence: int, checkpointing: bool, every: int = 1
 ) -> float:
     """Operations of one rank's step over `tokens` tokens in sequences of `sequence`.
 
-    checkpointing: every layer's forward is computed once more in backward.
+    checkpointing: every `every`-th layer's forward is computed once more in backward.
     """
     forward = 2 * active_numel(tree, values) + 2 * sequence * _attention_width(values)
-    return float(forward * tokens * (4 if checkpointing else 3))
+    return float(forward * tokens * (3 + 1 / every if checkpointing else 3))
 
 
 def _attention_width(values: Mapping[str, Any]) -> int:

@@ -21,7 +21,7 @@ from estimators.machine import Machine
 from estimators.model import Described, described
 from infinity.config import ResolveContext, ResolvedConfig, Share, load_config, resolve
 from infinity.errors import ConfigError
-from infinity.plan.activation import Activations
+from infinity.plan.activation import Activations, Offloaded
 from infinity.plan.capacity import BUDGET_SHARE, Capacity
 from infinity.plan.hardware import ASSUMED, HardwareProfile, load_profile
 from infinity.plan.phases import Phase, at_rest, bytes_by_phase
@@ -47,8 +47,9 @@ class Workload:
 
     batch: int
     sequence: int
-    # Whether every layer's activations are computed again in backward.
+    # Whether layers' activations are computed again in backward, and those of every how many layers.
     checkpointing: bool
+    every: int = 1
 
     @classmethod
     def of(cls, model: Described, batch: int, sequence: int | None, checkpointing: bool) -> Workload:
@@ -94,8 +95,18 @@ class Estimate:
         """Bytes at each phase's busiest moment, activations included."""
         used = self.activations.nbytes if self.activations is not None else 0
         return bytes_by_phase(
-            self.plan, used, model_dtype=self.config.compute_dtype, model_nbytes_max=INIT_NBYTES
-        )
+            self.plan, used, model_dtype=self.config.compute_dtype, model_nbytes_max=INIT_NBYTES,
+            offloaded=self.offloaded,
+        )  # fmt: skip
+
+    @cached_property
+    def offloaded(self) -> Offloaded | None:
+        """What of the activations lies on another tier between forward and backward."""
+        found, tier = self.activations, Tier(self.config.checkpoint_tier)
+        if tier is Tier.GPU or found is None or not found.inputs:
+            return None
+        buffers = self.config.config.activation_checkpointing.offload.buffer_count if tier is Tier.NVME else 0
+        return Offloaded(tier, found.inputs, found.input_nbytes, buffers)
 
     def peak(self, tier: Tier) -> int:
         """The most bytes that any phase holds on a tier, and no less than what the plan reserves there."""
@@ -165,7 +176,7 @@ class Estimate:
         """Operations of one micro-batch's forward and backward."""
         return step_flops(
             self.model.tree(self.config.compute_dtype), complete_values(self.model) or {}, tokens=self.work.tokens,
-            sequence=self.work.sequence, checkpointing=self.work.checkpointing,
+            sequence=self.work.sequence, checkpointing=self.work.checkpointing, every=self.work.every,
         )  # fmt: skip
 
     def of_node(self, phase: Phase) -> dict[Tier, int]:
@@ -252,7 +263,9 @@ def estimate(
     if local < 1 or ranks % local:
         raise ConfigError(f"{ranks} ranks cannot be {local} on each node: ranks_per_node must divide the ranks")
     topology = Topology(dp=ranks, local_size=local)
-    work = Workload.of(what, resolved.micro_batch if batch is None else batch, sequence, checkpointing)
+    every = resolved.config.activation_checkpointing.every
+    work = Workload.of(what, resolved.micro_batch if batch is None else batch, sequence, checkpointing or every > 0)
+    work = replace(work, every=max(every, 1))
     plan = Question(
         node=what.tree(resolved.compute_dtype), config=resolved, topology=topology, accelerator=machine.accelerator,
         capacity=_capacity(resolved, machine, local), blocks=what.blocks,
@@ -268,7 +281,7 @@ def activations_of(model: Described, dtype: str, work: Workload, machine: Machin
         return None
     return activations(
         values, batch=work.batch, sequence=work.sequence, compute_dtype=dtype, checkpointing=work.checkpointing,
-        accelerator=machine.accelerator,
+        every=work.every, accelerator=machine.accelerator,
     )  # fmt: skip
 
 

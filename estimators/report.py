@@ -185,6 +185,8 @@ def _activations(found: Estimate) -> list[str]:
         f"activations: {format_bytes(kept.nbytes)} kept, or {format_bytes(recomputed.nbytes)} where every layer is "
         f"computed again ({kept.source.partition(',')[0]})"
     )
+    if (away := found.offloaded) is not None:
+        line += f"; inputs of {away.count} layers, {amount(away.nbytes)}, lie on {away.tier.value} until backward"
     return wrap(line, WIDTH, subsequent_indent="  ")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from infinity.plan.activation import Offloaded
 from infinity.plan.gradients import left_nbytes
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
@@ -45,14 +46,18 @@ class Phase(Enum):
 
 
 def bytes_by_phase(
-    plan: Plan, activation_nbytes: int = 0, *, model_dtype: str = "fp32", model_nbytes_max: int | None = None
-) -> dict[Phase, Table]:
+    plan: Plan, activation_nbytes: int = 0, *, model_dtype: str = "fp32", model_nbytes_max: int | None = None,
+    offloaded: Offloaded | None = None,
+) -> dict[Phase, Table]:  # fmt: skip
     """Bytes by tier and kind at each phase's busiest moment, of any rank, in the steady state.
 
     activation_nbytes: what autograd keeps and computes with at its peak (see `estimators.activations`).
     model_dtype, model_nbytes_max: what the model is built in, and how much of it lies in memory at a time (None: all),
-    beside the parameter being worked on.
+    beside the parameter being worked on. offloaded: checkpoints among the activations that lie on another tier; their
+    space is kept from the first step on.
     """
+    if offloaded is not None:
+        activation_nbytes -= offloaded.freed_nbytes
     gathered = _Gathered.follow(plan)
     rest = _at_rest(plan, gathered)
     moments = {
@@ -62,7 +67,13 @@ def bytes_by_phase(
         Phase.STEP: iter([rest]),
         Phase.SAVE: iter([rest]),
     }
-    return {phase: _busiest([*tables], plan.request.accelerator) for phase, tables in moments.items()}
+    found = {phase: _busiest([*tables], plan.request.accelerator) for phase, tables in moments.items()}
+    if offloaded is not None:
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.SAVE):
+            passing = phase in (Phase.FORWARD, Phase.BACKWARD)
+            _add(found[phase], offloaded.tier, Kind.ACTIVATION if passing else Kind.POOL, offloaded.nbytes)
+            _add(found[phase], Tier.CPU, Kind.POOL, offloaded.buffers * offloaded.each_nbytes)
+    return found
 
 
 def at_rest(plan: Plan) -> Table:

@@ -280,3 +280,41 @@ def test_plain_adam_is_adamw_unless_told_otherwise() -> None:
     assert not decoupled(type="Adam", params={"adam_w_mode": False})
     assert decoupled(type="AdamW", params={"adam_w_mode": False})
     assert Config().optimizer is None
+
+
+def test_checkpoints_lie_where_the_section_says() -> None:
+    def home(section: dict[str, Any], **zero: Any) -> tuple[str, tuple[str, ...] | None]:
+        found = _resolved({"activation_checkpointing": section, "zero_optimization": zero})
+        return found.checkpoint_tier, found.checkpoint_nvme_path
+
+    assert home({}) == ("gpu", None)
+    assert home({"every": 2}) == ("gpu", None)
+    assert home({"cpu_checkpointing": True}) == ("cpu", None)
+    assert home({"offload": {"device": "cpu", "nvme_path": "/a"}}) == ("cpu", None)
+    assert home({"offload": {"device": "nvme", "nvme_path": ["/a", "/b"]}}) == ("nvme", ("/a", "/b"))
+    optimizer = {"device": "nvme", "nvme_path": "/c"}
+    assert home({"offload": {"device": "nvme"}}, offload_optimizer=optimizer) == ("nvme", ("/c",))
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"keep_ops": ["aten.mm"]}, "set activation_checkpointing.every to 1"),
+        ({"offload": {"device": "nvme"}}, "set activation_checkpointing.offload.nvme_path"),
+        ({"cpu_checkpointing": True, "offload": {"device": "nvme", "nvme_path": "/a"}}, "keep one of them"),
+        ({"offload": {"device": "auto"}}, "choose"),
+    ],
+)
+def test_checkpoints_that_cannot_be_meant_are_refused(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _resolved({"activation_checkpointing": section})
+
+
+def test_deepspeeds_other_keys_for_checkpoints_say_that_they_have_no_effect() -> None:
+    keys = {
+        "partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 4,
+        "synchronize_checkpoint_boundary": True, "profile": True,
+    }  # fmt: skip
+    lines = _resolved({"activation_checkpointing": keys}).report()
+    assert [line.partition(" =")[0] for line in lines] == [f"activation_checkpointing.{key}" for key in keys]
+    assert all("no effect here: " in line for line in lines)

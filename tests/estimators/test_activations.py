@@ -7,8 +7,13 @@ import torch
 import transformers
 
 from estimators.activations import activations
+from estimators.estimate import estimate
+from estimators.machine import Machine
+from estimators.report import report
 from infinity import measure_activations
 from infinity.errors import ConfigError
+from infinity.plan.phases import Phase
+from infinity.plan.types import Kind, Tier
 
 LLAMA = {
     "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -84,3 +89,31 @@ def test_experts_keep_what_the_chosen_ones_compute():
 def test_a_missing_size_is_named():
     with pytest.raises(ConfigError, match="vocab_size"):
         activations({**LLAMA, "vocab_size": None}, batch=1, sequence=8, compute_dtype="bf16")
+
+
+def test_offloaded_checkpoints_are_counted_where_they_lie():
+    """All but the one that backward works on leave the device; on the tier is every byte, beside the buffers."""
+    machine = Machine(gpu_nbytes=10**11, cpu_nbytes=10**12, nvme_nbytes=10**12)
+
+    def estimated(**section):
+        config = {"bf16": {"enabled": True}, "activation_checkpointing": section}
+        return estimate("llama-3.1-8b", config, batch=2, sequence=4096, machine=machine)
+
+    each = 2 * 4096 * 4096 * 2
+    plain = estimated(every=1)
+    assert plain.work.checkpointing
+    for tier, buffers in (("cpu", 0), ("nvme", 3)):
+        offload = {"device": tier, "nvme_path": "/drive", "buffer_count": 3}
+        found = estimated(every=1, offload=offload)
+        before, after = (one.phases[Phase.FORWARD][Tier.GPU] for one in (plain, found))
+        assert before[Kind.ACTIVATION] - after[Kind.ACTIVATION] == 31 * each
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            before, after = plain.phases[phase], found.phases[phase]
+            assert after[Tier(tier)][Kind.ACTIVATION] == 32 * each
+            assert after[Tier.CPU].get(Kind.POOL, 0) - before[Tier.CPU].get(Kind.POOL, 0) == buffers * each
+        assert f"inputs of 32 layers, 2.15 GB, lie on {tier} until backward" in " ".join(report(found).split())
+    # Every second layer: half of the inputs, and the other half of the layers whole.
+    second = estimated(every=2)
+    assert second.activations.inputs == 16
+    assert plain.activations.nbytes < second.activations.nbytes < estimated().activations.nbytes
+    assert plain.flops > second.flops > estimated().flops

@@ -23,7 +23,7 @@ from tests.support.hub import hf_model
 from tests.support.models import token_batch
 from tests.support.oracle import Case, join, settings, swap_files, train
 
-WIDTH, LAYERS, ROWS = 32, 5, 48
+WIDTH, LAYERS, ROWS = 32, 5, 64
 # Bytes of one block's input in fp32.
 INPUT_NBYTES = ROWS * WIDTH * 4
 
