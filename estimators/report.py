@@ -186,7 +186,7 @@ def _activations(found: Estimate) -> list[str]:
         f"computed again ({kept.source.partition(',')[0]})"
     )
     if (away := found.offloaded) is not None:
-        line += f"; inputs of {away.count} layers, {amount(away.nbytes)}, lie on {away.tier.value} until backward"
+        line += f"; inputs of {away.count} layers, {format_bytes(away.nbytes)}, lie on {away.tier.value} until backward"
     return wrap(line, WIDTH, subsequent_indent="  ")
 
 
