@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 
+from infinity import log
 from tests.support.spawn import RankPool
 
 
@@ -19,6 +21,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """How loud an engine is, and what it has said once, is no other test's business."""
+    logger = logging.getLogger("infinity")
+    level, propagate, handlers = logger.level, logger.propagate, logger.handlers[:]
+    yield
+    logger.setLevel(level)
+    logger.propagate, logger.handlers = propagate, handlers
+    log._said.clear()
 
 
 class RankPools:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -135,8 +136,11 @@ def _train(options: dict[str, Any], config: dict[str, Any], baseline: int = 0, a
                 del loss
                 with phase("step"):
                     engine.step()
+        checkpoint = Path(options["folder"]) / "checkpoint"
         with phase("save"):
-            engine.state_dict()
+            engine.save_checkpoint(checkpoint)
+        if engine.global_rank == 0:
+            shutil.rmtree(checkpoint)
         tables = bytes_by_phase(
             engine.plan, activations, model_nbytes_max=WINDOW_NBYTES if built_there else None
         )

@@ -63,7 +63,8 @@ class Snapshot:
 
     def guards(self, key: Key, by: Party) -> bool:
         """Whether a writer of the partition must wait."""
-        return key in self._left.keys() | self._saving and (by is None or self._unsettled.get(key) is not by)
+        kept = key in self._left or key in self._saving
+        return kept and (by is None or self._unsettled.get(key) is not by)
 
     def want(self, keys: Iterable[Key]) -> None:
         """A writer waits for all of `keys`."""

@@ -33,14 +33,14 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """`infinity.state(param).exp_avg`, or `exp_avg_sq`."""
+    """`infinity.state(param).exp_avg`, or what else the optimizer keeps, by torch's name."""
     state = ParameterState(param)
-    return getattr(state, _known(optim_state_key)) if state.trainable else None
+    return state.full(optim_state_key) if state.trainable else None
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """`infinity.state(param).exp_avg = value`, or `exp_avg_sq`."""
-    setattr(ParameterState(param), _known(optim_state_key), value)
+    """`infinity.state(param).exp_avg = value`, or what else the optimizer keeps."""
+    ParameterState(param).set_full(optim_state_key, value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
@@ -67,15 +67,9 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """This rank's elements of a moment."""
     state = ParameterState(param)
-    return state.local(_known(optim_state_key)) if state.trainable else None
+    return state.local(optim_state_key) if state.trainable else None
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Set this rank's elements of a moment."""
-    ParameterState(param).set_local(_known(optim_state_key), value)
-
-
-def _known(key: str) -> str:
-    if key not in ("exp_avg", "exp_avg_sq"):
-        raise ValueError(f"optim_state_key is {key!r}; there are 'exp_avg' and 'exp_avg_sq'")
-    return key
+    ParameterState(param).set_local(optim_state_key, value)

@@ -16,15 +16,26 @@ from infinity.zero.access import Owner, units_of
 from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
 
-_MOMENTS = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
+
+def _property(kind: str, what: str) -> property:
+    """A kind of state that is gathered on read and scattered on assignment."""
+
+    def get(self: ParameterState) -> Tensor:
+        return self.full(kind)
+
+    def replace(self: ParameterState, value: Tensor) -> None:
+        self.set_full(kind, value)
+
+    return property(get, replace, doc=what)
 
 
 class ParameterState:
     """One parameter's full states from whatever tiers and ranks hold them.
 
-    `master`, `exp_avg`, `exp_avg_sq` and `grad` gather on read (fp32 CPU tensors of the parameter's shape, the same
-    on every rank) and scatter on assignment. Collective: every rank must do the same. A frozen parameter has only
-    `master`. `local` and `set_local` touch what is this rank's, alone.
+    `master`, `grad` and what the optimizer keeps, by torch's names (`exp_avg`, `momentum_buffer`, ...), gather on read
+    (fp32 CPU tensors of the parameter's shape, the same on every rank) and scatter on assignment. Collective: every
+    rank must do the same. A frozen parameter has only `master`. `local` and `set_local` touch what is this rank's,
+    alone.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -46,44 +57,32 @@ class ParameterState:
         """Whether it has gradients and moments."""
         return self._parts[0].trainable
 
-    @property
-    def master(self) -> Tensor:
-        """The fp32 master weight."""
-        return self._gather("master")
+    master = _property("master", "The fp32 master weight.")
+    grad = _property("grad", "The accumulated gradient, averaged and unscaled, before clipping; zeros after a step.")
+    exp_avg = _property("exp_avg", "The first moment of Adam, NAdam, Adamax and Lion.")
+    exp_avg_sq = _property("exp_avg_sq", "The second moment of Adam and NAdam.")
+    exp_inf = _property("exp_inf", "The infinity norm that Adamax keeps.")
+    momentum_buffer = _property("momentum_buffer", "The momentum of SGD and RMSprop.")
+    sum = _property("sum", "The sum of squares that Adagrad keeps.")
+    square_avg = _property("square_avg", "The second moment of RMSprop.")
+    grad_avg = _property("grad_avg", "The first moment of centred RMSprop.")
 
-    @master.setter
-    def master(self, value: Tensor) -> None:
-        self._replace("master", value)
+    def full(self, kind: str) -> Tensor:
+        """One kind by its name, gathered; ValueError for one that the optimizer does not keep. Collective."""
+        wholes = [part.gather(kind) for part in self._parts]
+        return wholes[0] if len(wholes) == 1 else torch.cat(wholes)
 
-    @property
-    def exp_avg(self) -> Tensor:
-        """The first moment."""
-        return self._gather("exp_avg")
-
-    @exp_avg.setter
-    def exp_avg(self, value: Tensor) -> None:
-        self._replace("exp_avg", value)
-
-    @property
-    def exp_avg_sq(self) -> Tensor:
-        """The second moment."""
-        return self._gather("exp_avg_sq")
-
-    @exp_avg_sq.setter
-    def exp_avg_sq(self, value: Tensor) -> None:
-        self._replace("exp_avg_sq", value)
-
-    @property
-    def grad(self) -> Tensor:
-        """The accumulated gradient, averaged over ranks and unscaled, before clipping; zeros after a step."""
-        return self._gather("grad")
-
-    @grad.setter
-    def grad(self, value: Tensor) -> None:
-        self._replace("grad", value)
+    def set_full(self, kind: str, value: Tensor) -> None:
+        """Set what `full` gives. Collective."""
+        slot = self._parts[0].slot
+        if tuple(value.shape) != slot.shape:
+            raise ValueError(f"{slot.name} has shape {slot.shape}, the new value {tuple(value.shape)}")
+        flat = value.detach().cpu().float().reshape(-1)
+        for part in self._parts:
+            part.replace(kind, flat[part.slot.start : part.slot.start + part.slot.numel])
 
     def local(self, kind: str) -> Tensor:
-        """This rank's elements of "master", "grad", "exp_avg" or "exp_avg_sq": [n] in fp32 on the CPU; n may be 0."""
+        """This rank's elements of one kind ("master", "grad", "exp_avg", ...): [n] in fp32 on the CPU; n may be 0."""
         owns = [(part, part.own(kind)) for part in self._parts]
         return torch.cat([piece for part, own in owns for piece in part.pieces_of(own)] or [torch.zeros(0)])
 
@@ -99,18 +98,6 @@ class ParameterState:
             piece.copy_(given)
         for part, own in owns:
             part.set_own(kind, own)
-
-    def _gather(self, kind: str) -> Tensor:
-        wholes = [part.gather(kind) for part in self._parts]
-        return wholes[0] if len(wholes) == 1 else torch.cat(wholes)
-
-    def _replace(self, kind: str, value: Tensor) -> None:
-        slot = self._parts[0].slot
-        if tuple(value.shape) != slot.shape:
-            raise ValueError(f"{slot.name} has shape {slot.shape}, the new value {tuple(value.shape)}")
-        flat = value.detach().cpu().float().reshape(-1)
-        for part in self._parts:
-            part.replace(kind, flat[part.slot.start : part.slot.start + part.slot.numel])
 
 
 class _Part:
@@ -134,7 +121,7 @@ class _Part:
             raise StateError(f"{self.slot.name} is frozen and has no {kind}")
         if kind == "grad":
             return self._owner.gradients.own_sum(self._unit).float().cpu() * self._owner.grad_factor
-        return self._read_states(_MOMENTS[kind])
+        return self._read_states(self._moment(kind))
 
     def set_own(self, kind: str, own: Tensor) -> None:
         """Put what `own` gave, changed, back."""
@@ -143,7 +130,14 @@ class _Part:
         elif kind == "grad":
             self._owner.gradients.replace(self._unit, self._param, own / self._owner.grad_factor)
         else:
-            self._write_states(_MOMENTS[kind], own)
+            self._write_states(self._moment(kind), own)
+
+    def _moment(self, name: str) -> Kind:
+        kept = {kind.value: kind for kind in self._owner.plan.request.moments}
+        if name not in kept:
+            held = ", ".join(kept) or "nothing"
+            raise ValueError(f"{self.slot.name} has no {name!r}: beside the master its optimizer keeps {held}")
+        return kept[name]
 
     def replace(self, kind: str, flat: Tensor) -> None:
         """Put this rank's part of a full value (flat, fp32) into its partition."""

@@ -42,13 +42,13 @@ def test_an_unknown_command_is_refused(capsys):
 
 def test_explain_says_each_value_and_its_source(tmp_path, capsys):
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"train_batch_size": 8, "wall_clock_breakdown": True}))
+    path.write_text(json.dumps({"train_batch_size": 8, "graph_harvesting": True}))
     assert main(["config", "explain", str(path), "--ranks", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "train_batch_size = 8  (file)" in lines
     assert "zero_optimization.stage = 0  (default)" in lines
     assert any(line.startswith("train_micro_batch_size_per_gpu = 2  (auto: 8 = 2 a rank x") for line in lines)
-    assert lines[-1].startswith("wall_clock_breakdown = True: no effect here")
+    assert lines[-1].startswith("graph_harvesting = True: no effect here")
 
 
 def test_explain_shows_one_section(tmp_path, capsys):

@@ -137,9 +137,24 @@ def test_an_unknown_state_and_a_wrong_size_are_named(tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(model=build(), config=config(3, "cpu", str(tmp_path)))
     with engine:
         weight = engine.module[0].weight
-        with pytest.raises(ValueError, match=r"'momentum'; there are 'exp_avg'"):
+        with pytest.raises(ValueError, match=r"no 'momentum': .* its optimizer keeps exp_avg, exp_avg_sq"):
             safe_get_full_optimizer_state(weight, "momentum")
         with pytest.raises(ValueError, match=r"0\.weight: this rank has 390 elements, the new value 3"):
             safe_set_local_fp32_param(weight, torch.zeros(3))
         with pytest.raises(ValueError, match="has shape"):
             safe_set_full_grad(weight, torch.zeros(3))
+
+
+def test_what_another_optimizer_keeps_has_its_own_name(tmp_path: Path) -> None:
+    sgd = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+    engine, *_ = infinity.initialize(model=build(), config={**config(3, "nvme", str(tmp_path)), "optimizer": sgd})
+    with engine:
+        weight = engine.module[0].weight
+        engine.backward(loss_of(engine, 0))
+        grad = safe_get_full_grad(weight)
+        engine.step()
+        assert torch.equal(infinity.state(weight).momentum_buffer, grad), "the first momentum is the gradient"
+        infinity.state(weight).momentum_buffer = torch.ones_like(grad)
+        assert torch.equal(safe_get_full_optimizer_state(weight, "momentum_buffer"), torch.ones_like(grad))
+        with pytest.raises(ValueError, match=r"no 'exp_avg': .* keeps momentum_buffer"):
+            infinity.state(weight).exp_avg  # noqa: B018
