@@ -91,20 +91,20 @@ def on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
 
 
 def cycle(loader: Any) -> Iterator[dict[str, Tensor]]:
-    """Batches without end, one pass over the data after the other."""
-    for epoch in itertools.count():
-        # With several ranks the sampler shuffles by the epoch's number.
-        if hasattr(loader.sampler, "set_epoch"):
-            loader.sampler.set_epoch(epoch)
+    """Batches without end, one pass over the data after the other, each in an order of its own."""
+    while True:
         yield from loader
 
 
 def train(engine: Any, loader: Any, held_out: list[dict[str, Tensor]], args: argparse.Namespace) -> dict[str, Any]:
     """`args.steps` optimizer steps, with an evaluation before, every `args.eval_every` and after."""
-    losses: list[float] = []
-    held_out_losses = {0: held_out_loss(engine, held_out)}
+    saved = args.run_dir / "checkpoints"
+    _, seen = engine.resume(saved) if args.resume else (None, {})
+    losses: list[float] = seen.get("losses", [])
+    held_out_losses = dict(seen.get("held_out", ())) or {0: held_out_loss(engine, held_out)}
     batches = cycle(loader)
-    progress = tqdm(range(1, args.steps + 1), unit="step", disable=engine.global_rank > 0, mininterval=0.5)
+    steps = range(engine.global_steps + 1, args.steps + 1)
+    progress = tqdm(steps, unit="step", disable=engine.global_rank > 0, mininterval=0.5)
     for step in progress:
         loss_sum = 0.0
         for batch in itertools.islice(batches, engine.gradient_accumulation_steps()):
@@ -115,6 +115,9 @@ def train(engine: Any, loader: Any, held_out: list[dict[str, Tensor]], args: arg
         losses.append(loss_sum / engine.gradient_accumulation_steps())
         if step % args.eval_every == 0 or step == args.steps:
             held_out_losses[step] = held_out_loss(engine, held_out)
+        if args.save_every and step % args.save_every == 0:
+            state = {"losses": losses, "held_out": list(held_out_losses.items())}
+            engine.save_checkpoint(saved, client_state=state)
         progress.set_postfix_str(f"loss {losses[-1]:.3f}, held out {list(held_out_losses.values())[-1]:.3f} nats/token")
     return {"losses": losses, "held_out": held_out_losses}
 
@@ -143,8 +146,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=40, help="tokens to continue the prompt by")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--nvme-path", help="folder for the NVMe tier, instead of the configuration's")
-    parser.add_argument("--run-dir", help="folder for results (default: runs/<time>)")
+    parser.add_argument("--run-dir", type=Path, help="folder for results (default: runs/<model>)")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between two checkpoints in the run folder")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint there, if any")
     args = parser.parse_args(argv)
+    args.run_dir = args.run_dir or Path("runs") / (Path(args.model).name + ("-lora" if args.lora else ""))
     args.lr = args.lr or (1e-2 if args.lora else 1e-3)
     return args
 
@@ -174,25 +180,22 @@ def main(argv: list[str] | None = None) -> None:
         result["seconds"] = time.perf_counter() - began
         result["text"] = continue_text(engine, tokenizer, args.prompt, args.tokens)
         result["memory_peak"] = engine.memory().peak
-        weights = engine.state_dict()
+        engine.export(args.run_dir / "model", engine.config.compute_dtype, tokenizer=tokenizer)
     if first:
-        report(args, model, tokenizer, weights, result)
+        report(args, model, result)
 
 
-def report(args: argparse.Namespace, model: Any, tokenizer: Any, weights: dict[str, Tensor], result: Any) -> None:
-    """Write the run folder and print the summary."""
-    folder = Path(args.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_text(json.dumps({"arguments": vars(args), **result}, indent=2))
-    model.save_pretrained(folder / "model", state_dict=weights)
-    tokenizer.save_pretrained(folder / "model")
+def report(args: argparse.Namespace, model: Any, result: Any) -> None:
+    """Write what happened into the run folder and print the summary."""
+    told = {"arguments": {name: str(value) for name, value in vars(args).items()}, **result}
+    (args.run_dir / "result.json").write_text(json.dumps(told, indent=2))
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     total = sum(param.numel() for param in model.parameters())
     before, *_, after = result["held_out"].values()
     print(f"trained {trained:,} of {total:,} parameters in {result['seconds']:.0f} s")
     print(f"held-out loss {before:.3f} -> {after:.3f} nats per token after {args.steps} steps")
     print(f"continued: {result['text']!r}")
-    print(f"results and {'adapters' if args.lora else 'weights'} in {folder}{os.sep}")
+    print(f"results and {'adapters' if args.lora else 'weights'} in {args.run_dir}{os.sep}")
 
 
 if __name__ == "__main__":

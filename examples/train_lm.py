@@ -192,11 +192,8 @@ def on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
 
 
 def cycle(loader: Any) -> Iterator[dict[str, Tensor]]:
-    """Batches without end, one pass over the data after the other."""
-    for epoch in itertools.count():
-        # With several ranks the sampler shuffles by the epoch's number.
-        if hasattr(loader.sampler, "set_epoch"):
-            loader.sampler.set_epoch(epoch)
+    """Batches without end, one pass over the data after the other, each in an order of its own."""
+    while True:
         yield from loader
 
 

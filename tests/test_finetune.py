@@ -77,3 +77,14 @@ def test_it_learns_writes_and_leaves_weights_that_transformers_loads(
     else:
         model = AutoModelForCausalLM.from_pretrained(left)
     assert continued(model, left) == result["text"]
+
+
+def test_a_run_goes_on_where_it_was_left(folder: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    finetune_hf.main(options(folder, tmp_path / "drive", whole))
+    finetune_hf.main([*options(folder, tmp_path / "drive", parts), "--steps", "6", "--save-every", "6"])
+    finetune_hf.main([*options(folder, tmp_path / "drive", parts), "--resume"])
+    one, other = (json.loads((run / "result.json").read_text()) for run in (whole, parts))
+    assert [one[name] for name in ("losses", "held_out", "text")] == [
+        other[name] for name in ("losses", "held_out", "text")
+    ]
