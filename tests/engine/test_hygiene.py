@@ -50,10 +50,10 @@ def test_ten_cycles_hold_nothing(rank_pools, tmp_path, world):
     for rows in rank_pools[world].run(cycles, str(tmp_path), 11):
         first, last = rows[0], rows[-1]
         assert abs(last[0]["resident"] - first[0]["resident"]) < 20e6, rows
-        # gloo's own threads end a moment after their group.
-        threads = [row[0]["threads"] for row in rows]
-        assert last[0]["descriptors"] <= first[0]["descriptors"], rows
-        assert threads[-1] <= max(threads[:3]), threads
+        # gloo's own threads end, and its sockets close, a moment after their group.
+        for what in ("threads", "descriptors"):
+            counts = [row[0][what] for row in rows]
+            assert min(counts[-3:]) <= max(counts[:3]), counts
         assert len({digest for *_, digest in rows}) == 1
         early, late = sorted(row[1] for row in rows[1:5]), sorted(row[1] for row in rows[-4:])
         assert late[0] < 3 * early[0] + 0.1, "the same work takes ever longer"
