@@ -50,12 +50,12 @@ def export(
         sources = [source for source in sources if source.name in trained]
     nbytes_max = None if one_file else parse_bytes(max_shard_size)
     shards = description.shards(sources, chosen, stem=stem, nbytes_max=nbytes_max)
-    alone = parts.mesh.ranks.rank == 0
+    first = parts.mesh.ranks.rank == 0
 
     def prepare() -> str:
         # What the latest step does behind the program comes first.
         parts.stepper.finish()
-        if not alone:
+        if not first:
             return ""
         if target.exists() and not target.is_dir():
             raise ConfigError(f"export: {target} is a file; name a folder")
@@ -73,13 +73,13 @@ def export(
         done = together(parts.mesh, "files of an export", lambda: _write(parts, sources, shards, made), path=target)
 
         def finish() -> None:
-            if alone:
+            if first:
                 check_complete(sum(done), shards, target)
                 publish(made, target)
 
         together(parts.mesh, "end of an export", finish, path=target)
     finally:
-        if alone:
+        if first:
             shutil.rmtree(made, ignore_errors=True)
     return target
 
