@@ -12,6 +12,7 @@ The default timeout is below pytest's own, which could not say which rank is lat
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -124,6 +125,8 @@ class RankPool:
 
 def _serve(pipe: Connection, rank: int, world_size: int) -> None:
     """A rank's life: tasks from the pipe, answers into it, until the other end is closed."""
+    # A crash of native code is told with its place.
+    faulthandler.enable()
     environment = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
         "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1,
