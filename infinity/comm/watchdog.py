@@ -24,7 +24,6 @@ import json
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -37,10 +36,9 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch
-
 from infinity.comm.positions import ADVICE, NAMES_MAX, Position, Wait, circle, missing, parted, table
 from infinity.comm.sever import sever
+from infinity.comm.whereabouts import where
 from infinity.errors import DivergenceError
 from infinity.log import logger
 
@@ -60,14 +58,14 @@ _VERDICT_SECONDS, _HEARD_SECONDS = 5.0, 2.0
 _INTERRUPT_SECONDS, _EXIT_SECONDS = 1.0, 20.0
 # Of a rank that has only ended: others may be about to raise the same error themselves.
 _INTERRUPT_ENDED_SECONDS = 10.0
+# How long before it tells where a late rank is, a rank that waits for it begins to ask.
+_ASK_SECONDS = 2.0
 # A transfer of the late rank has the same limit, and its error says more than that the rank is late.
 _GRACE_SECONDS = 1.5
 # gloo's own limit comes after ours: where it speaks, the watchdog itself could not. It also bounds the time in which
 # ranks find each other at the start.
 BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN = 3.0, 30.0
 _HISTORY_MAX = 4096
-_OWN_FOLDERS = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, os.path.dirname(torch.__file__))
-_STDLIB = sysconfig.get_paths()["stdlib"]
 # Real-time signals are nobody else's; where there are none, the program's own code is not interrupted.
 _SIGNAL: int | None = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 
@@ -99,6 +97,10 @@ class Watchdog:
         self._groups = list(groups)
         self._rank, self._world_size, self._seconds = rank, world_size, seconds
         self._counts = [0] * len(groups)
+        # What this rank had submitted and waited for when it was last looked where it is, and where that was; how often
+        # others have asked.
+        self._place: tuple[tuple[tuple[int, ...], Wait | None], str] = ((), None), ""
+        self._asked = 0
         self._digests = [0] * len(groups)
         self._names: list[deque[tuple[int, str]]] = [deque(maxlen=_HISTORY_MAX) for _ in groups]
         self._latest = ""
@@ -233,7 +235,7 @@ class Watchdog:
             self._told.set()
             return
         self._beat += 1
-        mine = self._position()
+        mine = self._position(self._is_asked())
         self._store.set(f"at/{self._rank}", mine.encode())
         if self._ending is not None:
             self._declare(self._ending)
@@ -283,8 +285,12 @@ class Watchdog:
     def _late(self, positions: dict[int, Position], wait: Wait | None, now: float) -> Verdict | None:
         if wait is None:
             return None
-        names = ", ".join(map(str, missing(positions, wait))) or "nobody: the bytes do not arrive"
+        late = missing(positions, wait)
+        names = ", ".join(map(str, late)) or "nobody: the bytes do not arrive"
         waited = now - wait.began
+        if any(limit - _ASK_SECONDS < waited < limit + _GRACE_SECONDS for limit in (self._seconds, _REMIND_SECONDS)):
+            for rank in late:
+                self._store.add(f"asked/{rank}", 1)
         if waited > _REMIND_SECONDS and not self._reminded:
             self._reminded = True
             logger.warning("waiting for rank %s since %.0f s:\n%s", names, waited, table(positions))
@@ -332,28 +338,34 @@ class Watchdog:
             self._break_groups()
             signal.pthread_kill(self._thread_id, _SIGNAL)
         elif waited > patience + _EXIT_SECONDS:
-            sys.stderr.write(f"infinity: rank {self._rank} does not come back from {self._where()}: {verdict.text}\n")
+            at = where(self._thread_id)
+            sys.stderr.write(f"infinity: rank {self._rank} does not come back from {at}: {verdict.text}\n")
             sys.stderr.flush()
             os._exit(1)
 
-    def _position(self) -> Position:
+    def _position(self, asked: bool = False) -> Position:
         wait = self.wait
         waited = time.monotonic() - wait.began if wait is not None else 0.0
         shown = waited > _BEAT_SECONDS or self._connection_lost
         names = tuple(tuple(names.copy())[-NAMES_MAX:] for names in self._names) if shown else ()
         return Position(
             rank=self._rank, beat=self._beat, counts=tuple(self._counts), wait=wait, waited_seconds=waited,
-            names=names, latest=self._latest, where=self._where(), failure=self._failure,
+            names=names, latest=self._latest, where=self._whereabouts(wait, shown, asked), failure=self._failure,
         )  # fmt: skip
 
-    def _where(self) -> str:
-        """Where the training thread is in the program's own code."""
-        frame: FrameType | None = sys._current_frames().get(self._thread_id)
-        while frame is not None and _is_machinery(frame.f_code.co_filename):
-            frame = frame.f_back
-        if frame is None:
-            return ""
-        return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    def _is_asked(self) -> bool:
+        """Whether others have asked where this rank is since the last report."""
+        before, self._asked = self._asked, int(self._store.add(f"asked/{self._rank}", 0))
+        return self._asked > before
+
+    def _whereabouts(self, wait: Wait | None, wanted: bool, asked: bool) -> str:
+        """Where the training thread is in the program's own code, once there is reason to look."""
+        state = tuple(self._counts), wait
+        known = self._place[1] if self._place[0] == state else ""
+        if asked or (wanted and not known):
+            known = where(self._thread_id)
+        self._place = state, known
+        return known
 
     def _error(self, verdict: Verdict) -> DivergenceError:
         self._raised = True
@@ -375,11 +387,6 @@ class Watchdog:
         self._broken = True
         for group in self._groups:
             sever(group)
-
-
-def _is_machinery(path: str) -> bool:
-    """Whether a file is ours, torch's or Python's own, and so says nothing about the program."""
-    return path.startswith((*_OWN_FOLDERS, "<frozen")) or (path.startswith(_STDLIB) and "site-packages" not in path)
 
 
 # Watchdogs of engines that are open in this process.
