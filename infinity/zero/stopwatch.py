@@ -95,10 +95,11 @@ def gather_rate(units: Sequence[Unit], store: TieredStore, device: Device) -> fl
     if not apart:
         return float("inf")
     largest = max(apart, key=lambda unit: unit.layout.nbytes)
+    had_bytes = largest.has_bytes
     with store.read(largest.key):
         began = time.perf_counter()
         largest.finish_gather()
         device.synchronize()
         seconds = time.perf_counter() - began
-    largest.release()
+    largest.release(keep_bytes=had_bytes)
     return largest.layout.nbytes / seconds
