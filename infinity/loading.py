@@ -278,9 +278,11 @@ def _restore(trainee: Trainee, parts: Parts, boundary: Boundary, found: Found, w
     manifest, indexes = found.manifest, found.indexes
     if manifest is None or indexes is None or wanted.module_only:
         return
+    managed = parts.config.config.managed_gradient_accumulation
     restore_run(
         trainee, parts.stepper, boundary, manifest.engine, [index.singles for index in indexes], found.match.source,
         optimizer=wanted.optimizer and _has_states(manifest), scheduler=wanted.scheduler,
+        accumulation=parts.config.accumulation if managed else 1,
     )  # fmt: skip
     rank = parts.mesh.ranks.rank
     if rank < len(indexes):

@@ -125,12 +125,15 @@ def check_run(trainee: Trainee, state: Mapping[str, Any], *, optimizer: bool, sc
 def restore_run(
     trainee: Trainee, stepper: Steps, precision: Stateful, state: Mapping[str, Any],
     singles: Sequence[Mapping[str, Any]], source_of: Mapping[str, str | None], *, optimizer: bool, scheduler: bool,
+    accumulation: int,
 ) -> None:  # fmt: skip
     """Give a run its state back. `singles`: every rank's. `source_of`: by what name the checkpoint has each of the
-    model's parameters, None for one that it has not.
+    model's parameters, None for one that it has not. `accumulation`: calls of `step()` that make a step here.
     """
     for name in COUNTERS:
         setattr(trainee, name, int(state["counters"][name]))
+    # No gradients are in a checkpoint, so the next micro-batch begins a step, however many made one there.
+    trainee.micro_steps = trainee.global_steps * accumulation
     if optimizer:
         precision.load_state_dict(decode(state["precision"]))
         saved = state["optimizer"]
