@@ -111,11 +111,12 @@ def prepare(directory: Path, tag: str) -> Place:
             manifest = read_manifest(folder)
         except CheckpointError:
             # Damaged ones are left to be looked at; without a manifest it is what a killed save has left.
-            if not (folder / MANIFEST).exists():
+            if not (folder / MANIFEST).exists() and not folder.is_symlink():
                 sweep(folder, keep=None)
             continue
         numbers.append(manifest.number)
-        sweep(folder, keep=manifest.id)
+        if not folder.is_symlink():
+            sweep(folder, keep=manifest.id)
     (directory / tag).mkdir(exist_ok=True)
     sync_folder(directory)
     return Place(secrets.token_hex(6), max(numbers) + 1, None if previous is None else previous.name)
