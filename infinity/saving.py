@@ -198,8 +198,11 @@ def _order(
         "tensors": _tensors(order, parts), "tied": tied_of(parts.module), "module": _module(parts.module),
     }
     order.run = run_state(trainee, parts.stepper, boundary, path=order.directory)
+    own = trainee.client_state if client_state is None else client_state
+    # Asked on every rank: it may be a collective of the program's.
+    own = own() if callable(own) else own
     if parts.mesh.ranks.rank == 0:
-        order.client_state = spelled(dict(client_state or {}), order.tensors, path=order.directory)
+        order.client_state = spelled(dict(own or {}), order.tensors, path=order.directory)
     return {"tag": tag, "directory": str(order.directory.absolute())}
 
 

@@ -6,7 +6,7 @@ All of it is JSON (see `spelling`). Everything that belongs to a parameter is ke
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +39,10 @@ class Steps(Protocol):
     def load_singles(self, singles: Mapping[str, Mapping[str, Any]]) -> None: ...
 
 
+# A mapping, or what makes one at the time of a save.
+ClientState = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+
+
 class Trainee(Protocol):
     """What an engine offers to this package."""
 
@@ -51,6 +55,7 @@ class Trainee(Protocol):
     optimizer: Any
     lr_scheduler: Any
     training_dataloader: Any
+    client_state: ClientState
 
 
 def names_of(module: nn.Module) -> dict[int, str]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,27 @@ def test_a_signal_ends_the_program_with_status_0_behind_the_running_step(tmp_pat
     with start(tmp_path) as resumed:
         assert resumed.resume()[0] == str(tmp_path / "global_step2")
         assert resumed.global_steps == 2
+
+
+def test_what_a_program_keeps_in_the_engine_is_in_every_checkpoint(tmp_path):
+    with pytest.raises(SystemExit), start(tmp_path, on_signal=["SIGUSR1"]) as engine:
+        place = {"batch": 0}
+        engine.client_state = lambda: {"place": dict(place)}
+        for place["batch"] in (1, 2):
+            step(engine, place["batch"])
+            engine.save_checkpoint(tmp_path, f"at{place['batch']}", {"own": 1} if place["batch"] == 2 else None)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        place["batch"] = 3
+        step(engine, 3)
+    with start(tmp_path) as engine:
+        assert engine.resume()[1] == {"place": {"batch": 3}}
+        assert engine.load_checkpoint(tmp_path, "at1")[1] == {"place": {"batch": 1}}
+        assert engine.load_checkpoint(tmp_path, "at2")[1] == {"own": 1}
+        engine.client_state = {"epoch": 2}
+        for number in (1, 2, 3):
+            with pytest.raises(NonFiniteError) if number == 3 else nullcontext():
+                step(engine, number, poison=float("nan"))
+        assert engine.resume()[1] == {"epoch": 2}
 
 
 def test_a_second_signal_of_the_kind_finds_the_handler_from_before(tmp_path):
