@@ -27,6 +27,8 @@ from infinity.memory.store import TieredStore
 
 # What a save asks of all ranks: a name, and this rank's part of the work; returns all ranks' values, which are JSON.
 Together = Callable[[str, Callable[[], Any]], list[Any]]
+# A save: given how all ranks are asked, and what it calls while it works alone.
+Job = Callable[[Together, Callable[[], None]], None]
 
 
 class Background:
@@ -41,7 +43,7 @@ class Background:
         self._error: BaseException | None = None
         self._count = 0
 
-    def begin(self, path: Path, snapshot: Snapshot, job: Callable[[Together], None]) -> None:
+    def begin(self, path: Path, snapshot: Snapshot, job: Job) -> None:
         """Take the snapshot now, and run `job` behind the program, which saves it at `path`. Waits for a save before.
 
         Every rank must begin the same saves in the same order.
@@ -89,7 +91,7 @@ class Background:
             self._store.end(self._snapshot)
         self.finish()
 
-    def _run(self, board: Board, snapshot: Snapshot, path: Path, job: Callable[[Together], None]) -> None:
+    def _run(self, board: Board, snapshot: Snapshot, path: Path, job: Job) -> None:
         def check() -> None:
             self._mesh.check()
             if snapshot.over:
@@ -99,7 +101,7 @@ class Background:
             return _agree(board, name, part, path, check)
 
         try:
-            job(together)
+            job(together, board.alive)
         except BaseException as error:
             self._error = error
         finally:

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,7 @@ class Place:
     id: str
     number: int
     previous: str | None
+    outdated: Sequence[str]
 
 
 def check_tag(tag: str) -> str:
@@ -100,8 +101,10 @@ def claimed(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def prepare(directory: Path, tag: str) -> Place:
-    """Make the folder of a tag, and remove what killed saves have left in DIR. Under `claimed`."""
+def prepare(directory: Path, tag: str, retention: Retention, *, latest: bool) -> Place:
+    """Make the folder of a tag, which `latest` is to name or not, and remove what killed saves have left in DIR. Under
+    `claimed`.
+    """
     numbers, previous = [0], None
     with suppress(CheckpointError):
         # A damaged `latest` is replaced.
@@ -119,7 +122,10 @@ def prepare(directory: Path, tag: str) -> Place:
             sweep(folder, keep=manifest.id)
     (directory / tag).mkdir(exist_ok=True)
     sync_folder(directory)
-    return Place(secrets.token_hex(6), max(numbers) + 1, None if previous is None else previous.name)
+    return Place(
+        secrets.token_hex(6), max(numbers) + 1, None if previous is None else previous.name,
+        _outdated(directory, retention, tag, latest=latest),
+    )  # fmt: skip
 
 
 def write_client(folder: Path, identity: str, tensors: Mapping[str, Tensor]) -> FileInfo | None:
@@ -159,19 +165,6 @@ def publish(directory: Path, manifest: Manifest, *, latest: bool) -> None:
     sweep(folder, keep=manifest.id)
 
 
-def outdated(directory: Path, retention: Retention) -> list[Path]:
-    """Checkpoints that are not to stay. The newest always does, and the one that `latest` names."""
-    named = None
-    with suppress(CheckpointError):
-        named = latest_tag(directory)
-    found = complete(directory)
-    return [
-        folder
-        for age, (folder, manifest) in enumerate(found)
-        if age and folder.name != named and not retention.stays(age, manifest.number)
-    ]
-
-
 def remove(outdated: list[Path]) -> None:
     """Remove checkpoints; what cannot be removed is said, and stays for the next save to remove."""
     for folder in outdated:
@@ -205,6 +198,23 @@ def sweep(folder: Path, *, keep: str | None) -> None:
     if keep is None:
         with suppress(OSError):
             folder.rmdir()
+
+
+def _outdated(directory: Path, retention: Retention, tag: str, *, latest: bool) -> list[str]:
+    """Checkpoints that are not to stay once that of `tag`, the newest, is published. What `latest` then names does, and
+    what only a link leads to.
+    """
+    if not retention.keep_last:
+        return []
+    named = None
+    with suppress(CheckpointError):
+        named = tag if latest else latest_tag(directory)
+    older = [pair for pair in complete(directory) if pair[0].name != tag and not pair[0].is_symlink()]
+    return [
+        folder.name
+        for age, (folder, manifest) in enumerate(older, 1)
+        if folder.name != named and not retention.stays(age, manifest.number)
+    ]
 
 
 def _names(folder: Path) -> list[str]:

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import infinity
-from infinity.checkpoint import files, publish
+from infinity.checkpoint import files, publish, save
 from infinity.checkpoint.format import check_files, complete, find, read_manifest
 from infinity.errors import CheckpointError, StateError, TransferError
 from infinity.ops import file as ops_file
 from tests.checkpoint.cells import join
+from tests.checkpoint.test_format import flip
 from tests.checkpoint.test_load import engine_of, same, states, train
 from tests.support.models import token_batch
 
