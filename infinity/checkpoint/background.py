@@ -75,20 +75,23 @@ class Background:
 
     def finish(self) -> None:
         """Return when nothing goes on; raise what went wrong, if it has not been raised."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            if thread.is_alive():
+        if self._thread is not None:
+            if self._thread.is_alive():
                 logger.info("waiting for the save of %s, which is under way", self._path)
                 if (snapshot := self._snapshot) is not None:
                     self._store.rush(snapshot)
-            thread.join()
+            # Who interrupts this finds it under way.
+            self._thread.join()
+            self._thread = None
         self.check()
 
     def close(self, *, at_once: bool) -> None:
         """As `finish`; with `at_once` the save is given up: its files go, the checkpoints before it stay."""
-        if at_once and self._snapshot is not None and self.under_way:
+        # Read once: the thread forgets it at its end.
+        snapshot = self._snapshot
+        if at_once and snapshot is not None and self.under_way:
             logger.warning("the save of %s is given up", self._path)
-            self._store.end(self._snapshot)
+            self._store.end(snapshot)
         self.finish()
 
     def _run(self, board: Board, snapshot: Snapshot, path: Path, job: Job) -> None:
