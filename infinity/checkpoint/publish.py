@@ -59,7 +59,8 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a save goes: the identity of its files, its number, and a checkpoint that may have frozen files to share.
+    """Where a save goes: the identity of its files, its number, a checkpoint that may have frozen files to share, and
+    those that are to go when this one is published.
     """
 
     id: str
@@ -133,8 +134,15 @@ def write_client(folder: Path, identity: str, tensors: Mapping[str, Tensor]) -> 
     if not tensors:
         return None
     path = folder / client_name(identity)
+    alone: dict[str, Tensor] = {}
+    memory: set[int] = set()
+    for name, tensor in tensors.items():
+        at = tensor.untyped_storage().data_ptr()
+        # A safetensors file has no two names for one memory.
+        alone[name] = tensor.clone() if at in memory else tensor
+        memory.add(at)
     try:
-        save_file(dict(tensors), path)
+        save_file(alone, path)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
             crc = 0

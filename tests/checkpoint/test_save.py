@@ -286,7 +286,13 @@ def test_client_state_that_would_be_pickled_is_refused_before_anything_is_writte
         with pytest.raises(CheckpointError, match=r"client_state.a\[0\] is a builtins.object"):
             engine.save_checkpoint(tmp_path / "out", client_state={"a": [object()]})
         assert not (tmp_path / "out").exists()
-        state = {"tensor": torch.arange(5), "best": (1.5, None), "by": {3: "x"}}
+        shared = torch.arange(5)
+        # Two names of one memory, and two that have one path.
+        state = {"tensor": shared, "best": (1.5, None), "by": {3: "x"}, "view": shared[1:], "ema": {"w": torch.ones(2)}}
+        state["ema.w"] = torch.zeros(2)
         engine.save_checkpoint(tmp_path / "out", client_state=state)
         _, again = engine.load_checkpoint(tmp_path / "out")
-        assert torch.equal(again.pop("tensor"), state.pop("tensor")) and again == state
+        again["ema"], state["ema"] = again["ema"]["w"], state["ema"]["w"]
+        for name in ("tensor", "view", "ema", "ema.w"):
+            assert torch.equal(again.pop(name), state.pop(name)), name
+        assert again == state
