@@ -30,7 +30,6 @@ from infinity.checkpoint.format import (
     Manifest,
     RankIndex,
     TensorInfo,
-    check_files,
     read_manifest,
 )
 from infinity.checkpoint.pieces import shares, tensor_kinds
@@ -289,9 +288,7 @@ def _publish(order: Order, parts: Parts, place: Place, infos: list[FileInfo], as
         if parts.mesh.ranks.rank == 0:
             client = write_client(order.folder, place.id, order.tensors)
             manifest = manifest_of(order, parts, place, infos, client)
-            if place.outdated:
-                check_files(order.folder, manifest)
-            publish(order.directory, manifest, latest=order.latest)
+            publish(order.directory, manifest, latest=order.latest, checked=bool(place.outdated))
 
     try:
         ask("manifest of a checkpoint", job)

@@ -24,6 +24,7 @@ from infinity.checkpoint.format import (
     MANIFEST,
     FileInfo,
     Manifest,
+    check_files,
     client_name,
     complete,
     find,
@@ -157,8 +158,10 @@ def write_client(folder: Path, identity: str, tensors: Mapping[str, Tensor]) -> 
     return FileInfo(path.name, path.stat().st_size, crc)
 
 
-def publish(directory: Path, manifest: Manifest, *, latest: bool) -> None:
-    """Make the checkpoint one; then `latest`, and what an older one of the same tag had."""
+def publish(directory: Path, manifest: Manifest, *, latest: bool, checked: bool) -> None:
+    """Make the checkpoint one; then `latest`, and what an older one of the same tag had. `checked`: not before all
+    indexes and sizes of files are found right.
+    """
     folder = directory / manifest.tag
     unseen = [info.name for info in manifest.ranks if not (folder / info.name).is_file()]
     if unseen:
@@ -166,6 +169,8 @@ def publish(directory: Path, manifest: Manifest, *, latest: bool) -> None:
             folder, f"rank 0 does not see {', '.join(unseen[:3])}, which other ranks have written",
             "Save into a folder that all nodes share",
         )  # fmt: skip
+    if checked:
+        check_files(folder, manifest)
     replace_file(folder / MANIFEST, manifest.to_bytes())
     sync_folder(directory)
     if latest:
