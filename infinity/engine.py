@@ -64,6 +64,8 @@ class Engine(nn.Module):
         self.micro_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
+        # What the program wants back from checkpoints: a mapping, or a function that returns one when asked.
+        self.client_state: Any = None
         self._device = parts.device
         self._hooks = parts.hooks
         self._stepper = parts.stepper
@@ -291,9 +293,10 @@ class Engine(nn.Module):
         """Save weights, optimizer states and the state of the run below `save_dir`; returns the tag. Collective.
 
         tag: name of the folder in `save_dir`, by default "global_step" and the number. client_state: what the program
-        wants back from `load_checkpoint` (rank 0's counts). exclude_frozen_parameters: leave out what is not trained.
-        asynchronous: return as soon as the state is captured (by default what checkpoint.async says); what then goes
-        wrong is raised by the next verb, with several ranks at the end of the next step.
+        wants back from `load_checkpoint` (rank 0's counts), by default its `engine.client_state`.
+        exclude_frozen_parameters: leave out what is not trained. asynchronous: return as soon as the state is captured
+        (by default what checkpoint.async says); what then goes wrong is raised by the next verb, with several ranks at
+        the end of the next step.
 
         Raises alike on all ranks, and leaves what was saved before: StateError while gradients accumulate,
         TransferError where the drive fails or is full, CheckpointError for what cannot be saved.

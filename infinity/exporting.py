@@ -51,6 +51,8 @@ def export(
     nbytes_max = None if one_file else parse_bytes(max_shard_size)
     shards = description.shards(sources, chosen, stem=stem, nbytes_max=nbytes_max)
     first = parts.mesh.ranks.rank == 0
+    # The folder that rank 0 has made, while it is beside its place.
+    hidden: list[Path] = []
 
     def prepare() -> str:
         # What the latest step does behind the program comes first.
@@ -60,6 +62,7 @@ def export(
         if target.exists() and not target.is_dir():
             raise ConfigError(f"export: {target} is a file; name a folder")
         made = beside(target)
+        hidden.append(made)
         made.mkdir(parents=True)
         write_texts(made, description.companions(shards, chosen, stem=stem))
         if tokenizer is not None:
@@ -68,8 +71,8 @@ def export(
         WeightWriter(made, shards, create=True).close()
         return made.name
 
-    made = target.resolve().parent / together(parts.mesh, "beginning of an export", prepare, path=target)[0]
     try:
+        made = target.resolve().parent / together(parts.mesh, "beginning of an export", prepare, path=target)[0]
         done = together(parts.mesh, "files of an export", lambda: _write(parts, sources, shards, made), path=target)
 
         def finish() -> None:
@@ -79,8 +82,8 @@ def export(
 
         together(parts.mesh, "end of an export", finish, path=target)
     finally:
-        if first:
-            shutil.rmtree(made, ignore_errors=True)
+        for folder in hidden:
+            shutil.rmtree(folder, ignore_errors=True)
     return target
 
 

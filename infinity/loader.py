@@ -85,4 +85,6 @@ class Loader(DataLoader[Any]):
         """Go on behind the batch that was drawn last when `state` was told."""
         self._order.seed = int(state["seed"])
         self._epochs, self._drawn = int(state["epochs"]), int(state["drawn"])
-        self._goes_on = self._epochs > 0 and self._drawn < len(cast(Sized, self.dataset))
+        left = len(cast(Sized, self.dataset)) - self._drawn
+        # An epoch that has no batch left is over.
+        self._goes_on = self._epochs > 0 and left >= (self._step if self.drop_last else 1)

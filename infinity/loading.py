@@ -9,6 +9,7 @@ refuses to go on until a load succeeds.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load
-from torch import Tensor
 
 from infinity.boundary import Boundary
 from infinity.checkpoint.files import Reader
@@ -25,7 +25,6 @@ from infinity.checkpoint.format import (
     BUFFER,
     MANIFEST,
     PARAM,
-    FileInfo,
     Manifest,
     RankIndex,
     TensorInfo,
@@ -33,6 +32,7 @@ from infinity.checkpoint.format import (
     check_files,
     complete,
     find,
+    identity_of,
     latest_tag,
     read_manifest,
 )
@@ -47,7 +47,6 @@ from infinity.errors import CheckpointError, TransferError
 from infinity.log import Progress, logger
 from infinity.memory.partition import DTYPES
 from infinity.observer import Observer
-from infinity.ops.checksum import checksum
 from infinity.parts import Parts
 from infinity.saving import buffers_of, queue_of, tied_of
 from infinity.zero.weight_files import INDEX, SINGLE, WeightFolder
@@ -112,8 +111,8 @@ def resume(
     def look() -> tuple[list[str], list[tuple[str, str, bool]]]:
         if parts.mesh.ranks.rank != 0:
             return [], []
-        unusable = [(str(at), why, (at / MANIFEST).exists()) for at, why in broken(directory)]
-        return [folder.name for folder, _ in complete(directory)], unusable
+        tags = [folder.name for folder, _ in complete(directory)]
+        return tags, _unusable(directory, tags)
 
     tags, unusable = together(parts.mesh, "checkpoints to resume from", look, path=directory)[0]
     failures: list[str] = []
@@ -133,6 +132,26 @@ def resume(
         )  # fmt: skip
     logger.info("there is no checkpoint to resume from in %s: the run begins", directory)
     return None, {}
+
+
+def _unusable(directory: Path, tags: list[str]) -> list[tuple[str, str, bool]]:
+    """(path, why, whether there was a checkpoint) of what is no checkpoint or none any more; `tags` are those that are.
+
+    Other programs keep a manifest.json, too, but no files of our names beside it. A save writes `latest` when its
+    checkpoint is complete: what that names was one.
+    """
+    named, found = None, []
+    try:
+        named = latest_tag(directory)
+    except CheckpointError as error:
+        found.append((error.path, str(error), True))
+    for at, why in broken(directory):
+        ours = any(identity_of(name) is not None for name in os.listdir(at))
+        found.append((str(at), why, at.name == named or (ours and (at / MANIFEST).exists())))
+    known = [*tags, *(Path(path).name for path, _, _ in found)]
+    if named is not None and named not in known:
+        found.append((str(directory / named), f"`latest` names {named}, and there is nothing of it", True))
+    return found
 
 
 def _find(trainee: Trainee, parts: Parts, directory: Path, tag: str | None, wanted: Wanted) -> Found | None:
@@ -160,7 +179,7 @@ def _find(trainee: Trainee, parts: Parts, directory: Path, tag: str | None, want
                 raise CheckpointError(
                     folder, f"not all elements of {name} ({lacking[0]}) are in it", "Load another checkpoint"
                 )
-    client = _read_client(folder, manifest.client) if manifest.client is not None else {}
+    client = load(manifest.client.read(folder)) if manifest.client is not None else {}
     return Found(folder, found, manifest, indexes, decode(manifest.client_state, client))
 
 
@@ -201,13 +220,6 @@ def _tensors(parts: Parts) -> dict[str, TensorInfo]:
     for name, dtype, buffer in buffers_of(parts.module):
         tensors[name] = TensorInfo(tuple(buffer.shape), dtype, trainable=False, kinds=(BUFFER,))
     return tensors
-
-
-def _read_client(folder: Path, info: FileInfo) -> dict[str, Tensor]:
-    data = (folder / info.name).read_bytes()
-    if checksum(data) != info.crc32c:
-        raise CheckpointError(folder / info.name, "its bytes are not those that were written", "Load an older one")
-    return load(data)
 
 
 @contextmanager
@@ -278,9 +290,11 @@ def _restore(trainee: Trainee, parts: Parts, boundary: Boundary, found: Found, w
     manifest, indexes = found.manifest, found.indexes
     if manifest is None or indexes is None or wanted.module_only:
         return
+    managed = parts.config.config.managed_gradient_accumulation
     restore_run(
         trainee, parts.stepper, boundary, manifest.engine, [index.singles for index in indexes], found.match.source,
         optimizer=wanted.optimizer and _has_states(manifest), scheduler=wanted.scheduler,
+        accumulation=parts.config.accumulation if managed else 1,
     )  # fmt: skip
     rank = parts.mesh.ranks.rank
     if rank < len(indexes):

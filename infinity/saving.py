@@ -8,7 +8,7 @@ A save that fails, on whatever rank, leaves the checkpoint that was there, and t
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -23,7 +23,6 @@ import infinity
 from infinity.boundary import Boundary
 from infinity.checkpoint.background import Background, Together
 from infinity.checkpoint.describe import describe
-from infinity.checkpoint.files import Reader
 from infinity.checkpoint.format import (
     BUFFER,
     MANIFEST,
@@ -31,7 +30,6 @@ from infinity.checkpoint.format import (
     Manifest,
     RankIndex,
     TensorInfo,
-    check_files,
     read_manifest,
 )
 from infinity.checkpoint.pieces import shares, tensor_kinds
@@ -40,7 +38,6 @@ from infinity.checkpoint.publish import (
     Retention,
     check_tag,
     claimed,
-    outdated,
     prepare,
     publish,
     remove,
@@ -52,7 +49,7 @@ from infinity.checkpoint.save import Capture, write
 from infinity.checkpoint.sources import Kept, Leases, Source, snapshot_of
 from infinity.checkpoint.state import Trainee, random_state, run_state, singles_of, spelled
 from infinity.errors import CheckpointError, StateError
-from infinity.log import Progress, logger
+from infinity.log import logger
 from infinity.memory.partition import DTYPES
 from infinity.memory.queue_options import queue_options
 from infinity.ops.aio import Queue
@@ -107,18 +104,24 @@ def save(
     order.tensors = {name: tensor.clone() for name, tensor in order.tensors.items()}
     snapshot = snapshot_of(parts.plan, [piece.key for piece in capture.pieces], in_backward=boundary.early)
     source = Kept(parts.store, snapshot, share=parts.config.config.checkpoint.bandwidth_share)
-    background.begin(order.folder, snapshot, lambda ask: _carry_out(order, parts, capture, source, ask))
+    background.begin(order.folder, snapshot, partial(_carry_out, order, parts, capture, source))
     return order.tag
 
 
-def _carry_out(order: Order, parts: Parts, capture: Capture, source: Source, ask: Together) -> None:
-    """From the capture to the checkpoint. `ask`: how all ranks are asked; what one raises every rank raises."""
+def _carry_out(
+    order: Order, parts: Parts, capture: Capture, source: Source, ask: Together,
+    moved: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """From the capture to the checkpoint. `ask`: how all ranks are asked; what one raises every rank raises. `moved`:
+    called while this rank writes.
+    """
     with ExitStack() as stack:
         place = _claim(order, parts, stack, ask)
         capture = replace(capture, previous=_previous(order.directory, place, capture.rank))
-        infos = _write(order, parts, place, capture, source, ask)
+        infos = _write(order, parts, place, capture, source, ask, moved)
         _publish(order, parts, place, infos, ask)
-        _retire(order, parts, ask)
+        if capture.rank == 0:
+            remove([order.directory / name for name in place.outdated])
 
 
 def queue_of(parts: Parts) -> Queue:
@@ -198,8 +201,11 @@ def _order(
         "tensors": _tensors(order, parts), "tied": tied_of(parts.module), "module": _module(parts.module),
     }
     order.run = run_state(trainee, parts.stepper, boundary, path=order.directory)
+    own = trainee.client_state if client_state is None else client_state
+    # Asked on every rank: it may be a collective of the program's.
+    own = own() if callable(own) else own
     if parts.mesh.ranks.rank == 0:
-        order.client_state = spelled(dict(client_state or {}), order.tensors, path=order.directory)
+        order.client_state = spelled(dict(own or {}), order.tensors, path=order.directory)
     return {"tag": tag, "directory": str(order.directory.absolute())}
 
 
@@ -226,7 +232,9 @@ def _claim(order: Order, parts: Parts, stack: ExitStack, ask: Together) -> Place
         if parts.mesh.ranks.rank != 0:
             return {}
         stack.enter_context(claimed(order.directory))
-        return asdict(prepare(order.directory, order.tag))
+        section = parts.config.config.checkpoint
+        retention = Retention(section.keep_last, section.keep_every)
+        return asdict(prepare(order.directory, order.tag, retention, latest=order.latest))
 
     return Place(**ask("place of a checkpoint", claim)[0])
 
@@ -244,9 +252,10 @@ def _previous(directory: Path, place: Place, rank: int) -> tuple[Path, RankIndex
 
 
 def _write(
-    order: Order, parts: Parts, place: Place, capture: Capture, source: Source, ask: Together
-) -> list[FileInfo]:
-    """Every rank's files, or none."""
+    order: Order, parts: Parts, place: Place, capture: Capture, source: Source, ask: Together,
+    moved: Callable[[], None],
+) -> list[FileInfo]:  # fmt: skip
+    """Every rank's files, or none; read back and verified where older checkpoints are to go."""
 
     def job() -> dict[str, Any]:
         if not order.folder.is_dir():
@@ -255,7 +264,8 @@ def _write(
                 "Save into a folder that all nodes share",
             )  # fmt: skip
         with queue_of(parts) as queue:
-            return asdict(write(capture, source, order.folder, place.id, queue))
+            read_back = bool(place.outdated)
+            return asdict(write(capture, source, order.folder, place.id, queue, read_back=read_back, moved=moved))
 
     try:
         return [FileInfo(**row) for row in ask("files of a checkpoint", job)]
@@ -277,43 +287,14 @@ def _publish(order: Order, parts: Parts, place: Place, infos: list[FileInfo], as
     def job() -> None:
         if parts.mesh.ranks.rank == 0:
             client = write_client(order.folder, place.id, order.tensors)
-            publish(order.directory, manifest_of(order, parts, place, infos, client), latest=order.latest)
+            manifest = manifest_of(order, parts, place, infos, client)
+            publish(order.directory, manifest, latest=order.latest, checked=bool(place.outdated))
 
     try:
         ask("manifest of a checkpoint", job)
     except BaseException:
         _remove(order, parts, place)
         raise
-
-
-def _retire(order: Order, parts: Parts, ask: Together) -> None:
-    """Remove what retention does not keep, once every rank has read back what it has written."""
-    section = parts.config.config.checkpoint
-    retention = Retention(section.keep_last, section.keep_every)
-    if not retention.keep_last:
-        return
-    rank = parts.mesh.ranks.rank
-    old: list[Path] = []
-
-    def find_old() -> int:
-        old.extend(outdated(order.directory, retention) if rank == 0 else [])
-        return len(old)
-
-    if not ask("checkpoints to remove", find_old)[0]:
-        return
-    ask("verification of a checkpoint", lambda: _verify(order.folder, parts, rank))
-    remove(old)
-
-
-def _verify(folder: Path, parts: Parts, rank: int) -> None:
-    manifest = read_manifest(folder)
-    index = manifest.index(folder, rank)
-    progress = Progress(f"reading back {folder}", sum(index.files.values()))
-    with queue_of(parts) as queue, Reader(folder, manifest, [index], queue, progress.advance) as reader:
-        for _ in reader.verify():
-            pass
-    if rank == 0:
-        check_files(folder, manifest)
 
 
 def _tensors(order: Order, parts: Parts) -> dict[str, TensorInfo]:

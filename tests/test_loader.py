@@ -100,6 +100,23 @@ def test_a_finished_epoch_is_followed_by_the_next():
     assert drawn(taken) == second
 
 
+@pytest.mark.parametrize(("count", "ranks", "batch", "batches"), [(10, 1, 4, 2), (23, 2, 3, 3)])
+def test_an_epoch_without_another_whole_batch_is_finished(count, ranks, batch, batches):
+    each = loaders(count, ranks, batch, drop_last=True)
+    drawn(each, batches - 1)
+    began = each[0].state_dict()
+    drawn(each, batches)
+    ended = each[0].state_dict()
+    expected = drawn(each)
+    for state, left in ((began, 1), (ended, batches)):
+        again = loaders(count, ranks, batch, drop_last=True)
+        for loader in again:
+            loader.load_state_dict(state)
+        rest = drawn(again)
+        assert [len(mine) for mine in rest] == [left * batch] * ranks
+    assert rest == expected
+
+
 def test_nothing_is_taken_from_the_programs_generator():
     state = torch.get_rng_state()
     drawn(loaders(8, 1, 4))

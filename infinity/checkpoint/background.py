@@ -27,6 +27,8 @@ from infinity.memory.store import TieredStore
 
 # What a save asks of all ranks: a name, and this rank's part of the work; returns all ranks' values, which are JSON.
 Together = Callable[[str, Callable[[], Any]], list[Any]]
+# A save: given how all ranks are asked, and what it calls while it works alone.
+Job = Callable[[Together, Callable[[], None]], None]
 
 
 class Background:
@@ -41,7 +43,7 @@ class Background:
         self._error: BaseException | None = None
         self._count = 0
 
-    def begin(self, path: Path, snapshot: Snapshot, job: Callable[[Together], None]) -> None:
+    def begin(self, path: Path, snapshot: Snapshot, job: Job) -> None:
         """Take the snapshot now, and run `job` behind the program, which saves it at `path`. Waits for a save before.
 
         Every rank must begin the same saves in the same order.
@@ -73,23 +75,26 @@ class Background:
 
     def finish(self) -> None:
         """Return when nothing goes on; raise what went wrong, if it has not been raised."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            if thread.is_alive():
+        if self._thread is not None:
+            if self._thread.is_alive():
                 logger.info("waiting for the save of %s, which is under way", self._path)
                 if (snapshot := self._snapshot) is not None:
                     self._store.rush(snapshot)
-            thread.join()
+            # Who interrupts this finds it under way.
+            self._thread.join()
+            self._thread = None
         self.check()
 
     def close(self, *, at_once: bool) -> None:
         """As `finish`; with `at_once` the save is given up: its files go, the checkpoints before it stay."""
-        if at_once and self._snapshot is not None and self.under_way:
+        # Read once: the thread forgets it at its end.
+        snapshot = self._snapshot
+        if at_once and snapshot is not None and self.under_way:
             logger.warning("the save of %s is given up", self._path)
-            self._store.end(self._snapshot)
+            self._store.end(snapshot)
         self.finish()
 
-    def _run(self, board: Board, snapshot: Snapshot, path: Path, job: Callable[[Together], None]) -> None:
+    def _run(self, board: Board, snapshot: Snapshot, path: Path, job: Job) -> None:
         def check() -> None:
             self._mesh.check()
             if snapshot.over:
@@ -99,7 +104,7 @@ class Background:
             return _agree(board, name, part, path, check)
 
         try:
-            job(together)
+            job(together, board.alive)
         except BaseException as error:
             self._error = error
         finally:

@@ -7,7 +7,7 @@ state, then buffers. A block of elements of each side is in memory at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`compared` counts tensors by kind. `counters` are (name, first, second) of what differs about the run."""
+    """`compared` counts tensors by kind. `unlike` are (tensor, first's kinds, second's) where one side keeps what the
+    other does not. `counters` are (name, first, second) of what differs about the run.
+    """
 
     added: tuple[str, ...]
     removed: tuple[str, ...]
     reshaped: tuple[str, ...]
+    unlike: tuple[tuple[str, str, str], ...]
     compared: Mapping[str, int]
     changes: tuple[Change, ...]
     counters: tuple[tuple[str, Any, Any], ...]
@@ -50,7 +53,7 @@ class Comparison:
     @property
     def same(self) -> bool:
         """Whether nothing differs."""
-        return not (self.added or self.removed or self.reshaped or self.changes or self.counters)
+        return not (self.added or self.removed or self.reshaped or self.unlike or self.changes or self.counters)
 
 
 def compare(
@@ -85,6 +88,7 @@ def compare(
         added=tuple(name for name in two.tensors if name not in one.tensors),
         removed=tuple(name for name in one.tensors if name not in two.tensors),
         reshaped=tuple(name for name in both if name not in set(alike)),
+        unlike=tuple(_unlike(one, two, alike)),
         compared=compared, changes=tuple(changes), counters=tuple(_run_differences(one, two)),
     )  # fmt: skip
 
@@ -95,6 +99,15 @@ def _kinds(one: Manifest, two: Manifest, name: str) -> list[str]:
     shared = kinds[0] & kinds[1]
     found = [WEIGHT] if PARAM in shared else []
     return found + sorted(shared - set(_OF_MASTERS))
+
+
+def _unlike(one: Manifest, two: Manifest, names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Tensors that one side keeps less of. How masters are completed is the precision's business."""
+    for name in names:
+        kinds = [set(manifest.tensors[name].kinds) - {REMAINDER, MASTER} for manifest in (one, two)]
+        if kinds[0] != kinds[1]:
+            first, second = (", ".join(sorted(each)) or "nothing" for each in kinds)
+            yield name, first, second
 
 
 def _blocks(reader: Reader, name: str, kind: str) -> Iterator[Tensor]:
@@ -127,6 +140,9 @@ def _run_differences(one: Manifest, two: Manifest) -> Iterator[tuple[str, Any, A
     for name in {**left, **right}:
         if left.get(name) != right.get(name):
             yield name, left.get(name), right.get(name)
+    tensors = [None if each.client is None else f"crc32c {each.client.crc32c:08x}" for each in (one, two)]
+    if tensors[0] != tensors[1]:
+        yield "tensors of client_state", tensors[0], tensors[1]
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import errno
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ STAGING_COUNT = 8
 _IN_FLIGHT = 16
 # Files that a reader has open at a time.
 _OPEN_MAX = 64
+_Reading = TypeVar("_Reading", bound="BlockReader")
 
 
 def file_nbytes(sizes: Sequence[int]) -> int:
@@ -163,35 +165,23 @@ class Writer:
         self._path.unlink(missing_ok=True)
 
 
-class Reader:
-    """Reads any range of any tensor of a checkpoint, and verifies all that it reads. Use as a context manager.
+class BlockReader:
+    """Reads blocks of extents, and verifies all that it reads. Use as a context manager.
 
     queue: used and left open; without one the reader has its own. tell: hears of every block's bytes.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, indexes: Sequence[RankIndex], queue: Queue | None = None,
-        tell: Callable[[int], None] = lambda nbytes: None,
-    ) -> None:  # fmt: skip
+        self, folder: Path, queue: Queue | None = None, tell: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
         self.folder = folder
-        self.manifest = manifest
-        self.indexes = indexes
         self._own = Queue() if queue is None else None
         self._queue = queue if queue is not None else self._own
         self._tell = tell
         # Open files, the one that was used last at the end: a checkpoint of many ranks has many.
         self._files: OrderedDict[str, File] = OrderedDict()
-        # Blocks of which only a part was wanted, the latest last.
-        self._cache: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
-        self._places: dict[tuple[str, str], list[tuple[Array, Extent]]] = {}
-        for index in indexes:
-            for array in index.arrays:
-                place = (array, index.extents[array.extent])
-                self._places.setdefault((array.tensor, array.kind), []).append(place)
-        for places in self._places.values():
-            places.sort(key=lambda place: place[0].start)
 
-    def __enter__(self) -> Reader:
+    def __enter__(self: _Reading) -> _Reading:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -202,9 +192,82 @@ class Reader:
         for file in self._files.values():
             file.close()
         self._files.clear()
-        self._cache.clear()
         if self._own is not None:
             self._own.close()
+
+    def verified(self, extents: Iterable[Extent]) -> Iterator[int]:
+        """Read all of these; yields the bytes of each block when it was found right.
+
+        CheckpointError where a block is not what was written, TransferError where it cannot be read.
+        """
+        staging = Staging()
+        flying: deque[tuple[Request, Extent]] = deque()
+        try:
+            for extent in extents:
+                for block in range(len(extent.blocks)):
+                    if len(flying) >= STAGING_COUNT:
+                        yield self._arrive(*flying.popleft())
+                    size = min(BLOCK_NBYTES, extent.nbytes - block * BLOCK_NBYTES)
+                    request = self._submit(extent, block, staging.take()[:size])
+                    staging.used_by(request)
+                    flying.append((request, extent))
+            while flying:
+                yield self._arrive(*flying.popleft())
+        finally:
+            for request, _ in flying:
+                with suppress(TransferError):
+                    request.wait()
+
+    def _submit(self, extent: Extent, block: int, target: Tensor) -> Request:
+        assert self._queue is not None
+        file = self._files.pop(extent.file, None) or File.open(self.folder / extent.file)
+        self._files[extent.file] = file
+        if len(self._files) > _OPEN_MAX:
+            # A transfer in flight keeps what it needs.
+            self._files.popitem(last=False)[1].close()
+        return self._queue.read(
+            file, extent.offset + block * BLOCK_NBYTES, target, expected=extent.blocks[block]
+        )  # fmt: skip
+
+    def _arrive(self, request: Request, extent: Extent) -> int:
+        try:
+            request.wait()
+        except TransferError as error:
+            if error.errno != errno.EBADMSG:
+                raise
+            raise CheckpointError(
+                self.folder / extent.file,
+                f"{error.nbytes} bytes at offset {error.offset} are not those that were written ({error.reason})",
+                "Load an older checkpoint",
+            ) from error
+        self._tell(request.nbytes)
+        return request.nbytes
+
+
+class Reader(BlockReader):
+    """Reads any range of any tensor of a checkpoint. See BlockReader."""
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, indexes: Sequence[RankIndex], queue: Queue | None = None,
+        tell: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:  # fmt: skip
+        super().__init__(folder, queue, tell)
+        self.manifest = manifest
+        self.indexes = indexes
+        # Blocks of which only a part was wanted, the latest last.
+        self._cache: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
+        self._places: dict[tuple[str, str], list[tuple[Array, Extent]]] = {}
+        for index in indexes:
+            for array in index.arrays:
+                place = (array, index.extents[array.extent])
+                self._places.setdefault((array.tensor, array.kind), []).append(place)
+        for places in self._places.values():
+            places.sort(key=lambda place: place[0].start)
+
+    def close(self) -> None:
+        """Close all files."""
+        super().close()
+        self._cache.clear()
 
     def has(self, tensor: str, kind: str) -> bool:
         """Whether there is anything of this kind."""
@@ -274,26 +337,9 @@ class Reader:
                 with suppress(TransferError):
                     request.wait()
 
-    def verify(self, ranks: Sequence[int] | None = None) -> Iterator[int]:
-        """Read all files of these ranks (default: of all); yields the bytes of each block when it was found right."""
-        staging = Staging()
-        flying: deque[tuple[Request, Extent]] = deque()
-        try:
-            for rank in range(len(self.indexes)) if ranks is None else ranks:
-                for extent in self.indexes[rank].extents:
-                    for block in range(len(extent.blocks)):
-                        if len(flying) >= STAGING_COUNT:
-                            yield self._arrive(*flying.popleft())
-                        size = min(BLOCK_NBYTES, extent.nbytes - block * BLOCK_NBYTES)
-                        request = self._submit(extent, block, staging.take()[:size])
-                        staging.used_by(request)
-                        flying.append((request, extent))
-            while flying:
-                yield self._arrive(*flying.popleft())
-        finally:
-            for request, _ in flying:
-                with suppress(TransferError):
-                    request.wait()
+    def verify(self) -> Iterator[int]:
+        """Read all files; see `verified`."""
+        return self.verified(extent for index in self.indexes for extent in index.extents)
 
     def _block(self, extent: Extent, block: int) -> Tensor:
         key = (extent.file, extent.offset + block * BLOCK_NBYTES)
@@ -308,31 +354,6 @@ class Reader:
             held = room
         self._cache[key] = held
         return held
-
-    def _submit(self, extent: Extent, block: int, target: Tensor) -> Request:
-        assert self._queue is not None
-        file = self._files.pop(extent.file, None) or File.open(self.folder / extent.file)
-        self._files[extent.file] = file
-        if len(self._files) > _OPEN_MAX:
-            # A transfer in flight keeps what it needs.
-            self._files.popitem(last=False)[1].close()
-        return self._queue.read(
-            file, extent.offset + block * BLOCK_NBYTES, target, expected=extent.blocks[block]
-        )  # fmt: skip
-
-    def _arrive(self, request: Request, extent: Extent) -> int:
-        try:
-            request.wait()
-        except TransferError as error:
-            if error.errno != errno.EBADMSG:
-                raise
-            raise CheckpointError(
-                self.folder / extent.file,
-                f"{error.nbytes} bytes at offset {error.offset} are not those that were written ({error.reason})",
-                "Load an older checkpoint",
-            ) from error
-        self._tell(request.nbytes)
-        return request.nbytes
 
 
 def _blocks(extent: Extent, begin: int, end: int) -> Iterator[tuple[int, int, int]]:

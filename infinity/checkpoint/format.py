@@ -214,6 +214,23 @@ class FileInfo:
     nbytes: int
     crc32c: int
 
+    def read(self, folder: Path) -> bytes:
+        """Its content; CheckpointError unless it is what the manifest vouches for."""
+        path = folder / self.name
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                path, f"the manifest names it, but it cannot be read ({error.strerror})",
+                "Load another checkpoint of the folder",
+            ) from error  # fmt: skip
+        if len(data) != self.nbytes or checksum(data) != self.crc32c:
+            raise CheckpointError(
+                path, f"it is not the file of {self.nbytes} bytes that the manifest vouches for",
+                "Load another checkpoint of the folder",
+            )  # fmt: skip
+        return data
+
 
 @dataclass(frozen=True)
 class Manifest(_Written):
@@ -271,20 +288,7 @@ class Manifest(_Written):
     def index(self, folder: Path, rank: int) -> RankIndex:
         """One rank's index; CheckpointError unless it is the file that the manifest vouches for."""
         info = self.ranks[rank]
-        path = folder / info.name
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(
-                path, f"the manifest names it, but it cannot be read ({error.strerror})",
-                "Load another checkpoint of the folder",
-            ) from error  # fmt: skip
-        if len(data) != info.nbytes or checksum(data) != info.crc32c:
-            raise CheckpointError(
-                path, f"it is not the file of {info.nbytes} bytes that the manifest vouches for",
-                "Load another checkpoint of the folder",
-            )  # fmt: skip
-        return RankIndex.from_bytes(data, path=path)
+        return RankIndex.from_bytes(info.read(folder), path=folder / info.name)
 
 
 def index_name(identity: str, rank: int) -> str:
@@ -341,10 +345,17 @@ def find(directory: Path | str, tag: str | None = None) -> Path | None:
 
 def folders(directory: Path | str) -> Iterator[Path]:
     """Folders below DIR that hold files of checkpoints, whole or not."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        for path in sorted(Path(directory).iterdir()):
-            if path.is_dir() and not path.is_symlink() and any(is_ours(name) for name in os.listdir(path)):
-                yield path
+    try:
+        paths = sorted(Path(directory).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for path in paths:
+        names: list[str] = []
+        # A file, a folder that nobody may read (lost+found), or one that has gone meanwhile.
+        with suppress(OSError):
+            names = os.listdir(path)
+        if any(is_ours(name) for name in names):
+            yield path
 
 
 def complete(directory: Path | str) -> list[tuple[Path, Manifest]]:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from infinity.checkpoint.format import TensorInfo
+from infinity.checkpoint.format import BUFFER, TensorInfo
 from infinity.errors import CheckpointError
 from infinity.log import logger
 
@@ -46,6 +46,8 @@ def match(
             found.missing.append(name)
         elif saved[source].shape != info.shape:
             found.mismatched.append(f"{name} is {list(info.shape)} in the model and {list(saved[source].shape)} here")
+        elif BUFFER in saved[source].kinds and BUFFER not in info.kinds:
+            found.mismatched.append(f"{name} is a parameter in the model and a buffer here")
         elif not saved[source].kinds:
             (found.missing if info.trainable else found.excluded).append(name)
         elif not _convertible(saved[source].dtype, info.dtype):

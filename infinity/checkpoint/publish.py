@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from infinity.checkpoint.format import (
     MANIFEST,
     FileInfo,
     Manifest,
+    check_files,
     client_name,
     complete,
     find,
@@ -59,12 +60,14 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a save goes: the identity of its files, its number, and a checkpoint that may have frozen files to share.
+    """Where a save goes: the identity of its files, its number, a checkpoint that may have frozen files to share, and
+    those that are to go when this one is published.
     """
 
     id: str
     number: int
     previous: str | None
+    outdated: Sequence[str]
 
 
 def check_tag(tag: str) -> str:
@@ -100,8 +103,10 @@ def claimed(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def prepare(directory: Path, tag: str) -> Place:
-    """Make the folder of a tag, and remove what killed saves have left in DIR. Under `claimed`."""
+def prepare(directory: Path, tag: str, retention: Retention, *, latest: bool) -> Place:
+    """Make the folder of a tag, which `latest` is to name or not, and remove what killed saves have left in DIR. Under
+    `claimed`.
+    """
     numbers, previous = [0], None
     with suppress(CheckpointError):
         # A damaged `latest` is replaced.
@@ -111,14 +116,18 @@ def prepare(directory: Path, tag: str) -> Place:
             manifest = read_manifest(folder)
         except CheckpointError:
             # Damaged ones are left to be looked at; without a manifest it is what a killed save has left.
-            if not (folder / MANIFEST).exists():
+            if not (folder / MANIFEST).exists() and not folder.is_symlink():
                 sweep(folder, keep=None)
             continue
         numbers.append(manifest.number)
-        sweep(folder, keep=manifest.id)
+        if not folder.is_symlink():
+            sweep(folder, keep=manifest.id)
     (directory / tag).mkdir(exist_ok=True)
     sync_folder(directory)
-    return Place(secrets.token_hex(6), max(numbers) + 1, None if previous is None else previous.name)
+    return Place(
+        secrets.token_hex(6), max(numbers) + 1, None if previous is None else previous.name,
+        _outdated(directory, retention, tag, latest=latest),
+    )  # fmt: skip
 
 
 def write_client(folder: Path, identity: str, tensors: Mapping[str, Tensor]) -> FileInfo | None:
@@ -126,8 +135,15 @@ def write_client(folder: Path, identity: str, tensors: Mapping[str, Tensor]) -> 
     if not tensors:
         return None
     path = folder / client_name(identity)
+    alone: dict[str, Tensor] = {}
+    memory: set[int] = set()
+    for name, tensor in tensors.items():
+        at = tensor.untyped_storage().data_ptr()
+        # A safetensors file has no two names for one memory.
+        alone[name] = tensor.clone() if at in memory else tensor
+        memory.add(at)
     try:
-        save_file(dict(tensors), path)
+        save_file(alone, path)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
             crc = 0
@@ -142,8 +158,10 @@ def write_client(folder: Path, identity: str, tensors: Mapping[str, Tensor]) -> 
     return FileInfo(path.name, path.stat().st_size, crc)
 
 
-def publish(directory: Path, manifest: Manifest, *, latest: bool) -> None:
-    """Make the checkpoint one; then `latest`, and what an older one of the same tag had."""
+def publish(directory: Path, manifest: Manifest, *, latest: bool, checked: bool) -> None:
+    """Make the checkpoint one; then `latest`, and what an older one of the same tag had. `checked`: not before all
+    indexes and sizes of files are found right.
+    """
     folder = directory / manifest.tag
     unseen = [info.name for info in manifest.ranks if not (folder / info.name).is_file()]
     if unseen:
@@ -151,24 +169,13 @@ def publish(directory: Path, manifest: Manifest, *, latest: bool) -> None:
             folder, f"rank 0 does not see {', '.join(unseen[:3])}, which other ranks have written",
             "Save into a folder that all nodes share",
         )  # fmt: skip
+    if checked:
+        check_files(folder, manifest)
     replace_file(folder / MANIFEST, manifest.to_bytes())
     sync_folder(directory)
     if latest:
         replace_file(directory / LATEST, (manifest.tag + "\n").encode())
     sweep(folder, keep=manifest.id)
-
-
-def outdated(directory: Path, retention: Retention) -> list[Path]:
-    """Checkpoints that are not to stay. The newest always does, and the one that `latest` names."""
-    named = None
-    with suppress(CheckpointError):
-        named = latest_tag(directory)
-    found = complete(directory)
-    return [
-        folder
-        for age, (folder, manifest) in enumerate(found)
-        if age and folder.name != named and not retention.stays(age, manifest.number)
-    ]
 
 
 def remove(outdated: list[Path]) -> None:
@@ -204,6 +211,23 @@ def sweep(folder: Path, *, keep: str | None) -> None:
     if keep is None:
         with suppress(OSError):
             folder.rmdir()
+
+
+def _outdated(directory: Path, retention: Retention, tag: str, *, latest: bool) -> list[str]:
+    """Checkpoints that are not to stay once that of `tag`, the newest, is published. What `latest` then names does, and
+    what only a link leads to.
+    """
+    if not retention.keep_last:
+        return []
+    named = None
+    with suppress(CheckpointError):
+        named = tag if latest else latest_tag(directory)
+    older = [pair for pair in complete(directory) if pair[0].name != tag and not pair[0].is_symlink()]
+    return [
+        folder.name
+        for age, (folder, manifest) in enumerate(older, 1)
+        if folder.name != named and not retention.stays(age, manifest.number)
+    ]
 
 
 def _names(folder: Path) -> list[str]:

@@ -8,14 +8,14 @@ from typing import Any
 
 from infinity.comm.collectives import exchange_texts
 from infinity.comm.mesh import Mesh
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, InfinityError
 
 
 def together(mesh: Mesh, name: str, job: Callable[[], Any], *, path: object) -> list[Any]:
     """Run `job` on every rank; its values (JSON) by rank. Collective.
 
     Where it raises, this rank raises the same, and every other one a CheckpointError about `path` that says which rank
-    failed, and why.
+    failed, and why. An error of the system is a CheckpointError on this rank, too.
     """
     error: Exception | None = None
     value: Any = None
@@ -23,6 +23,10 @@ def together(mesh: Mesh, name: str, job: Callable[[], Any], *, path: object) -> 
         value = job()
     except Exception as caught:
         error = caught
+        if isinstance(caught, OSError) and not isinstance(caught, InfinityError):
+            # One kind on all ranks: a program that catches it goes on with all of them.
+            error = CheckpointError(path, f"the system refused ({caught})", "Mend that, or name another folder")
+            error.__cause__ = caught
     except BaseException as caught:
         # Somebody ends this process: the others are not to wait for it.
         mesh.failed(caught)

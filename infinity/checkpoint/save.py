@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.files import Staging, Writer, file_nbytes
+from infinity.checkpoint.files import BlockReader, Staging, Writer, file_nbytes
 from infinity.checkpoint.format import (
     ALIGNMENT,
     BLOCK_NBYTES,
@@ -34,7 +34,8 @@ from infinity.checkpoint.format import (
 from infinity.checkpoint.pieces import FROZEN, WEIGHTS, Piece
 from infinity.checkpoint.publish import remove_rank
 from infinity.checkpoint.sources import Lent, Source
-from infinity.log import Progress
+from infinity.errors import CheckpointError
+from infinity.log import Progress, logger
 from infinity.memory.pages import page_aligned
 from infinity.ops.aio import Queue
 from infinity.ops.checksum import checksum
@@ -69,18 +70,24 @@ class Capture:
 
 
 def write(
-    capture: Capture, source: Source, folder: Path, identity: str, queue: Queue, *, progress: Progress | None = None
-) -> FileInfo:
+    capture: Capture, source: Source, folder: Path, identity: str, queue: Queue, *, read_back: bool = False,
+    moved: Callable[[], None] = lambda: None,
+) -> FileInfo:  # fmt: skip
     """Stream a capture from a source into `folder` and leave its index there; returns the index's file.
 
-    Where anything fails, no file of this rank is left.
+    read_back: compare what the drive has with what was written. moved: called with every block that is done. Where
+    anything fails, no file of this rank is left.
     """
-    progress = progress or Progress(f"saving to {folder}", capture.nbytes)
+    tell = _teller(Progress(f"saving to {folder}", capture.nbytes), moved)
     with ExitStack() as undo:
         undo.callback(lambda: remove_rank(folder, identity, capture.rank))
-        linked = _link_frozen(capture, source, folder, identity)
+        linked = _link_frozen(capture, source, folder, identity, queue, tell)
         left = [piece for piece in capture.pieces if linked is None or piece.part != FROZEN]
-        written = _Files(capture, left, folder, identity, queue, progress).run(source)
+        written = _Files(capture, left, folder, identity, queue, tell).run(source)
+        if read_back:
+            new = [extent for extents, _ in written for extent in extents]
+            again = Progress(f"reading back {folder}", sum(extent.nbytes for extent in new))
+            _read_back(folder, new, queue, _teller(again, moved))
         if linked is not None:
             written.append(linked)
         files: dict[str, int] = {}
@@ -99,14 +106,29 @@ def write(
     return FileInfo(name, len(index), checksum(index))
 
 
+def _teller(progress: Progress, moved: Callable[[], None]) -> Callable[[int], None]:
+    def tell(nbytes: int) -> None:
+        progress.advance(nbytes)
+        moved()
+
+    return tell
+
+
+def _read_back(folder: Path, extents: Sequence[Extent], queue: Queue, tell: Callable[[int], None]) -> None:
+    with BlockReader(folder, queue, tell) as reader:
+        for _ in reader.verified(extents):
+            pass
+
+
 class _Files:
     """The files of one rank while they are being written: side by side, in whatever order the source has."""
 
     def __init__(
-        self, capture: Capture, pieces: Sequence[Piece], folder: Path, identity: str, queue: Queue, progress: Progress
-    ) -> None:
+        self, capture: Capture, pieces: Sequence[Piece], folder: Path, identity: str, queue: Queue,
+        tell: Callable[[int], None],
+    ) -> None:  # fmt: skip
         self._capture = capture
-        self._progress = progress
+        self._tell = tell
         self._by_key: dict[Key, list[Piece]] = {}
         sizes: dict[str, list[int]] = {}
         for piece in pieces:
@@ -162,7 +184,7 @@ class _Files:
         while len(self._held) > count:
             lease, places = self._held[0]
             for writer, index in places:
-                writer.wait(index, self._progress.advance)
+                writer.wait(index, self._tell)
             self._held.popleft()
             lease.close()
 
@@ -185,12 +207,12 @@ def _bytes_of(values: Tensor) -> Tensor:
 
 
 def _link_frozen(
-    capture: Capture, source: Source, folder: Path, identity: str
+    capture: Capture, source: Source, folder: Path, identity: str, queue: Queue, tell: Callable[[int], None]
 ) -> tuple[list[Extent], list[Array]] | None:
     """Give the file of frozen parameters of an earlier checkpoint a second name, where it has these very values.
 
-    What memory holds is compared by the blocks' checksums: reading it is many times faster than writing. None where
-    anything differs, or the file system has no hard links.
+    What memory holds and what the drive holds are compared by the blocks' checksums: reading wears no drive, takes no
+    room, and is faster than writing. None where anything differs, or the file system has no hard links.
     """
     pieces = [piece for piece in capture.pieces if piece.part == FROZEN]
     if not pieces or capture.previous is None:
@@ -204,9 +226,8 @@ def _link_frozen(
             return None
         extents.append(found)
         arrays += [replace(array, extent=len(extents) - 1) for array in piece.arrays]
-    if len({extent.file for extent in extents}) != 1 or sum(each.nbytes for each in extents) != index.files.get(
-        extents[0].file
-    ):
+    file, nbytes = extents[0].file, sum(extent.nbytes for extent in extents)
+    if len({extent.file for extent in extents}) != 1 or nbytes != index.files.get(file):
         return None
     for piece, extent in zip(pieces, extents, strict=True):
         with source.lend(piece.key, last=False) as lent:
@@ -214,11 +235,21 @@ def _link_frozen(
                 return None
     name = data_name(identity, capture.rank, FROZEN)
     try:
-        os.link(earlier / extents[0].file, folder / name)
+        os.link(earlier / file, folder / name)
     except OSError:
         return None
+    placed = [replace(extent, file=name) for extent in extents]
+    try:
+        if (held := (folder / name).stat().st_size) != nbytes:
+            raise CheckpointError(folder / name, f"it has {held} bytes instead of {nbytes}", "Load an older checkpoint")
+        _read_back(folder, placed, queue, tell)
+    except (CheckpointError, OSError) as error:
+        # The damage is not to go into this checkpoint, too.
+        logger.warning("%s is damaged; its frozen parameters are written anew: %s", earlier / file, error)
+        (folder / name).unlink()
+        return None
     source.skip([piece.key for piece in pieces])
-    return [replace(extent, file=name) for extent in extents], arrays
+    return placed, arrays
 
 
 def _block_checksums(lent: Lent, piece: Piece, nbytes: int) -> tuple[int, ...]:

@@ -92,8 +92,13 @@ def _encode_array(value: Tensor | np.ndarray[Any, Any], tensors: dict[str, Tenso
             raise _unspeakable(value, path) from error
     if tensors is None or flat.layout is not torch.strided:
         raise _unspeakable(value, path)
-    tensors[path] = flat.contiguous()
-    return {"$tensor" if isinstance(value, Tensor) else "$array": path}
+    name, count = path, 1
+    # {"a": {"b": ...}, "a.b": ...} has one path twice.
+    while name in tensors:
+        count += 1
+        name = f"{path} ({count})"
+    tensors[name] = flat.contiguous()
+    return {"$tensor" if isinstance(value, Tensor) else "$array": name}
 
 
 def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor] | None, path: str) -> Any:

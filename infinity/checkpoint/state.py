@@ -6,7 +6,7 @@ All of it is JSON (see `spelling`). Everything that belongs to a parameter is ke
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +39,10 @@ class Steps(Protocol):
     def load_singles(self, singles: Mapping[str, Mapping[str, Any]]) -> None: ...
 
 
+# A mapping, or what makes one at the time of a save.
+ClientState = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+
+
 class Trainee(Protocol):
     """What an engine offers to this package."""
 
@@ -51,6 +55,7 @@ class Trainee(Protocol):
     optimizer: Any
     lr_scheduler: Any
     training_dataloader: Any
+    client_state: ClientState
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
@@ -125,12 +130,15 @@ def check_run(trainee: Trainee, state: Mapping[str, Any], *, optimizer: bool, sc
 def restore_run(
     trainee: Trainee, stepper: Steps, precision: Stateful, state: Mapping[str, Any],
     singles: Sequence[Mapping[str, Any]], source_of: Mapping[str, str | None], *, optimizer: bool, scheduler: bool,
+    accumulation: int,
 ) -> None:  # fmt: skip
     """Give a run its state back. `singles`: every rank's. `source_of`: by what name the checkpoint has each of the
-    model's parameters, None for one that it has not.
+    model's parameters, None for one that it has not. `accumulation`: calls of `step()` that make a step here.
     """
     for name in COUNTERS:
         setattr(trainee, name, int(state["counters"][name]))
+    # No gradients are in a checkpoint, so the next micro-batch begins a step, however many made one there.
+    trainee.micro_steps = trainee.global_steps * accumulation
     if optimizer:
         precision.load_state_dict(decode(state["precision"]))
         saved = state["optimizer"]

@@ -7,6 +7,7 @@ or another thread asks of the store waits meanwhile.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ _LOOK_SECONDS = 0.05
 # Every rank's watchdog reports to the store all the time; one that is silent for so long has ended.
 _SILENT_SECONDS = 60.0
 _NEWS = "news"
+# Of the time limit, between two signs of life.
+_SAID_SHARE = 0.05
 
 
 class Board:
@@ -28,6 +31,7 @@ class Board:
         self._world_size = world_size
         self._timeout_seconds = timeout_seconds
         self._own: dict[str, str] = {}
+        self._said = -math.inf
 
     def post(self, name: str, text: str) -> None:
         """Leave a note, once for each name."""
@@ -37,8 +41,12 @@ class Board:
         self.alive()
 
     def alive(self) -> None:
-        """Say that something moves on this rank: whoever waits for it goes on waiting."""
-        if self._notes is not None:
+        """Say that something moves on this rank: whoever waits for it goes on waiting. May be called as often as one
+        likes; most calls do nothing.
+        """
+        now = time.monotonic()
+        if self._notes is not None and now - self._said >= self._timeout_seconds * _SAID_SHARE:
+            self._said = now
             self._notes.add(f"{self._topic}/{_NEWS}", 1)
 
     def collect(self, name: str, check: Callable[[], None]) -> list[str]:

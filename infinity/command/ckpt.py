@@ -157,6 +157,7 @@ def show_difference(found: Comparison, *, everything: bool = False) -> str:
         for change in changes
     ]
     lines += _listed(["changed", "kind", "elements", "largest difference"], rows, everything=everything)
+    lines += _listed(["kept", "first", "second"], [list(row) for row in found.unlike], everything=everything)
     rows = [[name, _short(a), _short(b)] for name, a, b in found.counters]
     lines += _listed(["of the run", "first", "second"], rows, everything=everything)
     return "\n".join(lines) if not found.same else "\n".join([*lines, "nothing differs"])

@@ -15,6 +15,7 @@ import torch
 import infinity
 from infinity.checkpoint import files
 from infinity.checkpoint.format import broken, complete, find
+from infinity.comm.board import Board
 from infinity.errors import CheckpointError, TransferError
 from infinity.memory.store import TieredStore
 from tests.support.checkpoints import assert_same, contents
@@ -153,6 +154,34 @@ def test_a_full_drive_is_told_by_the_next_verb_and_training_goes_on(tmp_path, mo
         assert_same(before, contents(tmp_path))
         engine.save_checkpoint(tmp_path, "again")
     assert find(tmp_path).name == "again"
+
+
+def test_who_interrupts_a_wait_finds_the_save_under_way(tmp_path, monkeypatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with infinity.initialize(mlp(), config(1, NONE, NONE, tmp_path, checkpoint={"async": True}))[0] as engine:
+        with held_back():
+            engine.save_checkpoint(tmp_path, "first")
+            with monkeypatch.context() as patched:
+                patched.setattr(engine._background._thread, "join", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.finish_saving()
+            assert engine._background.under_way
+            release_soon()
+            engine.finish_saving()
+        assert not engine._background.under_way
+    assert find(tmp_path).name == "first"
+
+
+def test_a_save_gives_signs_of_life_while_it_writes(tmp_path, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(Board, "alive", lambda board: told.append("alive"))
+    monkeypatch.setattr(Board, "post", lambda board, name, text: board._own.__setitem__(name, text))
+    with infinity.initialize(mlp(), config(1, NONE, NONE, tmp_path, checkpoint={"async": True}))[0] as engine:
+        engine.save_checkpoint(tmp_path)
+        engine.finish_saving()
+        assert len(told) >= len(engine.plan.partitions) // 2
 
 
 def test_a_failure_on_one_rank_is_raised_on_all_at_the_same_step(tmp_path, two_ranks):

@@ -234,6 +234,8 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(tmp_path: Path) -> Non
             engine.module.lm_head.weight[3, 4] = 1e6
         with pytest.raises(ConfigError, match=r"lm_head\.weight has values beyond 65504"):
             engine.export(tmp_path / "out", dtype="fp16")
+        with pytest.raises(AttributeError, match="save_pretrained"):
+            engine.export(tmp_path / "out", tokenizer="no tokenizer")
     with pytest.raises(StateError, match="cannot export: this engine was closed"):
         engine.export(tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))

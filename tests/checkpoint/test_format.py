@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -151,6 +152,25 @@ def test_what_is_not_whole_is_no_checkpoint(tmp_path):
     assert data.name in found["c"] and "the index says" in found["c"]
     assert index_name(IDENTITY, 0) in found["b"]
     assert set(found) == {"b", "c", "d"}
+
+
+def test_a_folder_that_cannot_be_read_hides_no_other_and_links_are_followed(tmp_path, monkeypatch):
+    make(tmp_path, "z")
+    make(tmp_path / "elsewhere", "b", number=2)
+    (tmp_path / "y").symlink_to(tmp_path / "elsewhere" / "b")
+    for name in ("gone", "lost+found"):
+        (tmp_path / name).mkdir()
+    real = os.listdir
+
+    def listed(path: Path) -> list[str]:
+        if path.name == "gone":
+            raise FileNotFoundError(path)
+        if path.name == "lost+found":
+            raise PermissionError(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listed)
+    assert [path.name for path, _ in complete(tmp_path)] == ["y", "z"] and not broken(tmp_path)
 
 
 def test_a_tag_or_the_latest_is_found(tmp_path):

@@ -127,6 +127,28 @@ def test_all_that_does_not_fit_is_one_error_and_nothing_is_changed(tmp_path, sav
         assert same(states(engine), before) and engine.global_steps == 0
 
 
+class Buffered(SmallModel):
+    """One parameter is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = self.positions.detach().clone()
+        del self.positions
+        self.register_buffer("positions", values)
+
+
+def test_a_buffer_does_not_load_into_a_parameter_and_a_parameter_does_into_a_buffer(tmp_path, saved):
+    with engine_of(tmp_path, model=Buffered(), dtype="bf16") as engine:
+        engine.load_checkpoint(saved[0], load_optimizer_states=False)
+        assert torch.allclose(engine.module.positions.float(), saved[1]["positions"][0], atol=1e-2)
+        engine.save_checkpoint(tmp_path / "buffered")
+    with engine_of(tmp_path, dtype="bf16") as engine:
+        before = states(engine)
+        with pytest.raises(CheckpointError, match="positions is a parameter in the model and a buffer here"):
+            engine.load_checkpoint(tmp_path / "buffered", load_module_strict=False)
+        assert same(states(engine), before)
+
+
 class Longer(SmallModel):
     """One parameter more."""
 

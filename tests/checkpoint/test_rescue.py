@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import infinity
 from infinity.checkpoint.format import complete, find
+from infinity.checkpoint.ranks import together
 from infinity.errors import CheckpointError, ConfigError, NonFiniteError
 from tests.support.checkpoints import assert_same, contents
 from tests.support.models import mlp, vector_batch
@@ -52,6 +56,27 @@ def test_a_signal_ends_the_program_with_status_0_behind_the_running_step(tmp_pat
     with start(tmp_path) as resumed:
         assert resumed.resume()[0] == str(tmp_path / "global_step2")
         assert resumed.global_steps == 2
+
+
+def test_what_a_program_keeps_in_the_engine_is_in_every_checkpoint(tmp_path):
+    with pytest.raises(SystemExit), start(tmp_path, on_signal=["SIGUSR1"]) as engine:
+        place = {"batch": 0}
+        engine.client_state = lambda: {"place": dict(place)}
+        for place["batch"] in (1, 2):
+            step(engine, place["batch"])
+            engine.save_checkpoint(tmp_path, f"at{place['batch']}", {"own": 1} if place["batch"] == 2 else None)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        place["batch"] = 3
+        step(engine, 3)
+    with start(tmp_path) as engine:
+        assert engine.resume()[1] == {"place": {"batch": 3}}
+        assert engine.load_checkpoint(tmp_path, "at1")[1] == {"place": {"batch": 1}}
+        assert engine.load_checkpoint(tmp_path, "at2")[1] == {"own": 1}
+        engine.client_state = {"epoch": 2}
+        for number in (1, 2, 3):
+            with pytest.raises(NonFiniteError) if number == 3 else nullcontext():
+                step(engine, number, poison=float("nan"))
+        assert engine.resume()[1] == {"epoch": 2}
 
 
 def test_a_second_signal_of_the_kind_finds_the_handler_from_before(tmp_path):
@@ -177,6 +202,62 @@ def test_resume_passes_over_what_is_damaged_or_unfinished_and_says_why(tmp_path,
             left.write_text("{}\n")
         with pytest.raises(CheckpointError, match="none of its 4 checkpoints can be loaded"):
             engine.resume()
+
+
+def test_resume_does_not_begin_anew_where_latest_names_what_is_damaged(tmp_path):
+    with start(tmp_path) as engine:
+        step(engine)
+        engine.save_checkpoint(tmp_path)
+        whole, manifest = tmp_path / "global_step1", (tmp_path / "global_step1" / "manifest.json").read_bytes()
+        (whole / "manifest.json").unlink()
+        with pytest.raises(CheckpointError, match=r"none of its 1 checkpoints can be loaded.*no manifest"):
+            engine.resume()
+        whole.rename(tmp_path / "away")
+        with pytest.raises(CheckpointError, match="`latest` names global_step1, and there is nothing of it"):
+            engine.resume()
+        (tmp_path / "away" / "manifest.json").write_bytes(manifest)
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "away").rename(tmp_path / "elsewhere" / "global_step1")
+        whole.symlink_to(tmp_path / "elsewhere" / "global_step1")
+        assert engine.resume()[0] == str(whole)
+        (tmp_path / "latest").write_text("")
+        assert engine.resume()[0] == str(whole)
+
+
+def test_a_manifest_of_another_program_is_no_damaged_checkpoint(tmp_path):
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "manifest.json").write_text('{"name": "app"}')
+    with start(tmp_path) as engine:
+        assert engine.resume() == (None, {})
+        engine.save_checkpoint(tmp_path)
+    assert (tmp_path / "web" / "manifest.json").exists()
+
+
+def test_a_drive_that_cannot_read_the_client_state_is_passed_over(tmp_path, monkeypatch):
+    with start(tmp_path) as engine:
+        for number in (1, 2):
+            step(engine, number)
+            engine.save_checkpoint(tmp_path, client_state={"values": torch.arange(3), "number": number})
+        real = Path.read_bytes
+
+        def read_bytes(path: Path) -> bytes:
+            if path.name.endswith(".safetensors") and path.parent.name == "global_step2":
+                raise OSError(errno.EIO, "Input/output error")
+            return real(path)
+
+        monkeypatch.setattr(Path, "read_bytes", read_bytes)
+        assert engine.resume()[1]["number"] == 1
+
+
+def refuse(rank: int, world: int, folder: str) -> str:
+    with start(Path(folder), world) as engine, pytest.raises(CheckpointError) as caught:
+        together(engine.mesh, "a job", lambda: os.listdir("nowhere") if rank else None, path=folder)
+    return str(caught.value)
+
+
+def test_what_the_system_refuses_is_one_kind_of_error_on_all_ranks(tmp_path, two_ranks):
+    first, second = two_ranks.run(refuse, str(tmp_path))
+    assert "rank 1 failed with CheckpointError" in first and "No such file" in first and "No such file" in second
 
 
 def assert_whole(engine: infinity.Engine, folder: Path) -> None:

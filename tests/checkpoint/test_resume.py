@@ -6,6 +6,7 @@ All cells of both matrices: `python -m tests.checkpoint.resume_matrix` and `elas
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 import infinity
 from tests.checkpoint import cells, elastic
 from tests.checkpoint.reader import master
+from tests.support.models import mlp, vector_batch
 from tests.support.oracle import Case, settings
 from tests.support.spawn import run_ranks
 
@@ -63,6 +65,42 @@ def test_any_topology_loads_what_any_other_has_saved(rank_pools, tmp_path):
         pairs = [(source, target) for source in others for target in ELASTIC if target["world"] == world]
         for row in rank_pools[world].run(elastic.load_cells, str(tmp_path), pairs):
             assert elastic.check_pairs(pairs, saved, row) == []
+
+
+BATCH, MICRO = 12, 2
+
+
+def steps_of_one_batch_size(rank: int, world: int, folder: str, taken_up: bool) -> list[Any]:
+    """Two steps of a run, then a save; or a load, and two steps more. Each step has the same samples at any number of
+    ranks: [micro-steps, micro-steps made at each step, masters].
+    """
+    config = {
+        "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": MICRO, "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }  # fmt: skip
+    with infinity.initialize(mlp(), config)[0] as engine:
+        if taken_up:
+            engine.load_checkpoint(folder)
+        needed = []
+        for step in range(2 * taken_up, 2 * taken_up + 2):
+            for micro in range(engine.gradient_accumulation_steps()):
+                batch = vector_batch(0, step * BATCH // MICRO + micro * world + rank, batch=MICRO)
+                engine.backward(engine(**batch))
+                engine.step()
+                needed += [micro + 1] if engine.was_step_applied() else []
+        if not taken_up:
+            engine.save_checkpoint(folder)
+        masters = [infinity.state(param).master for param in engine.module.parameters()]
+    return [engine.micro_steps, needed, masters]
+
+
+def test_a_step_begins_behind_a_load_whatever_accumulates_to_one_batch_size(two_ranks, tmp_path):
+    saved = two_ranks.run(steps_of_one_batch_size, str(tmp_path), False)[0]
+    one = steps_of_one_batch_size(0, 1, str(tmp_path), True)
+    two = two_ranks.run(steps_of_one_batch_size, str(tmp_path), True)[0]
+    assert [each[:2] for each in (saved, one, two)] == [[6, [3, 3]], [24, [6, 6]], [12, [3, 3]]]
+    for mine, theirs in zip(one[2], two[2], strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def check_reader(directory: Path) -> None:

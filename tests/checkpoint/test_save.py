@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import infinity
-from infinity.checkpoint import files, publish
+from infinity.checkpoint import files, publish, save
 from infinity.checkpoint.format import check_files, complete, find, read_manifest
 from infinity.errors import CheckpointError, StateError, TransferError
 from infinity.ops import file as ops_file
 from tests.checkpoint.cells import join
+from tests.checkpoint.test_format import flip
 from tests.checkpoint.test_load import engine_of, same, states, train
 from tests.support.models import token_batch
 
@@ -57,7 +58,7 @@ def test_a_drive_that_fails_leaves_the_older_checkpoint_and_the_run(tmp_path, mo
                 expected = (TransferError, r"sync of .* No space left")
             else:
                 patched.setattr(publish, "replace_file", lambda *_: raise_(full))
-                expected = (OSError, "No space left")
+                expected = (CheckpointError, "No space left")
             with pytest.raises(expected[0], match=expected[1]):
                 engine.save_checkpoint(tmp_path / "out", tag="b")
         assert listing(tmp_path / "out") == before
@@ -170,6 +171,60 @@ def test_frozen_parameters_that_have_not_changed_are_shared(tmp_path):
         assert same(states(engine), expected)
 
 
+def append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+@pytest.mark.parametrize("damage", [lambda path: flip(path, 5), append])
+def test_a_damaged_file_of_frozen_parameters_is_not_shared(tmp_path, caplog, damage):
+    out = tmp_path / "out"
+    with engine_of(tmp_path, param="nvme") as engine:
+        train(engine, 1)
+        engine.save_checkpoint(out, tag="a")
+        (frozen,) = (out / "a").glob("*frozen*")
+        damage(frozen)
+        caplog.set_level("WARNING", logger="infinity")
+        engine.save_checkpoint(out, tag="b")
+        assert f"{frozen} is damaged; its frozen parameters are written anew" in caplog.text
+        assert next((out / "b").glob("*frozen*")).stat().st_nlink == 1
+        expected = states(engine)
+        train(engine, 1)
+        engine.load_checkpoint(out)
+        assert same(states(engine), expected)
+
+
+def test_a_save_that_does_not_read_back_is_never_a_checkpoint(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with engine_of(tmp_path, checkpoint={"keep_last": 1}) as engine:
+        engine.save_checkpoint(out, tag="a")
+        before = listing(out)
+        real = save._read_back
+
+        def damaged(folder: Path, extents: Any, *others: Any) -> None:
+            flip(folder / extents[-1].file, extents[-1].offset)
+            real(folder, extents, *others)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(save, "_read_back", damaged)
+            train(engine, 1)
+            with pytest.raises(CheckpointError, match="are not those that were written"):
+                engine.save_checkpoint(out, tag="b")
+        assert listing(out) == before and find(out) == out / "a"
+        engine.save_checkpoint(out, tag="b")
+        assert [path.name for path, _ in complete(out)] == ["b"]
+
+
+def test_retention_leaves_what_a_link_leads_to(tmp_path):
+    out = tmp_path / "out"
+    with engine_of(tmp_path, checkpoint={"keep_last": 1}) as engine:
+        engine.save_checkpoint(tmp_path / "away", tag="a")
+        out.mkdir()
+        (out / "linked").symlink_to(tmp_path / "away" / "a")
+        for tag in ("b", "c"):
+            engine.save_checkpoint(out, tag=tag)
+    assert [path.name for path, _ in complete(out)] == ["c", "linked"]
+
+
 def test_one_tag_twice_is_replaced_at_one_moment(tmp_path, monkeypatch):
     out = tmp_path / "out"
     with engine_of(tmp_path) as engine:
@@ -231,7 +286,13 @@ def test_client_state_that_would_be_pickled_is_refused_before_anything_is_writte
         with pytest.raises(CheckpointError, match=r"client_state.a\[0\] is a builtins.object"):
             engine.save_checkpoint(tmp_path / "out", client_state={"a": [object()]})
         assert not (tmp_path / "out").exists()
-        state = {"tensor": torch.arange(5), "best": (1.5, None), "by": {3: "x"}}
+        shared = torch.arange(5)
+        # Two names of one memory, and two that have one path.
+        state = {"tensor": shared, "best": (1.5, None), "by": {3: "x"}, "view": shared[1:], "ema": {"w": torch.ones(2)}}
+        state["ema.w"] = torch.zeros(2)
         engine.save_checkpoint(tmp_path / "out", client_state=state)
         _, again = engine.load_checkpoint(tmp_path / "out")
-        assert torch.equal(again.pop("tensor"), state.pop("tensor")) and again == state
+        again["ema"], state["ema"] = again["ema"]["w"], state["ema"]["w"]
+        for name in ("tensor", "view", "ema", "ema.w"):
+            assert torch.equal(again.pop(name), state.pop(name)), name
+        assert again == state

@@ -43,6 +43,24 @@ def test_what_speaks_against_waiting_ends_it():
         boards()[0].read("done", 1, gone)
 
 
+def test_signs_of_life_may_be_given_as_often_as_one_likes():
+    store = CountingStore()
+    busy = Board(store, "t", rank=0, world_size=2, timeout_seconds=60.0)
+    for _ in range(1000):
+        busy.alive()
+    assert store.calls == 1
+
+
+class CountingStore:
+    """Counts what is asked of it."""
+
+    calls = 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.calls += 1
+        return self.calls
+
+
 def test_a_rank_that_moves_is_waited_for_beyond_the_limit_and_one_that_does_not_is_not(monkeypatch: Any):
     first, second = boards(0.3)
     moves = [threading.Timer(0.15 * turn, second.alive) for turn in range(1, 5)]

@@ -147,6 +147,19 @@ def test_differences_are_told_by_kind(saved: Path, tmp_path: Path, capsys: Any) 
     assert any(line.split()[:2] == ["model.positions", "weight"] for line in lines)
 
 
+def test_what_one_side_keeps_more_of_is_told(saved: Path, tmp_path: Path, capsys: Any) -> None:
+    engine, *_ = infinity.initialize(model=zoo(), config=config(str(tmp_path / "drive"), "bf16"))
+    with engine:
+        engine.load_checkpoint(saved)
+        client = {"mask": torch.arange(5) + 1, "epoch": 3}
+        engine.save_checkpoint(tmp_path / "other", client_state=client, exclude_frozen_parameters=True)
+    code, shown, _ = run(capsys, "ckpt", "diff", saved, tmp_path / "other")
+    rows = [line.split() for line in shown.splitlines()]
+    assert code == 1 and "nothing differs" not in shown
+    assert ["frozen.weight", "param", "nothing"] in rows
+    assert any(row[:4] == ["tensors", "of", "client_state", '"crc32c'] for row in rows)
+
+
 def test_a_changed_element_is_found_and_measured(saved: Path, tmp_path: Path, capsys: Any) -> None:
     engine, *_ = infinity.initialize(model=zoo(), config=config(str(tmp_path / "drive"), "bf16"))
     with engine:
