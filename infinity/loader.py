@@ -95,11 +95,13 @@ class Loader(DataLoader[Any]):
 def moved(batch: Any, device: torch.device) -> Any:
     """The same with its tensors on `device`, in containers of the same types.
 
-    Whatever has a `to` of its own (a tensor, a tokenizer's output) is asked; other values stay as they are. From pinned
-    memory the copy does not stop the host.
+    Whatever has a `to` of its own (a tokenizer's output) is asked; other values stay as they are. From pinned memory
+    the copy does not stop the host.
     """
-    if hasattr(batch, "to"):
+    if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
+    if hasattr(batch, "to"):
+        return batch.to(device)
     if isinstance(batch, MutableMapping):
         made = copy.copy(batch)
         made.update((name, moved(value, device)) for name, value in batch.items())

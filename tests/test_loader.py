@@ -147,17 +147,34 @@ def test_a_batch_on_the_cpu_is_the_very_object_that_was_collated():
         assert batch is made[-1]
 
 
+class Graph:
+    """A batch of a kind of its own."""
+
+    def __init__(self, edges: Tensor) -> None:
+        self.edges = edges
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self.edges.to(device))
+
+
 def test_tensors_move_out_of_any_container_and_nothing_else_changes():
     x = torch.arange(3)
     encoding = BatchEncoding({"input_ids": x, "names": ["a"]})
     counts = defaultdict(list, {"x": [x]})
-    batch = {"pair": Pair(x, [x, x]), "plain": (x, "text", 3), "encoding": encoding, "counts": counts, "none": None}
+    batch = {
+        "pair": Pair(x, [x, x]),
+        "plain": (x, "text", 3),
+        "encoding": encoding,
+        "counts": counts,
+        "graph": Graph(x),
+    }
     got = moved(batch, META)
     assert type(got["pair"]) is Pair
     tensors = [
         got["pair"].inputs, *got["pair"].labels, got["plain"][0], got["encoding"]["input_ids"], got["counts"]["x"][0],
+        got["graph"].edges,
     ]  # fmt: skip
     assert all(tensor.device == META for tensor in tensors)
     assert got["plain"][1:] == ("text", 3)
-    assert (got["none"], got["encoding"]["names"], got["counts"]["other"]) == (None, ["a"], [])
+    assert (got["encoding"]["names"], got["counts"]["other"]) == (["a"], [])
     assert batch["plain"][0] is counts["x"][0] is x, "the program's own containers are left alone"
