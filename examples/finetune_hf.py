@@ -58,16 +58,28 @@ def load_text(path: str | None) -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-def load_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The configuration file, with the command line's values in it."""
-    config = json.loads(Path(args.config).read_text())
-    config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = args.lr
+def load_config(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """The configuration file with the command line's values in it, and where its learning rate comes from."""
+    config = json.loads(Path(args.config or HERE / "configs" / "demo.json").read_text())
+    params = config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})
+    # A schedule may name the rate that it rises to, and then that one counts.
+    schedule = (config.get("scheduler") or {}).get("params", {})
+    peaks = [name for name in ("warmup_max_lr", "cycle_max_lr") if name in schedule]
+    written = [value for value in (*map(schedule.get, peaks), params.get("lr")) if value not in (None, "auto")]
+    if args.lr is not None:
+        rate, source = args.lr, "--lr"
+    elif args.config and written:
+        rate, source = written[0], args.config
+    else:
+        rate, source = 1e-2 if args.lora else 1e-3, "this example's default"
+    params["lr"] = rate
+    schedule.update(dict.fromkeys(peaks, rate))
     if args.nvme_path:
         for section in ("offload_param", "offload_optimizer"):
             offload = config.get("zero_optimization", {}).get(section) or {}
-            if offload.get("device") == "nvme":
+            if offload.get("device") in ("nvme", "auto"):
                 offload["nvme_path"] = args.nvme_path
-    return config
+    return config, source
 
 
 def with_adapters(model: Any, rank: int) -> Any:
@@ -81,13 +93,9 @@ def held_out_loss(engine: Any, batches: list[dict[str, Tensor]]) -> float:
     """Mean loss in nats per token over text that is never trained on. Every rank takes part."""
     engine.eval()
     with torch.no_grad():
-        losses = [engine(**on_device(batch, engine.device)).loss.item() for batch in batches]
+        losses = [engine(**batch).loss.item() for batch in batches]
     engine.train()
     return sum(losses) / len(losses)
-
-
-def on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def cycle(loader: Any) -> Iterator[dict[str, Tensor]]:
@@ -108,7 +116,7 @@ def train(engine: Any, loader: Any, held_out: list[dict[str, Tensor]], args: arg
     for step in progress:
         loss_sum = 0.0
         for batch in itertools.islice(batches, engine.gradient_accumulation_steps()):
-            loss = engine(**on_device(batch, engine.device)).loss
+            loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()
             loss_sum += loss.item()
@@ -136,12 +144,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", help="folder with config.json, safetensors and a tokenizer")
     parser.add_argument("--lora", action="store_true", help="train adapters (peft) instead of all weights")
     parser.add_argument("--lora-rank", type=int, default=8)
-    parser.add_argument("--config", default=str(HERE / "configs" / "demo.json"), help="configuration (JSON)")
+    parser.add_argument("--config", help="configuration (JSON; default: examples/configs/demo.json)")
     parser.add_argument("--data", help="text file to train on instead of Python's documentation")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--eval-every", type=int, default=25)
     parser.add_argument("--seq", type=int, default=128, help="tokens in a window")
-    parser.add_argument("--lr", type=float, help="learning rate (default 1e-3, with --lora 1e-2)")
+    parser.add_argument("--lr", type=float, help="learning rate (default: that of --config; 1e-3, with --lora 1e-2)")
     parser.add_argument("--prompt", default="The class of an object")
     parser.add_argument("--tokens", type=int, default=40, help="tokens to continue the prompt by")
     parser.add_argument("--seed", type=int, default=0)
@@ -151,7 +159,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint there, if any")
     args = parser.parse_args(argv)
     args.run_dir = args.run_dir or Path("runs") / (Path(args.model).name + ("-lora" if args.lora else ""))
-    args.lr = args.lr or (1e-2 if args.lora else 1e-3)
     return args
 
 
@@ -159,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     """Fine-tune, and report what happened."""
     args = parse(argv)
     torch.manual_seed(args.seed)
-    config = load_config(args)
+    config, source = load_config(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = torch.tensor(tokenizer(load_text(args.data), return_attention_mask=False)["input_ids"])
     # The last twentieth is held out: neighbours of a window would give it away.
@@ -175,8 +182,13 @@ def main(argv: list[str] | None = None) -> None:
         first = engine.global_rank == 0
         if first:
             tqdm.write(engine.plan.explain())
+            tqdm.write(f"learning rate {config['optimizer']['params']['lr']}, from {source}")
+        held_out_batches = [
+            {name: tensor.to(engine.device) for name, tensor in batch.items()}
+            for batch in itertools.islice(DataLoader(held_out, batch_size=16), 4)
+        ]
         began = time.perf_counter()
-        result = train(engine, loader, list(itertools.islice(DataLoader(held_out, batch_size=16), 4)), args)
+        result = train(engine, loader, held_out_batches, args)
         result["seconds"] = time.perf_counter() - began
         result["text"] = continue_text(engine, tokenizer, args.prompt, args.tokens)
         result["memory_peak"] = engine.memory().peak

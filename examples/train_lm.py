@@ -32,7 +32,7 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -157,7 +157,7 @@ def load_config(args: argparse.Namespace) -> dict[str, Any]:
     if args.nvme_path:
         for section in ("offload_param", "offload_optimizer"):
             offload = config.get("zero_optimization", {}).get(section) or {}
-            if offload.get("device") == "nvme":
+            if offload.get("device") in ("nvme", "auto"):
                 offload["nvme_path"] = args.nvme_path
     return config
 
@@ -182,13 +182,9 @@ def held_out_loss(engine: Any, batches: list[dict[str, Tensor]]) -> float:
     """Mean loss over batches that are never trained on."""
     engine.eval()
     with torch.no_grad():
-        losses = [loss_of(engine(**on_device(batch, engine.device))).item() for batch in batches]
+        losses = [loss_of(engine(**batch)).item() for batch in batches]
     engine.train()
     return sum(losses) / len(losses)
-
-
-def on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def cycle(loader: Any) -> Iterator[dict[str, Tensor]]:
@@ -202,11 +198,9 @@ def tier_nbytes(engine: Any) -> dict[str, int]:
     return {tier: sum(kinds.values()) for tier, kinds in engine.memory().now.items()}
 
 
-def offload_files(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Files under the configuration's NVMe paths: their bytes on the drive, and whether O_DIRECT moves them."""
-    sections = [config.get("zero_optimization", {}).get(name) or {} for name in ("offload_param", "offload_optimizer")]
-    paths = {section["nvme_path"] for section in sections if section.get("device") == "nvme"}
-    files = {file for path in paths for file in Path(path).rglob("*") if file.is_file()}
+def offload_files(engine: Any) -> list[dict[str, Any]]:
+    """Files under the engine's NVMe paths: their bytes on the drive, and whether O_DIRECT moves them."""
+    files = {file for path in engine.config.nvme_path or () for file in Path(path).rglob("*") if file.is_file()}
     return [
         {"path": str(file), "nbytes": file.stat().st_blocks * 512, "direct": opened_direct(file)}
         for file in sorted(files)
@@ -234,7 +228,7 @@ def train(engine: Any, loader: Any, args: argparse.Namespace, quiet: bool) -> li
         began = time.perf_counter()
         loss_sum = 0.0
         for batch in itertools.islice(batches, accumulation):
-            loss = loss_of(engine(**on_device(batch, engine.device)))
+            loss = loss_of(engine(**batch))
             engine.backward(loss)
             engine.step()
             loss_sum += loss.item()
@@ -308,7 +302,10 @@ def main(argv: list[str] | None = None) -> None:
     with infinity.Init(config=config) if args.init else contextlib.nullcontext():
         model = build_model(args)
     engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=training)
-    held_out_batches = list(itertools.islice(torch.utils.data.DataLoader(held_out, batch_size=16), 4))
+    held_out_batches = [
+        {name: tensor.to(engine.device) for name, tensor in batch.items()}
+        for batch in itertools.islice(DataLoader(held_out, batch_size=16), 4)
+    ]
     with engine:
         first = engine.global_rank == 0
         if first:
@@ -317,7 +314,7 @@ def main(argv: list[str] | None = None) -> None:
         began = time.perf_counter()
         losses = train(engine, loader, args, quiet=not first)
         seconds = time.perf_counter() - began
-        files = offload_files(config)
+        files = offload_files(engine)
         memory = engine.memory()
         after = held_out_loss(engine, held_out_batches)
     if first:

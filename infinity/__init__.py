@@ -14,20 +14,23 @@ if TYPE_CHECKING:
     from infinity.api import GatheredParameters, initialize, measure_activations, modify, read, state
     from infinity.building import Init
     from infinity.hub import load_hf
+    from infinity.launch import add_config_arguments, init_distributed
     from infinity.zero.language_model import tile_sequence
     from infinity.zero.sequence import tiled_cross_entropy, tiled_mlp
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "GatheredParameters", "Init", "__version__", "errors", "estimate", "initialize", "load_hf",
-    "measure_activations", "modify", "read", "state", "tile_sequence", "tiled_cross_entropy", "tiled_mlp",
+    "GatheredParameters", "Init", "__version__", "add_config_arguments", "errors", "estimate", "init_distributed",
+    "initialize", "load_hf", "measure_activations", "modify", "read", "state", "tile_sequence",
+    "tiled_cross_entropy", "tiled_mlp",
 ]  # fmt: skip
 
 _FROM = {
     "infinity.api": ("GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"),
     "infinity.building": ("Init",),
     "infinity.hub": ("load_hf",),
+    "infinity.launch": ("add_config_arguments", "init_distributed"),
     "infinity.zero.language_model": ("tile_sequence",),
     "infinity.zero.sequence": ("tiled_cross_entropy", "tiled_mlp"),
     "estimators.estimate": ("estimate",),

@@ -25,6 +25,7 @@ from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.config.optimizer import Adam
 from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.launch import check_arguments, configuration_of
 from infinity.loader import Loader
 from infinity.log import logger, start
 from infinity.memory.activations import ActivationTier
@@ -73,26 +74,27 @@ def initialize(
     mesh: None = None,
     config_params: ConfigSource = None,
     args: Any = None,
+    dist_init_required: bool | None = None,
+    **others: Any,
 ) -> tuple[Engine, TieredOptimizer, DataLoader[Any] | None, Any]:
     """Make a model trainable on the memory that the machine has.
 
     model: any `nn.Module` with real parameters, ordinary or made under `infinity.Init`; they move to their tiers.
     config: path, dict or JSON string with DeepSpeed's keys (aliases: `config_params`, `args.deepspeed_config`).
+    others: arguments that only DeepSpeed has, each refused with the next step (`dist_init_required`: see launch).
     model_parameters: parameters or torch-style groups to train; default: all that require a gradient.
     optimizer: None (from the configuration), or a class, factory or instance of torch's Adam or AdamW.
     lr_scheduler: None (from the configuration), a factory that takes the optimizer, or an instance.
+    training_data: a dataset of which the loader draws batches, each rank its own, on the engine's device.
 
     Returns (engine, optimizer, dataloader, lr_scheduler); the last two are None without data or scheduler. Raises
     ConfigError for what the configuration or the arguments cannot mean, CapacityError for a plan that does not fit.
     Nothing is allocated or written before the plan has been checked.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"initialize(model=...) needs a torch.nn.Module, got {type(model).__name__}")
-    if mesh is not None:
-        raise ConfigError("mesh: pipeline and tensor axes arrive later; leave it out, data parallelism needs none")
-    _check_model(model)
-    ranks = detect()
-    resolved = _resolve(config if config is not None else config_params, args, model, ranks, optimizer)
+    source, ranks = configuration_of(config, config_params, args), detect()
+    check_arguments({"mesh": mesh, **others}, dist_init_required, ranks)
+    model = _checked(model)
+    resolved = _resolve(source, model, ranks, optimizer, lr_scheduler)
     start(ranks.rank, resolved.config.log_level)
     device = Device.detect(ranks.local_rank)
     spool = spool_of(list(model.parameters()))
@@ -114,12 +116,11 @@ def initialize(
             trained.groups, trained.optimizer.defaults, engine.apply_step, kind=trained.optimizer.name
         )
         engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
-        loader = engine.training_dataloader = _loader(resolved, training_data, collate_fn, groups)
+        loader = engine.training_dataloader = _loader(resolved, training_data, collate_fn, groups, device)
         undo.pop_all()
     trim()
-    for line in [*resolved.report(), *pinning(plan, device)]:
+    for line in [*resolved.report(), *pinning(plan, device), _headline(resolved, plan, trained)]:
         logger.info(line)
-    logger.info(_headline(resolved, plan, trained))
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
@@ -154,7 +155,9 @@ class _Trained:
         return {id(param): index for index, group in enumerate(self.groups) for param in group["params"]}
 
 
-def _check_model(model: nn.Module) -> None:
+def _checked(model: nn.Module | None) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize(model=...) needs a torch.nn.Module, got {type(model).__name__}")
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise ConfigError(f"{name} is a lazy parameter: run one forward to give it a shape before initialize()")
@@ -169,34 +172,27 @@ def _check_model(model: nn.Module) -> None:
             raise ConfigError(
                 f"{name} belongs to another engine: close() that one first, or give each engine a model of its own"
             )
+    return model
 
 
-def _resolve(source: ConfigSource, args: Any, model: nn.Module, ranks: Ranks, optimizer: Any) -> ResolvedConfig:
-    if source is None:
-        source = getattr(args, "deepspeed_config", None)
+def _resolve(source: ConfigSource, model: nn.Module, ranks: Ranks, optimizer: Any, scheduler: Any) -> ResolvedConfig:
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     dtypes = [dtype_name(param.dtype) for param in model.parameters() if param.is_floating_point()]
     known = dtypes[0] if dtypes and dtypes[0] in ("fp32", "bf16", "fp16") else None
     lr = optimizer.defaults.get("lr") if isinstance(optimizer, torch.optim.Optimizer) else None
+    # What a program that brings neither can know from the file alone.
+    alone = {}
+    if optimizer is None:
+        alone["optimizer.params.lr"] = "write the rate, such as 1e-4, or pass initialize() an optimizer"
+    if scheduler is None:
+        alone["scheduler.params.warmup_num_steps"] = "write the number of steps, or pass initialize() a scheduler"
     context = ResolveContext(
-        world_size=ranks.world_size, hidden_size=hidden if isinstance(hidden, int) else None,
+        world_size=ranks.world_size, detected=True, hidden_size=hidden if isinstance(hidden, int) else None,
         model_dtype=known, optimizer_lr=float(lr) if lr is not None else None,  # type: ignore[arg-type]
+        no_auto=alone,
     )  # fmt: skip
     resolved = resolve(load_config(source), context)
     check_installed(resolved.config)
-    paths = {path for path in (resolved.param_nvme_path, resolved.optimizer_nvme_path) if path is not None}
-    if len(paths) > 1:
-        named = " and ".join(sorted(", ".join(path) for path in paths))
-        raise ConfigError(
-            f"offload_param.nvme_path and offload_optimizer.nvme_path differ ({named}): give both the same folder, or "
-            "the same list of folders"
-        )
-    weights = resolved.config.aio.drive_weights
-    if weights and resolved.nvme_path is not None and len(weights) != len(resolved.nvme_path):
-        raise ConfigError(
-            f"aio.drive_weights has {len(weights)} numbers but nvme_path names {len(resolved.nvme_path)} folders: give "
-            "one number for each folder, or leave it out to have the drives measured"
-        )
     return resolved
 
 
@@ -370,14 +366,16 @@ def _scheduler(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer) -
     return None if section is None else build_scheduler(section.type, section.params.model_dump(), optimizer)
 
 
-def _loader(config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, mesh: Mesh) -> Loader | None:
+def _loader(
+    config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, mesh: Mesh, device: Device
+) -> Loader | None:
     if data is None:
         return None
     # Rank 0's, so that `torch.manual_seed` says the order whatever the other ranks were seeded with.
     seed = exchange([float(torch.initial_seed() % 2**32)], mesh.control, mesh.ranks.world_size, "seed of the data")
     return Loader(
         data, rank=mesh.ranks.rank, ranks=mesh.ranks.world_size, batch=config.micro_batch, seed=int(seed[0][0]),
-        collate=collate, drop_last=config.config.dataloader_drop_last,
+        collate=collate, drop_last=config.config.dataloader_drop_last, device=device.torch,
     )  # fmt: skip
 
 
@@ -389,9 +387,20 @@ def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
     default = " (default)" if config.sources["gradient_clipping"] == "default" else ""
     return (
         f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {precision}, {plan.topology.dp} "
-        f"rank(s), {trained.optimizer.name}; parameters on {plan.homes(Kind.PARAM)}, "
+        f"rank(s), {trained.optimizer.name}{_rates(config, trained)}; parameters on {plan.homes(Kind.PARAM)}, "
         f"optimizer states on {plan.homes(Kind.STATES)}; "
         f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "
         + (f"clipping at {clip:g}{default}" if clip else "no clipping")
         + (f", each element at {bound:g}" if bound else "")
     )
+
+
+def _rates(config: ResolvedConfig, trained: _Trained) -> str:
+    """The groups' learning rates, before a schedule changes them."""
+    own = trained.optimizer.defaults.get("lr")
+    rates: list[Any] = list(dict.fromkeys(group.get("lr", own) for group in trained.groups))
+    if None in rates:
+        return ""
+    nobodys = trained.optimizer.groups is None and config.sources.get("optimizer.params.lr", "default") == "default"
+    default = " (default)" if nobodys and rates == [own] else ""
+    return f" at {' and '.join(f'{float(rate):g}' for rate in rates)}{default}"

@@ -68,7 +68,7 @@ def open_spool(source: ConfigSource) -> Spool:
     config = load_config(source)
     ranks = detect()
     start(ranks.rank, config.log_level)
-    resolved = resolve(config, ResolveContext(world_size=ranks.world_size))
+    resolved = resolve(config, ResolveContext(world_size=ranks.world_size, detected=True))
     mesh = mesh_of(resolved, ranks, Device.detect(ranks.local_rank))
     return Spool(resolved.nvme_path, mesh=mesh, timeout_seconds=config.watchdog_seconds)
 

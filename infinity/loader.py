@@ -3,11 +3,14 @@
 The order of an epoch follows from a seed and the epoch's number alone, and is the same on all ranks, which take every
 n-th sample of it. So a position is one number, of samples that all ranks together have drawn, and a run goes on behind
 it with any number of ranks and any batch size. The loader takes no numbers from the program's own generators.
+
+Batches come on the engine's device. On the CPU they are the very objects that were collated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sized
 from typing import Any, cast
 
 import torch
@@ -50,8 +53,9 @@ class Loader(DataLoader[Any]):
 
     def __init__(
         self, data: Dataset[Any], *, rank: int, ranks: int, batch: int, seed: int, collate: Callable[..., Any] | None,
-        drop_last: bool,
+        drop_last: bool, device: torch.device,
     ) -> None:  # fmt: skip
+        self._device = device
         self._order = Order(len(cast(Sized, data)), rank=rank, ranks=ranks, seed=seed, drop_last=drop_last)
         # Samples of all ranks in a full batch.
         self._step = batch * ranks
@@ -75,7 +79,7 @@ class Loader(DataLoader[Any]):
         for batch in batches:
             if epoch == self._epochs:
                 self._drawn += self._step
-            yield batch
+            yield batch if self._device.type == "cpu" else moved(batch, self._device)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the program is in its data; the same on every rank."""
@@ -88,3 +92,23 @@ class Loader(DataLoader[Any]):
         left = len(cast(Sized, self.dataset)) - self._drawn
         # An epoch that has no batch left is over.
         self._goes_on = self._epochs > 0 and left >= (self._step if self.drop_last else 1)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The same with its tensors on `device`, in containers of the same types.
+
+    Whatever has a `to` of its own (a tokenizer's output) is asked; other values stay as they are. From pinned memory
+    the copy does not stop the host.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    if isinstance(batch, MutableMapping):
+        made = copy.copy(batch)
+        made.update((name, moved(value, device)) for name, value in batch.items())
+        return made
+    if isinstance(batch, tuple):
+        values = [moved(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
+    return [moved(value, device) for value in batch] if isinstance(batch, list) else batch

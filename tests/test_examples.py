@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from docs import make_outputs
 from estimators import cli
-from examples import train_lm
+from examples import finetune_hf, train_lm
 from tests.support.hub import hf_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +54,46 @@ def test_parameters_and_states_lie_on_the_drive_and_leave_it(run, tmp_path):
     assert sum(file["nbytes"] for file in record["nvme_files"]) >= held
     assert all(file["path"].startswith(str(drive)) for file in record["nvme_files"])
     assert not [file for file in drive.rglob("*") if file.is_file() and file.stat().st_size]
+
+
+def test_several_drives_are_all_in_the_report(run, tmp_path):
+    config = json.loads((CONFIGS / "demo.json").read_text())
+    drives = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for section in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][section]["nvme_path"] = drives
+    config["aio"] = {"drive_weights": [1, 1]}
+    (tmp_path / "drives.json").write_text(json.dumps(config))
+    record = run("--config", "drives.json", "--steps", "1")
+    assert {str(Path(file["path"]).parent) for file in record["nvme_files"]} == set(drives)
+
+
+@pytest.mark.parametrize("example", [train_lm, finetune_hf])
+def test_another_drive_is_meant_for_whatever_may_use_one(example, tmp_path):
+    devices = {"offload_param": {"device": "auto", "nvme_path": "there"}, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "auto.json").write_text(json.dumps({"zero_optimization": {"stage": 3, **devices}}))
+    options = ["--config", str(tmp_path / "auto.json"), "--nvme-path", "here"]
+    args = example.parse(["small", *options] if example is finetune_hf else options)
+    made = example.load_config(args)
+    zero = (made[0] if example is finetune_hf else made)["zero_optimization"]
+    assert zero["offload_param"]["nvme_path"] == "here"
+    assert "nvme_path" not in zero["offload_optimizer"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/getting_started.md"])
+def test_what_a_page_installs_exists_and_is_enough_for_the_examples(page):
+    extras = dict(re.findall(r"^(examples|dev) = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    named = re.findall(r"pip install (?:-e )?'\.\[(.+?)\]'", (ROOT / page).read_text())
+    assert named
+    assert all(extra in extras for names in named for extra in names.split(","))
+    imported = {
+        line.split()[1].split(".")[0]
+        for file in (ROOT / "examples").glob("*.py")
+        for line in file.read_text().splitlines()
+        if line.startswith(("import ", "from "))
+    }
+    # tokenizers comes with transformers.
+    others = imported - set(sys.stdlib_module_names) - {"torch", "infinity", "tokenizers"}
+    assert others <= set(re.findall(r'"(\w+)', extras["examples"]))
 
 
 def test_the_model_made_under_init_trains_to_the_same_losses(run, tmp_path):

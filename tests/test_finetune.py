@@ -62,6 +62,7 @@ def test_it_learns_writes_and_leaves_weights_that_transformers_loads(
         )  # fmt: skip
         assert reply.returncode == 0, reply.stderr
         assert reply.stdout.count("held-out loss") == 1
+        assert reply.stdout.count("from this example's default") == 1
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert list(result["held_out"]) == ["0", "6", "12"]
     assert result["held_out"]["12"] < 0.97 * result["held_out"]["0"]
@@ -77,6 +78,35 @@ def test_it_learns_writes_and_leaves_weights_that_transformers_loads(
     else:
         model = AutoModelForCausalLM.from_pretrained(left)
     assert continued(model, left) == result["text"]
+
+
+@pytest.mark.parametrize(
+    ("options", "rate", "source"),
+    [
+        ("", 1e-3, "this example's default"),
+        ("--lora", 1e-2, "this example's default"),
+        ("--lr 5e-5", 5e-5, "--lr"),
+        ("--config warm.json --lr 5e-5", 5e-5, "--lr"),
+        ("--config warm.json", 2e-4, "warm.json"),
+        ("--config warm.json --lora", 2e-4, "warm.json"),
+        ("--config auto.json", 1e-3, "this example's default"),
+        ("--config peak.json", 3e-4, "peak.json"),
+        ("--config plain.json", 1e-3, "this example's default"),
+    ],
+)
+def test_the_command_lines_rate_comes_before_the_configurations(
+    options: str, rate: float, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, lr, peak in (("warm", 2e-4, "auto"), ("auto", "auto", "auto"), ("peak", "auto", 3e-4)):
+        optimizer = {"type": "AdamW", "params": {"lr": lr}}
+        scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": peak}}
+        Path(f"{name}.json").write_text(json.dumps({"optimizer": optimizer, "scheduler": scheduler}))
+    Path("plain.json").write_text("{}")
+    config, told = finetune_hf.load_config(finetune_hf.parse(["small", *options.split()]))
+    assert (config["optimizer"]["params"]["lr"], told) == (rate, source)
+    if "scheduler" in config and "--config" in options:
+        assert config["scheduler"]["params"]["warmup_max_lr"] == rate
 
 
 def test_a_run_goes_on_where_it_was_left(folder: Path, tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ _EVERYTHING = {
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
     "infinity": {
-        "estimators", "infinity.api", "infinity.building", "infinity.errors", "infinity.hub", "infinity.zero",
+        "estimators", "infinity.api", "infinity.building", "infinity.errors", "infinity.hub", "infinity.launch",
+        "infinity.zero",
     },
     "infinity.__main__": {"infinity.command"},
     # A command may ask everything of the machine and nothing of a model; `estimate` is started by its name.
@@ -36,7 +37,9 @@ ALLOWED: dict[str, set[str]] = {
         "infinity.checkpoint", "infinity.config", "infinity.errors", "infinity.log", "infinity.memory", "infinity.ops",
         "infinity.plan", "infinity.transfer",
     },
-    "infinity.api": _EVERYTHING | {"infinity.building"},
+    "infinity.api": _EVERYTHING | {"infinity.building", "infinity.launch"},
+    # What a script says before it trains.
+    "infinity.launch": {"infinity.building", "infinity.comm", "infinity.errors", "infinity.memory"},
     "infinity.hub": _EVERYTHING | {"infinity.building"},
     "infinity.building": _EVERYTHING - {"infinity.engine"},
     "infinity.engine": _EVERYTHING,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import BatchEncoding
 
-from infinity.loader import Loader
+from infinity.loader import Loader, moved
+
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Numbers(Dataset[Any]):
@@ -23,11 +28,17 @@ class Numbers(Dataset[Any]):
         return self._count
 
 
-def loaders(count: int, ranks: int, batch: int, *, seed: int = 5, drop_last: bool = False) -> list[Loader]:
+def loaders(
+    count: int, ranks: int, batch: int, *, seed: int = 5, drop_last: bool = False, device: torch.device = CPU,
+    collate: Any = None,
+) -> list[Loader]:  # fmt: skip
     return [
-        Loader(Numbers(count), rank=rank, ranks=ranks, batch=batch, seed=seed, collate=None, drop_last=drop_last)
+        Loader(
+            Numbers(count), rank=rank, ranks=ranks, batch=batch, seed=seed, collate=collate, drop_last=drop_last,
+            device=device,
+        )
         for rank in range(ranks)
-    ]
+    ]  # fmt: skip
 
 
 def drawn(each: list[Loader], batches: int | None = None) -> list[list[int]]:
@@ -121,3 +132,66 @@ def test_nothing_is_taken_from_the_programs_generator():
     state = torch.get_rng_state()
     drawn(loaders(8, 1, 4))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Pair(NamedTuple):
+    inputs: Tensor
+    labels: list[Tensor]
+
+
+def test_batches_come_on_the_engines_device_and_count_as_before():
+    """The device `meta` stands for an accelerator: a batch that lies there was moved."""
+    (here,), (there,) = loaders(24, 1, 4), loaders(24, 1, 4, device=META)
+    on_cpu, batches = iter(here), iter(there)
+    for _ in range(2):
+        assert next(on_cpu).device == CPU
+        assert next(batches).device == META
+    assert there.state_dict() == here.state_dict() == {"seed": 5, "epochs": 1, "drawn": 8}
+    again = loaders(24, 1, 4, seed=99, device=META)[0]
+    again.load_state_dict(there.state_dict())
+    assert [batch.device for batch in again] == [META] * 4
+
+
+def test_a_batch_on_the_cpu_is_the_very_object_that_was_collated():
+    made = []
+
+    def collate(samples: list[int]) -> dict[str, Any]:
+        made.append({"x": torch.tensor(samples), "nested": [torch.zeros(1)]})
+        return made[-1]
+
+    (loader,) = loaders(8, 1, 4, collate=collate)
+    for batch in loader:
+        assert batch is made[-1]
+
+
+class Graph:
+    """A batch of a kind of its own."""
+
+    def __init__(self, edges: Tensor) -> None:
+        self.edges = edges
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self.edges.to(device))
+
+
+def test_tensors_move_out_of_any_container_and_nothing_else_changes():
+    x = torch.arange(3)
+    encoding = BatchEncoding({"input_ids": x, "names": ["a"]})
+    counts = defaultdict(list, {"x": [x]})
+    batch = {
+        "pair": Pair(x, [x, x]),
+        "plain": (x, "text", 3),
+        "encoding": encoding,
+        "counts": counts,
+        "graph": Graph(x),
+    }
+    got = moved(batch, META)
+    assert type(got["pair"]) is Pair
+    tensors = [
+        got["pair"].inputs, *got["pair"].labels, got["plain"][0], got["encoding"]["input_ids"], got["counts"]["x"][0],
+        got["graph"].edges,
+    ]  # fmt: skip
+    assert all(tensor.device == META for tensor in tensors)
+    assert got["plain"][1:] == ("text", 3)
+    assert (got["encoding"]["names"], got["counts"]["other"]) == (["a"], [])
+    assert batch["plain"][0] is counts["x"][0] is x, "the program's own containers are left alone"

@@ -53,6 +53,26 @@ def detect() -> Ranks:
     return Ranks(rank=rank, world_size=world_size, local_rank=local_rank, local_size=local_size)
 
 
+def open_group(
+    ranks: Ranks, *, accelerator: bool, timeout: timedelta | None = None, backend: str | None = None
+) -> None:
+    """Open torch.distributed's group of all ranks, where none is open; without a `timeout`, torch's own counts.
+
+    It stays open for the next engine: ranks that close at different times would meet each other's old store.
+    """
+    if dist.is_initialized():
+        return
+    dist.init_process_group(
+        backend or ("cpu:gloo,cuda:nccl" if accelerator else "gloo"),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timeout,
+        # One rank alone needs nobody to meet.
+        store=dist.HashStore() if ranks.world_size == 1 else None,
+    )
+    atexit.register(_end)
+
+
 class Mesh:
     """The process groups of the data-parallel axis. All groups, and the watchdog, are None at world size 1."""
 
@@ -67,15 +87,7 @@ class Mesh:
         if ranks.world_size == 1:
             return
         timeout = timedelta(seconds=max(timeout_seconds + BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN))
-        if not dist.is_initialized():
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if accelerator else "gloo",
-                rank=ranks.rank,
-                world_size=ranks.world_size,
-                timeout=timeout,
-            )
-            # It stays open for the next engine: ranks that close at different times would meet each other's old store.
-            atexit.register(_end)
+        open_group(ranks, accelerator=accelerator, timeout=timeout)
         backend = "nccl" if accelerator else "gloo"
         groups = [dist.new_group(backend=name, timeout=timeout) for name in (backend, backend, "gloo")]
         self._notes = dist.PrefixStore(f"infinity/{groups[0].group_name}/", _get_default_store())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from infinity.command.examination import Facts, examine
 from infinity.command.folder import IN_MEMORY
 from infinity.command.terminal import say, table
-from infinity.config import ResolveContext, load_config, resolve
+from infinity.config import drives, load_config
 from infinity.ops.aio import BACKENDS
 
 # File systems whose bytes are on another machine.
@@ -44,7 +44,7 @@ def run(given: argparse.Namespace) -> int:
     """Print what was found and what to do; 1 where something stops a run."""
     folders = list(given.folder or [])
     if given.config:
-        folders += resolve(load_config(given.config), ResolveContext()).nvme_path or ()
+        folders += drives(load_config(given.config))
     facts = examine(dict.fromkeys([*folders, "."]), named=set(folders))
     say(show(facts))
     found = advise(facts)

@@ -51,7 +51,24 @@ def _offload(config: Config) -> list[str]:
             f"zero_optimization.offload_optimizer.ratio is {optimizer.ratio:g} and device is \"auto\", which finds the "
             "share by itself: leave ratio out, or name a device"
         )
-    return complaints
+    return complaints + _drives(config)
+
+
+def _drives(config: Config) -> list[str]:
+    zero, weights = config.zero_optimization, config.aio.drive_weights
+    used = [path for path in (zero.drives(zero.offload_param), zero.drives(zero.offload_optimizer)) if path is not None]
+    if len(set(used)) > 1:
+        named = " and ".join(", ".join(path) for path in used)
+        return [
+            f"zero_optimization.offload_param.nvme_path and offload_optimizer.nvme_path differ ({named}): give both "
+            "the same folder, or the same list of folders"
+        ]
+    if used and weights and len(weights) != len(used[0]):
+        return [
+            f"aio.drive_weights has {len(weights)} numbers but nvme_path names {len(used[0])} folders: give one number "
+            "for each folder, or leave it out to have the drives measured"
+        ]
+    return []
 
 
 def _checkpointing(config: Config) -> list[str]:

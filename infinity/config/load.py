@@ -102,11 +102,21 @@ def _parse(origin: str, text: str) -> Mapping[str, Any]:
         raw = json.loads(text, object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{origin}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}"
+            f"{origin}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}{_more_than_json(error)}"
         ) from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{origin}: the configuration is a JSON object {{...}}, not {type(raw).__name__}")
     return raw
+
+
+def _more_than_json(error: json.JSONDecodeError) -> str:
+    """The next step where the text goes on with what other readers allow."""
+    rest = error.doc[error.pos :].lstrip(", \t\r\n")
+    before = error.doc[: error.pos + 1].rstrip(" \t\r\n]}")
+    trailing = rest.startswith(("]", "}")) and before.endswith(",")
+    if trailing or rest.startswith(("//", "/*", "#")):
+        return ". Comments and trailing commas are not JSON: remove them"
+    return ""
 
 
 def _repeated(raw: Any, path: str = "") -> Iterator[str]:
@@ -192,19 +202,21 @@ def _absent(field_info: FieldInfo, absent: Absent, value: Any, path: str, found:
         found.problems += [unknown_key(dotted(path, key), key, absent.keys, Config) for key in unknown]
         if unknown:
             return
-    if not _switched_on(absent, value):
+    reply = reply_of(field_info)
+    if not _switched_on(absent, value, reply.accepted if isinstance(reply, Refused) else ()):
         return
     found.given[path] = value
-    reply = reply_of(field_info)
     if isinstance(reply, Refused):
         shown = f"{absent.switch} = {keys[absent.switch]!r}" if absent.switch in keys else value
         found.problems.append(f"{path}: {shown} is refused: {reply.why}. {reply.instead}")
 
 
-def _switched_on(absent: Absent, value: Any) -> bool:
+def _switched_on(absent: Absent, value: Any, accepted: tuple[Any, ...]) -> bool:
     if not value:
         return False
     switch = value.get(absent.switch, True) if isinstance(value, Mapping) and absent.switch else value
+    if str(switch) in map(str, accepted):
+        return False
     try:
         return read_flag(switch)
     except ValueError:

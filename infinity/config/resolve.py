@@ -6,11 +6,12 @@ The result says for each value where it came from: the file, the schema's defaul
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
 from infinity.config.batch import Unsolvable, solve_batch
 from infinity.config.conflicts import conflicts
+from infinity.config.idle import idle
 from infinity.config.load import complaint
 from infinity.config.schema import Config, Provenance
 from infinity.config.section import Absent, NoEffect, Section, leaves, mark, reply_of, sections_of
@@ -25,13 +26,16 @@ _Section = TypeVar("_Section", bound=Section)
 class ResolveContext:
     """What the configuration is resolved against; None is "not known"."""
 
-    # Data-parallel ranks.
+    # Data-parallel ranks, and whether they are there or assumed by a command that looks at a file.
     world_size: int = 1
+    detected: bool = False
     hidden_size: int | None = None
     model_dtype: DtypeName | None = None
     optimizer_lr: float | None = None
     total_num_steps: int | None = None
     warmup_num_steps: int | None = None
+    # Keys whose "auto" is refused, because nothing but the file says what they are: path -> the next step.
+    no_auto: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,15 +89,11 @@ class ResolvedConfig:
 
     @property
     def param_nvme_path(self) -> tuple[str, ...] | None:
-        return _folders(self.zero.offload_param, self._by_budget)
+        return self.zero.drives(self.zero.offload_param)
 
     @property
     def optimizer_nvme_path(self) -> tuple[str, ...] | None:
-        return _folders(self.zero.offload_optimizer, self._by_budget)
-
-    @property
-    def _by_budget(self) -> bool:
-        return "auto" in (self.param_tier, self.optimizer_tier)
+        return self.zero.drives(self.zero.offload_optimizer)
 
     @property
     def nvme_path(self) -> tuple[str, ...] | None:
@@ -149,18 +149,32 @@ class ResolvedConfig:
 
     def report(self) -> list[str]:
         """One line for each key that the user set and that has no effect here."""
-        return self.config.report()
+        given = self.config.provenance.given
+        return self.config.report() + [
+            f"{path} = {given[path]!r}: no effect here: {why}" for path, why in idle(self.config).items()
+        ]
 
     def explain(self) -> str:
         """Every value with its source, one a line; features that infinity does not have are left out."""
-        lines = []
+        lines, beside_others = [], idle(self.config)
         for leaf in leaves(self.config):
             if mark(leaf.field, Absent):
                 continue
-            idle = not sections_of(leaf.field) and isinstance(reply_of(leaf.field), NoEffect)
-            note = "; no effect here" if idle else ""
+            never = not sections_of(leaf.field) and isinstance(reply_of(leaf.field), NoEffect)
+            note = "; no effect here" if never or leaf.path in beside_others else ""
             lines.append(f"{leaf.path} = {_shown(leaf.value)}  ({self.sources[leaf.path]}{note})")
         return "\n".join(lines)
+
+
+def drives(config: Config) -> tuple[str, ...]:
+    """Every folder on a drive that a configuration may use; its batch sizes and whatever else is open may stay so."""
+    for name in ("offload_param", "offload_optimizer"):
+        if (path := f"zero_optimization.{name}.device") in config.provenance.autos:
+            config = _with(config, path, "auto")
+    zero, checkpoints = config.zero_optimization, config.activation_checkpointing.offload
+    found = [zero.drives(zero.offload_optimizer), zero.drives(zero.offload_param)]
+    found += [checkpoints.nvme_path] if checkpoints.device == "nvme" else []
+    return tuple(dict.fromkeys(folder for folders in found for folder in folders or ()))
 
 
 def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
@@ -174,7 +188,10 @@ def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
         settled = _with(settled, leaf.path, value)
         reasons[leaf.path] = f"auto: {reason}"
     settled, derived = _settle_batch(settled, context)
-    if problems := conflicts(settled) + _ranks(settled, context):
+    open_still = [
+        f'{path}: "auto" is refused: {why}' for path, why in context.no_auto.items() if path in provenance.autos
+    ]
+    if problems := open_still + conflicts(settled) + _ranks(settled, context):
         raise complaint(provenance.origin, problems)
     sources = {
         leaf.path: derived.get(leaf.path) or reasons.get(leaf.path) or _written(leaf.path, provenance)
@@ -218,9 +235,9 @@ def _precision(dtype: DtypeName) -> _Rule:
 def _peak_lr(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
     if context.optimizer_lr is not None:
         return context.optimizer_lr, "the optimizer's learning rate"
-    if config.optimizer is not None:
+    if config.optimizer is not None and "optimizer.params.lr" in config.provenance.given:
         return config.optimizer.params.lr, "optimizer.params.lr"
-    return default, "the default, the optimizer's learning rate is not known"
+    return None, "the optimizer's own rate"
 
 
 def _by_budget(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
@@ -254,7 +271,9 @@ def _settle_batch(config: Config, context: ResolveContext) -> tuple[Config, dict
     }
     total, micro, accumulation = given.values()
     try:
-        batch = solve_batch(total=total, micro=micro, accumulation=accumulation, ranks=context.world_size)
+        batch = solve_batch(
+            total=total, micro=micro, accumulation=accumulation, ranks=context.world_size, detected=context.detected
+        )
     except Unsolvable as error:
         raise complaint(config.provenance.origin, [str(error)]) from None
     sizes = dict(zip(given, (batch.total, batch.micro, batch.accumulation), strict=True))
@@ -267,9 +286,12 @@ def _settle_batch(config: Config, context: ResolveContext) -> tuple[Config, dict
 def _ranks(config: Config, context: ResolveContext) -> list[str]:
     if config.data_parallel_size in (None, context.world_size):
         return []
+    size = config.data_parallel_size
+    if not context.detected:
+        return [f"data_parallel_size is {size} but the ranks assumed are {context.world_size}: say --ranks {size}"]
     return [
-        f"data_parallel_size is {config.data_parallel_size} but {context.world_size} ranks are detected: "
-        f"start {config.data_parallel_size} ranks, or leave the key out"
+        f"data_parallel_size is {size} but {context.world_size} ranks are detected: start {size} ranks, or leave the "
+        "key out"
     ]
 
 
@@ -284,11 +306,6 @@ def _written(path: str, provenance: Provenance) -> str:
 
 def _tier(section: OffloadParam | OffloadOptimizer | None) -> TierName:
     return "gpu" if section is None or section.device == "none" else section.device
-
-
-def _folders(section: OffloadParam | OffloadOptimizer | None, by_budget: bool) -> tuple[str, ...] | None:
-    """The drives that a section uses; where a budget decides, a path in either section is one that it may use."""
-    return section.nvme_path if section is not None and (section.device == "nvme" or by_budget) else None
 
 
 def _shown(value: Any) -> str:

@@ -43,7 +43,7 @@ _NO_PARALLEL = Refused(
     "the only parallel axis for now is data", "Remove the key; stage 3 with offload fits large models"
 )
 
-_ONE_STAGE = Refused(_NO_PARALLEL.why, _NO_PARALLEL.instead, accepted=(1,))
+_NO_MORE_THAN_ONE = Refused(_NO_PARALLEL.why, _NO_PARALLEL.instead, accepted=(1,))
 
 
 def _absent(*keys: str) -> Absent:
@@ -53,7 +53,7 @@ def _absent(*keys: str) -> Absent:
 class Pipeline(Section):
     """Pipeline parallelism."""
 
-    stages: Annotated[Count | None, _ONE_STAGE] = None
+    stages: Annotated[Count | None, _NO_MORE_THAN_ONE] = None
     """Number of stages."""
     partition: Annotated[Text, _NO_PIPELINE] = "best"
     """How layers are divided."""
@@ -232,7 +232,7 @@ class Config(Section):
     """Type in which sequence-parallel ranks talk."""
     sequence_parallel_size: Annotated[Count, _NO_PARALLEL] = 1
     """Ranks that share a sequence."""
-    tensor_parallel: Annotated[None, _NO_PARALLEL, Absent(switch="autotp_size")] = None
+    tensor_parallel: Annotated[None, _NO_MORE_THAN_ONE, Absent(switch="autotp_size")] = None
     """Tensor parallelism."""
     expert_parallel: Annotated[None, _NO_PARALLEL, Absent()] = None
     """Expert parallelism."""

@@ -154,7 +154,9 @@ class ZeroOptimization(Section):
     """Overlap the reduction with backward."""
     round_robin_gradients: Annotated[Flag, NoEffect("the plan balances partitions over the ranks")] = False
     """Spread gradient copies over the ranks."""
-    load_from_fp32_weights: Annotated[Flag, NoEffect("there is no loading yet; it arrives with checkpoints")] = True
+    load_from_fp32_weights: Annotated[
+        Flag, NoEffect("a checkpoint has the fp32 weights, and loading always takes them")
+    ] = True
     """Start master weights from the checkpoint's fp32 weights."""
     elastic_checkpoint: Annotated[Flag, Refused("the older elastic format does not exist here", "Remove the key")] = (
         False
@@ -183,7 +185,7 @@ class ZeroOptimization(Section):
     memory_efficient_linear: Annotated[Flag, NoEffect("torch's own functions are never patched")] = True
     """Patch the linear function."""
     pipeline_loading_checkpoint: Annotated[
-        Flag, NoEffect("there is no loading yet; it arrives with checkpoints, in bounded memory")
+        Flag, NoEffect("every rank reads what its own partitions need, in bounded memory, beside the others")
     ] = False
     """Load on one rank after the other."""
     override_module_apply: Annotated[Flag, NoEffect("initialisation works unit by unit in any case")] = True
@@ -248,7 +250,20 @@ class ZeroOptimization(Section):
                 current[name] = {"device": "cpu"}
             if isinstance(current.get(name), Mapping):
                 current[name] = {**pin, **current[name]}
+        if pin and not (current.get("offload_optimizer") or current.get("offload_param")):
+            # Nothing takes it: it stays, to be reported.
+            current["cpu_offload_use_pin_memory"] = pinned
         return current
+
+    @property
+    def by_budget(self) -> bool:
+        """Whether the plan chooses a home."""
+        sections = (self.offload_param, self.offload_optimizer)
+        return any(section is not None and section.device == "auto" for section in sections)
+
+    def drives(self, section: OffloadParam | OffloadOptimizer | None) -> tuple[str, ...] | None:
+        """The folders that a section uses; where a budget decides, a path in either section is one that it may use."""
+        return section.nvme_path if section is not None and (section.device == "nvme" or self.by_budget) else None
 
 
 def _flag(value: Any, key: str) -> bool:

@@ -157,6 +157,28 @@ class Longer(SmallModel):
         self.extra = nn.Parameter(torch.full((3,), 7.0))
 
 
+class Wrapped(nn.Module):
+    """A model whose parameters have names that no file system takes for a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("wrapper" * 50, SmallModel())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, "wrapper" * 50)(*args, **kwargs)
+
+
+def test_names_longer_than_a_files_may_be_are_trained_saved_and_loaded(tmp_path):
+    with engine_of(tmp_path, model=Wrapped(), param="nvme", optimizer="nvme") as engine:
+        train(engine)
+        engine.save_checkpoint(tmp_path / "out")
+        expected = states(engine)
+        assert all(len(name) > 255 for name in expected)
+    with engine_of(tmp_path, model=Wrapped(), param="nvme", optimizer="nvme") as engine:
+        engine.load_checkpoint(tmp_path / "out")
+        assert same(states(engine), expected)
+
+
 @pytest.mark.parametrize("place", ["gpu", "nvme"])
 def test_without_strict_what_matches_is_loaded(tmp_path, saved, place):
     torch.manual_seed(5)

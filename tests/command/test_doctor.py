@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from infinity.command.doctor import advise, show
 from infinity.command.examination import Facts, FolderFacts, examine
 from infinity.command.folder import Place, look
+from infinity.command.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD_PLACE = Place(
@@ -89,6 +91,16 @@ def test_it_sees_this_machine(tmp_path):
     assert folder.place.free_nbytes > 0
     assert not folder.trouble
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_for_several_ranks_is_looked_at_for_its_folders(tmp_path, capsys):
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({
+        "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+        "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "drive")}},
+    }))  # fmt: skip
+    main(["doctor", "--config", str(config)])
+    assert str(tmp_path / "drive") in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path):

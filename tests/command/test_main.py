@@ -65,6 +65,11 @@ def test_explain_shows_one_section(tmp_path, capsys):
     [
         ('{"aio": {"depth": 1}}', [], "aio.depth: unknown key"),
         ('{"train_batch_size": 3}', ["--ranks", "2"], "train_batch_size"),
+        (
+            '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}', [],
+            "1 rank assumed = 8: nearest valid choices are train_batch_size 8",
+        ),
+        ('{"train_batch_size": 3, "gradient_accumulation_steps": 2}', [], "say with --ranks N how many"),
         ("{}", ["--ranks", "0"], "at least 1"),
         ("{}", ["--only", "oai"], "no such key"),
         ("{", [], "line 1"),

@@ -182,6 +182,25 @@ def test_a_wrong_value_is_one_sentence_with_its_path(raw: dict[Any, Any], senten
         ),
         ({"optimizer": {"type": "Lamb", "params": {"max_coeff": 1}}}, "'Lamb' is refused", 'Set the type to "AdamW"'),
         ({"optimizer": {"type": "auto"}}, '"auto" is refused', "name the type"),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                    "offload_optimizer": {"device": "nvme", "nvme_path": ["/a", "/b"]},
+                }
+            },
+            "differ (/a and /a, /b)",
+            "give both the same folder",
+        ),
+        (
+            {
+                "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/a"}},
+                "aio": {"drive_weights": [1, 2]},
+            },
+            "2 numbers but nvme_path names 1 folders",
+            "leave it out",
+        ),
         ({"bf16": {}, "bfloat16": {}}, "bfloat16: the same key as bf16", "keep one"),
         ({"stage": 3}, "it belongs at 'zero_optimization.stage'", "belongs"),
     ],
@@ -253,6 +272,23 @@ def test_a_slip_in_the_syntax_has_file_line_and_column(tmp_path: Path, text: str
     assert place in _refusal(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "more_than_json"),
+    [
+        ('{"overlap": true,}', True),
+        ('{"aio": {"drive_weights": [1, 2, ]}}', True),
+        ('{\n  // states on NVMe\n  "overlap": true}', True),
+        ('{"overlap": true, # yes\n "aio": {}}', True),
+        ('{"overlap": true /* yes */}', True),
+        ('{"overlap": }', False),
+        ('{"overlap": true', False),
+        ("{'overlap': true}", False),
+    ],
+)
+def test_what_other_readers_allow_comes_with_the_next_step(text: str, more_than_json: bool) -> None:
+    assert ("Comments and trailing commas are not JSON: remove them" in _refusal(text)) is more_than_json
+
+
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     assert "No such file" in _refusal("missing.json")
     assert "missing.json" in _refusal("missing.json")
@@ -290,7 +326,7 @@ def test_a_feature_that_is_off_is_welcome() -> None:
             "data_efficiency": {**off, "anything": 1},
             "amp": off,
         }
-        | {"compression_training": {}, "zero_optimization": {"zenflow": None}, "tensor_parallel": {"autotp_size": 0}}
+        | {"compression_training": {}, "zero_optimization": {"zenflow": None}, "tensor_parallel": {"autotp_size": 1}}
     )
     assert config == Config()
     assert config.report() == []

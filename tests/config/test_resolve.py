@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
+from infinity.config import ResolveContext, ResolvedConfig, drives, load_config, resolve
 from infinity.config.batch import Unsolvable, solve_batch
 from infinity.config.resolve import changed
 from infinity.config.schema import Config
@@ -144,9 +144,30 @@ def test_auto_without_knowledge_is_the_default_or_a_question() -> None:
     assert resolved.compute_dtype == "fp32"
     assert resolved.zero.stage3_prefetch_bucket_size == 50_000_000
     assert resolved.config.scheduler is not None
-    assert resolved.config.scheduler.params.model_dump()["warmup_max_lr"] == 1e-3
+    assert resolved.config.scheduler.params.model_dump()["warmup_max_lr"] is None
+    assert resolved.sources["scheduler.params.warmup_max_lr"] == "auto: the optimizer's own rate"
     with pytest.raises(ConfigError, match="total_num_steps is required"):
         _resolved(HF)
+
+
+def test_auto_that_only_the_file_could_settle_is_refused_with_the_next_step() -> None:
+    raw = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    }
+    no_auto = {"optimizer.params.lr": "write the rate", "scheduler.params.warmup_num_steps": "write the number"}
+    with pytest.raises(ConfigError) as caught:
+        _resolved(raw, no_auto=no_auto)
+    assert str(caught.value) == 'configuration: optimizer.params.lr: "auto" is refused: write the rate'
+
+
+def test_a_cycle_needs_a_rate_that_somebody_wrote() -> None:
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 0.0, "cycle_max_lr": "auto"}}
+    optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-4}}
+    scheduler: Any = _resolved({"optimizer": optimizer, "scheduler": cycle}).config.scheduler
+    assert scheduler.params.cycle_max_lr == 3e-4
+    with pytest.raises(ConfigError, match="cycle_max_lr is required by OneCycle: give a number"):
+        _resolved({"scheduler": cycle})
 
 
 def test_a_precision_that_auto_switches_on_still_excludes_the_other() -> None:
@@ -259,8 +280,57 @@ def test_batch_sizes_that_do_not_fit_name_the_nearest_that_do(
     raw: dict[str, Any], ranks: int, words: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        _resolved(raw, world_size=ranks)
+        _resolved(raw, world_size=ranks, detected=True)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "--ranks" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"assumed.*--ranks"):
+        _resolved(raw, world_size=ranks)
+
+
+@pytest.mark.parametrize(
+    ("raw", "key", "why"),
+    [
+        ({"zero_optimization": {"stage": 1, "tile_parameters": 9}}, "zero_optimization.tile_parameters", "stage is 1"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"ratio": 0.3}}},
+            "zero_optimization.offload_optimizer.ratio",
+            'device is "none"',
+        ),
+        ({"aio": {"drive_weights": [2, 1]}}, "aio.drive_weights", "nothing is on NVMe"),
+        (
+            {"zero_optimization": {"cpu_offload_use_pin_memory": False}},
+            "zero_optimization.cpu_offload_use_pin_memory",
+            "nothing is offloaded",
+        ),
+    ],
+)
+def test_a_key_that_another_one_makes_idle_is_reported(raw: dict[str, Any], key: str, why: str) -> None:
+    resolved = _resolved(raw)
+    (line,) = resolved.report()
+    assert line.startswith(f"{key} = ")
+    assert line.endswith(why)
+    (shown,) = [line for line in resolved.explain().splitlines() if line.startswith(f"{key} = ")]
+    assert shown.endswith("(file; no effect here)")
+
+
+def test_the_same_keys_with_what_they_need_are_not_reported() -> None:
+    states = {"device": "nvme", "nvme_path": ["/a", "/b"], "ratio": 0.3}
+    zero = {"stage": 3, "tile_parameters": 100, "offload_optimizer": states, "cpu_offload_use_pin_memory": False}
+    assert _resolved({"zero_optimization": zero, "aio": {"drive_weights": [2, 1]}}).report() == []
+
+
+def test_the_drives_of_a_file_are_known_before_anything_is_settled() -> None:
+    optimizer = {"device": "nvme", "nvme_path": ["/a", "/b"]}
+    checkpoints = {"offload": {"device": "nvme", "nvme_path": "/c"}}
+    raw = {
+        "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+        "zero_optimization": {"offload_optimizer": optimizer}, "activation_checkpointing": checkpoints,
+    }  # fmt: skip
+    assert drives(load_config(raw)) == ("/a", "/b", "/c")
+    raw["zero_optimization"] = {"offload_optimizer": {"device": "auto", "nvme_path": "/a"}}
+    assert drives(load_config(raw)) == ("/a", "/c")
+    raw["zero_optimization"] = {"offload_optimizer": {"device": "cpu", "nvme_path": "/a"}}
+    assert drives(load_config(raw)) == ("/c",)
 
 
 def test_the_file_is_named_when_resolving_fails(tmp_path: Path) -> None:
