@@ -18,7 +18,6 @@ from torch import Tensor
 from infinity.checkpoint.files import Reader
 from infinity.checkpoint.format import BUFFER, MASTER, PARAM, REMAINDER, Manifest, check_files
 from infinity.checkpoint.load import Saved
-from infinity.memory.partition import DTYPES
 
 WEIGHT = "weight"
 _BLOCK_NUMEL = 1 << 20
@@ -118,8 +117,7 @@ def _blocks(reader: Reader, name: str, kind: str) -> Iterator[Tensor]:
         if kind == WEIGHT:
             yield source.masters(name, start, count)
             continue
-        values = torch.empty(count, dtype=DTYPES[reader.dtype(name, kind)])
-        reader.read(name, kind, start, count, values)
+        values = source.values(name, kind, start, count)
         yield values.float() if kind != BUFFER and values.is_floating_point() else values
 
 

@@ -26,7 +26,6 @@ from infinity.checkpoint.weight_writer import (
     write_texts,
 )
 from infinity.errors import CheckpointError
-from infinity.memory.partition import DTYPES
 
 # Elements that are read and converted at a time.
 _BLOCK_NUMEL = 4 << 20
@@ -66,8 +65,9 @@ def extract(
         write_texts(made, description.companions(shards, chosen))
         total = sum(entry.nbytes for shard in shards for entry, _ in shard.entries)
         with Reader(folder, manifest, indexes) as reader, WeightWriter(made, shards, create=True) as writer:
+            source = Saved(reader)
             for name, dtype_stored in writer.dtypes.items():
-                for start, values in _values(reader, name, kept[name], dtype_stored):
+                for start, values in _values(source, name, kept[name], dtype_stored):
                     writer.write(name, start, as_bytes(values, dtype_stored, name))
                     tell(writer.written_nbytes, total)
             writer.sync()
@@ -90,9 +90,8 @@ def _copy(description: Description, origin: Path | None, made: Path) -> None:
     description.copy_files(made)
 
 
-def _values(reader: Reader, name: str, info: TensorInfo, dtype: str) -> Iterator[tuple[int, Tensor]]:
+def _values(source: Saved, name: str, info: TensorInfo, dtype: str) -> Iterator[tuple[int, Tensor]]:
     """(first element, values [n]) of a tensor: of its masters for fp32, else as it is computed with."""
-    source = Saved(reader)
     numel = torch.Size(info.shape).numel()
     for start in range(0, numel, _BLOCK_NUMEL):
         count = min(_BLOCK_NUMEL, numel - start)
@@ -100,9 +99,6 @@ def _values(reader: Reader, name: str, info: TensorInfo, dtype: str) -> Iterator
             yield start, source.masters(name, start, count)
             continue
         # 16 bits are in the parameters themselves: no file of states is opened for them.
-        kind = BUFFER if BUFFER in info.kinds else PARAM
-        values = torch.empty(count, dtype=DTYPES[info.dtype])
-        reader.read(name, kind, start, count, values)
-        yield start, values
+        yield start, source.values(name, BUFFER if BUFFER in info.kinds else PARAM, start, count)
 
 

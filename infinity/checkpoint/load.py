@@ -19,6 +19,7 @@ from infinity.checkpoint.files import Reader
 from infinity.checkpoint.format import MASTER, PARAM, REMAINDER, Extent, TensorInfo
 from infinity.checkpoint.pieces import Piece, holdings, stretches_of
 from infinity.memory.master import encode
+from infinity.memory.pages import page_aligned
 from infinity.memory.partition import DTYPES, Partition, State
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import join
@@ -39,7 +40,9 @@ class Source(Protocol):
         """What there is of each."""
 
     def masters(self, name: str, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) in fp32 (or what the tensor is, where it is not floating), on the CPU."""
+        """Elements [start, start + numel) in fp32 (or what the tensor is, where it is not floating), on the CPU, until
+        the next call.
+        """
 
     def read(self, name: str, kind: str, start: int, numel: int, out: Tensor) -> None:
         """The bytes of elements of one kind into `out` ([numel], of the kind's width)."""
@@ -52,25 +55,45 @@ class Source(Protocol):
 
 
 class Saved:
-    """A checkpoint as a source."""
+    """A checkpoint as a source. What it returns lies in memory that is used again and again: blocks that come and go
+    would be scattered in the C library's heap, more of it with every tensor.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self.tensors = reader.manifest.tensors
         self._reader = reader
         self.read = reader.read
         self.read_bytes = reader.read_bytes
+        self._rooms: dict[str, Tensor] = {}
+
+    def values(self, name: str, kind: str, start: int, numel: int) -> Tensor:
+        """Elements of one kind, in its dtype, until the next call."""
+        values = self._room(kind, numel, DTYPES[self._reader.dtype(name, kind)])
+        self.read(name, kind, start, numel, values)
+        return values
 
     def masters(self, name: str, start: int, numel: int) -> Tensor:
         """See Source."""
         kinds = self.tensors[name].kinds
-        kind = MASTER if MASTER in kinds else PARAM
-        values = torch.empty(numel, dtype=DTYPES[self._reader.dtype(name, kind)])
-        self.read(name, kind, start, numel, values)
-        if REMAINDER in kinds:
-            remainder = torch.empty(numel, dtype=torch.int16)
-            self.read(name, REMAINDER, start, numel, remainder)
-            return join(values, remainder)
-        return values.float() if values.is_floating_point() else values
+        values = self.values(name, MASTER if MASTER in kinds else PARAM, start, numel)
+        if not values.is_floating_point() or (values.dtype is torch.float32 and REMAINDER not in kinds):
+            return values
+        masters = self._room("masters", numel, torch.float32)
+        if REMAINDER not in kinds:
+            return masters.copy_(values)
+        remainder = self._room(REMAINDER, numel, torch.int16)
+        self.read(name, REMAINDER, start, numel, remainder)
+        for begin in range(0, numel, _CHUNK_NUMEL):
+            chunk = slice(begin, begin + _CHUNK_NUMEL)
+            masters[chunk] = join(values[chunk], remainder[chunk])
+        return masters
+
+    def _room(self, use: str, numel: int, dtype: torch.dtype) -> Tensor:
+        nbytes = numel * dtype.itemsize
+        room = self._rooms.get(use)
+        if room is None or room.numel() < nbytes:
+            room = self._rooms[use] = page_aligned(nbytes)
+        return room[:nbytes].view(dtype)
 
     def extent_of(self, piece: Piece) -> Extent | None:
         """See Source."""
