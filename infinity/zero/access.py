@@ -175,8 +175,7 @@ def _cut_together(units: list[Unit]) -> list[Unit]:
 
 @contextmanager
 def _assembled(owner: Owner, param: nn.Parameter) -> Iterator[Tensor | None]:
-    """Have a parameter in tiles whole on the device for the length of the block, and give its data; None for others.
-    """
+    """Have a parameter in tiles whole on the device for the length of the block, and give its data; None for others."""
     tiles = tiles_of(param)
     if tiles is None or not parameter.is_released(param):
         # Whole by itself, or by a block around this one.
@@ -226,7 +225,7 @@ def _write_back(owner: Owner, unit: Unit, old: Tensor) -> None:
     if not unit.layout.trainable or new.dtype is torch.float32:
         return
     changed = (new != old).cpu()
-    for key, start, at, numel in _slices(owner.plan, unit):
+    for key, start, at, numel in states_of(owner.plan, unit):
         with owner.store.write(key) as (states,):
             mask = changed[start : start + numel]
             if new.dtype is torch.bfloat16:
@@ -240,7 +239,7 @@ def _write_back(owner: Owner, unit: Unit, old: Tensor) -> None:
         owner.store.flush(key)
 
 
-def _slices(plan: Plan, unit: Unit) -> Iterator[tuple[Key, int, int, int]]:
+def states_of(plan: Plan, unit: Unit) -> Iterator[tuple[Key, int, int, int]]:
     """Where a unit's states lie: (sub-group's key, start in the unit's partition, start in the states, numel)."""
     for group, piece, at in slices_of(plan.sub_groups, unit.layout.index):
         yield Key(Kind.STATES, group.index), piece.start, at, piece.numel
