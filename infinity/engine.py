@@ -427,6 +427,8 @@ class Engine(nn.Module):
         self._boundary.apply(self.optimizer.param_groups)
 
     def _on_landed(self, unit: Unit) -> None:
+        # What was copied out of its partition has arrived before its gradients have: a step may begin to write it.
+        unit.let_go(wait=True)
         final = self.is_gradient_accumulation_boundary()
         self._stepper.landed(unit.layout.index, self.gradients.arrived[unit], final=final)
 

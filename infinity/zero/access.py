@@ -102,6 +102,8 @@ def gathered(owner: Owner, units: list[Unit]) -> Iterator[None]:
             unit.users += 1
             held.append(unit)
             unit.finish_gather()
+            # Nobody looks again before the block may write the partition, or needs its buffer's room.
+            unit.let_go(wait=True)
         yield
     finally:
         for unit in held:

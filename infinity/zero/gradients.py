@@ -232,6 +232,8 @@ class Gradients:
 
     def close(self) -> None:
         """Return the buffers of whole gradients and drop what autograd left."""
+        # No step begins any more with what still arrives.
+        self.landed = lambda unit: None
         self._take_flying()
         self._arrive()
         self._drop_scratch()

@@ -179,6 +179,7 @@ class _Part:
 
     def _write_master(self, own: Tensor) -> None:
         store, key = self._owner.store, self._unit.key
+        self._unit.let_go(wait=True)
         if not self.trainable:
             with store.write(key) as (partition,):
                 encode(own, partition.view(Kind.PARAM), None, 0)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from infinity.errors import StateError
 from infinity.ops import adam
+from tests.support.late_copies import copies_are_late
 from tests.support.oracle import CLIP, Case, SmallModel, SplitBackward, join, settings, train
 
 UNCHECKED = {"enabled": True, "check_grad_overflow": False}
@@ -79,6 +80,15 @@ def test_a_second_backward_after_its_step_has_begun_is_refused(tmp_path):
     with pytest.raises(StateError, match=r"arrived after its step had begun.*check_grad_overflow to true"):
         train(SplitBackward(), settings(tmp_path, **row), steps=1)
     train(SplitBackward(), settings(tmp_path, **{**row, "bf16": {"enabled": True}}), steps=1)
+
+
+def test_a_step_inside_backward_writes_what_the_device_has_read(tmp_path, monkeypatch):
+    """The host may not have noticed that the copy out of a unit's partition is over; its gradients say so."""
+    row = {**ON_NVME, "bf16": UNCHECKED, "zero": {"sub_group_size": 1280}}
+    expected, _ = run(0, str(tmp_path), Case(), row)
+    copies_are_late(monkeypatch)
+    digest, early = run(0, str(tmp_path), Case(), row)
+    assert digest == expected and early > 20
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
