@@ -133,8 +133,8 @@ class Engine(nn.Module):
     def step(self) -> None:
         """At the accumulation boundary: average, check, clip and apply the gradients; otherwise only count."""
         self._alive("step")
-        if not any(unit.layout.trainable for unit in self.units):
-            raise StateError("nothing to step: every parameter was frozen when the engine was made")
+        with self.mesh.telling():
+            self._boundary.check()
         self._applied = False
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
@@ -150,8 +150,6 @@ class Engine(nn.Module):
 
     def _apply_gradients(self) -> Verdict:
         """The step at the accumulation boundary."""
-        if self._boundary.scaler is not None and self.coordinator.plain_backward:
-            raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
         self._hooks.check_tree()
         self._checkpointing.settle()
         verdict = self._boundary.judge(self.global_steps, self._losses)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.comm import collectives
+from infinity.comm.agreement import on_any_rank
 from infinity.comm.mesh import Mesh
 from infinity.errors import StateError
 from infinity.memory.store import TieredStore
@@ -21,7 +22,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
 from infinity.zero import parameter
 from infinity.zero.coordinator import Coordinator
-from infinity.zero.gradients import Gradients, on_any_rank
+from infinity.zero.gradients import Gradients
 from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.tiling import assembled, tiles_of
 from infinity.zero.unit import Unit
