@@ -79,7 +79,7 @@ def initialize(
     model: any `nn.Module` with real parameters, ordinary or made under `infinity.Init`; they move to their tiers.
     config: path, dict or JSON string with DeepSpeed's keys (aliases: `config_params`, `args.deepspeed_config`).
     model_parameters: parameters or torch-style groups to train; default: all that require a gradient.
-    optimizer: None (from the configuration), or a class, factory or instance of torch's Adam or AdamW.
+    optimizer: None (from the configuration), or a class, factory or instance of an elementwise torch optimizer.
     lr_scheduler: None (from the configuration), a factory that takes the optimizer, or an instance.
 
     Returns (engine, optimizer, dataloader, lr_scheduler); the last two are None without data or scheduler. Raises
