@@ -83,7 +83,7 @@ def initialize(
     config: path, dict or JSON string with DeepSpeed's keys (aliases: `config_params`, `args.deepspeed_config`).
     others: arguments that only DeepSpeed has, each refused with the next step (`dist_init_required`: see launch).
     model_parameters: parameters or torch-style groups to train; default: all that require a gradient.
-    optimizer: None (from the configuration), or a class, factory or instance of torch's Adam or AdamW.
+    optimizer: None (from the configuration), or a class, factory or instance of an elementwise torch optimizer.
     lr_scheduler: None (from the configuration), a factory that takes the optimizer, or an instance.
     training_data: a dataset of which the loader draws batches, each rank its own, on the engine's device.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.comm.agreement import agree_on_numbers
+from infinity.comm.agreement import agree_on_numbers, on_any_rank
 from infinity.comm.collectives import exchange
 from infinity.errors import NonFiniteError, StateError
 from infinity.log import logger
@@ -24,7 +24,6 @@ from infinity.optim.clip import clip_factor
 from infinity.optim.loss_scale import LossScaler
 from infinity.optim.skips import Skips
 from infinity.parts import Parts
-from infinity.zero.gradients import on_any_rank
 from infinity.zero.nonfinite import first_nonfinite
 from infinity.zero.stopwatch import agree
 from infinity.zero.unit import Unit
@@ -84,6 +83,16 @@ class Boundary:
         """What accumulated gradients are multiplied by: averaging over ranks, and fp16's unscaling."""
         ranks = self._mesh.ranks.world_size if self._config.config.gradient_allreduce_op == "mean" else 1
         return 1.0 / ranks / (self.scaler.scale if self.scaler is not None else 1.0)
+
+    def check(self) -> None:
+        """StateError where no step can be taken; nothing has changed then."""
+        if not any(unit.layout.trainable for unit in self._units):
+            raise StateError("nothing to step: every parameter was frozen when the engine was made")
+        if self.scaler is not None and self._gradients.unscaled:
+            raise StateError(
+                "fp16 needs its loss scale, and gradients have come without it: call engine.zero_grad(), and from then "
+                "on engine.backward(loss) instead of loss.backward()"
+            )
 
     def judge(self, step: int, losses: Sequence[Tensor]) -> Verdict:
         """Complete the gradients and look at them. `step` counts steps; `losses` are those of its micro-steps.

@@ -78,14 +78,12 @@ class Engine(nn.Module):
         # Of the micro-steps since the latest boundary, unscaled; looked at when somebody asks.
         self._losses: list[Tensor] = []
         self._applied = False
+        place = {"rank": parts.mesh.ranks.rank, "world_size": parts.mesh.ranks.world_size}
         self._observer = Observer(
-            Breakdown(parts.plan, parts.ledger, parts.store, parts.units, parts.device), parts.config.config,
-            rank=parts.mesh.ranks.rank, world_size=parts.mesh.ranks.world_size,
-        )  # fmt: skip
-        self._closed = False
-        self._progress = Progress(
-            parts.config.config, parts.ledger, rank=parts.mesh.ranks.rank, world_size=parts.mesh.ranks.world_size
+            Breakdown(parts.plan, parts.ledger, parts.store, parts.units, parts.device), parts.config.config, **place
         )
+        self._closed = False
+        self._progress = Progress(parts.config.config, parts.ledger, **place)
         self.gradients.landed = self._on_landed
         for unit in self.units:
             for param in unit.params:
@@ -125,7 +123,7 @@ class Engine(nn.Module):
         if self._boundary.early and self.is_gradient_accumulation_boundary():
             self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
         self.coordinator.begin_backward(scaled=True)
-        with self._observer.phase("backward", self._abandon):
+        with self._observer.phase("backward", self._abandon_backward):
             scaled.backward(retain_graph=retain_graph)
             self.coordinator.end_backward()
             self._checkpointing.settle()
@@ -135,8 +133,8 @@ class Engine(nn.Module):
     def step(self) -> None:
         """At the accumulation boundary: average, check, clip and apply the gradients; otherwise only count."""
         self._alive("step")
-        if not any(unit.layout.trainable for unit in self.units):
-            raise StateError("nothing to step: every parameter was frozen when the engine was made")
+        with self.mesh.telling():
+            self._boundary.check()
         self._applied = False
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
@@ -152,8 +150,6 @@ class Engine(nn.Module):
 
     def _apply_gradients(self) -> Verdict:
         """The step at the accumulation boundary."""
-        if self._boundary.scaler is not None and self.coordinator.plain_backward:
-            raise StateError("fp16 needs its loss scale: call engine.backward(loss) instead of loss.backward()")
         self._hooks.check_tree()
         self._checkpointing.settle()
         verdict = self._boundary.judge(self.global_steps, self._losses)
@@ -187,7 +183,9 @@ class Engine(nn.Module):
         self._background.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw away what has accumulated since the last step."""
+        """Throw away what has accumulated since the last step. StateError where that step has begun in backward."""
+        self._alive("throw gradients away")
+        self._stepper.forgo()
         self.gradients.reset()
         self._losses.clear()
 
@@ -430,6 +428,8 @@ class Engine(nn.Module):
         self._boundary.apply(self.optimizer.param_groups)
 
     def _on_landed(self, unit: Unit) -> None:
+        # What was copied out of its partition has arrived before its gradients have: a step may begin to write it.
+        unit.let_go(wait=True)
         final = self.is_gradient_accumulation_boundary()
         self._stepper.landed(unit.layout.index, self.gradients.arrived[unit], final=final)
 
@@ -446,3 +446,7 @@ class Engine(nn.Module):
         """Forward or backward has raised: forget the pass, and have the other ranks told."""
         self.mesh.failed(error)
         self.coordinator.abandon()
+
+    def _abandon_backward(self, error: BaseException) -> None:
+        self._abandon(error)
+        self._observer.broken = self._stepper.abandon()

@@ -245,7 +245,7 @@ def _take_over(trainee: Trainee, parts: Parts, found: Found, wanted: Wanted) -> 
     )  # fmt: skip
 
     def job() -> None:
-        for settle in (parts.stepper.finish, parts.coordinator.next_step, parts.gradients.reset):
+        for settle in (parts.stepper.reset, parts.coordinator.next_step, parts.gradients.reset):
             settle()
         with _source(found, parts) as source:
             fill(filling, parts.store, source)

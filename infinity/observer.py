@@ -32,7 +32,7 @@ _OTHERS = " The other ranks are told, and end."
 
 
 class Observer:
-    """One engine's. `broken`: why the engine cannot go on, after a step that failed in the middle."""
+    """One engine's. `broken`: why the engine cannot go on, after a step or a load that failed in the middle."""
 
     def __init__(self, breakdown: Breakdown, config: Config, *, rank: int, world_size: int) -> None:
         self.broken = ""
@@ -52,13 +52,16 @@ class Observer:
 
     @contextmanager
     def phase(self, name: str, undo: Callable[[BaseException], None]) -> Iterator[None]:
-        """One verb of the loop; `undo` follows a failure. Where memory lacks, the error shows the ledger."""
+        """One verb of the loop; `undo` follows a failure, and may find that the engine is broken. Where memory lacks,
+        the error shows the ledger.
+        """
         try:
             with record.span(record.PHASE, name):
                 yield
         except BaseException as error:
             undo(error)
-            told = self._breakdown.explain(error, name, _AFTER[name] + ("" if self._alone else _OTHERS))
+            after = f"This engine cannot go on: {self.broken}." if self.broken else _AFTER[name]
+            told = self._breakdown.explain(error, name, after + ("" if self._alone else _OTHERS))
             if told is None:
                 raise
             if name == "step":

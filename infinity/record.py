@@ -150,8 +150,11 @@ class Tally:
         self._at = time.perf_counter_ns()
 
     def read(self) -> dict[tuple[str, str], int]:
-        """What has been spent so far, up to now."""
+        """What has been spent so far, up to now. It keeps its names: what lies outside and leads to no phase yet is the
+        program's.
+        """
         self._until(time.perf_counter_ns())
+        self._end_outside("program")
         return dict(self._spent)
 
     def enter(self, span: _Open, now: int) -> None:
@@ -159,13 +162,16 @@ class Tally:
         self._until(now)
         what, cause = span.label
         if what == PHASE and not self._open:
-            self._spent[OUTSIDE, cause] = self._spent.get((OUTSIDE, cause), 0) + self._spent.pop(_OPEN_ENDED, 0)
+            self._end_outside(cause)
         self._open.append(span)
 
     def leave(self, span: _Open, now: int) -> None:
         """It ends."""
         self._until(now)
         self._open.remove(span)
+
+    def _end_outside(self, cause: str) -> None:
+        self._spent[OUTSIDE, cause] = self._spent.get((OUTSIDE, cause), 0) + self._spent.pop(_OPEN_ENDED, 0)
 
     def _until(self, now: int) -> None:
         label = self._open[-1].label if self._open else _OPEN_ENDED

@@ -56,6 +56,12 @@ def agree_on_numbers(values: list[float], mesh: Mesh, name: str) -> list[list[fl
     return [row[: len(values)] for row in rows]
 
 
+def on_any_rank(mine: Sequence[bool], mesh: Mesh, name: str) -> list[bool]:
+    """Element-wise 'on any rank' of a list of flags that has the same length on every rank."""
+    rows = exchange([float(flag) for flag in mine], mesh.control, mesh.ranks.world_size, name)
+    return [any(row[index] for row in rows) for index in range(len(mine))]
+
+
 def _agree_on_history(rows: Sequence[Sequence[float]], mesh: Mesh) -> None:
     """Raise DivergenceError on every rank unless all have submitted the same. `rows`: every rank's digests."""
     if mesh.watchdog is None or all(list(row) == list(rows[0]) for row in rows):

@@ -67,6 +67,9 @@ class _Record:
     writing: Transfer | None = None
     reading: Transfer | None = None
     up: tuple[Tensor, Transfer] | None = None
+    # The copy to the device of a tensor that was handed out: the host has not waited for it, and it reads the buffer.
+    # The latest of several, which go up in turn.
+    leaving: Transfer | None = None
 
     def __str__(self) -> str:
         return f"checkpoint {self.number}"
@@ -80,14 +83,16 @@ class _Record:
     @property
     def transfers(self) -> list[Transfer]:
         """What may still use its buffer or its place."""
-        found = [self.down, self.writing, self.reading, self.up[1] if self.up is not None else None]
+        up = self.up[1] if self.up is not None else None
+        found = [self.down, self.writing, self.reading, up, self.leaving]
         return [transfer for transfer in found if transfer is not None]
 
     @property
     def spare(self) -> bool:
         """Whether its buffer could be given to another: the drive has the bytes, and nothing is in flight."""
         written = self.writing is not None and self.writing.done()
-        return written and self.buffer is not None and self.reading is None and self.up is None
+        left = self.leaving is None or self.leaving.done()
+        return written and left and self.buffer is not None and self.reading is None and self.up is None
 
 
 class Saved:
@@ -184,12 +189,12 @@ class ActivationTier:
             self._settle()
             self._submit_up(kept)
             assert kept.up is not None
-            flat, transfer = kept.up
+            flat, kept.leaving = kept.up
             kept.up = None
             self._ledger.add(Tier.GPU, Kind.ACTIVATION, -flat.nbytes)
             with record.span(record.WAIT, "copy to the device", kept, kept.nbytes):
-                transfer.wait()
-            self._release_buffer(kept, transfer)
+                kept.leaving.wait()
+            self._release_buffer(kept)
             if self._overlap:
                 self._look_ahead(kept)
             return flat.as_strided(kept.shape, kept.stride)
@@ -250,7 +255,10 @@ class ActivationTier:
             return True
         if self._ending:
             with record.span(record.WAIT, "room for a checkpoint"):
-                _wait_out(self._ending[0][0])
+                for transfer in self._ending[0][0]:
+                    # What it has failed with nobody needs to know, only that it has let go of its bytes.
+                    with contextlib.suppress(TransferError):
+                        self._device.arrived(transfer)
             self._settle()
             return True
         for kept in self._live.values():
@@ -267,6 +275,7 @@ class ActivationTier:
                 return True
             if kept.writing is not None:
                 _wait(kept.writing, "NVMe write", kept)
+                self._release_buffer(kept)
                 return True
         return False
 
@@ -315,8 +324,8 @@ class ActivationTier:
         kept.buffer = buffer
         kept.reading = _file(kept).read(_extent(kept), buffer.memory)
 
-    def _release_buffer(self, kept: _Record, until: Transfer | None = None) -> None:
-        """Give its staging buffer back where the drive has the bytes: now, or when a copy from it is over.
+    def _release_buffer(self, kept: _Record) -> None:
+        """Give its staging buffer back where the drive has the bytes: now, or when the copy to the device is over.
 
         TransferError where they could not be written: then the buffer goes with the record.
         """
@@ -324,10 +333,11 @@ class ActivationTier:
             return
         kept.writing.wait()
         buffer, kept.buffer, kept.reading = kept.buffer, None, None
-        if until is None or until.done():
+        leaving, kept.leaving = kept.leaving, None
+        if leaving is None or leaving.done():
             self._memory.give(buffer)
         else:
-            self._ending.append(([until], [buffer]))
+            self._ending.append(([leaving], [buffer]))
 
     # The end of a record.
 
@@ -428,10 +438,3 @@ def _cancel(transfers: Sequence[Transfer]) -> None:
         cancel = getattr(transfer, "cancel", None)
         if cancel is not None and not transfer.done():
             cancel()
-
-
-def _wait_out(transfers: Sequence[Transfer]) -> None:
-    """Wait until transfers whose result nobody needs have let go of their bytes."""
-    for transfer in transfers:
-        with contextlib.suppress(TransferError):
-            transfer.wait()

@@ -119,6 +119,32 @@ class Stepper:
         if self._thread is not None and self._early is None:
             self._early = self._pass(tuple(map(self._method.hyper, groups)), grad_scale)
 
+    def forgo(self) -> None:
+        """The gradients are not wanted. StateError where the step with them has begun."""
+        if self._early is not None and self._early.begun:
+            raise StateError(
+                "cannot throw gradients away: with gradient_clipping 0 and bf16.check_grad_overflow false their step "
+                "begins inside the last backward, and has changed some of the weights. Call step() to have it whole, "
+                "or set bf16.check_grad_overflow to true"
+            )
+        self._early = None
+
+    def abandon(self) -> str:
+        """Backward has failed. Returns why nothing can go on before `reset`, where the step had begun, or ""."""
+        if self._early is None or not self._early.begun:
+            self._early = None
+            return ""
+        return (
+            "a backward failed when its step had begun inside it, which has changed some of the weights and not the "
+            "others: load a checkpoint"
+        )
+
+    def reset(self) -> None:
+        """All values are about to be replaced: finish what has begun, and leave it at that."""
+        self.finish()
+        # A partition is in sub-groups that begin together: nothing stays reserved for the rest.
+        self._early = None
+
     def landed(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
         """A unit's gradients have been accumulated, those of `arrived` parameters. `final`: probably the last time
         before the step.

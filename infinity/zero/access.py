@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.comm import collectives
+from infinity.comm.agreement import on_any_rank
 from infinity.comm.mesh import Mesh
 from infinity.errors import StateError
 from infinity.memory.store import TieredStore
@@ -21,7 +22,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
 from infinity.zero import parameter
 from infinity.zero.coordinator import Coordinator
-from infinity.zero.gradients import Gradients, on_any_rank
+from infinity.zero.gradients import Gradients
 from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.tiling import assembled, tiles_of
 from infinity.zero.unit import Unit
@@ -102,6 +103,8 @@ def gathered(owner: Owner, units: list[Unit]) -> Iterator[None]:
             unit.users += 1
             held.append(unit)
             unit.finish_gather()
+            # Nobody looks again before the block may write the partition, or needs its buffer's room.
+            unit.let_go(wait=True)
         yield
     finally:
         for unit in held:
@@ -175,8 +178,7 @@ def _cut_together(units: list[Unit]) -> list[Unit]:
 
 @contextmanager
 def _assembled(owner: Owner, param: nn.Parameter) -> Iterator[Tensor | None]:
-    """Have a parameter in tiles whole on the device for the length of the block, and give its data; None for others.
-    """
+    """Have a parameter in tiles whole on the device for the length of the block, and give its data; None for others."""
     tiles = tiles_of(param)
     if tiles is None or not parameter.is_released(param):
         # Whole by itself, or by a block around this one.
@@ -226,7 +228,7 @@ def _write_back(owner: Owner, unit: Unit, old: Tensor) -> None:
     if not unit.layout.trainable or new.dtype is torch.float32:
         return
     changed = (new != old).cpu()
-    for key, start, at, numel in _slices(owner.plan, unit):
+    for key, start, at, numel in states_of(owner.plan, unit):
         with owner.store.write(key) as (states,):
             mask = changed[start : start + numel]
             if new.dtype is torch.bfloat16:
@@ -240,7 +242,7 @@ def _write_back(owner: Owner, unit: Unit, old: Tensor) -> None:
         owner.store.flush(key)
 
 
-def _slices(plan: Plan, unit: Unit) -> Iterator[tuple[Key, int, int, int]]:
+def states_of(plan: Plan, unit: Unit) -> Iterator[tuple[Key, int, int, int]]:
     """Where a unit's states lie: (sub-group's key, start in the unit's partition, start in the states, numel)."""
     for group, piece, at in slices_of(plan.sub_groups, unit.layout.index):
         yield Key(Kind.STATES, group.index), piece.start, at, piece.numel

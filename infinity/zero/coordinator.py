@@ -75,8 +75,6 @@ class Coordinator:
         self._open: list[Scope] = []
         self._backward: list[Scope] = []
         self.in_backward = False
-        # Whether a backward since the last step was the program's own, with an unscaled loss.
-        self.plain_backward = False
         self.epoch = 0
         self.closed = False
         # The latest training pass in full, when it was timed: see `use_times`.
@@ -181,7 +179,8 @@ class Coordinator:
         """
         first = not self.in_backward
         self.in_backward = True
-        self.plain_backward = self.plain_backward or (first and not scaled)
+        if first or scaled:
+            self._gradients.scaled = scaled
         return first
 
     def join_backward(self) -> None:
@@ -261,7 +260,6 @@ class Coordinator:
         """The optimizer is about to change parameters: nothing stays gathered, no forward waits for its backward."""
         self.epoch += 1
         self._mode = None
-        self.plain_backward = False
         for unit in self._units:
             unit.pending = 0
         self._release_idle()

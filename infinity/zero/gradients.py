@@ -92,6 +92,9 @@ class Gradients:
         # Unit indices in the order in which the latest backward finished with them: what `order` should become.
         self._ordered = False
         self.seen_order: list[int] = [unit.layout.index for unit in self.order]
+        # Whether the engine runs the backward under way, and has scaled its loss; whether a gradient has come otherwise
+        # since the last `reset`.
+        self.scaled = self.unscaled = False
         self._flying: tuple[Unit, Transfer, Tensor] | None = None
         self._scratch: _Reducing | None = None
         # A unit whose gradients are on their way from the device, with the lease that they need.
@@ -225,6 +228,7 @@ class Gradients:
         """Forget all gradients: the step is over, or they are not wanted."""
         self._land()
         self._begun.clear()
+        self.unscaled = False
         for unit in self._units:
             self.arrived[unit] = [False] * len(unit.params)
             for param in unit.params:
@@ -232,6 +236,8 @@ class Gradients:
 
     def close(self) -> None:
         """Return the buffers of whole gradients and drop what autograd left."""
+        # No step begins any more with what still arrives.
+        self.landed = lambda unit: None
         self._take_flying()
         self._arrive()
         self._drop_scratch()
@@ -263,6 +269,7 @@ class Gradients:
 
     def _take(self, unit: Unit) -> None:
         present = [param.grad is not None for param in unit.params]
+        self.unscaled |= any(present) and not self.scaled
         self.arrived[unit] = [old or new for old, new in zip(self.arrived[unit], present, strict=True)]
         if not unit.layout.numel:
             self._begun.add(unit)
@@ -438,9 +445,3 @@ def _nonfinite_in(unit: Unit, values: Tensor, first: int) -> int | None:
         if not math.isfinite(piece.sum(dtype=torch.float64).item()):
             return unit.layout.slots.index(overlap.slot)
     return None
-
-
-def on_any_rank(mine: Sequence[bool], mesh: Mesh, name: str) -> list[bool]:
-    """Element-wise 'on any rank' of a list of flags that has the same length on every rank."""
-    rows = collectives.exchange([float(flag) for flag in mine], mesh.control, mesh.ranks.world_size, name)
-    return [any(row[index] for row in rows) for index in range(len(mine))]

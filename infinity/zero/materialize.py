@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.comm import collectives
+from infinity.comm.agreement import on_any_rank
 from infinity.comm.mesh import Mesh
 from infinity.log import Progress
 from infinity.memory.host import trim
@@ -25,7 +26,6 @@ from infinity.plan.phases import FILL_NUMEL
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
 from infinity.zero import parameter
-from infinity.zero.gradients import on_any_rank
 from infinity.zero.spool import Spool
 from infinity.zero.unit import Unit
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from infinity.comm import collectives
 from infinity.errors import StateError
 from infinity.memory.master import decode, encode
-from infinity.plan.layout import Slot, slices_of
-from infinity.plan.types import Key, Kind
-from infinity.zero.access import Owner, units_of
+from infinity.plan.layout import Slot
+from infinity.plan.types import Kind
+from infinity.zero.access import Owner, states_of, units_of
 from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
 
@@ -172,17 +172,18 @@ class _Part:
             with store.read(key) as (partition,):
                 return decode(partition.view(Kind.PARAM), None, 0)
         pieces = []
-        for states_key, start, at, numel in self._slices():
+        for states_key, start, at, numel in states_of(self._owner.plan, self._unit):
             with store.read(key, states_key) as (partition, states):
                 pieces.append(decode(partition.view(Kind.PARAM)[start : start + numel], states, at))
         return torch.cat(pieces) if pieces else torch.zeros(0)
 
     def _write_master(self, own: Tensor) -> None:
         store, key = self._owner.store, self._unit.key
+        self._unit.let_go(wait=True)
         if not self.trainable:
             with store.write(key) as (partition,):
                 encode(own, partition.view(Kind.PARAM), None, 0)
-        for states_key, start, at, numel in self._slices():
+        for states_key, start, at, numel in states_of(self._owner.plan, self._unit):
             with store.write(key, states_key) as (partition, states):
                 target = partition.view(Kind.PARAM)[start : start + numel]
                 encode(own[start : start + numel], target, states, at)
@@ -194,18 +195,13 @@ class _Part:
     def _read_states(self, kind: Kind) -> Tensor:
         """Put together from the sub-groups."""
         pieces = []
-        for key, _, at, numel in self._slices():
+        for key, _, at, numel in states_of(self._owner.plan, self._unit):
             with self._owner.store.read(key) as (states,):
                 pieces.append(states.view(kind)[at : at + numel].cpu().clone())
         return torch.cat(pieces) if pieces else torch.zeros(0)
 
     def _write_states(self, kind: Kind, own: Tensor) -> None:
-        for key, start, at, numel in self._slices():
+        for key, start, at, numel in states_of(self._owner.plan, self._unit):
             with self._owner.store.write(key) as (states,):
                 states.view(kind)[at : at + numel].copy_(own[start : start + numel])
             self._owner.store.flush(key)
-
-    def _slices(self) -> Iterator[tuple[Key, int, int, int]]:
-        """(sub-group's key, start in the unit's partition, start in the states, numel)."""
-        for group, piece, at in slices_of(self._owner.plan.sub_groups, self._unit.layout.index):
-            yield Key(Kind.STATES, group.index), piece.start, at, piece.numel

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import infinity
 from infinity.errors import StateError
 from infinity.ops import adam
+from tests.support.late_copies import copies_are_late
+from tests.support.models import token_batch
 from tests.support.oracle import CLIP, Case, SmallModel, SplitBackward, join, settings, train
 
 UNCHECKED = {"enabled": True, "check_grad_overflow": False}
@@ -79,6 +84,104 @@ def test_a_second_backward_after_its_step_has_begun_is_refused(tmp_path):
     with pytest.raises(StateError, match=r"arrived after its step had begun.*check_grad_overflow to true"):
         train(SplitBackward(), settings(tmp_path, **row), steps=1)
     train(SplitBackward(), settings(tmp_path, **{**row, "bf16": {"enabled": True}}), steps=1)
+
+
+def test_a_step_inside_backward_writes_what_the_device_has_read(tmp_path, monkeypatch):
+    """The host may not have noticed that the copy out of a unit's partition is over; its gradients say so."""
+    row = {**ON_NVME, "bf16": UNCHECKED, "zero": {"sub_group_size": 1280}}
+    expected, _ = run(0, str(tmp_path), Case(), row)
+    copies_are_late(monkeypatch)
+    digest, early = run(0, str(tmp_path), Case(), row)
+    assert digest == expected and early > 20
+
+
+class Broken(Case):
+    """A model whose first layer may have no room in backward: then those behind it have been stepped."""
+
+    def __init__(self) -> None:
+        self.refusal: list[Exception] = []
+
+    def model(self) -> nn.Module:
+        model = super().model()
+
+        def refuse(grad: Tensor) -> None:
+            if self.refusal:
+                raise self.refusal.pop()
+
+        def hooked(module: nn.Module, args: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(refuse)
+
+        model.blocks[0].register_forward_hook(hooked)
+        return model
+
+
+def early_engine(case: Case, folder: Path) -> Any:
+    row = settings(folder, **ON_NVME, bf16=UNCHECKED, zero={"sub_group_size": 1280})
+    return infinity.initialize(model=case.model(), config=row)[0]
+
+
+def step(engine: Any, index: int) -> None:
+    engine.backward(engine(**token_batch(0, index, positions=8)))
+    engine.step()
+
+
+def masters(engine: Any) -> list[Tensor]:
+    return [infinity.state(param).master for param in engine.module.parameters()]
+
+
+def test_a_backward_that_fails_with_its_step_begun_leaves_an_engine_that_says_so(tmp_path):
+    """Until a checkpoint is loaded: then it goes on as if nothing had been."""
+    case = Broken()
+    with early_engine(case, tmp_path / "swap") as engine:
+        step(engine, 0)
+        engine.save_checkpoint(tmp_path / "out")
+        step(engine, 1)
+        expected = masters(engine)
+        engine.load_checkpoint(tmp_path / "out")
+        case.refusal = [torch.OutOfMemoryError("CUDA out of memory")]
+        with pytest.raises(torch.OutOfMemoryError, match=r"This engine cannot go on: .* load a checkpoint"):
+            step(engine, 1)
+        for verb in (engine.zero_grad, engine.step, lambda: engine.save_checkpoint(tmp_path / "half")):
+            with pytest.raises(StateError, match="changed some of the weights and not the others: load a checkpoint"):
+                verb()
+        assert not all(map(torch.equal, masters(engine), expected)), "this waits for nothing"
+        engine.load_checkpoint(tmp_path / "out")
+        step(engine, 1)
+        engine.store.check()
+        assert all(map(torch.equal, masters(engine), expected))
+
+
+def test_a_step_that_has_begun_is_not_thrown_away(tmp_path):
+    """It may be taken, or a checkpoint be loaded."""
+    with early_engine(Case(), tmp_path / "swap") as engine:
+        engine.save_checkpoint(tmp_path / "out")
+        batch = token_batch(0, 0, positions=8)
+        engine.backward(engine(**batch))
+        with pytest.raises(StateError, match=r"Call step\(\) to have it whole"):
+            engine.zero_grad()
+        engine.step()
+        expected = masters(engine)
+        engine.load_checkpoint(tmp_path / "out")
+        engine.backward(engine(**batch))
+        engine.load_checkpoint(tmp_path / "out")
+        step(engine, 0)
+        assert all(map(torch.equal, masters(engine), expected))
+
+
+def test_a_backward_that_fails_before_its_step_has_begun_loses_nothing(tmp_path):
+    case = Broken()
+    with early_engine(case, tmp_path / "swap") as engine:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 1.0
+        with pytest.raises(KeyError), patch.object(engine._stepper, "landed", side_effect=KeyError):
+            step(engine, 0)
+        engine.zero_grad()
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        before = masters(engine)
+        step(engine, 0)
+        assert all(map(torch.equal, masters(engine), before)), "the hyper-parameters are the new ones"
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.engine import Engine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StateError
 from tests.support.oracle import ADAM, Case, difference, join, reference, settings, train
 
 
@@ -77,6 +77,36 @@ def test_autocast_to_fp16_scales_the_loss() -> None:
         assert (engine.skipped_steps, engine.loss_scale) == (1, 128)
         for param, other in zip(engine.module.parameters(), twin.parameters(), strict=True):
             assert (param - other).abs().max() <= 1e-6
+
+
+def half() -> Any:
+    config = {"fp16": {"enabled": True}, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 4}
+    return infinity.initialize(model=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), config=config)[0]
+
+
+def test_an_unscaled_gradient_is_refused_until_it_is_thrown_away() -> None:
+    x = torch.randn(4, 8).half()
+    with half() as engine:
+        engine(x).mean().backward()
+        with pytest.raises(StateError, match=r"loss scale.*zero_grad\(\)"):
+            engine.step()
+        assert engine.micro_steps == 0
+        engine.zero_grad()
+        for _ in range(2):
+            engine.backward(engine(x).mean())
+            engine.step()
+        assert engine.was_step_applied() and (engine.global_steps, engine.micro_steps) == (1, 2)
+
+
+def test_a_pass_without_gradients_of_parameters_is_nobodys_mistake() -> None:
+    x = torch.randn(4, 8).half().requires_grad_()
+    with half() as engine:
+        for _ in range(2):
+            (saliency,) = torch.autograd.grad(engine(x).mean(), x)
+            assert saliency.any()
+            engine.backward(engine(x).mean())
+            engine.step()
+        assert engine.was_step_applied()
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

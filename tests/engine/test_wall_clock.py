@@ -86,6 +86,20 @@ def test_every_delay_shows_in_its_own_part(tmp_path: Path) -> None:
     assert parts["engine"] + parts["copy"] + parts["optimizer"] + parts["gradient norm"] < DELAY
 
 
+def test_the_first_step_of_a_second_engine_begins_with_that_engine(tmp_path: Path) -> None:
+    with start(tmp_path) as first:
+        step(first, 0)
+        time.sleep(8 * DELAY)
+        with start(tmp_path) as second:
+            begun = time.perf_counter()
+            step(second, 0, data=DELAY)
+            passed, times = time.perf_counter() - begun, second.step_times()
+        assert DELAY <= times.parts["data"] < 5 * DELAY
+        assert times.seconds < passed + 5 * DELAY, "from its own beginning, in initialize()"
+        step(first, 1)
+        assert first.step_times().parts["program"] >= 8 * DELAY
+
+
 def test_a_slow_drive_shows_as_its_own_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SlowDrive(monkeypatch, 0.02)
     zero = {"sub_group_size": 400_000, "stage3_prefetch_bucket_size": 700_000, "stage3_max_reuse_distance": 0}

@@ -17,6 +17,7 @@ from infinity.memory.device import Device
 from infinity.memory.ledger import Ledger
 from infinity.plan.capacity import Capacity
 from infinity.plan.types import Kind, Tier
+from infinity.transfer import Transfer
 from tests.support.simulated_tier import Asked, SimulatedTier
 
 CPU = Device(torch.device("cpu"))
@@ -27,17 +28,18 @@ class Bench:
     """A tier over simulated files, which it remembers."""
 
     def __init__(
-        self, home: str, *, seed: int = 0, faults: Callable[[Asked], bool] = lambda asked: False, **options: Any
-    ) -> None:
+        self, home: str, *, seed: int = 0, faults: Callable[[Asked], bool] = lambda asked: False, polls_max: int = 4,
+        device: Device = CPU, **options: Any,
+    ) -> None:  # fmt: skip
         self.ledger = Ledger(limits=options.pop("limits", Capacity()))
         self.files: list[SimulatedTier] = []
 
         def open_file(nbytes: int) -> Any:
-            self.files.append(SimulatedTier(nbytes, seed=seed + len(self.files), faults=faults))
+            self.files.append(SimulatedTier(nbytes, seed=seed + len(self.files), polls_max=polls_max, faults=faults))
             return self.files[-1]
 
         self.tier = ActivationTier(
-            CPU, ledger=self.ledger, open_file=open_file if home == "nvme" else None, **options
+            device, ledger=self.ledger, open_file=open_file if home == "nvme" else None, **options
         )
 
     def quiet(self) -> None:
@@ -50,6 +52,50 @@ class Bench:
     def now(self, kind: Kind = Kind.ACTIVATION) -> dict[str, int]:
         self.tier.settle()
         return {tier.value: self.ledger.now.get((tier, kind), 0) for tier in Tier}
+
+
+class Queueing(Device):
+    """A device that copies when it comes to it: once `late`, only when the host stops for it."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.late = False
+        self.queue: list[Queued] = []
+
+    def copy(self, target: Tensor, source: Tensor) -> Transfer:
+        copy = Queued(target, source)
+        self.queue.append(copy)
+        if not self.late:
+            self.synchronize()
+        return copy
+
+    def arrived(self, transfer: Transfer) -> None:
+        if isinstance(transfer, Queued):
+            self.synchronize()
+        transfer.wait()
+
+    def synchronize(self) -> None:
+        while self.queue:
+            self.queue.pop(0).move()
+
+
+class Queued:
+    """One copy. As with a stream, waiting for it does not stop the host."""
+
+    def __init__(self, target: Tensor, source: Tensor) -> None:
+        self._tensors: tuple[Tensor, Tensor] | None = target, source
+
+    def move(self) -> None:
+        if self._tensors is not None:
+            target, source = self._tensors
+            target.copy_(source)
+            self._tensors = None
+
+    def done(self) -> bool:
+        return self._tensors is None
+
+    def wait(self) -> None:
+        return None
 
 
 def random_tensor(chance: random.Random) -> Tensor:
@@ -142,6 +188,37 @@ def test_what_is_in_flight_is_bounded_by_the_buffers():
     puts(bench, 20)
     assert bench.ledger.peak[Tier.CPU, Kind.POOL] == 2 * 4 * PAGE
     assert bench.ledger.now.get((Tier.GPU, Kind.ACTIVATION), 0) == 0
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_a_staging_buffer_is_not_read_into_while_a_copy_from_it_is_queued(forgotten):
+    """The host runs ahead of the device: `get` returns before a byte has moved, and the write is not done either."""
+    device = Queueing()
+    bench = Bench("nvme", device=device, buffer_count=1, polls_max=1 << 30)
+    first, (saved, expected) = puts(bench, 2)
+    device.late = True
+    found = bench.tier.get(saved)
+    if forgotten:
+        del saved
+    before = bench.tier.get(first[0])
+    device.synchronize()
+    assert torch.equal(found, expected) and torch.equal(before, first[1])
+    bench.tier.close()
+    assert not any(bench.ledger.now.values())
+
+
+def test_memory_is_not_given_back_while_a_copy_from_it_is_queued():
+    device = Queueing()
+    bench = Bench("cpu", device=device)
+    held = puts(bench, 2)
+    device.late = True
+    found = [bench.tier.get(saved) for saved, _ in held]
+    expected = [tensor for _, tensor in held]
+    del held
+    assert bench.now()["cpu"] == 2 * 4 * PAGE
+    device.synchronize()
+    assert not any(bench.now().values())
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_pass_reuses_the_space_of_the_one_before(monkeypatch):

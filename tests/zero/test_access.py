@@ -14,6 +14,7 @@ from torch import nn
 import infinity
 from infinity.errors import StateError
 from infinity.zero.parameter import ReleasedParameter
+from tests.support.late_copies import copies_are_late
 from tests.support.spawn import RankPool
 
 
@@ -142,6 +143,28 @@ def test_modify_survives_the_next_step_and_keeps_other_masters(
         assert abs(infinity.state(weight).master[3, 4].item() - 7.5) < 0.1
         with infinity.read(weight):
             assert abs(weight[3, 4].item() - 7.5) < 0.1
+
+
+@pytest.mark.parametrize(("tier", "stage"), [("cpu", 3), ("nvme", 3), ("cpu", 2)])
+def test_values_are_changed_while_the_host_runs_ahead_of_copies(
+    tier: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies_are_late(monkeypatch)
+    engine, *_ = infinity.initialize(model=build(), config=config(tier, "bf16", str(tmp_path), stage))
+    with engine:
+        train(engine)
+        weight = engine.module[1][0].weight
+        with infinity.modify(engine.module):
+            weight[3, 4] = 7.5
+        with torch.no_grad():
+            engine(torch.zeros(1, 1, dtype=torch.long))
+        state = infinity.state(weight)
+        state.master = state.master * 2
+        state.master = state.master + 1
+        with infinity.read(engine.module):
+            assert weight[3, 4] == 16
+            assert not any(unit.leasing for unit in engine.units), "their buffers in the pool are in use"
+        train(engine)
 
 
 @pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
