@@ -75,7 +75,7 @@ def tiled_cross_entropy(
         raise ValueError(f"reduction is {reduction!r}; there are 'mean' and 'sum'")
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels have shape {tuple(labels.shape)}, hidden states {tuple(hidden.shape)}")
-    if shift:
+    if shift and labels.shape[-1]:
         labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
     flat = labels.reshape(-1).to(hidden.device)
     counts = flat != ignore_index
@@ -215,7 +215,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         hidden, normal = ctx.saved_tensors
         call: _Loss = ctx.call
-        scale = call.counts.float() * grad
+        # Not their product: of a mean over no token at all the gradient that arrives is infinite.
+        scale = torch.where(call.counts, grad, 0)
         _, _, wants_hidden, _, wants_bias = ctx.needs_input_grad
         of_hidden = ProductSum(hidden.shape, hidden) if wants_hidden else None
         of_bias = None if ctx.offsets is None else torch.zeros_like(ctx.offsets, dtype=torch.float32)
@@ -245,7 +246,15 @@ class _CrossEntropy(torch.autograd.Function):
                 piece.add_gradient(of_bias)
         to_hidden = None if of_hidden is None else of_hidden.total.to(ctx.given)
         # Of what an engine keeps, the gradient is there already, before the unit is released.
-        return None, None, to_hidden, getattr(call.weight, "grad", None), getattr(call.bias, "grad", None)
+        return None, None, to_hidden, _taken(call.weight), _taken(call.bias)
+
+
+def _taken(pieces: Tiles | _Plain | None) -> Tensor | None:
+    """The gradient for autograd, which is the only one to hold it then."""
+    if not isinstance(pieces, _Plain):
+        return None
+    grad, pieces.grad = pieces.grad, None
+    return grad
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:

@@ -65,9 +65,12 @@ class Tile:
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether its gradient goes anywhere: not that of a weight which is in no group of the optimizer."""
+        """Whether its gradient goes anywhere: not that of a cut weight which is in no group of the optimizer."""
         whole = parameter.whole_of(self.param)
-        return whole.requires_grad and (self.unit.layout.trainable or not self.param.requires_grad)
+        if not whole.requires_grad or whole is self.param:
+            return whole.requires_grad
+        # What was frozen when it was cut may have been switched on since: its gradient is what that is refused by.
+        return self.unit.layout.trainable or not self.param.requires_grad
 
     def add_gradient(self, grad: Tensor) -> None:
         """Leave a gradient ([rows, width]) where autograd would have left it."""

@@ -70,12 +70,21 @@ def test_the_loss_and_its_gradients_are_the_plain_ones(dtype, reduction, shift, 
     # Nothing was as large as the logits, or as a third of them.
     assert largest.numel <= max(head.weight.numel(), 32 * 4096)
     assert largest.numel < 2 * 70 * WORDS / 3
+    # The head's gradient is autograd's alone: held here too, it would be copied.
+    assert found.grad_fn.next_functions[0][0].call.weight.grad is None
 
 
 def test_the_loss_without_a_token_that_counts_and_with_a_divisor():
-    head, hidden = nn.Linear(8, 10), torch.randn(5, 8)
+    head, hidden = nn.Linear(8, 10), torch.randn(5, 8, requires_grad=True)
     nothing = torch.full((5,), -100)
-    assert infinity.tiled_cross_entropy(hidden, head, nothing).isnan()
+    loss = infinity.tiled_cross_entropy(hidden, head, nothing)
+    assert loss.isnan()
+    loss.backward()
+    # As torch's: a batch of nothing but padding adds nothing.
+    assert all(not param.grad.any() for param in (hidden, head.weight, head.bias))  # type: ignore[union-attr]
+    for shape in ((2, 0), (2, 1), (0, 3)):
+        empty = torch.zeros(shape, dtype=torch.long)
+        assert infinity.tiled_cross_entropy(torch.randn(*shape, 8), head, empty, shift=True).isnan()
     assert float(infinity.tiled_cross_entropy(hidden, head, nothing, reduction="sum").detach()) == 0
     labels = torch.arange(5)
     whole = infinity.tiled_cross_entropy(hidden, head, labels, reduction="sum")
@@ -137,6 +146,17 @@ def test_an_mlp_of_tiles_is_the_plain_one_with_less_kept():
     step[40, 3] = 1e-6
     difference = (run(leaf + step) - run(leaf - step)).detach()
     assert float(difference) / 2e-6 == pytest.approx(float(grad[40, 3]), rel=1e-5)
+
+
+def test_a_head_that_is_switched_on_later_is_refused(tmp_path: Path) -> None:
+    model = hf_model("llama")
+    model.lm_head.requires_grad_(False)
+    infinity.tile_sequence(model, tile_tokens=8)
+    engine, *_ = infinity.initialize(model=model, config=settings(tmp_path, param="cpu", optimizer="cpu"))
+    with engine, pytest.raises(StateError, match=r"lm_head\.weight did not require a gradient"):
+        model.lm_head.requires_grad_(True)
+        ids = torch.arange(20)[None]
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
 
 
 def train(kind: str, folder: str, *, tile: bool, **options: Any) -> tuple[list[float], dict[str, Tensor], int, Any]:
