@@ -143,12 +143,6 @@ class Coordinator:
             return
         self._leave(scope)
 
-    def needs_backward(self, scope: Scope, replaying: bool) -> bool:
-        """Whether the outputs of this call should announce its backward: not when a saved forward is merely
-        replayed.
-        """
-        return not (self.in_backward and replaying)
-
     def touch(self, params: Sequence[nn.Parameter], use: str) -> None:
         """Partitioned parameters' data is needed: inside a forward their units join the innermost module's units."""
         for param in params:
@@ -273,9 +267,12 @@ class Coordinator:
 
     def _use(self, unit: Unit) -> None:
         unit.users += 1
-        if not unit.placed.whole:
-            with record.span(record.ENGINE, "use", unit.key):
-                self._bring(unit)
+        # While it is in use another use is no event of the trace: how often a module is called inside one that has its
+        # weights (a tile of tokens each time) may differ from rank to rank, and schedules may not.
+        if unit.placed.whole or (unit.users > 1 and unit.state is Gathered.GATHERED):
+            return
+        with record.span(record.ENGINE, "use", unit.key):
+            self._bring(unit)
 
     def _bring(self, unit: Unit) -> None:
         self._advance(unit)
