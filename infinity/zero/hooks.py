@@ -121,12 +121,26 @@ def announce_begin(outputs: Sequence[Tensor], coordinator: Coordinator, scope: S
         return False
 
     def before_backward(_: Tensor) -> None:
+        _refuse_double(scope)
         coordinator.join_backward()
         coordinator.enter_backward(scope)
 
     for tensor in outputs:
         tensor.register_hook(before_backward)
     return True
+
+
+def _refuse_double(scope: Scope) -> None:
+    """StateError where autograd records this backward for one of its own: weights that are released after the first
+    would be read as zeros by the second, which no hook announces. (Recomputation records forwards only.)
+    """
+    cut = next((unit for unit in scope.units if not unit.placed.whole), None) if torch.is_grad_enabled() else None
+    if cut is not None:
+        raise StateError(
+            f"a double backward (create_graph=True) goes through {cut.layout.name}, whose weights are released after "
+            "the first one: use zero_optimization.stage 2, or keep its weights gathered with a "
+            f"stage3_param_persistence_threshold above {cut.layout.numel}"
+        )
 
 
 def backward_comes(coordinator: Coordinator) -> bool:
