@@ -122,8 +122,8 @@ class Engine(nn.Module):
         scaled = precision.scaled(loss, factor)
         if self._boundary.early and self.is_gradient_accumulation_boundary():
             self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
-        self.coordinator.begin_backward(scaled=True)
         with self._observer.phase("backward", self._abandon):
+            self.coordinator.begin_backward(scaled=True)
             scaled.backward(retain_graph=retain_graph)
             self.coordinator.end_backward()
             self._checkpointing.settle()

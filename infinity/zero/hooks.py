@@ -69,7 +69,7 @@ class ModuleHooks:
                 # A deep copy of the model has its own parameters, and the original's hooks.
                 return None
             if module is self._model:
-                self._coordinator.begin_pass("train" if torch.is_grad_enabled() and module.training else "eval")
+                self._coordinator.begin_pass(_mode(module))
             scope = self._coordinator.open_scope(units)
             self._stack.append((module, scope))
             if not torch.is_grad_enabled():
@@ -94,8 +94,12 @@ class ModuleHooks:
         carrying = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         returns = announce_begin(carrying, self._coordinator, scope)
         self._coordinator.close_scope(scope, will_return=returns)
-        if module is self._model and not torch.is_grad_enabled() and not self._stack:
-            self._coordinator.end_pass("eval")
+        if module is self._model and not carrying and not self._stack:
+            self._coordinator.end_pass(_mode(module))
+
+
+def _mode(model: nn.Module) -> str:
+    return "train" if torch.is_grad_enabled() and model.training else "eval"
 
 
 class SyncedGenerate:
