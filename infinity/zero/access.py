@@ -175,8 +175,7 @@ def _cut_together(units: list[Unit]) -> list[Unit]:
 
 @contextmanager
 def _assembled(owner: Owner, param: nn.Parameter) -> Iterator[Tensor | None]:
-    """Have a parameter in tiles whole on the device for the length of the block, and give its data; None for others.
-    """
+    """Have a parameter in tiles whole on the device for the length of the block, and give its data; None for others."""
     tiles = tiles_of(param)
     if tiles is None or not parameter.is_released(param):
         # Whole by itself, or by a block around this one.
