@@ -60,10 +60,7 @@ class Engine(nn.Module):
         self.lr_scheduler: Any = None
         # The one that `initialize` has made of training data.
         self.training_dataloader: Any = None
-        self.global_steps = 0
-        self.micro_steps = 0
-        self.global_samples = 0
-        self.skipped_steps = 0
+        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         # What the program wants back from checkpoints: a mapping, or a function that returns one when asked.
         self.client_state: Any = None
         self._device = parts.device
@@ -122,8 +119,8 @@ class Engine(nn.Module):
         scaled = precision.scaled(loss, factor)
         if self._boundary.early and self.is_gradient_accumulation_boundary():
             self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
-        self.coordinator.begin_backward(scaled=True)
         with self._observer.phase("backward", self._abandon_backward):
+            self.coordinator.begin_backward(scaled=True)
             scaled.backward(retain_graph=retain_graph)
             self.coordinator.end_backward()
             self._checkpointing.settle()
@@ -293,8 +290,7 @@ class Engine(nn.Module):
         tag: name of the folder in `save_dir`, by default "global_step" and the number. client_state: what the program
         wants back from `load_checkpoint` (rank 0's counts), by default its `engine.client_state`.
         exclude_frozen_parameters: leave out what is not trained. asynchronous: return as soon as the state is captured
-        (by default what checkpoint.async says); what then goes wrong is raised by the next verb, with several ranks at
-        the end of the next step.
+        (by default what checkpoint.async says); errors come with the next verb, with several ranks at the next step.
 
         Raises alike on all ranks, and leaves what was saved before: StateError while gradients accumulate,
         TransferError where the drive fails or is full, CheckpointError for what cannot be saved.

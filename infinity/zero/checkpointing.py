@@ -122,6 +122,9 @@ class Recomputed(Replaced):
             return self._forward(*args, **kwargs)
         if self._module.training:
             args, kwargs = self._without_cache(args, kwargs)
+        elif self._fills_cache(args, kwargs):
+            # In evaluation it is what the program wants: the next call reads it.
+            return self._forward(*args, **kwargs)
         tensors, filled = _apart((args, kwargs))
 
         def run(*tensors: Tensor) -> Any:
@@ -129,6 +132,10 @@ class Recomputed(Replaced):
             return self._forward(*args, **kwargs)
 
         return checkpoint(run, *tensors, **self._options)
+
+    def _fills_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        named = {**dict(zip(self._signature.parameters, args, strict=False)), **kwargs}
+        return named.get("use_cache") is True or any(named.get(name) is not None for name in _CACHES)
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments, but nothing to be filled."""

@@ -4,16 +4,26 @@ It follows the plan's fetch schedule with a cursor. When the model does somethin
 evaluation in between, a module called twice) it finds its place again or fetches on demand, and at the end of the
 pass asks the plan for a schedule of what really happened. Schedules of traces seen before are kept, so that
 alternating between them costs nothing.
+
+[Note: waiting] A unit's gradients are collected when no forward call of it waits for its backward any more. Those calls
+are held weakly: one whose graph was dropped, a loss that was only looked at, is not waited for without end. A graph may
+go at any moment and on any thread, with the collector too, so nothing happens then: the next backward forgets such
+calls as it begins. Ranks that gather have to be ready with the same units at the same time, not only in the same order:
+one would wait for a reduction that another starts after a gather, for which it waits in its turn. So they agree on what
+is forgotten, and whether they ask each other follows from the program alone. The same holds for passes: they begin and
+end by what the program calls, never by what is still alive.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from infinity import record
+from infinity.comm.mesh import Mesh
 from infinity.errors import StateError
 from infinity.memory.device import Device
 from infinity.memory.store import TieredStore
@@ -27,6 +37,8 @@ from infinity.zero.unit import Gathered, Unit
 # Traces whose schedules are remembered, and the length after which a trace is no longer recorded.
 _SCHEDULES_MAX = 16
 _TRACE_MAX = 100_000
+# Calls that wait for their backward before those are looked for whose graph is gone.
+_WAITING_MAX = 10_000
 # Lanes of a recording.
 FORWARD, BACKWARD = "modules, forward", "modules, backward"
 
@@ -34,15 +46,14 @@ FORWARD, BACKWARD = "modules, forward", "modules, backward"
 class Scope:
     """One call of a hooked module: the units it needs, in forward and again in its backward."""
 
-    __slots__ = ("counted", "epoch", "held", "in_backward", "units")
+    __slots__ = ("__weakref__", "held", "in_backward", "number", "units")
 
-    def __init__(self, units: Sequence[Unit], epoch: int) -> None:
+    def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
-        self.epoch = epoch
+        # Among the calls that wait for their backward; 0 for others.
+        self.number = 0
         # Between the first gradient of its outputs and the last gradient of its inputs.
         self.in_backward = False
-        # Whether its units' `pending` counts this call.
-        self.counted = False
         # Kept gathered from its forward to its backward: recomputation inside a backward pass.
         self.held = False
 
@@ -51,18 +62,22 @@ class Coordinator:
     """Runs the fetch schedule over a rank's units. See the module's text."""
 
     def __init__(
-        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, ahead: bool, retain: bool
-    ) -> None:
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, mesh: Mesh, ahead: bool,
+        retain: bool,
+    ) -> None:  # fmt: skip
         self._units = list(units)
         self._plan = plan
         self._store = store
         self._gradients = gradients
+        self._mesh = mesh
         # Gathers run ahead of use where something else can run meanwhile: a collective, or a copy engine.
         self._ahead = ahead
         # Memory of released units is left to the next gathers, as far as the plan has it: for a device whose allocator
         # gives memory back to the system, which is slow to take again.
         self._retain = retain
         self._retained: dict[Unit, None] = {}
+        # Gathered in each forward and backward by all ranks together.
+        self._cut = {unit for unit in units if unit.placed.parts > 1 and not unit.placed.whole}
         self._unit_of: dict[int, Unit] = {id(param): unit for unit in units for param in unit.params}
         self._known: dict[tuple[int, ...], FetchSchedule] = {plan.schedule.trace: plan.schedule}
         self._schedules: dict[str, FetchSchedule] = {"train": plan.schedule, "eval": plan.schedule}
@@ -73,9 +88,13 @@ class Coordinator:
         # Units whose copy to the device may still read their partition.
         self._landing: list[Unit] = []
         self._open: list[Scope] = []
+        # Calls whose backward may come, with their units, by number; the last number before the latest forward of the
+        # whole model. See [Note: waiting].
+        self._waiting: dict[int, tuple[weakref.ref[Scope], list[Unit]]] = {}
+        self._numbers = 0
+        self._latest_forward = 0
         self._backward: list[Scope] = []
         self.in_backward = False
-        self.epoch = 0
         self.closed = False
         # The latest training pass in full, when it was timed: see `use_times`.
         self._watch: Stopwatch | None = None
@@ -90,7 +109,14 @@ class Coordinator:
     # Forward.
 
     def begin_pass(self, mode: str) -> None:
-        """A forward of the whole model begins ("train" or "eval"). A training pass ends with its backward."""
+        """A forward of the whole model begins ("train" or "eval"). A training pass ends with its backward, or where its
+        forward ends without a gradient, one in evaluation at the latest when the next one begins.
+        """
+        if self._mode == "eval" and not self._open and not self.in_backward:
+            self.end_pass()
+        if len(self._waiting) > _WAITING_MAX:
+            self._forget_dropped()
+        self._latest_forward = self._numbers
         if self._mode is None:
             self._mode, self._trace, self._cursor, self._strayed = mode, [], -1, False
 
@@ -113,7 +139,7 @@ class Coordinator:
 
     def open_scope(self, units: Sequence[Unit]) -> Scope:
         """A hooked module is about to run: gather its units."""
-        scope = Scope(units, self.epoch)
+        scope = Scope(units)
         self._open.append(scope)
         for unit in scope.units:
             self._use(unit)
@@ -131,7 +157,9 @@ class Coordinator:
         if self._open:
             self._open.pop()
         if will_return:
-            scope.counted = True
+            self._numbers += 1
+            scope.number = self._numbers
+            self._waiting[scope.number] = weakref.ref(scope), scope.units
             for unit in scope.units:
                 unit.pending += 1
         if will_return and self.in_backward and may_hold:
@@ -140,12 +168,6 @@ class Coordinator:
             self._backward.append(scope)
             return
         self._leave(scope)
-
-    def needs_backward(self, scope: Scope, replaying: bool) -> bool:
-        """Whether the outputs of this call should announce its backward: not when a saved forward is merely
-        replayed.
-        """
-        return not (self.in_backward and replaying)
 
     def touch(self, params: Sequence[nn.Parameter], use: str) -> None:
         """Partitioned parameters' data is needed: inside a forward their units join the innermost module's units."""
@@ -181,6 +203,8 @@ class Coordinator:
         self.in_backward = True
         if first or scaled:
             self._gradients.scaled = scaled
+        if first:
+            self._forget_dropped()
         return first
 
     def join_backward(self) -> None:
@@ -208,13 +232,11 @@ class Coordinator:
         record.land(BACKWARD, scope)
         scope.in_backward = scope.held = False
         self._backward.remove(scope)
-        if scope.counted:
-            scope.counted = False
-            if scope.epoch == self.epoch:
-                for unit in scope.units:
-                    unit.pending -= 1
-                    if unit.pending == 0:
-                        self._gradients.ready(unit)
+        if self._waiting.pop(scope.number, None) is not None:
+            for unit in scope.units:
+                unit.pending -= 1
+                if unit.pending == 0:
+                    self._gradients.ready(unit)
         self._leave(scope)
 
     def end_backward(self) -> None:
@@ -223,15 +245,16 @@ class Coordinator:
             self.leave_backward(scope)
         self.in_backward = False
         self._gradients.end_backward()
-        self.end_pass()
+        if not self._open:
+            self.end_pass()
 
     def abandon(self) -> None:
         """Forward or backward raised: forget all open scopes and release every unit."""
         self._open.clear()
         self._backward.clear()
+        self._waiting.clear()
         self.in_backward = False
         self._mode = self._watch = None
-        self.epoch += 1
         self._gradients.abandon_backward()
         self._retained.clear()
         for unit in self._units:
@@ -239,17 +262,17 @@ class Coordinator:
             unit.abandon()
             unit.free()
 
-    def end_pass(self, mode: str = "train") -> None:
-        """A pass of this mode is over: learn its trace if it was not the scheduled one, and release what nobody
-        uses.
+    def end_pass(self, mode: str | None = None) -> None:
+        """The pass is over, if it is one of this mode: learn its trace if it was not the scheduled one, and release
+        what nobody uses.
         """
-        if self._mode not in (None, mode):
+        if mode is not None and self._mode not in (None, mode):
             return
-        mode_seen, self._mode = self._mode, None
-        if self._watch is not None and mode_seen == "train" and self._trace:
+        mode, self._mode = self._mode, None
+        if self._watch is not None and mode == "train" and self._trace:
             self._watch.stop()
             self._watched, self._watch = (tuple(self._trace), self._watch), None
-        if mode_seen is not None and self._trace and len(self._trace) < _TRACE_MAX:
+        if mode is not None and self._trace and len(self._trace) < _TRACE_MAX:
             schedule = self._schedules[mode]
             if self._strayed or self._cursor + 1 != len(schedule):
                 self.mismatches += 1
@@ -258,8 +281,8 @@ class Coordinator:
 
     def next_step(self) -> None:
         """The optimizer is about to change parameters: nothing stays gathered, no forward waits for its backward."""
-        self.epoch += 1
         self._mode = None
+        self._waiting.clear()
         for unit in self._units:
             unit.pending = 0
         self._release_idle()
@@ -267,13 +290,30 @@ class Coordinator:
             unit.let_go(wait=True)
         self._landing.clear()
 
+    def _forget_dropped(self) -> None:
+        """Wait no longer for calls before the latest forward whose graph is gone: see [Note: waiting]."""
+        calls = {number: call for number, call in self._waiting.items() if number <= self._latest_forward}
+        needed = {unit for scope, units in calls.values() if scope() is not None for unit in units}
+        if any(unit in self._cut for _, units in calls.values() for unit in units):
+            mine = [unit in needed for unit in self._units]
+            anywhere = on_any_rank(mine, self._mesh, "forwards that wait for their backward")
+            needed = {unit for unit, flag in zip(self._units, anywhere, strict=True) if flag}
+        for number, (_, units) in calls.items():
+            if needed.isdisjoint(units):
+                del self._waiting[number]
+                for unit in units:
+                    unit.pending -= 1
+
     # Use of one unit.
 
     def _use(self, unit: Unit) -> None:
         unit.users += 1
-        if not unit.placed.whole:
-            with record.span(record.ENGINE, "use", unit.key):
-                self._bring(unit)
+        # While it is in use another use is no event of the trace: how often a module is called inside one that has its
+        # weights (a tile of tokens each time) may differ from rank to rank, and schedules may not.
+        if unit.placed.whole or (unit.users > 1 and unit.state is Gathered.GATHERED):
+            return
+        with record.span(record.ENGINE, "use", unit.key):
+            self._bring(unit)
 
     def _bring(self, unit: Unit) -> None:
         self._advance(unit)

@@ -69,7 +69,7 @@ class ModuleHooks:
                 # A deep copy of the model has its own parameters, and the original's hooks.
                 return None
             if module is self._model:
-                self._coordinator.begin_pass("train" if torch.is_grad_enabled() and module.training else "eval")
+                self._coordinator.begin_pass(_mode(module))
             scope = self._coordinator.open_scope(units)
             self._stack.append((module, scope))
             if not torch.is_grad_enabled():
@@ -91,21 +91,15 @@ class ModuleHooks:
         while scope is None:
             entry, candidate = self._stack.pop()
             scope = candidate if entry is module else None
-        returning = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
-        returns = bool(returning) and self._coordinator.needs_backward(scope, replaying())
-        if returns:
-            for tensor in returning:
-                tensor.register_hook(self._entering(scope))
+        carrying = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+        returns = announce_begin(carrying, self._coordinator, scope)
         self._coordinator.close_scope(scope, will_return=returns)
-        if module is self._model and not torch.is_grad_enabled() and not self._stack:
-            self._coordinator.end_pass("eval")
+        if module is self._model and not carrying and not self._stack:
+            self._coordinator.end_pass(_mode(module))
 
-    def _entering(self, scope: Scope) -> Callable[[Tensor], None]:
-        def before_backward(_: Tensor) -> None:
-            self._coordinator.join_backward()
-            self._coordinator.enter_backward(scope)
 
-        return before_backward
+def _mode(model: nn.Module) -> str:
+    return "train" if torch.is_grad_enabled() and model.training else "eval"
 
 
 class SyncedGenerate:
@@ -123,6 +117,44 @@ class SyncedGenerate:
         # A copy of the model is whole, and generates alone.
         model = memo[id(self._model)]
         return MethodType(type(model).generate, model)
+
+
+def announce_begin(outputs: Sequence[Tensor], coordinator: Coordinator, scope: Scope) -> bool:
+    """Have the scope entered again when the first gradient of its outputs arrives. Returns whether one will."""
+    if not outputs or not backward_comes(coordinator):
+        return False
+
+    def before_backward(_: Tensor) -> None:
+        _refuse_double(scope)
+        coordinator.join_backward()
+        coordinator.enter_backward(scope)
+
+    for tensor in outputs:
+        tensor.register_hook(before_backward)
+    return True
+
+
+def _refuse_double(scope: Scope) -> None:
+    """StateError where autograd records this backward for one of its own: weights that are released after the first
+    would be read as zeros by the second, which no hook announces. (Recomputation records forwards only.)
+    """
+    cut = next((unit for unit in scope.units if not unit.placed.whole), None) if torch.is_grad_enabled() else None
+    if cut is not None:
+        raise StateError(
+            f"a double backward (create_graph=True) goes through {cut.layout.name}, whose weights are released after "
+            "the first one: use zero_optimization.stage 2, or keep its weights gathered with a "
+            f"stage3_param_persistence_threshold above {cut.layout.numel}"
+        )
+
+
+def backward_comes(coordinator: Coordinator) -> bool:
+    """Whether what is computed now may see a backward: not without gradients, nor where non-reentrant activation
+    checkpointing recomputes a forward whose own graph is thrown away.
+    """
+    if not torch.is_grad_enabled() or not coordinator.in_backward:
+        return torch.is_grad_enabled()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is None or "_recomputation_hook" not in getattr(hooks[0], "__qualname__", "")
 
 
 class _AnnounceEnd(torch.autograd.Function):
@@ -188,9 +220,3 @@ def replace_tensors(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
         changed = {name: replace_tensors(item, replace) for name, item in fields.items()}
         return value if all(changed[name] is fields[name] for name in fields) else dataclasses.replace(value, **changed)
     return value
-
-
-def replaying() -> bool:
-    """Whether non-reentrant activation checkpointing is recomputing a forward whose own graph is thrown away."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.zero.coordinator import Coordinator, Scope
-from infinity.zero.hooks import announce_end, replaying
+from infinity.zero.coordinator import Coordinator
+from infinity.zero.hooks import announce_begin, announce_end
 from infinity.zero.tiling import ProductSum, Tile, Tiles, tiles_of
 
 # Tokens of a tile, and rows of a block of the vocabulary: 16 MiB of logits in fp32.
@@ -38,24 +38,31 @@ def tiled_mlp(
     forward: what to call instead of `mlp`, with parameters of `mlp`.
     """
     call = forward or mlp
-    if hidden.numel() <= tile_tokens * hidden.shape[-1]:
-        return call(hidden)
     coordinator, units = _units_below(mlp)
-    scope = coordinator.open_scope(units) if coordinator is not None else None
-    returns = torch.is_grad_enabled()
-    if coordinator is not None and scope is not None and returns:
+    if coordinator is None:
+        return _by_tiles(call, hidden, tile_tokens)
+    # However few tokens this rank has: how they are cut is its own affair, what it gathers is not.
+    scope = coordinator.open_scope(units)
+    if torch.is_grad_enabled():
         passed = announce_end((hidden,), lambda: coordinator.leave_backward(scope))
         hidden = hidden if passed is None else passed[0]
+    output = _by_tiles(call, hidden, tile_tokens)
+    # Of one tile it is the last layer's own, whose hooks would come first and gather what that layer needs.
+    output = output.view_as(output)
+    returns = announce_begin([output] if output.requires_grad else [], coordinator, scope)
+    coordinator.close_scope(scope, will_return=returns)
+    return output
+
+
+def _by_tiles(call: Callable[[Tensor], Tensor], hidden: Tensor, tile_tokens: int) -> Tensor:
+    """`call` on `tile_tokens` tokens at a time, and again in backward; on all at once where they are no more."""
+    if hidden.numel() <= tile_tokens * hidden.shape[-1]:
+        return call(hidden)
     # All tokens one behind the other, so that tiles are contiguous.
     tiles = hidden.reshape(*(1 for _ in hidden.shape[:-2]), -1, hidden.shape[-1]).split(tile_tokens, -2)
-    parts = [checkpoint(call, tile, use_reentrant=False) if returns else call(tile) for tile in tiles]
-    output = torch.cat(parts, -2).view(*hidden.shape[:-1], -1)
-    if coordinator is not None and scope is not None:
-        returns = output.requires_grad and coordinator.needs_backward(scope, replaying())
-        if returns:
-            output.register_hook(_entering(coordinator, scope))
-        coordinator.close_scope(scope, will_return=returns)
-    return output
+    again = torch.is_grad_enabled()
+    parts = [checkpoint(call, tile, use_reentrant=False) if again else call(tile) for tile in tiles]
+    return torch.cat(parts, -2).view(*hidden.shape[:-1], -1)
 
 
 def tiled_cross_entropy(
@@ -75,7 +82,7 @@ def tiled_cross_entropy(
         raise ValueError(f"reduction is {reduction!r}; there are 'mean' and 'sum'")
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels have shape {tuple(labels.shape)}, hidden states {tuple(hidden.shape)}")
-    if shift:
+    if shift and labels.shape[-1]:
         labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
     flat = labels.reshape(-1).to(hidden.device)
     counts = flat != ignore_index
@@ -132,14 +139,6 @@ def _units_below(module: nn.Module) -> tuple[Coordinator | None, list[Any]]:
             coordinator, unit = keeper, keeper.unit_of(param)
             units[unit.layout.index] = unit
     return coordinator, list(units.values())
-
-
-def _entering(coordinator: Coordinator, scope: Scope) -> Callable[[Tensor], None]:
-    def before_backward(_: Tensor) -> None:
-        coordinator.join_backward()
-        coordinator.enter_backward(scope)
-
-    return before_backward
 
 
 class _Loss:
@@ -215,7 +214,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         hidden, normal = ctx.saved_tensors
         call: _Loss = ctx.call
-        scale = call.counts.float() * grad
+        # Not their product: of a mean over no token at all the gradient that arrives is infinite.
+        scale = torch.where(call.counts, grad, 0)
         _, _, wants_hidden, _, wants_bias = ctx.needs_input_grad
         of_hidden = ProductSum(hidden.shape, hidden) if wants_hidden else None
         of_bias = None if ctx.offsets is None else torch.zeros_like(ctx.offsets, dtype=torch.float32)
@@ -245,7 +245,15 @@ class _CrossEntropy(torch.autograd.Function):
                 piece.add_gradient(of_bias)
         to_hidden = None if of_hidden is None else of_hidden.total.to(ctx.given)
         # Of what an engine keeps, the gradient is there already, before the unit is released.
-        return None, None, to_hidden, getattr(call.weight, "grad", None), getattr(call.bias, "grad", None)
+        return None, None, to_hidden, _taken(call.weight), _taken(call.bias)
+
+
+def _taken(pieces: Tiles | _Plain | None) -> Tensor | None:
+    """The gradient for autograd, which is the only one to hold it then."""
+    if not isinstance(pieces, _Plain):
+        return None
+    grad, pieces.grad = pieces.grad, None
+    return grad
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:

@@ -22,7 +22,7 @@ from infinity.errors import StateError
 from infinity.plan.layout import Slot, UnitLayout
 from infinity.zero import parameter
 from infinity.zero.coordinator import Coordinator, Scope
-from infinity.zero.hooks import replaying
+from infinity.zero.hooks import backward_comes
 from infinity.zero.parameter import ReleasedParameter
 from infinity.zero.unit import Unit
 
@@ -65,9 +65,12 @@ class Tile:
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether its gradient goes anywhere: not that of a weight which is in no group of the optimizer."""
+        """Whether its gradient goes anywhere: not that of a cut weight which is in no group of the optimizer."""
         whole = parameter.whole_of(self.param)
-        return whole.requires_grad and (self.unit.layout.trainable or not self.param.requires_grad)
+        if not whole.requires_grad or whole is self.param:
+            return whole.requires_grad
+        # What was frozen when it was cut may have been switched on since: its gradient is what that is refused by.
+        return self.unit.layout.trainable or not self.param.requires_grad
 
     def add_gradient(self, grad: Tensor) -> None:
         """Leave a gradient ([rows, width]) where autograd would have left it."""
@@ -135,9 +138,9 @@ class Tiles:
 
     def returns(self, *others: Tensor | None) -> bool:
         """Whether a function of the weight and of `others` that is called now will see its backward."""
-        if not torch.is_grad_enabled() or (self.coordinator.in_backward and replaying()):
-            return False
-        return any(each is not None and each.requires_grad for each in (self.param, *others))
+        return backward_comes(self.coordinator) and any(
+            each is not None and each.requires_grad for each in (self.param, *others)
+        )
 
 
 def params_of(layout: UnitLayout, by_name: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:

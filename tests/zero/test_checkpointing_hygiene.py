@@ -202,6 +202,17 @@ def test_the_model_is_only_borrowed(tmp_path):
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+def test_a_cache_in_evaluation_is_filled_once(tmp_path):
+    """With gradients too, as a program has them that has forgotten no_grad."""
+    model = hf_model("llama").eval()
+    engine, *_ = infinity.initialize(model=model, config=settings(tmp_path, stage=0, **wish("gpu", tmp_path)))
+    ids = token_batch(0, 0)
+    with engine:
+        output = engine(**ids, use_cache=True)
+        engine.backward(output.loss)
+        assert output.past_key_values.get_seq_length() == ids["input_ids"].shape[1]
+
+
 def test_blocks_are_what_a_model_repeats():
     def of(model: nn.Module, **options: Any) -> tuple[str, ...]:
         return repeated_blocks(describe(model, compute_dtype="fp32"), **options)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.errors import StateError
 from infinity.zero.hooks import announce_end, replace_tensors, tensors_in
+from tests.support.oracle import settings
 
 
 class Pair(NamedTuple):
@@ -62,6 +64,34 @@ def test_a_change_in_place_of_what_backward_needs_is_still_an_error() -> None:
     passed.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         passed.sum().backward()
+
+
+@pytest.mark.parametrize(("stage", "threshold"), [(2, 0), (3, 1000), (3, 0)])
+def test_a_double_backward_is_plain_torchs_or_refused(tmp_path: Path, stage: int, threshold: int) -> None:
+    """A penalty on the gradient of the inputs; weights that are released must not be read by the second backward."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = copy.deepcopy(plain)
+    x = torch.randn(4, 8, requires_grad=True)
+    zero = {"stage3_param_persistence_threshold": threshold, "stage3_max_live_parameters": 100}
+    engine, *_ = infinity.initialize(model=model, config=settings(tmp_path, stage=stage, param="cpu", zero=zero))
+
+    def penalty(call: nn.Module) -> Tensor:
+        (slope,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    with engine:
+        (slope,) = torch.autograd.grad(engine(x).sum(), x)
+        assert slope.any()
+        if (stage, threshold) == (3, 0):
+            with pytest.raises(StateError, match=r"double backward .* goes through \d.*threshold above \d+"):
+                engine.backward(penalty(engine))
+            return
+        engine.zero_grad()
+        engine.backward(penalty(engine))
+        penalty(plain).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert theirs.grad is None or torch.equal(infinity.state(ours).grad, theirs.grad)
 
 
 @pytest.mark.parametrize("wrap", [

@@ -70,12 +70,21 @@ def test_the_loss_and_its_gradients_are_the_plain_ones(dtype, reduction, shift, 
     # Nothing was as large as the logits, or as a third of them.
     assert largest.numel <= max(head.weight.numel(), 32 * 4096)
     assert largest.numel < 2 * 70 * WORDS / 3
+    # The head's gradient is autograd's alone: held here too, it would be copied.
+    assert found.grad_fn.next_functions[0][0].call.weight.grad is None
 
 
 def test_the_loss_without_a_token_that_counts_and_with_a_divisor():
-    head, hidden = nn.Linear(8, 10), torch.randn(5, 8)
+    head, hidden = nn.Linear(8, 10), torch.randn(5, 8, requires_grad=True)
     nothing = torch.full((5,), -100)
-    assert infinity.tiled_cross_entropy(hidden, head, nothing).isnan()
+    loss = infinity.tiled_cross_entropy(hidden, head, nothing)
+    assert loss.isnan()
+    loss.backward()
+    # As torch's: a batch of nothing but padding adds nothing.
+    assert all(not param.grad.any() for param in (hidden, head.weight, head.bias))  # type: ignore[union-attr]
+    for shape in ((2, 0), (2, 1), (0, 3)):
+        empty = torch.zeros(shape, dtype=torch.long)
+        assert infinity.tiled_cross_entropy(torch.randn(*shape, 8), head, empty, shift=True).isnan()
     assert float(infinity.tiled_cross_entropy(hidden, head, nothing, reduction="sum").detach()) == 0
     labels = torch.arange(5)
     whole = infinity.tiled_cross_entropy(hidden, head, labels, reduction="sum")
@@ -137,6 +146,72 @@ def test_an_mlp_of_tiles_is_the_plain_one_with_less_kept():
     step[40, 3] = 1e-6
     difference = (run(leaf + step) - run(leaf - step)).detach()
     assert float(difference) / 2e-6 == pytest.approx(float(grad[40, 3]), rel=1e-5)
+
+
+class Gated(nn.Module):
+    """An MLP of three matrices of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class GatedModel(nn.Module):
+    """Three of them by tiles of 8 tokens, or whole."""
+
+    def __init__(self, tile: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(16, 16)
+        self.mlps = nn.ModuleList(Gated() for _ in range(3))
+        self.tile = tile
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for mlp in self.mlps:
+            x = x + (infinity.tiled_mlp(mlp, x, tile_tokens=8) if self.tile else mlp(x))
+        return x.square().mean()
+
+
+def unequal(rank: int, world: int, folder: str, live: int) -> tuple[int, dict[str, Tensor], int]:
+    """Units, weights and mismatches after steps in which one rank has one tile of tokens and the other five."""
+    join(world)
+    config = settings(folder, param="cpu", optimizer="cpu", zero={"stage3_max_live_parameters": live})
+    engine, *_ = infinity.initialize(model=GatedModel(world > 1), config=config)
+    with engine:
+        for step in range(5):
+            for part in [rank] if world > 1 else [0, 1]:
+                x = torch.randn(
+                    6 + 30 * ((part + step) % 2), 16, generator=torch.Generator().manual_seed(2 * step + part)
+                )
+                engine.backward(engine(x) / (1 if world > 1 else 2))
+            engine.step()
+        return len(engine.units), engine.state_dict(), engine.coordinator.mismatches
+
+
+@pytest.mark.parametrize(("live", "units"), [(1000, 10), (10**6, 4)])
+def test_ranks_may_have_different_numbers_of_tokens(rank_pools: Any, tmp_path: Path, live: int, units: int) -> None:
+    """An MLP that is one unit, and one of which each matrix is."""
+    expected = unequal(0, 1, str(tmp_path), live)[1]
+    first, second = rank_pools[2].run(unequal, str(tmp_path), live)
+    assert (first[0], second[0]) == (units, units)
+    assert all(close(first[1][name], value, 1e-4) for name, value in expected.items())
+    # One at most, at the first step: tiles of tokens are no events of the trace.
+    assert first[2] == second[2] <= 1
+
+
+def test_a_head_that_is_switched_on_later_is_refused(tmp_path: Path) -> None:
+    model = hf_model("llama")
+    model.lm_head.requires_grad_(False)
+    infinity.tile_sequence(model, tile_tokens=8)
+    engine, *_ = infinity.initialize(model=model, config=settings(tmp_path, param="cpu", optimizer="cpu"))
+    with engine, pytest.raises(StateError, match=r"lm_head\.weight did not require a gradient"):
+        model.lm_head.requires_grad_(True)
+        ids = torch.arange(20)[None]
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
 
 
 def train(kind: str, folder: str, *, tile: bool, **options: Any) -> tuple[list[float], dict[str, Tensor], int, Any]:
