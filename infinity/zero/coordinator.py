@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from infinity import record
+from infinity.comm.agreement import on_any_rank
 from infinity.comm.mesh import Mesh
 from infinity.errors import StateError
 from infinity.memory.device import Device
