@@ -23,6 +23,9 @@ __all__ = ["Activations", "activations"]
 _LOSS_COPIES = 3
 # What transformers' GPT-2 takes where its config.json names none.
 _GPT2_DROPOUT = 0.1
+# What files call the number of experts, and whose blocks are not like Llama's.
+_EXPERT_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")
+_NAMES = {"gpt2": "GPT-2", "deepseek_v3": "DeepSeek-V3", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,67 +66,158 @@ def activations(
 ) -> Activations:  # fmt: skip
     """Bytes of a micro-batch of `batch` sequences for the causal language model of a config.json.
 
-    values: the keys of config.json: Llama's family (also Mistral, Qwen, Mixtral) or "gpt2". compute_dtype: "fp32",
-    "bf16" or "fp16". checkpointing: every `every`-th block keeps its input only and is computed again in backward.
-    attention: "sdpa" or "eager". accelerator: whether it runs on one. The program is taken to keep the loss of a
-    forward, not its logits. ConfigError where a size is missing.
+    values: the keys of config.json: Llama's family (also Mistral, Qwen, Mixtral, Gemma, DeepSeek-V3) or "gpt2".
+    compute_dtype: "fp32", "bf16" or "fp16". checkpointing: every `every`-th block keeps its input only and is computed
+    again in backward. attention: "sdpa" or "eager" (always Gemma 2's). accelerator: whether it runs on one. The program
+    is taken to keep the loss of a forward, not its logits. ConfigError where a size is missing.
     """
+    kind = values.get("model_type")
+    # transformers computes Gemma 2's attention in no other way, for its scores are capped.
+    attention = "eager" if kind == "gemma2" else attention
     run = _Pass(batch, sequence, DTYPE_NBYTES[compute_dtype], attention, accelerator)
-    gpt2 = values.get("model_type") == "gpt2"
-    block = _gpt2_block(values, run) if gpt2 else _llama_block(values, run)
-    layers = _size(values, "n_layer" if gpt2 else "num_hidden_layers")
+    gpt2 = kind == "gpt2"
+    blocks = _blocks(values, run)
+    ahead = blocks[::every] if checkpointing else []
+    whole = [block for index, block in enumerate(blocks) if not (checkpointing and index % every == 0)]
     logits = run.tokens * _size(values, "vocab_size") * DTYPE_NBYTES["fp32"]
     ending = run.tokens * _size(values, "n_embd" if gpt2 else "hidden_size")
-    again_count = -(-layers // every) if checkpointing else 0
-    whole = layers - again_count
-    kept = {f"{name} of {whole} blocks": nbytes * whole for name, nbytes in block.parts.items() if whole}
-    if again_count:
-        kept[f"inputs of {again_count} blocks"] = block.input_nbytes * again_count
+    kept = {}
+    for name in dict.fromkeys(name for block in whole for name in block.parts):
+        held = [block.parts[name] for block in whole if name in block.parts]
+        kept[f"{name} of {len(held)} blocks"] = sum(held)
+    if ahead:
+        kept[f"inputs of {len(ahead)} blocks"] = sum(block.input_nbytes for block in ahead)
     # The last norm keeps its input, and what the head takes; Llama's the normalized values, too.
-    last = {"last norm": ending * (2 * run.width if gpt2 else _norm_nbytes(run))}
-    again = sum(block.parts.values()) if checkpointing else 0
+    last = {"last norm": ending * (2 * run.width if gpt2 else _norm_nbytes(values, run))}
+    # A cap of logits keeps them once more.
+    capped = logits // DTYPE_NBYTES["fp32"] * run.width if values.get("final_logit_softcapping") else 0
+    again = [sum(block.parts.values()) + block.backward_nbytes for block in ahead]
     moments = (
-        {**kept, **last, "logits and loss": _LOSS_COPIES * logits},
+        {**kept, **last, "logits and loss": _LOSS_COPIES * logits + capped},
         # What lies behind the last block is gone by then.
-        {**kept, "one block, computed again" if again else "backward of a block": again + block.backward_nbytes},
-    )
+        {
+            **kept, "one block, computed again" if checkpointing else "backward of a block":
+            max([*again, *(block.backward_nbytes for block in whole)]),
+        },
+    )  # fmt: skip
     parts = max(moments, key=lambda moment: sum(moment.values()))
-    form = f"closed form of {'GPT-2' if gpt2 else 'Llama'}'s blocks, {attention} attention"
+    form = f"closed form of {_NAMES.get(str(kind), 'Llama')}'s blocks, {attention} attention"
     return Activations(
         nbytes=sum(parts.values()), parts=parts, saved_nbytes=sum(kept.values()) + sum(last.values()) + logits,
         source=f"{form}, {'blocks computed again' if checkpointing else 'nothing computed again'}",
-        inputs=again_count, input_nbytes=block.input_nbytes,
+        inputs=len(ahead), input_nbytes=blocks[0].input_nbytes,
     )  # fmt: skip
 
 
-def _llama_block(values: Mapping[str, Any], run: _Pass) -> _Block:
-    """RMSNorm, attention with rotary positions, RMSNorm, gated feed-forward or experts."""
-    hidden, heads = _size(values, "hidden_size"), _size(values, "num_attention_heads")
-    head = values.get("head_dim") or hidden // heads
+def _blocks(values: Mapping[str, Any], run: _Pass) -> list[_Block]:
+    """The repeated blocks in their order."""
+    kind = values.get("model_type")
+    if kind == "gpt2":
+        return [_gpt2_block(values, run)] * _size(values, "n_layer")
+    layers = _size(values, "num_hidden_layers")
+    attention = _latent_attention(values, run) if values.get("kv_lora_rank") else _attention(values, run)
+    # The first are dense in DeepSeek's models, all are without experts.
+    dense = min(int(values.get("first_k_dense_replace") or 0), layers) if kind == "deepseek_v3" else 0
+    dense = dense if _count(values) else layers
+    found: list[_Block] = []
+    for count, mixing in ((dense, _feed_forward), (layers - dense, _experts)):
+        found += [_block(values, run, attention, mixing(values, run))] * count if count else []
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One half of a block: what it keeps, and what its backward adds at its busiest."""
+
+    name: str
+    kept_nbytes: int
+    backward_nbytes: int
+
+
+def _block(values: Mapping[str, Any], run: _Pass, attention: _Part, mixing: _Part) -> _Block:
+    """RMSNorm, attention with rotary positions, RMSNorm, gated feed-forward or experts; Gemma has norms behind both."""
+    hidden = _size(values, "hidden_size")
+    elements = run.tokens * hidden
+    norms = 2 * elements * _norm_nbytes(values, run)
+    if _wide_norms(values):
+        # Nothing keeps what comes out of those behind.
+        norms += 2 * elements * (_norm_nbytes(values, run) - run.width)
+    parts = {"norms": norms, attention.name: attention.kept_nbytes, mixing.name: mixing.kept_nbytes}
+    # In backward of attention what the other half kept is gone.
+    return _Block(
+        parts, elements * run.width, max(mixing.backward_nbytes, attention.backward_nbytes - mixing.kept_nbytes)
+    )
+
+
+def _attention(values: Mapping[str, Any], run: _Pass) -> _Part:
+    """Queries, keys, values and what comes out. Written out, each query head has keys and values of its own."""
+    heads = _size(values, "num_attention_heads")
+    head = values.get("head_dim") or _size(values, "hidden_size") // heads
     queries, keys = heads * head, (values.get("num_key_value_heads") or heads) * head
-    tokens, width = run.tokens, run.width
-    parts = {
-        "norms": 2 * tokens * hidden * _norm_nbytes(run),
-        # Queries, keys, values and what comes out. Written out, each query head has keys and values of its own.
-        "attention": tokens * 2 * (queries + (queries if run.attention == "eager" else keys)) * width
-        + _scores_nbytes(run, heads, 0.0),
-    }
-    if values.get("model_type") in ("qwen3", "qwen3_moe"):
-        # Norms of queries and keys, a head at a time: the input in fp32, and what was normalized.
-        parts["attention"] += tokens * (queries + keys) * (DTYPE_NBYTES["fp32"] + width)
-    experts = values.get("num_local_experts") or values.get("num_experts") or 0
-    if experts:
-        chosen = int(values.get("num_experts_per_tok") or 2)
-        inner = int(values.get("moe_intermediate_size") or values.get("intermediate_size") or 0)
-        parts["experts"] = tokens * (chosen * (2 * hidden + 4 * inner) * width + 3 * experts * DTYPE_NBYTES["fp32"])
-        inner *= chosen
-    else:
-        inner = _size(values, "intermediate_size")
-        # In and out of the activation function, the other branch, and their product.
-        parts["feed-forward"] = tokens * 4 * inner * width
-    # Two gradients of the feed-forward's width, and two of the residual stream; or, behind it, two of the scores.
-    behind = _scores_backward_nbytes(run, heads) - parts.get("feed-forward", 0) - parts.get("experts", 0)
-    return _Block(parts, tokens * hidden * width, max(tokens * (2 * inner + 2 * hidden) * width, behind))
+    kept = run.tokens * 2 * (queries + (queries if run.attention == "eager" else keys)) * run.width
+    if values.get("model_type") == "phi3" and run.attention == "sdpa":
+        # Values are a view of one product with queries and keys, and what comes out is kept in two layouts.
+        kept += run.tokens * (2 * queries + keys) * run.width
+    if values.get("model_type") in ("qwen3", "qwen3_moe", "gemma3_text"):
+        # Norms of queries and keys, a head at a time: nothing keeps what comes out.
+        kept += run.tokens * (queries + keys) * (_norm_nbytes(values, run) - run.width)
+    if values.get("attn_logit_softcapping"):
+        kept += run.scores(heads) * run.width
+    return _Part("attention", kept + _scores_nbytes(run, heads, 0.0), _scores_backward_nbytes(run, heads))
+
+
+def _latent_attention(values: Mapping[str, Any], run: _Pass) -> _Part:
+    """DeepSeek's: queries and keys of two pieces, put together; values are a view of what keys are made from."""
+    heads, latent = _size(values, "num_attention_heads"), _size(values, "kv_lora_rank")
+    plain, rope, value = (_size(values, f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
+    keys, tokens, width = plain + rope, run.tokens, run.width
+    normed = tokens * (latent + (values.get("q_lora_rank") or 0)) * _norm_nbytes(values, run)
+    # Queries, keys, what values are a view of, and what comes out, in two layouts.
+    each = (2 * keys + plain + value + 2 * value) * width
+    scores, behind = _scores_nbytes(run, heads, 0.0), _scores_backward_nbytes(run, heads)
+    if run.attention == "eager":
+        each = (2 * keys + 2 * value) * width
+    elif not run.accelerator and keys != value:
+        # torch has no fused attention of two widths on the CPU: it is written out in fp32 there.
+        each = (2 * keys + value) * DTYPE_NBYTES["fp32"] + value * width
+        scores = run.scores(heads) * DTYPE_NBYTES["fp32"]
+        behind = 2 * scores
+    return _Part("attention", normed + tokens * heads * each + scores, max(behind, tokens * heads * each))
+
+
+def _feed_forward(values: Mapping[str, Any], run: _Pass) -> _Part:
+    """In and out of the activation function, the other branch, and their product."""
+    inner, hidden = _size(values, "intermediate_size"), _size(values, "hidden_size")
+    # Two gradients of the feed-forward's width, and two of the residual stream.
+    busy = run.tokens * (2 * inner + 2 * hidden) * run.width
+    return _Part("feed-forward", run.tokens * 4 * inner * run.width, busy)
+
+
+def _count(values: Mapping[str, Any]) -> int:
+    """Experts of a mixture; 0 where there are none."""
+    return next((int(values[name]) for name in _EXPERT_COUNTS if values.get(name)), 0)
+
+
+def _experts(values: Mapping[str, Any], run: _Pass) -> _Part:
+    """What the chosen experts keep of each token, the router, and what every token passes beside."""
+    hidden, width = _size(values, "hidden_size"), run.width
+    chosen = int(values.get("num_experts_per_tok") or 2)
+    inner = int(values.get("moe_intermediate_size") or values.get("intermediate_size") or 0)
+    routing = 3 * _count(values) * DTYPE_NBYTES["fp32"]
+    beside, over, weight = 0, 0, width
+    if values.get("model_type") == "deepseek_v3":
+        # The router takes a copy in fp32, and what comes out of experts is weighed in fp32.
+        beside = over = 4 * inner * int(values.get("n_shared_experts") or 0) * width
+        weight = DTYPE_NBYTES["fp32"]
+        routing += hidden * DTYPE_NBYTES["fp32"]
+    elif values.get("model_type") == "qwen2_moe":
+        # What comes out is multiplied with a gate.
+        beside = (4 * _size(values, "shared_expert_intermediate_size") + hidden) * width
+    each = chosen * (2 * hidden + 4 * inner) * width + routing + beside
+    # Three gradients of the residual stream's width for each expert of a token, before they are added. DeepSeek's
+    # shared expert comes last in forward, and so is over by then.
+    busy = chosen * max(2 * inner * width, 3 * hidden * weight) + 2 * hidden * width
+    return _Part("experts", run.tokens * each, run.tokens * (busy - over))
 
 
 def _gpt2_block(values: Mapping[str, Any], run: _Pass) -> _Block:
@@ -148,9 +242,14 @@ def _gpt2_block(values: Mapping[str, Any], run: _Pass) -> _Block:
     return _Block(parts, tokens * hidden * width, max(tokens * 2 * inner * width, behind))
 
 
-def _norm_nbytes(run: _Pass) -> int:
+def _norm_nbytes(values: Mapping[str, Any], run: _Pass) -> int:
     """Bytes an element that an RMSNorm keeps: its input in fp32, the normalized values and what comes out."""
-    return DTYPE_NBYTES["fp32"] + 2 * run.width
+    return DTYPE_NBYTES["fp32"] + (DTYPE_NBYTES["fp32"] if _wide_norms(values) else run.width) + run.width
+
+
+def _wide_norms(values: Mapping[str, Any]) -> bool:
+    """Whether norms multiply with their weights in fp32, and stand behind attention and feed-forward as well."""
+    return values.get("model_type") in ("gemma2", "gemma3_text")
 
 
 def _scores_nbytes(run: _Pass, heads: int, dropout: float) -> int:
@@ -168,8 +267,11 @@ def _scores_nbytes(run: _Pass, heads: int, dropout: float) -> int:
 
 
 def _scores_backward_nbytes(run: _Pass, heads: int) -> int:
-    """Gradients of attention scores at once in backward, where they are written out: before and behind softmax."""
-    return 2 * run.scores(heads) * DTYPE_NBYTES["fp32"] if run.attention == "eager" else 0
+    """Gradients of attention scores at once in backward, where they are written out: before and behind softmax. What
+    softmax gave in 16 bits is gone by then.
+    """
+    copy = run.width if run.width != DTYPE_NBYTES["fp32"] else 0
+    return run.scores(heads) * (2 * DTYPE_NBYTES["fp32"] - copy) if run.attention == "eager" else 0
 
 
 def _size(values: Mapping[str, Any], name: str) -> int:

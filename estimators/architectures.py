@@ -157,7 +157,8 @@ _ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma2": _member(
         "Gemma2",
-        Style("attention_bias", "attention_bias", sandwich=True, embedding="Gemma2TextScaledWordEmbedding"), _GEMMA,
+        Style("attention_bias", "attention_bias", sandwich=True, embedding="Gemma2TextScaledWordEmbedding"),
+        {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "gemma3_text": _member(
         "Gemma3",

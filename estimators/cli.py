@@ -27,7 +27,7 @@ from estimators.report import as_json, chosen, compare, headline, largest_found,
 from estimators.search import Choice, Wish, fit, largest, usual
 from infinity.config import parse_bytes
 from infinity.errors import ConfigError
-from infinity.plan.hardware import ASSUMED, load_profile
+from infinity.plan.hardware import load_profile
 
 # Command-line option -> the key of a config.json.
 _PLAIN = {
@@ -65,29 +65,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
     """The answer as text and as data, the estimate to draw, and whether it fits."""
     model, machine = _model(args), _machine(args)
+    searches = args.fit or args.max or (args.config is None and not args.compare and machine.known)
+    _refuse_idle(args, searches)
     options: dict[str, Any] = {
         "ranks": args.ranks, "ranks_per_node": args.ranks_per_node, "batch": args.batch, "sequence": args.sequence,
-        "profile": load_profile(args.profile) if args.profile else ASSUMED,
+        "profile": load_profile(args.profile) if args.profile else None,
     }  # fmt: skip
-    wish = Wish(model, machine, options, dtype=args.dtype, checkpointing=args.checkpointing)
+    wish = Wish(model, machine, options, dtype=args.dtype or "bf16", checkpointing=args.checkpointing)
     if args.max:
         member, deepest = largest(wish)
         found = [choice for choice in (member, deepest) if choice is not None]
         best = max(found, key=lambda choice: choice.estimate.plan.numel)
+        _save(best, args.save, found=deepest.estimate.fits)
         both = {"known": _choice(member), "deepest": _choice(deepest)} if args.json else None
         return largest_found(member, deepest), both, best.estimate, deepest.estimate.fits
-    if args.compare or (args.config is None and not args.fit and not machine.known):
+    if searches:
+        choice = fit(wish)
+        _save(choice, args.save, found=choice.estimate.fits)
+        return chosen(choice), _choice(choice) if args.json else None, choice.estimate, choice.estimate.fits
+    if args.config is None:
         rows = _compared(args, wish)
         data = [{"name": name, **found.as_dict()} for name, found in rows] if args.json else None
         text = "\n".join([*headline(rows[0][1])[:1], "", compare(rows), *_hints(args)])
         return text, data, rows[0][1], all(found.fits for _, found in rows)
-    if args.config is None:
-        choice = fit(wish)
-        if args.save is not None:
-            _write(args.save, as_json(choice.config) + "\n")
-        return chosen(choice), _choice(choice) if args.json else None, choice.estimate, choice.estimate.fits
     single = estimate(model, args.config, machine=machine, checkpointing=bool(args.checkpointing), **options)
     return report(single), single.as_dict() if args.json else None, single, single.fits
+
+
+def _refuse_idle(args: argparse.Namespace, searches: bool) -> None:
+    """ConfigError for an option that would do nothing."""
+    if args.save is not None and not searches:
+        raise ConfigError("--save writes what a search has found: give --gpu and --ram, --fit or --max")
+    if args.dtype is not None and (args.config is not None or args.compare):
+        raise ConfigError("--dtype is for placements that are searched: a configuration names its own, as bf16.enabled")
+
+
+def _save(choice: Choice, path: str | None, *, found: bool) -> None:
+    """Write a configuration that fits; where none was found, no file may look like one."""
+    if path is not None and found:
+        _write(path, as_json(choice.config) + "\n")
+    elif path is not None:
+        print(f"infinity-estimate: nothing fits, and {path} is not written", file=sys.stderr)
 
 
 def _compared(args: argparse.Namespace, wish: Wish) -> list[tuple[str, Estimate]]:
@@ -153,14 +171,14 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpointing", action=argparse.BooleanOptionalAction,
         help="compute activations again in backward (a search: where it is needed)",
     )  # fmt: skip
-    work.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="for searches (default: bf16)")
+    work.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="for searches (default: bf16)")
     plain = parser.add_argument_group("a model of Llama's shape, instead of MODEL")
     for name, key in _PLAIN.items():
         plain.add_argument(f"--{name.replace('_', '-')}", type=_positive, metavar="N", help=key)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="numbers for programs instead of words")
     output.add_argument("--picture", metavar="FILE", help="write an SVG of the (first) estimate")
-    output.add_argument("--save", metavar="FILE", help="write the configuration that was found")
+    output.add_argument("--save", metavar="FILE", help="write the configuration that a search has found")
     return parser
 
 

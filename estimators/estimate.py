@@ -19,11 +19,11 @@ from estimators.architectures import completed, known
 from estimators.compute import step_flops
 from estimators.machine import Machine
 from estimators.model import Described, described
-from infinity.config import ResolveContext, ResolvedConfig, Share, load_config, resolve
+from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.errors import ConfigError
 from infinity.plan.activation import Activations, Offloaded
-from infinity.plan.capacity import BUDGET_SHARE, Capacity
-from infinity.plan.hardware import ASSUMED, HardwareProfile, load_profile
+from infinity.plan.capacity import Capacity, within
+from infinity.plan.hardware import HardwareProfile, assumed, load_profile
 from infinity.plan.phases import Phase, at_rest, bytes_by_phase
 from infinity.plan.plan import Plan
 from infinity.plan.request import Question
@@ -58,6 +58,11 @@ class Workload:
         if sequence is not None and most is not None and sequence > most:
             raise ConfigError(f"{model.name} takes sequences of at most {most:,} tokens, not {sequence:,}")
         return cls(batch, min(SEQUENCE, most or SEQUENCE) if sequence is None else sequence, checkpointing)
+
+    def under(self, config: ResolvedConfig) -> Workload:
+        """With layers computed again where the configuration says so."""
+        every = config.config.activation_checkpointing.every
+        return replace(self, checkpointing=self.checkpointing or every > 0, every=max(every, 1))
 
     @property
     def tokens(self) -> int:
@@ -184,6 +189,11 @@ class Estimate:
         ranks = self.plan.topology.local_size
         return {tier: ranks * sum(kinds.values()) for tier, kinds in self.phases[phase].items()}
 
+    def under(self, config: Any) -> Estimate:
+        """The same run under a configuration that differs in `activation_checkpointing` only: the plan is the same."""
+        resolved = _resolved(self.model, config, self.plan.topology.world_size)
+        return replace(self, config=resolved, work=self.work.under(resolved))
+
     def with_checkpointing(self, checkpointing: bool) -> Estimate:
         """The same run with layers computed again in backward, or not: the plan is the same."""
         return replace(self, work=replace(self.work, checkpointing=checkpointing))
@@ -244,34 +254,56 @@ def estimate(
     sequence: int | None = None,
     checkpointing: bool = False,
     machine: Machine = Machine(),  # noqa: B008
-    profile: HardwareProfile | str | os.PathLike[str] = ASSUMED,
+    profile: HardwareProfile | str | os.PathLike[str] | None = None,
 ) -> Estimate:
     """Size a training run before it starts, without weights and without an accelerator.
 
     model: the name of a known model, a Hugging Face config.json (file, folder or its values), or a module, which may be
     on the meta device. config: the training configuration (path, dict or JSON text). batch: sequences in a micro-batch,
     otherwise the configuration's. sequence: tokens in each, at most 4096 unless said. machine: what a node has, for
-    `fits` and "auto". profile: measured rates, or the path of the file that `infinity bench` has written.
+    `fits` and "auto". profile: measured rates, or the path of the file that `infinity bench` has written; otherwise
+    assumed ones.
 
-    Raises ConfigError for a model, a configuration or a profile that cannot be understood.
+    Raises ConfigError for a model, a configuration or a profile that cannot be understood, and for a profile of ranks
+    that compute elsewhere than the machine's.
     """
     what = described(model)
-    resolved = resolve(
-        load_config(config), ResolveContext(world_size=ranks, hidden_size=what.hidden_size, model_dtype=what.dtype)
-    )
+    resolved = _resolved(what, config, ranks)
     local = min(ranks, RANKS_PER_NODE) if ranks_per_node is None else ranks_per_node
     if local < 1 or ranks % local:
         raise ConfigError(f"{ranks} ranks cannot be {local} on each node: ranks_per_node must divide the ranks")
     topology = Topology(dp=ranks, local_size=local)
-    every = resolved.config.activation_checkpointing.every
-    work = Workload.of(what, resolved.micro_batch if batch is None else batch, sequence, checkpointing or every > 0)
-    work = replace(work, every=max(every, 1))
+    work = Workload.of(what, resolved.micro_batch if batch is None else batch, sequence, checkpointing).under(resolved)
     plan = Question(
         node=what.tree(resolved.compute_dtype), config=resolved, topology=topology, accelerator=machine.accelerator,
         capacity=_capacity(resolved, machine, local), blocks=what.blocks,
     ).plan()  # fmt: skip
-    rates = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
+    rates = _rates(profile, machine)
     return Estimate(model=what, config=resolved, plan=plan, work=work, profile=rates, machine=machine)
+
+
+def _resolved(model: Described, config: Any, ranks: int) -> ResolvedConfig:
+    return resolve(
+        load_config(config), ResolveContext(world_size=ranks, hidden_size=model.hidden_size, model_dtype=model.dtype)
+    )
+
+
+def _rates(profile: HardwareProfile | str | os.PathLike[str] | None, machine: Machine) -> HardwareProfile:
+    """A profile of ranks that compute where the machine's do; ConfigError where they do not."""
+    if profile is None:
+        return assumed(machine.accelerator)
+    rates = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
+    if machine.accelerator and rates.accelerator is None:
+        raise ConfigError(
+            f"the profile of {rates.host or 'this machine'} was measured without an accelerator, and the ranks are to "
+            "compute on one: give --no-gpu, or a profile that `infinity bench` has measured beside an accelerator"
+        )
+    if not machine.accelerator and rates.accelerator is not None:
+        raise ConfigError(
+            f"the profile of {rates.host or 'this machine'} has rates of {rates.accelerator}, and the ranks are to "
+            "compute on the CPU: leave it out, or give one that `infinity bench` has measured without an accelerator"
+        )
+    return rates
 
 
 def activations_of(model: Described, dtype: str, work: Workload, machine: Machine) -> Activations | None:
@@ -292,20 +324,11 @@ def complete_values(model: Described) -> dict[str, Any] | None:
 
 
 def _capacity(config: ResolvedConfig, machine: Machine, ranks: int) -> Capacity:
-    """The machine's part of a rank within the configuration's limits; where budgets decide without, they leave room."""
-    room, limits = machine.capacity(ranks), config.config.memory
-    usual = BUDGET_SHARE if "auto" in (config.param_tier, config.optimizer_tier) else None
-
-    def within(free: int | None, limit: int | Share | None, sharers: int) -> int | None:
-        if isinstance(limit, int):
-            return limit // sharers if free is None else min(limit // sharers, free)
-        return free if limit is None or free is None else limit.of(free)
-
-    gpu, cpu = limits.gpu.max_bytes or usual, limits.cpu.max_bytes or usual
-    nvme = within(room.nvme, limits.nvme.max_bytes, ranks)
-    if machine.accelerator:
-        return Capacity(gpu=within(room.gpu, gpu, 1), cpu=within(room.cpu, cpu, ranks), nvme=nvme)
-    return Capacity(process=within(room.process, cpu, ranks), nvme=nvme)
+    """The machine's part of a rank within the configuration's limits, as the engine has it."""
+    return within(
+        config.config.memory, machine.capacity(ranks), ranks=ranks, accelerator=machine.accelerator,
+        by_budget="auto" in (config.param_tier, config.optimizer_tier),
+    )  # fmt: skip
 
 
 def _plain(table: Table) -> dict[str, dict[str, int]]:

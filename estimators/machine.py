@@ -11,8 +11,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
+from infinity.free_memory import free_cpu_nbytes
 from infinity.plan.capacity import Capacity
 
 # Set aside on an accelerator: its context, and what the allocator cannot use for the gaps between blocks.
@@ -23,8 +22,6 @@ SYSTEM_NBYTES = 2 * 10**9
 PROCESS_NBYTES = 10**9
 # Set aside on a drive: file systems slow down when they are full.
 DRIVE_SHARE = 0.03
-
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
@@ -41,13 +38,11 @@ class Machine:
 
     @classmethod
     def here(cls, folder: Path, *, accelerator: bool = True) -> Machine:
-        """This machine: what is free now, within the control group's limit, and on the drive of `folder`."""
+        """This machine: what is free now, within the control groups' limits, and on the drive of `folder`."""
         gpu = _accelerator_nbytes() if accelerator else None
         while not folder.exists():
             folder = folder.absolute().parent
-        free = int(psutil.virtual_memory().available)
-        limits = [limit for limit in map(_number, _CGROUP_LIMITS) if limit is not None]
-        return cls(gpu, min([free, *limits]), shutil.disk_usage(folder).free, accelerator=gpu is not None)
+        return cls(gpu, free_cpu_nbytes(), shutil.disk_usage(folder).free, accelerator=gpu is not None)
 
     def capacity(self, ranks_per_node: int) -> Capacity:
         """A rank's part: its accelerator, and an equal part of what the node has left."""
@@ -70,11 +65,4 @@ def _accelerator_nbytes() -> int | None:
         reply = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return min(int(line) for line in reply.stdout.split()) << 20
     except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
         return None

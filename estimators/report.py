@@ -106,11 +106,10 @@ def chosen(choice: Choice) -> str:
     found = choice.estimate
     lines = headline(found)
     if found.fits:
-        lines += ["", *wrap(f"It fits. {_summary(found)}", WIDTH), "", "Configuration:", as_json(choice.config)]
-        if found.work.checkpointing:
-            lines.append("and let the model recompute its activations: model.gradient_checkpointing_enable()")
+        known = "It fits." if found.activations else "It fits as far as is known: activations are not counted."
+        lines += ["", *wrap(f"{known} {_summary(found)}", WIDTH), "", "Configuration:", as_json(choice.config)]
     else:
-        lines += ["", "It does not fit: nothing that infinity can do does. What lacks the least is shown.", ""]
+        lines += ["", "It does not fit, and no other placement that was tried does. What lacks the least is shown.", ""]
         lines += _missing(found)
     reserved = wrap(_reserved(found), WIDTH)
     return "\n".join([*lines, "", *tables(found), "", *reserved, *_activations(found), *_step(found), *_notes(found)])
@@ -230,7 +229,10 @@ def _notes(found: Estimate) -> list[str]:
             "free: use engine.save_checkpoint() or engine.export(), which stream."
         )
     if sum(found.plan.bytes_by_tier()[Tier.NVME].values()):
-        notes.append("Build the model under infinity.Init(config=...): then it never lies in memory as a whole.")
+        notes.append(
+            "Build the model under infinity.Init(config=...), or load a folder with its weights by "
+            "infinity.load_hf(folder, config): then it never lies in memory as a whole."
+        )
     return [line for note in notes for line in wrap("note: " + note, WIDTH, subsequent_indent="  ")]
 
 

@@ -2,16 +2,18 @@
 
 Candidates are the sensible placements (nothing lies farther out than what is needed more often), each with and without
 recomputed activations. Those whose states alone exceed a tier are left out unplanned; of the others that fit, the one
-whose step is predicted to be the shortest wins. Every answer is an `Estimate` that was planned like any other.
+whose step is predicted to be the shortest wins. Where none fits, the inputs of recomputed layers lie off the device as
+well: last, for predictions leave their traffic out. Every answer is an `Estimate` that was planned like any other, of
+a configuration that says all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from estimators.estimate import RANKS_PER_NODE, Estimate, Workload, activations_of, estimate
+from estimators.estimate import RANKS_PER_NODE, Estimate, estimate
 from estimators.machine import Machine
 from estimators.model import described
 from estimators.presets import PRESETS, family
@@ -32,6 +34,10 @@ _PLACEMENTS = (
 )  # fmt: skip
 # What several ranks can do beside: keep the parameters whole.
 _WHOLE = tuple((stage, Tier.GPU, tier) for stage in (1, 2) for tier in Tier)
+# A section `activation_checkpointing`; nothing is computed again without one.
+_Section = Mapping[str, Any]
+_KEPT: _Section = {}
+_RECOMPUTED: _Section = {"every": 1}
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,13 @@ class Choice:
 
     config: Mapping[str, Any]
     estimate: Estimate
+
+    def varied(self, section: _Section) -> Choice:
+        """With another section `activation_checkpointing`: the plan is the same."""
+        if not section:
+            return self
+        config = {**self.config, "activation_checkpointing": section}
+        return Choice(config, self.estimate.under(config))
 
     @property
     def seconds(self) -> float:
@@ -73,27 +86,54 @@ class Wish:
     def ranks_per_node(self) -> int:
         return self.options.get("ranks_per_node") or min(self.options.get("ranks", 1), RANKS_PER_NODE)
 
+    @property
+    def near(self) -> Sequence[_Section]:
+        """What may become of activations on the device, from fast to small."""
+        return {None: (_KEPT, _RECOMPUTED), True: (_RECOMPUTED,), False: (_KEPT,)}[self.checkpointing]
+
+    @property
+    def far(self) -> Sequence[_Section]:
+        """And off it. Without an accelerator CPU memory is the device's."""
+        if self.checkpointing is False:
+            return ()
+        cpu, nvme = ({**_RECOMPUTED, "offload": _offload(tier)} for tier in (Tier.CPU, Tier.NVME))
+        return (*([cpu] if self.machine.accelerator else []), *([nvme] if self.limits.nvme is not None else []))
+
     def of(self, model: Any) -> Wish:
         """The same wish about another model."""
         return replace(self, model=model)
+
+    def check(self) -> None:
+        """ConfigError where a search would find room that nobody has said to be there."""
+        machine, missing = self.machine, []
+        if machine.accelerator and machine.gpu_nbytes is None:
+            missing.append("memory of each rank's accelerator (--gpu 24GB, or --no-gpu where ranks compute on the CPU)")
+        if machine.cpu_nbytes is None:
+            missing.append("memory of each node (--ram 64GB)")
+        if missing:
+            raise ConfigError(
+                f"a search has to know the {' and the '.join(missing)}; without --nvme there is no drive. --fit alone "
+                "asks this machine"
+            )
 
 
 def fit(wish: Wish) -> Choice:
     """The configuration with the shortest step of those that fit; where none does, the one that lacks the least.
 
-    ConfigError where nothing is known about the machine.
+    ConfigError where the machine's memory is not known.
     """
-    if not wish.machine.known:
-        raise ConfigError("nothing is known about the machine: give --gpu, --ram and --nvme, or ask on that machine")
-    fitting: list[Choice] = []
+    wish.check()
+    planned = [*_planned(wish, _candidates(wish))]
     others: list[Choice] = []
-    for choice in (*_planned(wish, [*_candidates(wish)]), *_by_budget(wish)):
-        (fitting if choice.estimate.fits else others).append(choice)
-    if fitting:
-        return min(fitting, key=lambda choice: choice.seconds)
+    for found in ([*_varied(planned, wish.near), *_by_budget(wish)], _varied(planned, wish.far)):
+        fitting: list[Choice] = []
+        for choice in found:
+            (fitting if choice.estimate.fits else others).append(choice)
+        if fitting:
+            return min(fitting, key=lambda choice: choice.seconds)
     if not others:
         # All were left out for their states alone: the one that needs least nearby says what is missing.
-        others = [*_planned(wish, [_outermost(wish)])]
+        others = [*_varied(_planned(wish, [_outermost(wish)]), wish.near)]
     return min(others, key=lambda choice: choice.lacking)
 
 
@@ -110,6 +150,7 @@ def largest(wish: Wish) -> tuple[Choice | None, Choice]:
     """The largest member of the model's family that fits (None: no known one does), and the model itself with as many
     layers as fit, of its own width.
     """
+    wish.check()
     what = described(wish.model)
     if what.values is None or what.module is not None:
         raise ConfigError("the largest model is searched for from a name or a config.json, not from a module")
@@ -140,45 +181,52 @@ def _last(holds: Callable[[int], bool]) -> int:
 
 def _fits(wish: Wish) -> bool:
     """Whether any candidate fits: those that need the least of the accelerator are enough to know."""
-    sparing = replace(wish, checkpointing=True if wish.checkpointing is None else wish.checkpointing)
-    candidates = [*_candidates(sparing, sparing=True)]
-    return any(choice.estimate.fits for choice in _planned(sparing, candidates[::-1]))
+    planned = _planned(wish, [*_candidates(wish, sparing=True)][::-1])
+    return any(choice.estimate.fits for choice in _varied(planned, (wish.near[-1], *wish.far)))
 
 
 def _numel(name: str) -> int:
     return described(name).tree("bf16").numel
 
 
-def _planned(wish: Wish, candidates: list[dict[str, Any]]) -> Iterator[Choice]:
-    """Estimates of candidates, each without and then, where that does not fit, with recomputed activations."""
+def _planned(wish: Wish, candidates: Iterable[dict[str, Any]]) -> Iterator[Choice]:
+    """Estimates of candidates that keep all activations."""
     for config in candidates:
-        found = estimate(wish.model, config, machine=wish.machine, **wish.options)
-        first = found.with_checkpointing(bool(wish.checkpointing))
-        yield Choice(config, first)
-        if wish.checkpointing is None and not first.fits:
-            yield Choice(config, found.with_checkpointing(True))
+        yield Choice(config, estimate(wish.model, config, machine=wish.machine, **wish.options))
+
+
+def _varied(choices: Iterable[Choice], sections: Sequence[_Section]) -> Iterator[Choice]:
+    """Each choice with these sections in turn until one fits."""
+    for choice in choices:
+        for section in sections:
+            varied = choice.varied(section)
+            yield varied
+            if varied.estimate.fits:
+                break
 
 
 def _by_budget(wish: Wish) -> Iterator[Choice]:
     """What the planner makes of what the activations leave, tier by tier."""
-    room, local, what = wish.limits, wish.ranks_per_node, described(wish.model)
-    batch, sequence = wish.options.get("batch") or 1, wish.options.get("sequence")
-    for checkpointing in (False, True) if wish.checkpointing is None else (wish.checkpointing,):
-        config = _config(wish, (3, Tier.GPU, Tier.GPU), room, None)
-        used = activations_of(what, wish.dtype, Workload.of(what, batch, sequence, checkpointing), wish.machine)
+    room, local = wish.limits, wish.ranks_per_node
+    nearest, cpu = room.of(Tier.GPU), room.of(Tier.CPU)
+    assert nearest is not None and cpu is not None
+    drive = {"nvme_path": "nvme"} if room.nvme is not None else {}
+    plain = _config(wish, (3, Tier.GPU, Tier.GPU), room, None)
+    (anywhere,) = _planned(wish, [plain])
+    for section in wish.near:
+        used = anywhere.varied(section).estimate.activations
         held = 0 if used is None else used.nbytes
-        nearest, cpu = room.of(Tier.GPU), room.of(Tier.CPU)
-        if nearest is None or cpu is None or nearest <= held:
+        if nearest <= held:
             continue
-        drive = {"nvme_path": "nvme"} if room.nvme is not None else {}
-        config["zero_optimization"] |= {"offload_param": {"device": "auto", **drive}}
-        config["zero_optimization"] |= {"offload_optimizer": {"device": "auto", **drive}}
+        zero = plain["zero_optimization"] | {
+            name: {"device": "auto", **drive} for name in ("offload_param", "offload_optimizer")
+        }
         memory = {"gpu": nearest - held, "cpu": cpu * local}
         if not wish.machine.accelerator:
             memory = {"cpu": (cpu - held) * local}
-        config["memory"] = {name: {"max_bytes": _rounded(nbytes)} for name, nbytes in memory.items()}
-        found = estimate(wish.model, config, machine=wish.machine, **wish.options)
-        yield Choice(config, found.with_checkpointing(checkpointing))
+        limits = {name: {"max_bytes": _rounded(nbytes)} for name, nbytes in memory.items()}
+        config = {**plain, "zero_optimization": zero, "memory": limits}
+        yield from _varied(_planned(wish, [config]), [section])
 
 
 def _rounded(nbytes: int) -> str:
@@ -192,7 +240,8 @@ def _candidates(wish: Wish, *, sparing: bool = False) -> Iterator[dict[str, Any]
     numel = described(wish.model).tree(wish.dtype).numel
     for stage, param, states in (*_WHOLE, *_PLACEMENTS) if ranks > 1 else _PLACEMENTS:
         needed = _states_nbytes(numel, ranks, wish.dtype, (stage, param, states), wish.machine)
-        if any(nbytes and (limits.of(tier) or 0) < nbytes for tier, nbytes in needed.items() if _bounded(limits, tier)):
+        # A drive that nobody has named is not there.
+        if any(nbytes and (limits.of(tier) or 0) < nbytes for tier, nbytes in needed.items()):
             continue
         shares = (None, *_LIVE_SHARES) if stage == 3 and limits.gpu is not None else (None,)
         found: list[dict[str, Any]] = []
@@ -200,11 +249,6 @@ def _candidates(wish: Wish, *, sparing: bool = False) -> Iterator[dict[str, Any]
             config = _config(wish, (stage, param, states), limits, share)
             found += [] if config in found else [config]
         yield from found
-
-
-def _bounded(limits: Capacity, tier: Tier) -> bool:
-    """Whether candidates have to keep within a limit: a drive that nobody has named is not there."""
-    return tier is Tier.NVME or limits.of(tier) is not None
 
 
 def _outermost(wish: Wish) -> dict[str, Any]:
@@ -222,7 +266,7 @@ def _config(
     zero: dict[str, Any] = {"stage": stage}
     for name, tier in (("offload_param", param), ("offload_optimizer", states)):
         if tier is not Tier.GPU:
-            zero[name] = {"device": _DEVICES[tier], **({"nvme_path": "nvme"} if tier is Tier.NVME else {})}
+            zero[name] = _offload(tier)
     if share is not None:
         assert limits.gpu is not None
         live = max(limits.gpu // share // (4 if wish.dtype == "fp32" else 2), 1_000_000)
@@ -232,6 +276,11 @@ def _config(
     precision = {} if wish.dtype == "fp32" else {wish.dtype: {"enabled": True}}
     micro = wish.options.get("batch") or 1
     return {"train_micro_batch_size_per_gpu": micro, **precision, "zero_optimization": zero}
+
+
+def _offload(tier: Tier) -> dict[str, str]:
+    """The section of what lies on a tier."""
+    return {"device": _DEVICES[tier], **({"nvme_path": "nvme"} if tier is Tier.NVME else {})}
 
 
 def _states_nbytes(

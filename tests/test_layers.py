@@ -23,7 +23,7 @@ _EVERYTHING = {
     "infinity.engine", "infinity.preflight", "infinity.record", "infinity.timeline", "infinity.breakdown",
     "infinity.observer", "infinity.progress", "infinity.monitors", "infinity.wall_clock", "infinity.saving",
     "infinity.loading", "infinity.loader", "infinity.exporting", "infinity.boundary", "infinity.parts",
-    "infinity.signals", "infinity.rescue", "infinity.precision",
+    "infinity.signals", "infinity.rescue", "infinity.precision", "infinity.free_memory",
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
@@ -34,8 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.__main__": {"infinity.command"},
     # A command may ask everything of the machine and nothing of a model; `estimate` is started by its name.
     "infinity.command": {
-        "infinity.checkpoint", "infinity.config", "infinity.errors", "infinity.log", "infinity.memory", "infinity.ops",
-        "infinity.plan", "infinity.transfer",
+        "infinity.checkpoint", "infinity.config", "infinity.errors", "infinity.free_memory", "infinity.log",
+        "infinity.memory", "infinity.ops", "infinity.plan", "infinity.transfer",
     },
     "infinity.api": _EVERYTHING | {"infinity.building", "infinity.launch"},
     # What a script says before it trains.
@@ -88,7 +88,7 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.parallel": {"infinity.plan", "infinity.comm", "infinity.ops", "infinity.errors", "infinity.log"},
     "infinity.memory": {
         "infinity.config", "infinity.plan", "infinity.ops", "infinity.transfer", "infinity.log", "infinity.errors",
-        "infinity.record",
+        "infinity.record", "infinity.free_memory",
     },
     "infinity.comm": {"infinity.plan", "infinity.transfer", "infinity.errors", "infinity.log", "infinity.record"},
     "infinity.ops": {"infinity.errors"},
@@ -98,11 +98,12 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.config": {"infinity.errors"},
     "infinity.errors": set(),
     "infinity.record": set(),
-    "estimators": {"infinity.config", "infinity.plan", "infinity.errors"},
+    "infinity.free_memory": set(),
+    "estimators": {"infinity.config", "infinity.plan", "infinity.errors", "infinity.free_memory"},
     # Only what the package itself exports.
     "examples": {"infinity"},
 }  # fmt: skip
-TORCH_FREE = ("infinity.plan", "infinity.config", "infinity.errors", "estimators")
+TORCH_FREE = ("infinity.plan", "infinity.config", "infinity.errors", "infinity.free_memory", "estimators")
 CUDA_NAMED_IN = ("infinity.memory.device", "infinity.transfer", "infinity.ops")
 ENVIRONMENT_READ_IN = ("infinity.config.load", "infinity.comm.mesh", "infinity.ops.build")
 DISTRIBUTED_FREE = ("infinity.memory",)

@@ -15,7 +15,7 @@ import torch
 
 from infinity.command.folder import Place, look
 from infinity.errors import ExtensionError, InfinityError
-from infinity.memory.capacity import free_cpu_nbytes
+from infinity.free_memory import free_cpu_nbytes
 from infinity.memory.device import Device
 from infinity.ops import build
 from infinity.ops.aio import BACKENDS, File, Queue

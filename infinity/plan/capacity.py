@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from infinity.config.machine import Memory
 from infinity.config.units import Share, format_bytes
 from infinity.plan.types import Kind, Tier
 
@@ -53,6 +54,33 @@ class Capacity:
         process = held.get(Tier.GPU, 0) + held.get(Tier.CPU, 0)
         limits = [(held.get(tier, 0), own) for tier, own in zip(Tier, (self.gpu, self.cpu, self.nvme), strict=True)]
         return all(limit is None or nbytes <= limit for nbytes, limit in [*limits, (process, self.process)])
+
+
+def within(limits: Memory, free: Capacity, *, ranks: int, accelerator: bool, by_budget: bool) -> Capacity:
+    """What one of a node's `ranks` ranks may use of what is free for it, within the configured limits.
+
+    free: the rank's own part; without an accelerator both memory tiers are its `process`. by_budget: whether the plan
+    fills what it is given: where no limit is configured, it leaves room then.
+    """
+    usual = BUDGET_SHARE if by_budget else None
+    gpu, cpu = limits.gpu.max_bytes or usual, limits.cpu.max_bytes or usual
+    nvme = _capped(free.nvme, limits.nvme.max_bytes, ranks)
+    if accelerator:
+        return Capacity(gpu=_capped(free.gpu, gpu, 1), cpu=_capped(free.cpu, cpu, ranks), nvme=nvme)
+    process = _capped(free.process, cpu, ranks)
+    if limits.gpu.max_bytes is None:
+        return Capacity(process=process, nvme=nvme)
+    return Capacity(gpu=_capped(free.process, gpu, 1), cpu=process, process=free.process, nvme=nvme)
+
+
+def _capped(free: int | None, limit: int | Share | None, sharers: int) -> int | None:
+    """The lesser of what is free for a rank and its part of a limit; None where neither is known."""
+    if free is None:
+        # A share of an unknown amount is unknown.
+        return limit // sharers if isinstance(limit, int) else None
+    if limit is None:
+        return free
+    return min(limit // sharers, free) if isinstance(limit, int) else limit.of(free)
 
 
 def excesses(table: Mapping[Tier, Mapping[Kind, int]], capacity: Capacity) -> Iterator[str]:

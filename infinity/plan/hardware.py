@@ -85,6 +85,11 @@ class HardwareProfile(_Record):
     assumptions: tuple[str, ...] = ()
 
 
+def assumed(accelerator: bool) -> HardwareProfile:
+    """The rates of a machine that nobody has measured, with an accelerator or without."""
+    return ASSUMED if accelerator else ASSUMED_CPU
+
+
 # A round-numbered workstation: every number is an assumption, and what is predicted with it says so.
 ASSUMED = HardwareProfile(
     source="assumed", host="an assumed machine", processor="16 cores, two channels of DDR5",
@@ -106,6 +111,17 @@ ASSUMED = HardwareProfile(
     },
     up_rate=22e9, down_rate=22e9, device_copy_rate=700e9, network_rate=10e9,
     assumptions=("every rate",),
+)  # fmt: skip
+# The same one, computing on its CPU: 16 cores of 4 GHz and 32 fp32 operations a cycle (AVX2, two fused multiply-adds)
+# make 2 TFLOP/s. Without instructions for 16-bit products those are no faster. A parameter's and a logit's extra bytes
+# go through memory that is 28 times as slow as the accelerator's.
+_CPU = Compute(rate=1e12, parameter_seconds=2.8e-10, logit_seconds=1.4e-9)
+ASSUMED_CPU = ASSUMED.model_copy(
+    update={
+        "processor": "16 cores of 2 TFLOP/s in fp32 together (half of it reached), two channels of DDR5",
+        "accelerator": None, "compute": {"fp32": _CPU, "bf16": _CPU, "fp16": _CPU}, "up_rate": None, "down_rate": None,
+        "device_copy_rate": None,
+    }
 )  # fmt: skip
 
 

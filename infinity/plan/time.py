@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from infinity.plan.grain import Coarse, coarse
-from infinity.plan.hardware import ASSUMED, ASSUMED_WRITES_A_BYTE, Compute, Drive, HardwareProfile
+from infinity.plan.hardware import ASSUMED, ASSUMED_WRITES_A_BYTE, Compute, Drive, HardwareProfile, assumed
 from infinity.plan.lanes import Lane
 from infinity.plan.layout import Slot
 from infinity.plan.plan import Plan
@@ -108,10 +108,10 @@ class StepTime:
 
 
 def predict(
-    plan: Plan, profile: HardwareProfile = ASSUMED, *, tokens: int, flops: float | None = None, accumulation: int = 1,
-    early: bool = False, overlap: bool = True, briefly: bool = False,
+    plan: Plan, profile: HardwareProfile | None = None, *, tokens: int, flops: float | None = None,
+    accumulation: int = 1, early: bool = False, overlap: bool = True, briefly: bool = False,
 ) -> StepTime:  # fmt: skip
-    """The step of a plan on a machine.
+    """The step of a plan on a machine; on an assumed one without a profile.
 
     tokens: of one micro-batch and rank. flops: operations of one micro-batch's forward and backward on this rank;
     by default 6 a parameter and token, embeddings left out. early: the step begins in backward, as it does with
@@ -119,6 +119,7 @@ def predict(
     compares many plans: one rehearsal instead of two dozen; `gains` and `tokens_to_hide` are left out, and what would
     take longest alone counts as the bound.
     """
+    profile = profile or assumed(plan.request.accelerator)
     rehearsed = coarse(plan)
     machine = _Machine.of(plan, rehearsed, profile, tokens, flops)
     case = _Case(plan, rehearsed, machine, accumulation, early, overlap)
@@ -300,7 +301,7 @@ def _compute(profile: HardwareProfile, dtype: str) -> Compute:
     for name in (dtype, "bf16" if dtype == "fp16" else "fp16", "fp32"):
         if name in profile.compute:
             return profile.compute[name]
-    return ASSUMED.compute[dtype]
+    return assumed(profile.accelerator is not None).compute[dtype]
 
 
 def _by_dtype(values: Mapping[str, float], dtype: str) -> float:

@@ -24,12 +24,29 @@ MODELS = {
     "Llama": LLAMA, "Qwen2": LLAMA, "Qwen3": {**LLAMA, "head_dim": 32},
     "GPT2": {"vocab_size": 1000, "n_embd": 128, "n_layer": 4, "n_head": 8, "bos_token_id": 0, "eos_token_id": 0},
 }  # fmt: skip
+_EXPERTS = {**LLAMA, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+_LATENT = {
+    **_EXPERTS, "num_key_value_heads": 8, "n_routed_experts": 16, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+    "q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 48,
+    "n_group": 2, "topk_group": 1,
+}  # fmt: skip
+# Blocks unlike Llama's, in bf16: experts are multiplied in nothing else on shapes. Name, attention, what changes.
+OTHERS = {
+    "Mixtral": ("Mixtral", "sdpa", {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "Qwen2Moe": ("Qwen2Moe", "sdpa", {**_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 160}),
+    "Qwen3Moe": ("Qwen3Moe", "sdpa", {**_EXPERTS, "num_experts": 8, "head_dim": 32}),
+    "Gemma2": ("Gemma2", "eager", {**LLAMA, "head_dim": 32}),
+    "Gemma3": ("Gemma3", "sdpa", {**LLAMA, "head_dim": 32}),
+    "Phi3": ("Phi3", "sdpa", {**LLAMA, "pad_token_id": 0}),
+    "DeepSeek": ("DeepseekV3", "sdpa", _LATENT),
+    "DeepSeek, values narrower than keys": ("DeepseekV3", "sdpa", {**_LATENT, "v_head_dim": 24}),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def on_meta(name: str, attention: str, dtype: str, checkpointing: bool, **changes: object) -> torch.nn.Module:
-    config = getattr(transformers, f"{name}Config")(
-        **{**MODELS[name], **changes}, use_cache=False, attn_implementation=attention
+    config = getattr(transformers, f"{name}{'Text' if name == 'Gemma3' else ''}Config")(
+        **{**MODELS.get(name, {}), **changes}, use_cache=False, attn_implementation=attention
     )
     head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     with torch.device("meta"):
@@ -59,6 +76,21 @@ def test_a_closed_form_is_within_a_tenth_of_measured_shapes(name, attention, dty
     assert sum(closed.parts.values()) == closed.nbytes
     assert "closed form" in closed.source
     assert "measured" in measured.source
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_blocks_are_within_a_tenth_of_measured_shapes_too(case, checkpointing):
+    name, attention, values = OTHERS[case]
+    # Few words: the blocks decide, not the loss.
+    model = on_meta(name, attention, "bf16", checkpointing, **{**values, "vocab_size": 100, "num_hidden_layers": 3})
+    ids = torch.zeros(2, 300, dtype=torch.int64)
+    measured = measure_activations(model, {"input_ids": ids, "labels": ids})
+    closed = activations(
+        model.config.to_dict(), batch=2, sequence=300, compute_dtype="bf16", checkpointing=checkpointing,
+        attention=attention,
+    )  # fmt: skip
+    assert closed.nbytes == pytest.approx(measured.nbytes, rel=0.1), (closed.parts, measured.parts)
 
 
 def test_without_dropout_gpt2_keeps_no_scores():
@@ -117,3 +149,11 @@ def test_offloaded_checkpoints_are_counted_where_they_lie():
     assert second.activations.inputs == 16
     assert plain.activations.nbytes < second.activations.nbytes < estimated().activations.nbytes
     assert plain.flops > second.flops > estimated().flops
+
+
+def test_a_preset_is_counted_by_the_blocks_that_it_has():
+    told = {name: estimate(name, "{}").activations for name in ("deepseek-v3", "gemma-2-2b", "gemma-3-1b", "phi-4")}
+    assert [found.source.split("'")[0] for found in told.values()] == [
+        "closed form of DeepSeek-V3", "closed form of Gemma 2", "closed form of Gemma 3", "closed form of Llama",
+    ]  # fmt: skip
+    assert {"feed-forward of 3 blocks", "experts of 58 blocks"} <= set(told["deepseek-v3"].parts)

@@ -14,6 +14,8 @@ import pytest
 
 from estimators.cli import main
 from estimators.estimate import estimate
+from estimators.machine import Machine
+from infinity.plan.hardware import ASSUMED, ASSUMED_CPU, save_profile
 from infinity.plan.types import Kind, Tier
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,14 +92,43 @@ def test_every_line_of_a_report_fits_a_hundred_columns(capsys):
         assert max(map(len, lines)) <= 100
 
 
-def test_a_machine_alone_asks_for_a_configuration(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("model", "machine", "words"),
+    [
+        ("qwen2.5-0.5b", " ".join(SMALL_MACHINE), "kept"),
+        ("llama-3.1-8b", "--gpu 24GB --ram 64GB --nvme 1TB", "recomputed"),
+        ("llama-3.2-1b", "--gpu 12GB --ram 32GB --ranks 2", "recomputed"),
+        ("gpt2", "--no-gpu --ram 8GB --nvme 100GB --batch 2", "recomputed"),
+        ("qwen2.5-0.5b", "--gpu 16GB --ram 32GB --checkpointing --sequence 128", "recomputed"),
+    ],
+)
+def test_what_is_saved_is_all_that_it_takes(model, machine, words, tmp_path, capsys):
     file = tmp_path / "found.json"
-    text = answer(["qwen2.5-0.5b", *SMALL_MACHINE, "--save", str(file)], capsys)
+    text = answer([model, *machine.split(), "--save", str(file)], capsys)
     assert "It fits." in text
+    assert ("recomputed" in text.split("It fits.")[0]) == (words == "recomputed")
     saved = json.loads(file.read_text())
     assert json.dumps(saved["zero_optimization"]["stage"]) in text
-    again = json.loads(answer(["qwen2.5-0.5b", "--config", str(file), *SMALL_MACHINE, "--json"], capsys))
-    assert again["parameters"] == 494_032_768
+    machine = machine.replace(" --checkpointing", "")
+    again = answer([model, "--config", str(file), *machine.split()], capsys)
+    for line in text[text.index("GPU, GB a rank") :].splitlines():
+        if "Set aside" in line:
+            break
+        assert line in again
+
+
+def test_the_largest_model_is_saved_as_it_is_shown(tmp_path, capsys):
+    file = tmp_path / "found.json"
+    text = answer(["gpt2-xl", "--gpu", "4GB", "--ram", "4GB", "--max", "--save", str(file)], capsys)
+    assert json.loads(file.read_text())["activation_checkpointing"] == {"every": 1}
+    assert file.read_text() in text
+
+
+def test_nothing_that_fits_is_not_saved(tmp_path, capsys):
+    file = tmp_path / "found.json"
+    assert main(["llama-3.1-8b", "--gpu", "8GB", "--ram", "16GB", "--save", str(file)]) == 1
+    assert "found.json is not written" in capsys.readouterr().err
+    assert not file.exists()
 
 
 def test_what_does_not_fit_is_answered_with_what_it_takes(capsys):
@@ -140,6 +171,13 @@ def test_names_are_listed(capsys):
         (["gpt2", "--ranks", "6", "--ranks-per-node", "4", "--config", "{}"], "must divide the ranks"),
         (["gpt2", "--gpu", "1GB", "--no-gpu"], "keep one"),
         (["gpt2", "--profile", "nowhere.json"], "hardware profile cannot be read"),
+        (["gpt2", "--ram", "64GB", "--nvme", "2TB"], "--gpu 24GB, or --no-gpu"),
+        (["gpt2", "--gpu", "24GB"], "--ram 64GB"),
+        (["gpt2", "--gpu", "24GB", "--max"], "--ram 64GB"),
+        (["gpt2", "--save", "found.json"], "--save writes what a search has found: give --gpu and --ram"),
+        (["gpt2", "--save", "found.json", "--config", "{}"], "--save writes what a search has found"),
+        (["gpt2", "--dtype", "fp32", "--config", "{}"], "a configuration names its own"),
+        (["gpt2", "--dtype", "fp32", "--compare", "{}"], "a configuration names its own"),
         (["gpt2", "--picture", "no/such/folder.svg", "--config", "{}"], "no/such/folder.svg: cannot be written"),
     ],
 )
@@ -171,3 +209,33 @@ def test_what_an_optimizer_keeps_is_in_the_table_and_in_the_picture(kind, kept, 
     for name in kept:
         assert re.search(rf"^  {name} +0\.50 ", text, re.MULTILINE), text
         assert f"<title>{name}: " in picture.read_text()
+
+
+def test_ranks_on_the_cpu_compute_at_the_rates_of_one(tmp_path, capsys):
+    text = " ".join(answer(["gpt2-xl", "--no-gpu", "--config", CPU_FILE], capsys).split())
+    assert "rates of an assumed machine: no accelerator; 16 cores of 2 TFLOP/s" in text
+    beside, alone = (estimate("gpt2-xl", CPU_FILE, machine=Machine(accelerator=there)) for there in (True, False))
+    assert alone.outline.seconds > 10 * beside.outline.seconds
+
+
+@pytest.mark.parametrize(
+    ("profile", "machine", "words"),
+    [(ASSUMED, ["--no-gpu"], "to compute on the CPU"), (ASSUMED_CPU, ["--gpu", "24GB"], "give --no-gpu")],
+)
+def test_a_profile_of_another_kind_of_machine_is_refused(profile, machine, words, tmp_path, capsys):
+    save_profile(profile, tmp_path / "profile.json")
+    assert main(["gpt2", "--config", CPU_FILE, *machine, "--profile", str(tmp_path / "profile.json")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_limit_of_what_computes_holds_on_the_cpu_too(capsys):
+    config = json.dumps({"memory": {"gpu": {"max_bytes": "1GB"}}})
+    machine = ["--no-gpu", "--ram", "64GB"]
+    assert "fits" in answer(["gpt2", "--config", "{}", *machine], capsys)
+    assert estimate("gpt2", config, machine=Machine(None, 64 * 10**9, accelerator=False)).excess[Tier.GPU] > 0
+    answer(["gpt2", "--config", config, *machine], capsys, code=1)
+
+
+def test_who_loads_weights_is_told_how(capsys):
+    text = " ".join(answer(["gpt2", "--config", NVME_FILE], capsys).split())
+    assert "infinity.Init(config=...), or load a folder with its weights by infinity.load_hf(folder, config)" in text

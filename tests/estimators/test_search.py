@@ -50,10 +50,8 @@ def test_less_memory_never_makes_a_run_faster():
 def test_the_found_configuration_is_planned_as_it_was_found():
     asked = wish(8, 16, 500)
     found = fit(asked)
-    again = estimate(
-        asked.model, found.config, machine=asked.machine, checkpointing=found.estimate.work.checkpointing, sequence=512
-    )
-    assert again.plan == found.estimate.plan
+    again = estimate(asked.model, found.config, machine=asked.machine, sequence=512)
+    assert again == found.estimate
     assert again.fits
 
 
@@ -80,6 +78,34 @@ def test_the_largest_model_is_the_last_that_fits():
     assert not fit(wish(8, 12, 100, model=more)).estimate.fits
 
 
-def test_a_search_needs_to_know_something():
-    with pytest.raises(ConfigError, match="--gpu, --ram and --nvme"):
-        fit(Wish("gpt2", Machine(), {}))
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        (Machine(), r"--gpu 24GB, or --no-gpu .* and the memory of each node \(--ram 64GB\)"),
+        (Machine(cpu_nbytes=256 * GB, nvme_nbytes=2000 * GB), "accelerator .--gpu 24GB"),
+        (Machine(gpu_nbytes=24 * GB), "each node .--ram 64GB.; without --nvme there is no drive"),
+        (Machine(accelerator=False), "--ram 64GB"),
+    ],
+)
+@pytest.mark.parametrize("search", [fit, largest])
+def test_memory_that_nobody_has_named_is_not_searched(machine, words, search):
+    with pytest.raises(ConfigError, match=words):
+        search(Wish("llama-3.1-70b", machine, {}))
+
+
+def test_inputs_of_recomputed_layers_leave_the_device_only_where_nothing_else_fits():
+    model = {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 4000,
+    }  # fmt: skip
+    drive = {"device": "nvme", "nvme_path": "nvme"}
+    for ram, sequence, section in (
+        (32, 4096, {"every": 1}),
+        (32, 32_768, {"every": 1, "offload": {"device": "cpu"}}),
+        (9, 32_768, {"every": 1, "offload": drive}),
+    ):
+        found = fit(wish(8, ram, 400, model=model, sequence=sequence))
+        assert found.estimate.fits
+        assert found.config["activation_checkpointing"] == section
+    kept = dataclasses.replace(wish(8, 32, 400, model=model, sequence=32_768), checkpointing=False)
+    assert not fit(kept).estimate.fits

@@ -1,4 +1,4 @@
-"""What a rank may take: the system's word, the control groups' limits, the configured limits."""
+"""What a node has free: the system's word, and the control groups' limits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from infinity.config.units import Share
-from infinity.memory import capacity
-from infinity.memory.capacity import capped, free_cpu_nbytes
+from estimators.machine import Machine
+from infinity import free_memory
+from infinity.free_memory import free_cpu_nbytes
 
 SYSTEM = 1_000_000
 
@@ -32,7 +32,7 @@ def groups(tmp_path, monkeypatch):
             return real(own if str(path) == "/proc/self/cgroup" else path, *rest, **named)
 
         monkeypatch.setattr(Path, "read_text", read_text)
-        monkeypatch.setattr(capacity, "_CGROUP", tmp_path / "cgroup")
+        monkeypatch.setattr(free_memory, "_CGROUP", tmp_path / "cgroup")
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=SYSTEM))
 
     return make
@@ -106,12 +106,12 @@ def test_the_real_machine_has_free_memory():
     assert 0 < free_cpu_nbytes() <= psutil.virtual_memory().total
 
 
-@pytest.mark.parametrize(
-    ("free", "limit", "ranks", "expected"),
-    [
-        (800, None, 2, 400), (800, 600, 2, 300), (800, 1000, 2, 400), (800, Share(0.5), 4, 100), (None, None, 2, None),
-        (None, 600, 2, 300), (None, Share(0.5), 2, None), (801, None, 2, 400),
-    ],
-)  # fmt: skip
-def test_a_rank_has_its_share_of_the_lesser(free, limit, ranks, expected):
-    assert capped(free, limit, ranks) == expected
+def test_the_estimators_machine_has_what_a_group_above_leaves(groups, tmp_path):
+    groups(
+        "0::/slice/job\n",
+        {
+            "slice/memory.max": "200000", "slice/memory.current": "150000", "slice/job/memory.max": "max",
+            "slice/job/memory.current": "100000",
+        },
+    )  # fmt: skip
+    assert Machine.here(tmp_path, accelerator=False).cpu_nbytes == 50_000
