@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.plan.hardware import ASSUMED, save_profile
+from infinity.plan.hardware import assumed, save_profile
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "--model tiny --rounds 1 --steps 1 --warmup 1 --positions 16"
@@ -82,7 +82,7 @@ def test_peers_do_the_same_work(tmp_path):
 # A process that imports transformers and trains.
 @pytest.mark.slow
 def test_predict_compares_each_step_with_what_was_foretold(tmp_path):
-    save_profile(ASSUMED, tmp_path / "profile.json")
+    save_profile(assumed(accelerator=False), tmp_path / "profile.json")
     drive = tmp_path / "drive"
     drive.mkdir()
     words = f"--model tiny --warmup 1 --steps 1 --profile {tmp_path / 'profile.json'}"

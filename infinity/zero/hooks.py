@@ -8,6 +8,7 @@ gather again. A module none of whose inputs needs a gradient is closed when back
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -94,7 +95,9 @@ class ModuleHooks:
         carrying = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         returns = announce_begin(carrying, self._coordinator, scope)
         self._coordinator.close_scope(scope, will_return=returns)
-        if module is self._model and not carrying and not self._stack:
+        # A forward that raised has no output, and is abandoned: what it still gathers may never come.
+        raised = output is None and sys.exc_info()[0] is not None
+        if module is self._model and not carrying and not self._stack and not raised:
             self._coordinator.end_pass(_mode(module))
 
 

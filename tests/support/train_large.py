@@ -1,4 +1,4 @@
-"""A program: a Llama-style model of more than 700 M parameters, built under Init, trained 3 steps.
+"""A program: a Llama-style model of more than 700 M parameters, built under Init, trained 2 steps.
 
     python -m tests.support.train_large NVME_DIR      (or - to keep everything in memory)
 
@@ -38,7 +38,7 @@ def main(nvme: str) -> None:
     engine, *_ = infinity.initialize(model=model, config=config)
     generator = torch.Generator().manual_seed(1)
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         tokens = torch.randint(0, LLAMA["vocab_size"], (1, 4), generator=generator)
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
