@@ -19,7 +19,7 @@ from estimators.model import described
 from estimators.presets import PRESETS, family
 from infinity.errors import ConfigError
 from infinity.plan.capacity import Capacity
-from infinity.plan.types import Tier
+from infinity.plan.types import SAVE_BLOCK_NBYTES, SAVE_BLOCKS, Tier
 
 # Of an accelerator, what whole units may take: the less, the more often they are gathered.
 _LIVE_SHARES = (8, 32)
@@ -210,6 +210,8 @@ def _by_budget(wish: Wish) -> Iterator[Choice]:
     room, local = wish.limits, wish.ranks_per_node
     nearest, cpu = room.of(Tier.GPU), room.of(Tier.CPU)
     assert nearest is not None and cpu is not None
+    # The blocks that a checkpoint passes through are no partition's.
+    cpu = max(cpu - SAVE_BLOCKS * SAVE_BLOCK_NBYTES, 0)
     drive = {"nvme_path": "nvme"} if room.nvme is not None else {}
     plain = _config(wish, (3, Tier.GPU, Tier.GPU), room, None)
     (anywhere,) = _planned(wish, [plain])

@@ -23,11 +23,11 @@ from infinity.checkpoint.format import ALIGNMENT, BLOCK_NBYTES, DTYPE_NBYTES, Ar
 from infinity.errors import CheckpointError, TransferError
 from infinity.memory.pages import page_aligned
 from infinity.ops.aio import File, Queue, Request
-from infinity.plan.types import align_up
+from infinity.plan.types import SAVE_BLOCKS, align_up
 from infinity.transfer import Transfer
 
 # Blocks of staging memory, and requests in flight on blocks that need none.
-STAGING_COUNT = 8
+STAGING_COUNT = SAVE_BLOCKS
 _IN_FLIGHT = 16
 # Files that a reader has open at a time.
 _OPEN_MAX = 64

@@ -27,12 +27,13 @@ from typing import Any, TypeVar
 from infinity.errors import CheckpointError, TransferError
 from infinity.ops.checksum import checksum
 from infinity.plan.types import DTYPE_NBYTES as PLAN_DTYPE_NBYTES
+from infinity.plan.types import SAVE_BLOCK_NBYTES
 
 FORMAT = "infinity checkpoint"
 VERSION = 1
 # An extent begins at a multiple of this many bytes; a block of it has a checksum.
 ALIGNMENT = 4096
-BLOCK_NBYTES = 4 << 20
+BLOCK_NBYTES = SAVE_BLOCK_NBYTES
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

@@ -18,14 +18,24 @@ from infinity.plan.activation import Offloaded
 from infinity.plan.gradients import left_nbytes
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
-from infinity.plan.types import DTYPE_NBYTES, Key, Kind, PartitionSpec, Tier
+from infinity.plan.types import (
+    DTYPE_NBYTES,
+    EXTENT_ALIGNMENT,
+    SAVE_BLOCK_NBYTES,
+    SAVE_BLOCKS,
+    Key,
+    Kind,
+    PartitionSpec,
+    Tier,
+    align_up,
+)
 
 # Resident memory that the first steps of any model add to a process: pages of torch's and our own libraries as they are
 # first used, Python modules loaded late, threads' stacks, connections, I/O queues, tables of the C library's heap.
 # Measured, and held to this bound, by benchmarks/memory_truth.py.
 OVERHEAD_NBYTES = 192 << 20
 # 16-bit parameters are cut from fp32 values so many at a time.
-FILL_NUMEL = 1 << 20
+FILL_NUMEL = 1 << 18
 
 Table = dict[Tier, dict[Kind, int]]
 
@@ -39,7 +49,7 @@ class Phase(Enum):
     BACKWARD = "backward"
     # The optimizer's step, reductions at the accumulation boundary included.
     STEP = "step"
-    # A checkpoint: partitions go to the drive from where they are, through pools that are there.
+    # A checkpoint: partitions go to the drive from where they are, through pools that are there, or by blocks.
     SAVE = "save"
 
     __hash__ = object.__hash__
@@ -65,7 +75,7 @@ def bytes_by_phase(
         Phase.FORWARD: _forward(plan, rest, gathered, activation_nbytes),
         Phase.BACKWARD: _backward(plan, rest, gathered, activation_nbytes),
         Phase.STEP: iter([rest]),
-        Phase.SAVE: iter([rest]),
+        Phase.SAVE: iter([_saving(plan, rest)]),
     }
     found = {phase: _busiest([*tables], plan.request.accelerator) for phase, tables in moments.items()}
     if offloaded is not None:
@@ -146,6 +156,29 @@ def _at_rest(plan: Plan, gathered: _Gathered) -> Table:
     _add(table, Tier.CPU, Kind.POOL, pools.param_nbytes + pools.states_nbytes + pools.staging_nbytes)
     _add(table, Tier.GPU, Kind.FULL_GRAD, pools.scratch.nbytes)
     _add(table, Tier.GPU, Kind.FULL, gathered.now)
+    return table
+
+
+def _saving(plan: Plan, rest: Table) -> Table:
+    """At rest, and the blocks in use by turns where direct I/O does not take the memory as it is: all of what the
+    device has, and the last block of a partition in CPU memory that ends inside a page.
+    """
+    blocks = [0] * SAVE_BLOCKS
+    turn = 0
+    for spec in plan.partitions:
+        if spec.home is Tier.NVME or spec.key.kind is Kind.GRAD:
+            continue
+        whole = align_up(spec.nbytes, EXTENT_ALIGNMENT)
+        last = whole % SAVE_BLOCK_NBYTES or min(whole, SAVE_BLOCK_NBYTES)
+        full = 0 if spec.home is Tier.CPU else min((whole - last) // SAVE_BLOCK_NBYTES, SAVE_BLOCKS)
+        tail = [last] if spec.home is Tier.GPU or spec.nbytes != whole else []
+        for nbytes in [SAVE_BLOCK_NBYTES] * full + tail:
+            blocks[turn % SAVE_BLOCKS] = max(blocks[turn % SAVE_BLOCKS], nbytes)
+            turn += 1
+        if min(blocks) == SAVE_BLOCK_NBYTES:
+            break
+    table = _copy(rest)
+    _add(table, Tier.CPU, Kind.POOL, sum(blocks))
     return table
 
 
