@@ -72,10 +72,11 @@ def compare(
         Reader(one_folder, one, check_files(one_folder, one)) as left,
         Reader(two_folder, two, check_files(two_folder, two)) as right,
     ):
+        sources = Saved(left), Saved(right)
         for name, kind in work:
             numel, changed, largest = one.tensors[name].numel, 0, 0.0
             compared[kind] = compared.get(kind, 0) + 1
-            for a, b in zip(_blocks(left, name, kind), _blocks(right, name, kind), strict=True):
+            for a, b in zip(*(_blocks(source, name, kind) for source in sources), strict=True):
                 count, distance = _distance(a, b)
                 changed += count
                 largest = distance if math.isnan(distance) or math.isnan(largest) else max(largest, distance)
@@ -109,9 +110,8 @@ def _unlike(one: Manifest, two: Manifest, names: Iterable[str]) -> Iterator[tupl
             yield name, first, second
 
 
-def _blocks(reader: Reader, name: str, kind: str) -> Iterator[Tensor]:
-    numel = reader.manifest.tensors[name].numel
-    source = Saved(reader)
+def _blocks(source: Saved, name: str, kind: str) -> Iterator[Tensor]:
+    numel = source.tensors[name].numel
     for start in range(0, numel, _BLOCK_NUMEL):
         count = min(_BLOCK_NUMEL, numel - start)
         if kind == WEIGHT:

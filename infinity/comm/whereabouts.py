@@ -89,16 +89,12 @@ def _read(answer: int) -> str:
     until, nbytes = time.monotonic() + _ANSWER_SECONDS, 0
     while time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
-        stack = _bytes_of(answer).decode(errors="replace")
+        stack = os.pread(answer, os.fstat(answer).st_size, 0).decode(errors="replace")
         place = innermost(stack)
         if place or (stack and len(stack) == nbytes):
             return place
         nbytes = len(stack)
     return ""
-
-
-def _bytes_of(answer: int) -> bytes:
-    return os.pread(answer, os.fstat(answer).st_size, 0)
 
 
 def _is_machinery(path: str) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -293,7 +294,8 @@ class Coordinator:
 
     def _forget_dropped(self) -> None:
         """Wait no longer for calls before the latest forward whose graph is gone: see [Note: waiting]."""
-        calls = {number: call for number, call in self._waiting.items() if number <= self._latest_forward}
+        # Numbers grow: in a plain loop the first is of the latest forward already.
+        calls = dict(takewhile(lambda call: call[0] <= self._latest_forward, self._waiting.items()))
         needed = {unit for scope, units in calls.values() if scope() is not None for unit in units}
         if any(unit in self._cut for _, units in calls.values() for unit in units):
             mine = [unit in needed for unit in self._units]
