@@ -7,8 +7,9 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #define INFINITY_CRC_TARGET __attribute__((target("sse4.2")))
+#define INFINITY_FOLD_TARGET __attribute__((target("sse4.2,avx512f,vpclmulqdq")))
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
 #define INFINITY_CRC_TARGET __attribute__((target("+crc")))
@@ -131,6 +132,49 @@ INFINITY_CRC_TARGET uint32_t by_instruction(uint32_t before, const char* at, siz
     return ~static_cast<uint32_t>(crc);
 }
 
+#ifdef INFINITY_FOLD_TARGET
+
+// Four vectors of 512 bits, each folded onto the one 256 bytes further on: a product without carries with x^(8 * 256 + 32)
+// and x^(8 * 256 - 32) modulo the polynomial leaves the remainder of the whole as it is (Gopal et al., "Fast CRC
+// Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009). The last 256 bytes go the other way. As
+// fast as memory, and four times as fast as the instruction on what is in a cache.
+constexpr size_t kFoldNbytes = 256;
+constexpr size_t kFoldAhead = 2048;
+
+INFINITY_FOLD_TARGET inline __m512i folded(__m512i vector, __m512i factors, const char* onto) {
+    return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(vector, factors, 0x00),
+                                     _mm512_clmulepi64_epi128(vector, factors, 0x11), _mm512_loadu_si512(onto), 0x96);
+}
+
+INFINITY_FOLD_TARGET uint32_t by_folding(uint32_t before, const char* at, size_t nbytes) {
+    if (nbytes < 2 * kFoldNbytes) return by_instruction(before, at, nbytes);
+    static const uint64_t low = uint64_t{shift_by(kFoldNbytes + 4)} << 1;
+    static const uint64_t high = uint64_t{shift_by(kFoldNbytes - 4)} << 1;
+    const __m512i factors = _mm512_broadcast_i32x4(_mm_set_epi64x(static_cast<int64_t>(high), static_cast<int64_t>(low)));
+    const char* const end = at + nbytes;
+    __m512i a = _mm512_loadu_si512(at);
+    __m512i b = _mm512_loadu_si512(at + 64);
+    __m512i c = _mm512_loadu_si512(at + 128);
+    __m512i d = _mm512_loadu_si512(at + 192);
+    a = _mm512_xor_si512(a, _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(~before))));
+    for (at += kFoldNbytes; static_cast<size_t>(end - at) >= kFoldNbytes; at += kFoldNbytes) {
+        for (size_t line = 0; line < kFoldNbytes; line += 64) _mm_prefetch(at + kFoldAhead + line, _MM_HINT_T0);
+        a = folded(a, factors, at);
+        b = folded(b, factors, at + 64);
+        c = folded(c, factors, at + 128);
+        d = folded(d, factors, at + 192);
+    }
+    alignas(64) char left[kFoldNbytes];
+    _mm512_store_si512(left, a);
+    _mm512_store_si512(left + 64, b);
+    _mm512_store_si512(left + 128, c);
+    _mm512_store_si512(left + 192, d);
+    // A remainder that nothing is before: the checksum of no bytes is turned into 0 there.
+    return by_instruction(by_instruction(~uint32_t{0}, left, kFoldNbytes), at, static_cast<size_t>(end - at));
+}
+
+#endif
+
 bool has_instruction() {
 #if defined(__x86_64__)
     return __builtin_cpu_supports("sse4.2");
@@ -163,6 +207,33 @@ uint32_t crc32c_combine(uint32_t first, uint32_t second, uint64_t nbytes) {
     return multiply(shift_by(nbytes), first) ^ second;
 }
 
+uint32_t crc32c_by_instruction(uint32_t crc, const void* data, size_t nbytes) {
+#ifdef INFINITY_CRC_TARGET
+    if (crc32c_is_hardware()) return by_instruction(crc, static_cast<const char*>(data), nbytes);
+#endif
+    return crc32c_by_tables(crc, data, nbytes);
+}
+
+void crc32c_join(const uint32_t* crcs, const uint64_t* nbytes, uint64_t count, uint64_t block_nbytes, uint32_t* blocks) {
+    uint64_t at = 0;
+    uint64_t before = 0;
+    uint32_t power = kOne;
+    uint32_t crc = 0;
+    for (uint64_t index = 0; index < count; ++index) {
+        if (nbytes[index] == 0) continue;
+        // Almost all are of one length.
+        if (nbytes[index] != before) power = shift_by(nbytes[index]);
+        before = nbytes[index];
+        crc = multiply(power, crc) ^ crcs[index];
+        at += before;
+        if (at % block_nbytes == 0) {
+            *blocks++ = crc;
+            crc = 0;
+        }
+    }
+    if (at % block_nbytes != 0) *blocks = crc;
+}
+
 bool crc32c_is_hardware() {
 #ifdef INFINITY_CRC_TARGET
     static const bool has = has_instruction();
@@ -173,10 +244,12 @@ bool crc32c_is_hardware() {
 }
 
 uint32_t crc32c(uint32_t crc, const void* data, size_t nbytes) {
-#ifdef INFINITY_CRC_TARGET
-    if (crc32c_is_hardware()) return by_instruction(crc, static_cast<const char*>(data), nbytes);
+#ifdef INFINITY_FOLD_TARGET
+    static const bool folds = crc32c_is_hardware() && __builtin_cpu_supports("avx512f") &&
+                              __builtin_cpu_supports("vpclmulqdq");
+    if (folds) return by_folding(crc, static_cast<const char*>(data), nbytes);
 #endif
-    return crc32c_by_tables(crc, data, nbytes);
+    return crc32c_by_instruction(crc, data, nbytes);
 }
 
 }  // namespace infinity::aio

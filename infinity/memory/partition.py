@@ -68,13 +68,17 @@ _HAS_BUFFER = {State.RESIDENT, State.DIRTY, State.WRITING, State.READING}
 class Partition:
     """Guards every move of one slice. `buffer` is uint8, [spec.nbytes], while memory holds the value."""
 
-    __slots__ = ("_views", "awaited", "buffer", "rank", "readers", "spec", "state", "transfer", "used", "writer")
+    __slots__ = (
+        "_views", "awaited", "buffer", "checksums", "rank", "readers", "spec", "state", "transfer", "used", "writer",
+    )  # fmt: skip
 
     def __init__(self, spec: PartitionSpec, rank: int = 0) -> None:
         self.spec = spec
         self.rank = rank
         self.state = State.ABSENT
         self.buffer: Tensor | None = None
+        # Of the value's blocks of SAVE_BLOCK_NBYTES, where its writer has left them; nobody else may change a value.
+        self.checksums: tuple[int, ...] = ()
         self.transfer: Transfer | None = None
         self.readers = 0
         self.writer = False
@@ -109,7 +113,7 @@ class Partition:
         # RESIDENT -> DIRTY is a legal move, too, but a writer's.
         self._forbid(self.state is not State.ABSENT, "materialize")
         self._move(State.DIRTY if self.on_nvme else State.RESIDENT, "materialize")
-        self.buffer = buffer
+        self.buffer, self.checksums = buffer, ()
 
     def begin_fetch(self, buffer: Tensor, submit: Callable[[], Transfer]) -> None:
         """Fill `buffer` from NVMe. When `submit` raises nothing has changed."""
@@ -182,7 +186,7 @@ class Partition:
             raise self.error("write")
         if self.on_nvme and self.state is State.RESIDENT:
             self._move(State.DIRTY, "write")
-        self.writer = True
+        self.writer, self.checksums = True, ()
 
     def end_write(self) -> None:
         self.writer = False

@@ -30,13 +30,14 @@ from infinity.errors import StateError
 from infinity.memory.parties import Reservation
 from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
-from infinity.ops.adam import GradStats, grad_stats
+from infinity.ops.adam import Digest, GradStats, grad_stats
 from infinity.optim.method import Cut, Method
+from infinity.optim.rhythm import Rhythm
 from infinity.optim.sweep import Run, Sweep
 from infinity.plan.layout import Slot, SubGroup, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import STEP_READS
-from infinity.plan.types import Key, Kind
+from infinity.plan.types import SAVE_BLOCK_NBYTES, Key, Kind
 
 # Gradients are measured behind the program when there are as many bytes of them, or as many units.
 _MEASURED_NBYTES_MIN = 1 << 20
@@ -51,6 +52,8 @@ class _Pass:
     grad_scale: float
     reservation: Reservation
     uses: Counter[Key]
+    # Whether a save is expected behind it.
+    digests: bool
     # Units whose gradients are complete, and sub-groups that have been handed to the thread.
     complete: set[int] = field(default_factory=set)
     begun: set[int] = field(default_factory=set)
@@ -90,6 +93,9 @@ class Stepper:
             for piece in group.slices:
                 self._groups_of.setdefault(piece.unit, []).append(group)
         self._stopping = False
+        self.rhythm = Rhythm()
+        # States on NVMe that are not written back: they stay in memory.
+        self._kept = {Key(Kind.STATES, index) for index in plan.kept()}
 
     @property
     def guarded(self) -> bool:
@@ -229,7 +235,8 @@ class Stepper:
             if units <= early.complete:
                 steps = {index: [self.steps[slot.name] + 1 for slot in self._slots(index)] for index in units}
                 flags = {index: [True] * len(self._slots(index)) for index in units}
-                self._hand_over(early, Sweep(early.hyper, early.grad_scale, flags, steps), [group])
+                sweep = Sweep(early.hyper, early.grad_scale, flags, steps, early.digests)
+                self._hand_over(early, sweep, [group])
 
     # Steps.
 
@@ -253,7 +260,8 @@ class Stepper:
             steps[index] = [self.steps[slot.name] for slot in self._slots(index)]
         behind = self._early or self._pass(tuple(map(self._method.hyper, groups)), grad_scale)
         self._early = None
-        sweep = Sweep(behind.hyper, grad_scale, arrived, steps)
+        self.rhythm.stepped()
+        sweep = Sweep(behind.hyper, grad_scale, arrived, steps, behind.digests)
         rest = [group for group in self._hidden if group.index not in behind.begun]
         with self._telling(behind.reservation):
             # Reserved before anything is stepped: when that fails, the rest must not look as if nothing had happened.
@@ -300,7 +308,8 @@ class Stepper:
         return self._plan.layouts[unit].slots
 
     def _pass(self, hyper: tuple[Any, ...], grad_scale: float) -> _Pass:
-        return _Pass(hyper, grad_scale, Reservation(), uses=Counter(_touched(self._hidden)))
+        uses = Counter(_touched(self._hidden))
+        return _Pass(hyper, grad_scale, Reservation(), uses=uses, digests=self.rhythm.save_is_next)
 
     def _hand_over(self, behind: _Pass, sweep: Sweep, groups: Sequence[SubGroup]) -> None:
         """Let the thread step these sub-groups."""
@@ -351,7 +360,8 @@ class Stepper:
             keys = _touched([group])
             uses.subtract(keys)
             done = [key for key in keys if uses[key] <= 0]
-            self._store.flush(*done)
+            self._store.flush(*(key for key in done if key not in self._kept))
+            self._store.keep(*self._kept.intersection(done))
             if reservation is not None:
                 self._store.release(reservation, *done)
 
@@ -364,10 +374,10 @@ class Stepper:
             cuts: list[Cut] = []
             copies: list[tuple[Tensor, Tensor]] = []
             at = 0
+            assert states.buffer is not None
             for piece, grad, param in zip(group.slices, grads, params, strict=True):
                 stop = piece.start + piece.numel
                 home = param.view(Kind.PARAM)[piece.start : stop]
-                assert states.buffer is not None
                 state_device = states.buffer.device
                 # A device partition stepped on the CPU is copied there and back.
                 local = home if home.device == state_device else home.to(state_device)
@@ -381,7 +391,11 @@ class Stepper:
                     cuts.append(self._cut(states, at, local[span], local_grad[span], run, sweep.hyper[run.group]))
                 at += piece.numel
             with record.span(record.COMPUTE, "optimizer", states.key, states.spec.nbytes):
-                self._method.step(cuts, grad_scale=sweep.grad_scale, grad_bound=self._grad_bound)
+                digests = sweep.digests and states.buffer.is_cpu
+                digest = Digest(states.buffer, SAVE_BLOCK_NBYTES) if digests else None
+                self._method.step(cuts, grad_scale=sweep.grad_scale, grad_bound=self._grad_bound, digest=digest)
+                if digest is not None:
+                    states.checksums = digest.finish()
             for home, local in copies:
                 home.copy_(local)
 

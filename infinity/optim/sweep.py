@@ -27,12 +27,15 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One step. By parameter group: `hyper`. By unit index: which parameters have a gradient, and their step counts."""
+    """One step. By parameter group: `hyper`. By unit index: which parameters have a gradient, and their step counts.
+    digests: states are to be left with checksums.
+    """
 
     hyper: tuple[Any, ...]
     grad_scale: float
     arrived: Mapping[int, Sequence[bool]]
     steps: Mapping[int, Sequence[int]]
+    digests: bool = False
 
     def runs(self, layout: UnitLayout, piece: Slice, first: int, *, joins: bool) -> list[Run]:
         """Cut a slice, whose first element is `first` of the unit, where the parameter group or the step count

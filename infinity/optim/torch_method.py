@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError
-from infinity.ops.adam import join, split
+from infinity.ops.adam import Digest, join, split
 from infinity.optim.method import Cut
 from infinity.plan.moments import kinds_of
 
@@ -47,7 +47,9 @@ class TorchMethod:
         """See Method."""
         return {key: copy.copy(value) for key, value in group.items() if key != "params"}
 
-    def step(self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float) -> None:
+    def step(
+        self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float, digest: Digest | None = None
+    ) -> None:
         """See Method."""
         for cut in cuts:
             for begin in range(0, cut.run.numel, _CHUNK_NUMEL):

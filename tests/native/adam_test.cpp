@@ -43,7 +43,7 @@ Outcome work(void* pool, int32_t isa, uint64_t seed) {
     }
     outcome.sums.resize(spans.size());
     outcome.nonfinite.resize(spans.size());
-    CHECK(infinity_adam_step(pool, isa, pieces.data(), pieces.size(), &count) == 0);
+    CHECK(infinity_adam_step(pool, isa, pieces.data(), pieces.size(), &count, nullptr) == 0);
     CHECK(count > 0);
     outcome.nonfinite.push_back(count);
     CHECK(infinity_adam_stats(pool, isa, spans.data(), spans.size(), outcome.sums.data(), outcome.nonfinite.data()) == 0);
@@ -95,8 +95,8 @@ int main(int argument_count, char** arguments) {
     }
     uint64_t count = 0;
     void* const pool = infinity_adam_pool_new(2, nullptr, 0);
-    CHECK(infinity_adam_step(pool, 99, nullptr, 0, &count) == EINVAL);
-    CHECK(infinity_adam_step(pool, kScalar, nullptr, 0, &count) == 0 && count == 0);
+    CHECK(infinity_adam_step(pool, 99, nullptr, 0, &count, nullptr) == EINVAL);
+    CHECK(infinity_adam_step(pool, kScalar, nullptr, 0, &count, nullptr) == 0 && count == 0);
     infinity_adam_pool_delete(pool);
     std::printf("adam: %d instruction sets, pools of 1, 2 and 5 threads, 3 callers each: same bits\n", isas);
     return 0;
