@@ -31,6 +31,8 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--folder", help="folder on the drive")
     parser.add_argument("--unclipped", action="store_true", help="no clipping; bf16 without a check of all gradients")
     parser.add_argument("--zero", type=json.loads, help="keys of zero_optimization for all engines, as JSON")
+    parser.add_argument("--checkpointing", action="store_true", help="all contenders compute activations again")
+    parser.add_argument("--buffers", type=int, help="offload_optimizer.buffer_count of infinity; DeepSpeed's is 12")
     parser.add_argument("--deepspeed-python", help="Python of an environment with deepspeed and its built operators")
     return parser
 
@@ -40,7 +42,7 @@ def task_options(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The options of a training task, with a folder on the drive that is removed in the end."""
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         batch = given.batch or {"fp32": 4, "bf16": 8}[given.dtype]
-        names = ("dtype", "model", "positions", "warmup", "steps", "zero")
+        names = ("dtype", "model", "positions", "warmup", "steps", "zero", "checkpointing", "buffers")
         unclipped: dict[str, Any] = {"clip": 0.0, "checked": False} if given.unclipped else {}
         yield {
             **unclipped,
@@ -52,6 +54,7 @@ def task_options(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def headline(options: dict[str, Any], given: argparse.Namespace) -> str:
     """What is trained, in one line."""
     clipping = "no clipping" if given.unclipped else "clipping at 1"
+    clipping += ", activations computed again" if given.checkpointing else ""
     return (
         f"{options['model']}, {options['dtype']}, {given.ranks} rank(s), {options['batch']} x {options['positions']} "
         f"tokens a rank and step, {clipping}, {given.rounds} rounds of {given.warmup} + {given.steps} steps"

@@ -64,7 +64,10 @@ def build(options: dict[str, Any]) -> nn.Module:
     if options["model"] == "blocks":
         return Blocks(options["numel"])
     # The import of transformers takes seconds, which a run without its models need not wait for.
-    return importlib.import_module("support.llama").build(MODELS[options["model"]], options["positions"])
+    model = importlib.import_module("support.llama").build(MODELS[options["model"]], options["positions"])
+    if options.get("checkpointing"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
 
 
 def batch(options: dict[str, Any], rank: int, step: int) -> dict[str, Tensor]:

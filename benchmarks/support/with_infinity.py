@@ -15,6 +15,8 @@ def configuration(options: dict[str, Any]) -> dict[str, Any]:
     """What the engine is configured with, at stage 3."""
     tier, _, serial = options["contender"].partition(":")[2].partition("-")
     zero = offload(tier, options)
+    if tier in ("nvme", "states") and options.get("buffers"):
+        zero["offload_optimizer"]["buffer_count"] = options["buffers"]
     bf16 = {"enabled": options["dtype"] == "bf16", "check_grad_overflow": options.get("checked", True)}
     return {
         "train_micro_batch_size_per_gpu": options["batch"], "gradient_clipping": options.get("clip", CLIP),

@@ -88,6 +88,12 @@ class ResolvedConfig:
         return section.max_in_cpu if section is not None and written and section.device == "nvme" else 0
 
     @property
+    def state_buffers(self) -> int:
+        """Sub-groups whose states have memory at once when their device is NVMe; the plan takes more where it must."""
+        section = self.zero.offload_optimizer
+        return section.buffer_count if section is not None and section.device == "nvme" else 0
+
+    @property
     def param_nvme_path(self) -> tuple[str, ...] | None:
         return self.zero.drives(self.zero.offload_param)
 

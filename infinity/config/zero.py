@@ -63,8 +63,10 @@ class OffloadOptimizer(Section):
     nvme_path: Annotated[Drives | None, HONOURED, NoAuto("name a folder on the drive")] = None
     """Folder on the drive, or a list of folders on several drives, which share the bytes by their measured bandwidth
     (or by aio.drive_weights); required when the device is nvme, and what "auto" may use."""
-    buffer_count: Annotated[Natural, _POOLS] = 4
-    """Number of staging buffers."""
+    buffer_count: Annotated[Natural, HONOURED] = 4
+    """Sub-groups whose states have memory at once when the device is nvme, never fewer than five: one is stepped, four
+    are read and written beside it. Those of any more stay in memory from step to step, and are neither read nor
+    written."""
     pin_memory: Annotated[Flag, HONOURED] = True
     """Page-lock the CPU memory."""
     pipeline_read: Annotated[Flag, _ALWAYS_PIPELINED] = False

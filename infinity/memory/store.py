@@ -183,6 +183,13 @@ class TieredStore(Parties):
         with self._changed:
             self._flush(keys)
 
+    def keep(self, *keys: Key) -> None:
+        """What of these is in memory is the last that is given up for space."""
+        with self._changed:
+            for key in keys:
+                partition = self._partitions[key]
+                partition.awaited = partition.on_nvme and partition.buffer is not None
+
     def settle(self) -> None:
         """Flush everything that is dirty, wait for everything in flight, and then raise the first error.
 

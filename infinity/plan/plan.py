@@ -24,7 +24,7 @@ from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layo
 from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
 from infinity.plan.placement import Homes, Placement, Policy, always_whole, place, whole_units
 from infinity.plan.spec import ModelSpec
-from infinity.plan.stepping import STEP_WINDOW, step_order_of, stepped_nbytes
+from infinity.plan.stepping import STEP_WINDOW, kept_of, step_order_of, stepped_nbytes
 from infinity.plan.tiling import around_nbytes, tiles_in_words
 from infinity.plan.topology import Topology
 from infinity.plan.types import (
@@ -62,6 +62,8 @@ class PlanRequest:
     optimizer_share: float = 1.0
     # Elements of this rank's parameters in CPU memory when `param_tier` is NVMe.
     param_cpu_numel: int = 0
+    # Sub-groups whose states have memory at once where they live on NVMe.
+    state_buffers: int = STEP_WINDOW
     # Whether a drive is given, so that a budget may put on it what does not fit into memory.
     drive: bool = False
     compute_dtype: str = "fp32"
@@ -144,6 +146,14 @@ class Plan:
         if len(held) <= 1:
             return next(iter(held), "gpu")
         return ", ".join(f"{name} {100 * size / sum(held.values()):.0f} %" for name, size in held.items())
+
+    def kept(self) -> frozenset[int]:
+        """Sub-groups with states on NVMe that stay in memory from step to step."""
+        sizes = {
+            spec.key.index: spec.nbytes for spec in self.partitions
+            if spec.key.kind is Kind.STATES and spec.home is Tier.NVME
+        }  # fmt: skip
+        return kept_of(self.step_order, sizes, self.pools.states_nbytes)
 
     def full_nbytes(self) -> tuple[int, ...]:
         """Device bytes that gathering each unit takes: 0 for one that is whole for good."""
@@ -280,7 +290,7 @@ def _bounded(request: PlanRequest, capacity: Capacity) -> PlanRequest:
     gpu, cpu = capacity.of(Tier.GPU), capacity.of(Tier.CPU)
     width = DTYPE_NBYTES[request.compute_dtype]
     live = request.live_numel if gpu is None else min(request.live_numel, max(gpu // 8 // width, 1))
-    window = STEP_WINDOW * max(_states_nbytes(request), 1)
+    window = request.state_buffers * max(_states_nbytes(request), 1)
     split = request.split_numel if cpu is None else min(request.split_numel, max(cpu // 16 // window, SPLIT_NUMEL_MIN))
     ahead = request.prefetch_numel if cpu is None else min(request.prefetch_numel, cpu // 16 // width)
     return replace(request, live_numel=live, prefetch_numel=min(ahead, live // 2), split_numel=split)
@@ -421,7 +431,7 @@ def _pools(
     ]
     return Pools(
         param_nbytes=min(sum(params.values()), align_up(busiest, EXTENT_ALIGNMENT)),
-        states_nbytes=min(sum(states), STEP_WINDOW * max(states, default=0)),
+        states_nbytes=min(sum(states), request.state_buffers * max(states, default=0)),
         staging_nbytes=align_up(max(staged, default=0), CACHE_LINE),
         gathered_nbytes=schedule.peak_nbytes + around,
         left_nbytes=max(left_nbytes(backward, layouts, accelerator=request.accelerator), default=0),

@@ -16,7 +16,7 @@ from infinity.plan.lanes import Job, Lane, Lanes, Process
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import STEP_READS
-from infinity.plan.traffic import Steps, nvme_specs, uses
+from infinity.plan.traffic import Steps, kept_nbytes, nvme_specs, states_that_move, uses
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
 
 # Steps until the arenas hold what they hold in a long run; the one after them counts.
@@ -123,10 +123,10 @@ class _Rehearsal:
         self._last = {unit: at for at, unit in enumerate(plan.schedule.trace)}
         self._lanes = Lanes(speeds.rates, speeds.mixed_rates)
         self._compute_lane = Lane.ACCELERATOR if plan.request.accelerator else Lane.CORES
-        self._params, self._states = nvme_specs(plan, Kind.PARAM), nvme_specs(plan, Kind.STATES)
+        self._params, self._states = nvme_specs(plan, Kind.PARAM), states_that_move(plan)
         self._param_arena = _Arena(self._lanes, plan.pools.param_nbytes)
         self._hidden = self._steps.hidden
-        self._state_arena = _Arena(self._lanes, plan.pools.states_nbytes)
+        self._state_arena = _Arena(self._lanes, plan.pools.states_nbytes - kept_nbytes(plan))
         # Sub-groups that still have to step each unit, once they are handed over.
         self._left: dict[int, int] = {}
         # What the stepper has to do: sub-groups to step, and gradients (numbers of elements) to take the norm of.

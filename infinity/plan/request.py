@@ -12,6 +12,7 @@ from infinity.plan.capacity import Capacity
 from infinity.plan.moments import moments_of
 from infinity.plan.plan import Plan, PlanRequest, make_plan
 from infinity.plan.spec import ModuleNode, UnitRules, find_units
+from infinity.plan.stepping import STEP_WINDOW
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, Tier
 
@@ -70,6 +71,7 @@ def plan_request(
     return PlanRequest(
         stage=config.stage, param_tier=_tier(config.param_tier), optimizer_tier=_tier(config.optimizer_tier),
         optimizer_share=config.optimizer_share, param_cpu_numel=config.param_cpu_numel,
+        state_buffers=max(config.state_buffers, STEP_WINDOW),
         drive=config.nvme_path is not None, compute_dtype=compute, grad_dtype=grad,
         communication_dtype=config.communication_dtype or compute,
         moments=moments_of(config.config.optimizer) if moments is None else moments,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from infinity.plan.layout import SubGroup
 from infinity.plan.placement import Placement
 from infinity.plan.types import Key
@@ -25,6 +27,21 @@ def step_order_of(groups: tuple[SubGroup, ...], placement: Placement, uses: tupl
         return not any(placement.units[unit].whole for unit in units), first, group.index
 
     return tuple(group.index for group in sorted(groups, key=rank))
+
+
+def kept_of(order: Sequence[int], sizes: Mapping[int, int], room_nbytes: int) -> frozenset[int]:
+    """Sub-groups that stay in an arena from step to step: those stepped first, in what room it has beside the window of
+    those that come and go. `sizes`: bytes by index of those that live elsewhere.
+    """
+    if sum(sizes.values()) > room_nbytes:
+        room_nbytes -= STEP_WINDOW * max(sizes.values())
+    found: list[int] = []
+    for index in filter(sizes.__contains__, order):
+        room_nbytes -= sizes[index]
+        if room_nbytes < 0:
+            break
+        found.append(index)
+    return frozenset(found)
 
 
 def stepped_nbytes(groups: tuple[SubGroup, ...], order: tuple[int, ...], params: dict[Key, int]) -> int:

@@ -126,6 +126,18 @@ def nvme_specs(plan: Plan, kind: Kind) -> dict[int, PartitionSpec]:
     }  # fmt: skip
 
 
+def states_that_move(plan: Plan) -> dict[int, PartitionSpec]:
+    """States on NVMe that no memory keeps, by sub-group."""
+    kept = plan.kept()
+    return {index: spec for index, spec in nvme_specs(plan, Kind.STATES).items() if index not in kept}
+
+
+def kept_nbytes(plan: Plan) -> int:
+    """Bytes of the others in memory."""
+    specs = nvme_specs(plan, Kind.STATES)
+    return sum(specs[index].nbytes for index in plan.kept())
+
+
 def _gathers(plan: Plan) -> dict[int, int]:
     times: dict[int, int] = {}
     for _, unit, gathered in uses(plan):
@@ -210,9 +222,9 @@ class _Walk:
         self._steps = Steps(plan, overlap=overlap)
         self._early = early and self._steps.behind
         self._params = nvme_specs(plan, Kind.PARAM)
-        self._states = nvme_specs(plan, Kind.STATES)
+        self._states = states_that_move(plan)
         self._param_cache = Cache(plan.pools.param_nbytes)
-        self._state_cache = Cache(plan.pools.states_nbytes)
+        self._state_cache = Cache(plan.pools.states_nbytes - kept_nbytes(plan))
         self._counting = False
 
     def run(self) -> None:
