@@ -147,6 +147,7 @@ def test_checkpoint_faults_kills_flips_and_finds(tmp_path):
 def test_checkpoint_async_prints_what_a_save_costs(tmp_path):
     text = output_of("checkpoint_async", "--numel 65536 --tokens 16 --rounds 1", tmp_path)
     _, usual, slowest, call, _, at_once = map(float, row(text, "cpu"))
-    assert usual > 0
-    assert min(slowest, at_once) > 0
+    assert slowest >= usual >= 0
+    assert slowest > 0
+    assert at_once > 0
     assert call >= 0
