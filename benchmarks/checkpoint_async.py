@@ -49,7 +49,7 @@ def main() -> None:
         torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder, _engine(given, folder) as engine:
         found = _measure(engine, Path(folder), given)
-    table = Table("GB:.2f", "median s:.2f", "slowest s:.2f", "call s:.3f", "stall s:.2f", "at once s:.2f", name_width=8)
+    table = Table("GB:.2f", "median s:.4f", "slowest s:.4f", "call s:.3f", "stall s:.2f", "at once s:.3f", name_width=8)
     usual, at_once = median(found["plain"]), median(found["at_once"])
     slowest, stall = max(found["saving"]), median(found["stalls"])
     table.row(given.tier, found["nbytes"] / 1e9, usual, slowest, median(found["calls"]), stall, at_once)

@@ -147,7 +147,5 @@ def test_checkpoint_faults_kills_flips_and_finds(tmp_path):
 def test_checkpoint_async_prints_what_a_save_costs(tmp_path):
     text = output_of("checkpoint_async", "--numel 65536 --tokens 16 --rounds 1", tmp_path)
     _, usual, slowest, call, _, at_once = map(float, row(text, "cpu"))
-    assert slowest >= usual >= 0
-    assert slowest > 0
-    assert at_once > 0
+    assert min(usual, slowest, at_once) > 0
     assert call >= 0
