@@ -360,8 +360,10 @@ class Stepper:
             keys = _touched([group])
             uses.subtract(keys)
             done = [key for key in keys if uses[key] <= 0]
-            self._store.flush(*(key for key in done if key not in self._kept))
-            self._store.keep(*self._kept.intersection(done))
+            kept = self._kept.intersection(done)
+            self._store.flush(*(key for key in done if key not in kept))
+            if kept:
+                self._store.keep(*kept)
             if reservation is not None:
                 self._store.release(reservation, *done)
 
