@@ -57,7 +57,8 @@ void add_to_digest(const Digest& digest, const Watch& watch, const Piece& piece,
     const struct {
         const void* data;
         uint64_t width;
-    } written[kWatchedArrays] = {{piece.exp_avg, 4}, {piece.exp_avg_sq, 4}, {piece.remainder, 2}, {piece.master, 4}};
+    } written[kWatchedArrays] = {{piece.exp_avg, 4}, {piece.exp_avg_sq, 4}, {piece.remainder, 2}, {piece.master, 4},
+                                 {piece.param, piece.storage == kPlain ? uint64_t{4} : uint64_t{2}}};
     for (int index = 0; index < kWatchedArrays; ++index) {
         const Watch::Array& array = watch.arrays[index];
         if (!array.crcs) continue;

@@ -73,8 +73,8 @@ struct BlockSum {
     uint64_t nonfinite;
 };
 
-// Arrays of a piece that a step writes, beside the parameter: exp_avg, exp_avg_sq, remainder, master.
-constexpr int kWatchedArrays = 4;
+// Arrays of a piece that a step writes: exp_avg, exp_avg_sq, remainder, master, param.
+constexpr int kWatchedArrays = 5;
 
 // Where the checksums of an array go as a step leaves it: two stretches for each chunk of the step, for it may lie in two
 // blocks. `behind`: bytes from where a block begins to where the array begins. Null: nobody wants them. Zeros at first.

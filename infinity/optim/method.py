@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from infinity.ops.adam import AdagradHyper, AdamHyper, Digest, Hyper, LionHyper, MomentumHyper, Piece, adam_step
+from infinity.ops.adam import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Piece, adam_step
+from infinity.ops.digest import Digest
 from infinity.optim.sweep import Run
 from infinity.plan.types import ADAM_MOMENTS, Kind
 
@@ -48,10 +49,10 @@ class Method(Protocol):
         """A parameter group's hyper-parameters as they are now."""
 
     def step(
-        self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float, digest: Digest | None = None
+        self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float, digests: Sequence[Digest] = ()
     ) -> None:
         """Step every cut in place; gradients are multiplied by `grad_scale`, and then none is above `grad_bound`.
-        digest: of a buffer with moments; who writes them otherwise than by native code leaves it as it is.
+        digests: of buffers that are written; who writes them otherwise than by native code leaves those as they are.
         """
 
     def singles(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
@@ -79,7 +80,7 @@ class NativeMethod:
         return self._hyper(group)
 
     def step(
-        self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float, digest: Digest | None = None
+        self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float, digests: Sequence[Digest] = ()
     ) -> None:
         """See Method."""
         by_step: dict[int, list[Piece]] = {}
@@ -89,7 +90,7 @@ class NativeMethod:
             piece = Piece(cut.param, cut.grad, first, second, cut.remainder, cut.master, hyper=cut.hyper)
             by_step.setdefault(cut.run.step, []).append(piece)
         for step, pieces in by_step.items():
-            adam_step(pieces, step=step, grad_scale=grad_scale, grad_bound=grad_bound, digest=digest)
+            adam_step(pieces, step=step, grad_scale=grad_scale, grad_bound=grad_bound, digests=digests)
 
     def singles(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """See Method: the number of steps is all that a rule needs."""

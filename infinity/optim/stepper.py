@@ -30,14 +30,15 @@ from infinity.errors import StateError
 from infinity.memory.parties import Reservation
 from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
-from infinity.ops.adam import Digest, GradStats, grad_stats
+from infinity.ops.adam import GradStats, grad_stats
+from infinity.optim.digests import Digests
 from infinity.optim.method import Cut, Method
 from infinity.optim.rhythm import Rhythm
 from infinity.optim.sweep import Run, Sweep
 from infinity.plan.layout import Slot, SubGroup, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import STEP_READS
-from infinity.plan.types import SAVE_BLOCK_NBYTES, Key, Kind
+from infinity.plan.types import Key, Kind
 
 # Gradients are measured behind the program when there are as many bytes of them, or as many units.
 _MEASURED_NBYTES_MIN = 1 << 20
@@ -52,8 +53,8 @@ class _Pass:
     grad_scale: float
     reservation: Reservation
     uses: Counter[Key]
-    # Whether a save is expected behind it.
-    digests: bool
+    # Wanted where a save is expected behind it.
+    digests: Digests
     # Units whose gradients are complete, and sub-groups that have been handed to the thread.
     complete: set[int] = field(default_factory=set)
     begun: set[int] = field(default_factory=set)
@@ -309,7 +310,8 @@ class Stepper:
 
     def _pass(self, hyper: tuple[Any, ...], grad_scale: float) -> _Pass:
         uses = Counter(_touched(self._hidden))
-        return _Pass(hyper, grad_scale, Reservation(), uses=uses, digests=self.rhythm.save_is_next)
+        digests = Digests(self._plan.placement, wanted=self.rhythm.save_is_next)
+        return _Pass(hyper, grad_scale, Reservation(), uses=uses, digests=digests)
 
     def _hand_over(self, behind: _Pass, sweep: Sweep, groups: Sequence[SubGroup]) -> None:
         """Let the thread step these sub-groups."""
@@ -356,10 +358,10 @@ class Stepper:
             if self._stopping:
                 return
             self._prefetch(groups[at + 1 : at + 1 + STEP_READS], reservation)
-            self._step_group(group, sweep, reservation)
             keys = _touched([group])
             uses.subtract(keys)
             done = [key for key in keys if uses[key] <= 0]
+            self._step_group(group, sweep, reservation, done)
             kept = self._kept.intersection(done)
             self._store.flush(*(key for key in done if key not in kept))
             if kept:
@@ -367,7 +369,10 @@ class Stepper:
             if reservation is not None:
                 self._store.release(reservation, *done)
 
-    def _step_group(self, group: SubGroup, sweep: Sweep, reservation: Reservation | None) -> None:
+    def _step_group(
+        self, group: SubGroup, sweep: Sweep, reservation: Reservation | None, done: Sequence[Key]
+    ) -> None:
+        """`done`: what no sub-group behind it is to use."""
         store = self._store
         with (
             store.read(*_grads(group), by=reservation) as grads,
@@ -393,13 +398,12 @@ class Stepper:
                     cuts.append(self._cut(states, at, local[span], local_grad[span], run, sweep.hyper[run.group]))
                 at += piece.numel
             with record.span(record.COMPUTE, "optimizer", states.key, states.spec.nbytes):
-                digests = sweep.digests and states.buffer.is_cpu
-                digest = Digest(states.buffer, SAVE_BLOCK_NBYTES) if digests else None
-                self._method.step(cuts, grad_scale=sweep.grad_scale, grad_bound=self._grad_bound, digest=digest)
-                if digest is not None:
-                    states.checksums = digest.finish()
-            for home, local in copies:
-                home.copy_(local)
+                written = [states, *params]
+                digests = sweep.digests.of(written)
+                self._method.step(cuts, grad_scale=sweep.grad_scale, grad_bound=self._grad_bound, digests=digests)
+                for home, local in copies:
+                    home.copy_(local)
+                sweep.digests.leave(written, done)
 
     def _cut(self, states: Partition, at: int, param: Tensor, grad: Tensor, run: Run, hyper: Any) -> Cut:
         span = slice(at + run.start, at + run.start + run.numel)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from infinity.optim.digests import Digests
 from infinity.plan.layout import Slice, UnitLayout
 
 
@@ -27,15 +28,13 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One step. By parameter group: `hyper`. By unit index: which parameters have a gradient, and their step counts.
-    digests: states are to be left with checksums.
-    """
+    """One step. By parameter group: `hyper`. By unit index: which parameters have a gradient, and their step counts."""
 
     hyper: tuple[Any, ...]
     grad_scale: float
     arrived: Mapping[int, Sequence[bool]]
     steps: Mapping[int, Sequence[int]]
-    digests: bool = False
+    digests: Digests
 
     def runs(self, layout: UnitLayout, piece: Slice, first: int, *, joins: bool) -> list[Run]:
         """Cut a slice, whose first element is `first` of the unit, where the parameter group or the step count

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError
-from infinity.ops.adam import Digest, join, split
+from infinity.ops.adam import join, split
+from infinity.ops.digest import Digest
 from infinity.optim.method import Cut
 from infinity.plan.moments import kinds_of
 
@@ -48,7 +49,7 @@ class TorchMethod:
         return {key: copy.copy(value) for key, value in group.items() if key != "params"}
 
     def step(
-        self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float, digest: Digest | None = None
+        self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float, digests: Sequence[Digest] = ()
     ) -> None:
         """See Method."""
         for cut in cuts:

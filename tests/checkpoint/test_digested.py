@@ -1,4 +1,4 @@
-"""A step before an expected save leaves checksums of the states; they are the checkpoint's, and those of its bytes."""
+"""A step before an expected save leaves checksums of what it writes: the checkpoint's, and those of its bytes."""
 
 from __future__ import annotations
 
@@ -36,15 +36,20 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def run(folder: Path, optimizer: str, dtype: str, *, asynchronous: bool, touch: bool = False) -> None:
-    """Three steps, each saved. `touch`: the program sets a state in between."""
+def run(
+    folder: Path, optimizer: str, dtype: str, *, asynchronous: bool, touch: str = "", sub_group_size: int = 10**9
+) -> None:
+    """Three steps, each saved. `touch`: the program sets this state in between."""
     torch.manual_seed(0)
     # 2.1 M parameters, and a bias whose gradient never comes: states of several blocks, and elements nobody steps.
     model = nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Linear(2048, 3))
     config: dict[str, Any] = {
         "train_batch_size": 2, "bf16": {"enabled": dtype == "bf16"}, "log_level": "error",
         "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"},
+            "sub_group_size": sub_group_size,
+        },
     }  # fmt: skip
     with infinity.initialize(model, config)[0] as engine:
         for step in range(1, STEPS + 1):
@@ -53,7 +58,7 @@ def run(folder: Path, optimizer: str, dtype: str, *, asynchronous: bool, touch: 
             engine.backward(hidden.float().square().mean())
             engine.step()
             if touch:
-                infinity.state(engine.module[0].weight).exp_avg = torch.full((2048, 1024), 0.5)
+                setattr(infinity.state(engine.module[0].weight), touch, torch.full((2048, 1024), 0.5))
             engine.save_checkpoint(folder, asynchronous=asynchronous)
         engine.finish_saving()
 
@@ -65,15 +70,31 @@ def test_known_checksums_are_those_of_the_bytes(
     run(tmp_path / "at once", optimizer, dtype, asynchronous=False)
     assert not any(known)
     run(tmp_path / "behind", optimizer, dtype, asynchronous=True)
-    assert max(known) > 1, "states of several blocks, all of them known"
+    # The first save is not expected. Of the others, parameters and states have several blocks.
+    assert sum(count > 1 for count in known) == (STEPS - 1) * 2
     for step in range(1, STEPS + 1):
         # Reading compares every block with its checksum.
         assert_same(*(contents(tmp_path / name, f"global_step{step}") for name in ("at once", "behind")))
 
 
-def test_what_is_changed_behind_the_step_is_digested_by_the_save(tmp_path: Path, known: list[int]) -> None:
-    run(tmp_path, "AdamW", "bf16", asynchronous=True, touch=True)
-    assert not any(known)
+def test_a_parameter_that_several_sub_groups_step_is_known_once_all_have(tmp_path: Path, known: list[int]) -> None:
+    for at_once in (True, False):
+        name = "at once" if at_once else "behind"
+        run(tmp_path / name, "AdamW", "fp32", asynchronous=not at_once, sub_group_size=700_000)
+    # In blocks of 4 MiB: a partition of parameters of 8.4 MB, in three sub-groups with states of 5.6 MB each.
+    found = sorted((count for count in known if count > 1), reverse=True)
+    assert found == [3] * (STEPS - 1) + [2, 2, 2] * (STEPS - 1)
+    for step in range(1, STEPS + 1):
+        assert_same(*(contents(tmp_path / name, f"global_step{step}") for name in ("at once", "behind")))
+
+
+# A master weight is parameter and remainder; the other's parameters are as the step has left them.
+@pytest.mark.parametrize(("touch", "extents"), [("exp_avg", STEPS - 1), ("master", 0)])
+def test_what_is_changed_behind_the_step_is_digested_by_the_save(
+    tmp_path: Path, known: list[int], touch: str, extents: int
+) -> None:
+    run(tmp_path, "AdamW", "bf16", asynchronous=True, touch=touch)
+    assert sum(count > 0 for count in known) == extents
     assert contents(tmp_path, f"global_step{STEPS}")
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from infinity.ops import adam, build
-from infinity.ops.adam import AdamHyper, Digest, LionHyper, Piece, adam_step
+from infinity.ops.adam import AdamHyper, LionHyper, Piece, adam_step
 from infinity.ops.checksum import checksum
+from infinity.ops.digest import Digest
 
 pytestmark = pytest.mark.skipif(
     build.load("adam") is None or build.load("aio") is None, reason="no native library here"
@@ -26,6 +27,12 @@ def _threads() -> Iterator[None]:
 
 def _blocks(buffer: Tensor) -> tuple[int, ...]:
     return tuple(checksum(block.numpy()) for block in buffer.split(_BLOCK))
+
+
+def _digest(buffer: Tensor) -> Digest:
+    made = Digest(_BLOCK)
+    made.buffer = buffer
+    return made
 
 
 class _States:
@@ -61,10 +68,10 @@ def test_blocks_are_those_of_the_bytes(numel: int, gap: int, threads: int) -> No
     twin = [tensor.clone() for tensor in (param, exp_avg, exp_avg_sq, remainder)]
     # Two parameters that step apart, and between them some elements that are not stepped at all.
     cuts = [slice(0, numel // 3), slice(numel // 3 + 5, numel)]
-    digest = Digest(states.buffer, _BLOCK)
+    digest = _digest(states.buffer)
     for step, at in enumerate(cuts, start=1):
         piece = Piece(param[at], grad[at], exp_avg[at], exp_avg_sq[at], remainder[at], hyper=hyper)
-        adam_step([piece], step=step, grad_scale=0.5, native=True, digest=digest)
+        adam_step([piece], step=step, grad_scale=0.5, native=True, digests=[digest])
         again = Piece(twin[0][at], grad[at], twin[1][at], twin[2][at], twin[3][at], hyper=hyper)
         adam_step([again], step=step, grad_scale=0.5, native=True)
     assert digest.finish() == (_blocks(states.buffer) if numel > 5 else ())
@@ -76,18 +83,39 @@ def test_one_state_and_a_master_are_digested_too() -> None:
     states = _States(300_000, (torch.float32, torch.float32), 64)
     master, exp_avg = states.sections
     param = master.half()
-    digest = Digest(states.buffer, _BLOCK)
+    digest = _digest(states.buffer)
     piece = Piece(param, torch.randn(300_000), exp_avg, master=master, hyper=LionHyper(1e-3, 0.9, 0.99, 0.1))
-    adam_step([piece], step=1, grad_scale=1.0, native=True, digest=digest)
+    adam_step([piece], step=1, grad_scale=1.0, native=True, digests=[digest])
     assert digest.finish() == _blocks(states.buffer)
+
+
+def test_a_parameter_has_a_digest_of_its_own_that_may_move() -> None:
+    hyper = AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.1, adamw=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        states = _States(300_000, (torch.float32, torch.float32, torch.float32), 64)
+        *moments, master = states.sections
+        params = _States(400_000, (dtype,), 64)
+        digests = [_digest(params.buffer), _digest(states.buffer)]
+        for at in (slice(0, 100_001), slice(100_003, 300_000)):
+            # Parameters have been away in between, and lie elsewhere now.
+            home = params.buffer.clone()
+            digests[0].buffer = home
+            param = home[: 400_000 * dtype.itemsize].view(dtype)
+            cut = [tensor[at] for tensor in moments]
+            piece = Piece(param[at], torch.ones(at.stop - at.start), *cut, hyper=hyper,
+                          master=None if dtype is torch.float32 else master[at])  # fmt: skip
+            adam_step([piece], step=1, grad_scale=1.0, native=True, digests=digests)
+            params.buffer = home
+        assert digests[0].finish() == _blocks(params.buffer)
+        assert digests[1].finish() == _blocks(states.buffer)
 
 
 def test_what_lies_elsewhere_or_is_stepped_by_the_twin_is_not_digested() -> None:
     states = _States(1000, (torch.float32, torch.float32), 0)
     hyper = AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.1, adamw=True)
     elsewhere = Piece(*(torch.ones(1000) for _ in range(4)), hyper=hyper)
-    digest = Digest(states.buffer, _BLOCK)
-    adam_step([elsewhere], step=1, grad_scale=1.0, native=True, digest=digest)
+    digest = _digest(states.buffer)
+    adam_step([elsewhere], step=1, grad_scale=1.0, native=True, digests=[digest])
     adam_step([Piece(torch.ones(1000), torch.ones(1000), *states.sections, hyper=hyper)], step=1, grad_scale=1.0,
-              native=False, digest=digest)  # fmt: skip
+              native=False, digests=[digest])  # fmt: skip
     assert digest.finish() == ()
