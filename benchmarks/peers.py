@@ -1,11 +1,13 @@
 """Claim: whole training steps are as fast as torch's own, and at least twice as fast as DeepSpeed's at half its memory.
 
-    python benchmarks/peers.py [--ranks 1|2] [--dtype fp32|bf16] [--rounds 3] [--deepspeed-python PATH] [--only A,B]
+    python benchmarks/peers.py [--ranks 1|2] [--dtype fp32|bf16] [--batch N] [--rounds 3] [--only A,B]
+                               [--buffers N] [--checkpointing] [--unclipped] [--deepspeed-python PATH]
 
 A Llama of 134 M parameters, the same weights and data for all, AdamW, clipping at 1.0. Every contender and round is a
 process (one a rank) of its own; rounds alternate; medians. The first one named is what ratios refer to. With bf16 the
 reference is a bf16 model with fp32 master weights and moments (torch:plain), since that is the work that is done by the
-others; torch:pure keeps everything in bf16 and is shown beside it.
+others; torch:pure keeps everything in bf16 and is shown beside it. --buffers: sub-groups of states that infinity keeps
+in memory at most, where they live on NVMe; --checkpointing: all compute activations again.
 
 DeepSpeed runs in an environment of its own: `--deepspeed-python` names its interpreter, with cpu_adam and async_io
 built there (TORCH_EXTENSIONS_DIR says where torch looks for them).
