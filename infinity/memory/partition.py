@@ -69,7 +69,8 @@ class Partition:
     """Guards every move of one slice. `buffer` is uint8, [spec.nbytes], while memory holds the value."""
 
     __slots__ = (
-        "_views", "awaited", "buffer", "checksums", "rank", "readers", "spec", "state", "transfer", "used", "writer",
+        "_views", "awaited", "buffer", "checksums", "kept", "rank", "readers", "spec", "state", "transfer", "used",
+        "writer",
     )  # fmt: skip
 
     def __init__(self, spec: PartitionSpec, rank: int = 0) -> None:
@@ -84,6 +85,8 @@ class Partition:
         self.writer = False
         # Fetched ahead and not used since: the last that the store gives up for space.
         self.awaited = False
+        # Stays in memory as long as there is room: not written back, and the last that is given up.
+        self.kept = False
         # The store's clock at the last use: the oldest is given up first.
         self.used = 0
         # Made at the first use of a buffer.

@@ -179,16 +179,15 @@ class TieredStore(Parties):
             return True
 
     def flush(self, *keys: Key) -> None:
-        """Submit the write-back of what is dirty. The buffers stay readable; without overlap this waits."""
+        """Submit the write-back of what is dirty and not kept. Buffers stay readable; without overlap this waits."""
         with self._changed:
-            self._flush(keys)
+            self._flush(key for key in keys if not self._partitions[key].kept)
 
     def keep(self, *keys: Key) -> None:
-        """What of these is in memory is the last that is given up for space."""
+        """From now on these partitions on NVMe stay in memory once they are there, as long as there is room."""
         with self._changed:
             for key in keys:
-                partition = self._partitions[key]
-                partition.awaited = partition.on_nvme and partition.buffer is not None
+                self._partitions[key].kept = True
 
     def settle(self) -> None:
         """Flush everything that is dirty, wait for everything in flight, and then raise the first error.
@@ -342,7 +341,7 @@ class TieredStore(Parties):
     def _drop_one(self, spare: list[Partition]) -> bool:
         """Give up one clean buffer that nobody waits for; False when there is none."""
         for other in spare:
-            if other.awaited:
+            if other.awaited or other.kept:
                 continue
             if other.state is State.WRITING and other.transfer is not None and other.transfer.done():
                 self._settle(other)
@@ -351,9 +350,13 @@ class TieredStore(Parties):
         return False
 
     def _make_room(self, name: str) -> bool:
-        """Write back or wait for one buffer, first of those that nobody waits for; False when there is none."""
-        spare = self._spare(name)
-        for other in sorted(spare, key=lambda other: other.awaited):
+        """Write back or wait for one buffer: last of those that are kept, and of those that somebody waits for before
+        them. False when there is none.
+        """
+        for other in sorted(self._spare(name), key=lambda other: (other.kept, other.awaited)):
+            if self._claims[other.key]:
+                # Since this waited for another.
+                continue
             self._flush([other.key])
             self._settle(other)
             if self._drop(other):

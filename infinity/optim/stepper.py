@@ -95,8 +95,7 @@ class Stepper:
                 self._groups_of.setdefault(piece.unit, []).append(group)
         self._stopping = False
         self.rhythm = Rhythm()
-        # States on NVMe that are not written back: they stay in memory.
-        self._kept = {Key(Kind.STATES, index) for index in plan.kept()}
+        store.keep(*(Key(Kind.STATES, index) for index in plan.kept()))
 
     @property
     def guarded(self) -> bool:
@@ -362,10 +361,7 @@ class Stepper:
             uses.subtract(keys)
             done = [key for key in keys if uses[key] <= 0]
             self._step_group(group, sweep, reservation, done)
-            kept = self._kept.intersection(done)
-            self._store.flush(*(key for key in done if key not in kept))
-            if kept:
-                self._store.keep(*kept)
+            self._store.flush(*done)
             if reservation is not None:
                 self._store.release(reservation, *done)
 

@@ -12,6 +12,7 @@ import torch
 
 from infinity.errors import StateError, TierMemoryError, TransferError
 from infinity.log import logger
+from infinity.memory.parties import Reservation
 from infinity.memory.partition import State
 from infinity.plan.types import Key, Kind, Tier
 from tests.memory.conftest import PAGE, param, states
@@ -157,6 +158,64 @@ def test_room_is_made_by_writing_back_what_nobody_flushed(bench):
         made.fill(key, value)
     for value, key in enumerate((A, B, C)):
         assert (made.content(key) == value).all()
+    made.store.check()
+
+
+def test_what_is_kept_is_not_flushed_and_goes_last(bench):
+    made = bench([param(index, 1) for index in range(4)], param_pages=2)
+    made.store.keep(A)
+    for key in (B, C):
+        made.fill(key, 1)
+        made.spill(key)
+    made.fill(A, 1)
+    made.store.flush(A)
+    assert made.store.prefetch(B)
+    made.content(C)
+    assert made.store[A].state is State.DIRTY and made.store[B].state is State.SPILLED
+    # Where there is room for nothing else, it goes.
+    with made.store.read(B, C):
+        assert made.store[A].state is State.SPILLED
+    assert (made.content(A) == 1).all()
+    made.store.settle()
+    assert made.store[A].state is State.RESIDENT
+    made.store.check()
+
+
+def test_what_is_claimed_while_room_is_made_is_left_alone(bench, monkeypatch):
+    made = bench([param(index, 1) for index in range(3)], param_pages=2)
+    for value, key in enumerate((A, B, C)):
+        made.fill(key, value)
+        made.spill(key)
+    for value, key in enumerate((A, B)):
+        made.fill(key, 10 + value)
+    claimed, tried, step = threading.Event(), threading.Event(), Reservation()
+
+    def work() -> None:
+        with made.store.read(A, by=step), made.store.write(B, by=step):
+            claimed.set()
+            tried.wait(10)
+
+    worker = threading.Thread(target=work)
+    settle, wait = made.store._settle, made.store._wait_for_others
+
+    def settling(partition):
+        # As a transfer does, this gives up the lock: the worker takes both while A is written back.
+        if partition.key == A and not claimed.is_set():
+            worker.start()
+            while not claimed.is_set():
+                made.store._changed.wait(0.01)
+        settle(partition)
+
+    def waiting(*arguments):
+        tried.set()
+        wait(*arguments)
+
+    monkeypatch.setattr(made.store, "_settle", settling)
+    monkeypatch.setattr(made.store, "_wait_for_others", waiting)
+    assert (made.content(C) == 2).all()
+    worker.join()
+    assert claimed.is_set() and tried.is_set()
+    assert (made.content(A) == 10).all() and (made.content(B) == 11).all()
     made.store.check()
 
 
