@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class InfinityError(Exception):
     """Base of every error that infinity raises on purpose."""
@@ -82,6 +84,13 @@ class TransferError(InfinityError, OSError):
         self.nbytes = nbytes
         self.errno = errno
         self.reason = reason
+
+    def __reduce__(self) -> tuple[partial[TransferError], tuple[()]]:
+        again = partial(
+            type(self), self.operation, path=self.path, offset=self.offset, nbytes=self.nbytes, errno=self.args[0],
+            reason=self.reason,
+        )  # fmt: skip
+        return again, ()
 
     def __str__(self) -> str:
         return f"{self.args[1]} (errno {self.errno})"

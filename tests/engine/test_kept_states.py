@@ -33,7 +33,7 @@ def test_kept_states_are_never_written_and_give_the_same_bits(
     def look(engine: Any) -> None:
         kept.extend(Key(Kind.STATES, index) for index in engine.plan.kept())
         others.extend({Key(Kind.STATES, index) for index in engine.plan.step_order} - {*kept})
-        engine._stepper.finish()
+        engine.synchronize()
         assert all(engine.store[key].state is State.DIRTY for key in kept)
         engine.save_checkpoint(tmp_path / str(count))
 
