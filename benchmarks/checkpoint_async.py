@@ -1,6 +1,6 @@
 """Claim: training hardly notices a checkpoint that is saved behind it.
 
-    python benchmarks/checkpoint_async.py [--folder DIR] [--numel N] [--tokens T] [--tier cpu] [--rounds 10]
+    python benchmarks/checkpoint_async.py [--folder DIR] [--numel N] [--tokens T] [--tier cpu] [--rounds 18]
 
 Perceptrons of 700 M parameters in bf16 on one rank, 12 bytes a parameter. A round is four steps: the program saves
 behind the last one, asynchronously, and the next ones until the save is over are beside it. What the save costs is the
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--folder", help="folder on the drive")
     parser.add_argument("--numel", type=int, default=700_000_000)
     parser.add_argument("--tokens", type=int, default=1408)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--tier", default="cpu", help="where parameters and states live")
     parser.add_argument("--threads", type=int, help="that compute forward and backward; by default all cores")
     parser.add_argument("--share", type=float, default=1.0, help="checkpoint.bandwidth_share")
