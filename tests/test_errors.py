@@ -19,7 +19,7 @@ MADE: list[InfinityError] = [
     *(kind("what, where") for kind in PLAIN),
     CheckpointError("out/step3", "a block is damaged", "Load another one"),
     TierMemoryError("no room", tier="cpu", kind="pool", asked=3, used=2, limit=None, owners=(("states", 2),)),
-    TransferError("write", path="/drive/file", offset=4096, nbytes=512, errno=errno.ENOSPC, reason="No space left"),
+    TransferError("write", path="drive/file", offset=4096, nbytes=512, errno=errno.ENOSPC, reason="No space left"),
 ]
 
 
