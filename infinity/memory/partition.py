@@ -83,7 +83,7 @@ class Partition:
         self.transfer: Transfer | None = None
         self.readers = 0
         self.writer = False
-        # Fetched ahead and not used since: the last that the store gives up for space.
+        # Fetched ahead and not used since: given up for space after all others but those that are kept.
         self.awaited = False
         # Stays in memory as long as there is room: not written back, and the last that is given up.
         self.kept = False
