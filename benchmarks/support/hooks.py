@@ -116,7 +116,7 @@ def _collectives(units: int, world: int) -> Callable[[], list[float]]:
     """The same collectives as a step of ours, one after the other, on one unit's buffers."""
     numel = _WIDTH * (_WIDTH + 1)
     numel += -numel % (16 * world)
-    full, part = torch.zeros(numel), torch.zeros(numel // world)
+    full, part, room = torch.zeros(numel), torch.zeros(numel // world), torch.zeros(numel - numel // world)
     everyone = Group(dist.group.WORLD)
 
     def step() -> list[float]:
@@ -126,7 +126,10 @@ def _collectives(units: int, world: int) -> Callable[[], list[float]]:
         moments.append(time.perf_counter())
         for _ in range(units):
             all_gather(full, part, everyone).wait()
-            reduce_scatter(part, full, group=everyone).wait()
+            reduction = reduce_scatter(full, workspace=room, group=everyone)
+            reduction.wait()
+            for begin, piece in reduction.sums():
+                part[begin:][: piece.numel()].copy_(piece)
         moments.append(time.perf_counter())
         return [*moments, time.perf_counter()]
 

@@ -8,7 +8,8 @@ torch 2.13 renamed the two single-tensor collectives and warns about the old nam
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from infinity import record
 from infinity.comm.group import CollectiveTransfer, Group
-from infinity.transfer import Transfer
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Elements of a sum that are added up at a time: two or more rows of them stay in a core's cache.
+_SUM_NUMEL = 1 << 16
 
 
 class _Works:
@@ -52,67 +54,127 @@ def all_gather(full: Tensor, partition: Tensor, group: Group, name: str = "gathe
 
 
 def _send_to_all(full: Tensor, partition: Tensor, members: Any) -> _Works:
-    rank, ranks = dist.get_rank(members), dist.get_world_size(members)
-    rows = full.view(ranks, -1)
+    rank = dist.get_rank(members)
+    rows = full.view(dist.get_world_size(members), -1)
     if rows[rank].data_ptr() != partition.data_ptr():
         rows[rank].copy_(partition)
-    # Nearest neighbours first, so that not everybody sends to the same rank at once.
-    others = [(rank + step) % ranks for step in range(1, ranks)]
-    peers = [dist.get_global_rank(members, other) for other in others]
-    works = [dist.irecv(rows[other], src=peer, group=members) for other, peer in zip(others, peers, strict=True)]
-    works += [dist.isend(partition, dst=peer, group=members) for peer in peers]
+    others = _others(members)
+    works = [dist.irecv(rows[other], src=peer, group=members) for other, peer in others]
+    works += [dist.isend(partition, dst=peer, group=members) for _, peer in others]
     return _Works(works)
+
+
+def _others(members: Any) -> list[tuple[int, int]]:
+    """The group's other ranks, each with its global rank; nearest neighbours first, so that not everybody sends to the
+    same one at once.
+    """
+    rank, ranks = dist.get_rank(members), dist.get_world_size(members)
+    others = [(rank + step) % ranks for step in range(1, ranks)]
+    return [(other, dist.get_global_rank(members, other)) for other in others]
 
 
 def _is_gloo(members: Any) -> bool:
     return bool(dist.get_backend(members) == "gloo")
 
 
-class _SlicesTransfer:
-    """Every rank's slice for this one is on its way: `wait` adds them up."""
+class Reduction(Protocol):
+    """A sum over ranks in flight, of which this rank gets its slice."""
 
-    def __init__(self, moving: CollectiveTransfer, slices: Tensor, partition: Tensor) -> None:
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def sums(self) -> Iterator[tuple[int, Tensor]]:
+        """After `wait`, once: this rank's slice of the sum in pieces, each with the index of its first element in the
+        slice. A piece holds until the next one is asked for.
+        """
+
+
+class _Summed:
+    """The backend leaves the sum in one tensor."""
+
+    def __init__(self, moving: CollectiveTransfer, mine: Tensor) -> None:
         self._moving = moving
-        self._slices: Tensor | None = slices
-        self._partition = partition
+        self._mine = mine
 
     def done(self) -> bool:
         return self._moving.done()
 
     def wait(self) -> None:
         self._moving.wait()
-        if self._slices is not None:
-            rows, self._slices = self._slices.view(-1, self._partition.numel()), None
-            torch.sum(rows, dim=0, out=self._partition)
+
+    def sums(self) -> Iterator[tuple[int, Tensor]]:
+        yield 0, self._mine
 
 
-def needs_workspace(group: Group) -> bool:
-    """Whether `reduce_scatter` makes use of a workspace."""
-    return _is_gloo(group.process_group)
+class _Exchanged:
+    """Ranks have sent each other slices: `rows` are those for this rank, in the order of ranks, its own among them."""
+
+    def __init__(self, moving: CollectiveTransfer, rows: Sequence[Tensor]) -> None:
+        self._moving = moving
+        self._rows = rows
+
+    def done(self) -> bool:
+        return self._moving.done()
+
+    def wait(self) -> None:
+        self._moving.wait()
+
+    def sums(self) -> Iterator[tuple[int, Tensor]]:
+        rows, self._rows = self._rows, ()
+        for begin in range(0, rows[0].numel(), _SUM_NUMEL):
+            yield begin, _add_up([row[begin : begin + _SUM_NUMEL] for row in rows])
+
+
+def _add_up(rows: Sequence[Tensor]) -> Tensor:
+    """The sum of two or more rows, in their order; in fp32 and rounded once where they are shorter."""
+    first, second, *others = rows
+    if not others:
+        return first + second
+    total = first.to(torch.promote_types(first.dtype, torch.float32)) + second
+    for row in others:
+        total += row
+    return total.to(first.dtype)
 
 
 def reduce_scatter(
-    partition: Tensor, full: Tensor, workspace: Tensor | None = None, *, group: Group, name: str = "reduction"
-) -> Transfer:
-    """Sum `full` [numel] over ranks and leave this rank's slice in `partition` [numel / ranks]; returns at once.
+    full: Tensor, *, group: Group, mine: Tensor | None = None, workspace: Tensor | None = None, name: str = "reduction"
+) -> Reduction:
+    """Sum `full` [numel] over ranks, of which this rank gets its slice [numel / ranks]; returns at once.
 
-    workspace: as `full`, not used by anybody else until the transfer has been waited for; made here when absent.
+    `full` is left as it is; it and what else is given must not change until the sums have been taken.
+
+    mine: where a backend with a reduction of its own leaves the slice. workspace: [numel - numel / ranks], where gloo
+    receives the slices of other ranks. Each is made here when it is needed and absent.
 
     gloo's own runs an all-reduce of everything inside, twice the bytes and a copy: here ranks exchange slices, and each
-    adds up those that it has received, in the order of ranks.
+    adds up those that it has received, in the order of ranks, by pieces that a cache holds.
     """
     members = group.process_group
-    if needs_workspace(group):
-        slices = torch.empty_like(full) if workspace is None else workspace
-        moving = group.start(
-            name, lambda: dist.all_to_all_single(slices, full, group=members, async_op=True), keep=(full,)
+    ranks = dist.get_world_size(members)
+    if not _is_gloo(members):
+        own = full.new_empty(full.numel() // ranks) if mine is None else mine
+        return _Summed(
+            group.start(
+                name,
+                lambda: _reduce_scatter(own, full, op=dist.ReduceOp.SUM, group=members, async_op=True),
+                keep=(full, own),
+            ),
+            own,
         )
-        return _SlicesTransfer(moving, slices, partition)
-    return group.start(
-        name,
-        lambda: _reduce_scatter(partition, full, op=dist.ReduceOp.SUM, group=members, async_op=True),
-        keep=(full, partition),
-    )
+    received = full.new_empty(full.numel() - full.numel() // ranks) if workspace is None else workspace
+    slices, arriving = full.view(ranks, -1), iter(received.view(ranks - 1, -1))
+    rows = [row if rank == dist.get_rank(members) else next(arriving) for rank, row in enumerate(slices)]
+    moving = group.start(name, lambda: _send_slices(slices, rows, members), keep=(full, received))
+    return _Exchanged(moving, rows)
+
+
+def _send_slices(slices: Tensor, rows: Sequence[Tensor], members: Any) -> _Works:
+    """Send each other rank its slice and receive its row of this rank's."""
+    others = _others(members)
+    works = [dist.irecv(rows[other], src=peer, group=members) for other, peer in others]
+    works += [dist.isend(slices[other], dst=peer, group=members) for other, peer in others]
+    return _Works(works)
 
 
 def all_reduce(tensor: Tensor, group: Group, name: str = "sum") -> CollectiveTransfer:

@@ -18,11 +18,29 @@ from infinity.plan.types import DTYPE_NBYTES, Tier
 _HEAP_PIECE_NBYTES_MAX = 32 << 20
 
 
-def left_nbytes(trace: Sequence[int], layouts: Sequence[UnitLayout], *, accelerator: bool) -> tuple[int, ...]:
-    """Bytes of gradients on parameters at most, at each position of a backward trace.
+def travels_alone(layout: UnitLayout, wire: str) -> bool:
+    """Whether a unit's whole flat gradient is the one that autograd leaves: its only parameter's, in the dtype that
+    travels, without padding. That of a tile is not: the next tile's comes into its memory.
+    """
+    if len(layout.slots) != 1 or layout.is_tile:
+        return False
+    return layout.slots[0].numel == layout.numel and layout.dtype == wire
+
+
+def wire_in_backward(placement: Placement, *, dp: int, wire: str) -> str | None:
+    """The dtype in which gradients travel to be summed during backward; None where they do not, or do at its end."""
+    return None if dp == 1 or placement.grad_whole else wire
+
+
+def left_nbytes(
+    trace: Sequence[int], layouts: Sequence[UnitLayout], *, accelerator: bool, wire: str | None = None
+) -> tuple[int, ...]:
+    """Bytes of gradients on parameters at most, at each position of a backward trace. wire: see `wire_in_backward`.
 
     A unit that several modules need (tied weights) has its gradients from the first to the last of them, and at each
     but the first two more: the one that has just come, and the sum, which autograd puts into memory of its own.
+
+    One that travels from where it lies is there until the next unit's have come.
 
     In the process's own memory, what a unit of other shapes left before stays in the C library's heap, where it serves
     gradients of the same shapes again, but not larger ones.
@@ -33,6 +51,7 @@ def left_nbytes(trace: Sequence[int], layouts: Sequence[UnitLayout], *, accelera
         first.setdefault(unit, position)
         last[unit] = position
     left = []
+    travelling = 0
     # By shapes of a unit's gradients: what they leave in the heap.
     heap: dict[tuple[int, ...], int] = {}
     for position, unit in enumerate(trace):
@@ -40,7 +59,10 @@ def left_nbytes(trace: Sequence[int], layouts: Sequence[UnitLayout], *, accelera
         again = 2 * _nbytes(layouts[unit]) if first[unit] < position else 0
         pieces = _pieces(layouts[unit])
         before = max((nbytes for shapes, nbytes in heap.items() if shapes != pieces), default=0)
-        left.append(waiting + again + (0 if accelerator else before))
+        left.append(waiting + again + travelling + (0 if accelerator else before))
+        if position == last[unit] and layouts[unit].trainable:
+            alone = wire is not None and travels_alone(layouts[unit], wire)
+            travelling = _nbytes(layouts[unit]) if alone else 0
         heap[pieces] = sum(piece for piece in pieces if piece < _HEAP_PIECE_NBYTES_MAX)
     return tuple(left)
 
@@ -56,11 +78,11 @@ def _pieces(layout: UnitLayout) -> tuple[int, ...]:
 class Scratch:
     """Bytes on the device that reductions of whole gradients work in, one unit after the other."""
 
-    # What is summed, unless gradients are kept whole in the dtype that travels.
+    # What is summed, unless gradients are kept whole, or travel alone, in the dtype that travels.
     full_nbytes: int = 0
     # What the other ranks send, where the collective has no memory of its own for it.
     workspace_nbytes: int = 0
-    # This rank's sum, unless it can go into its partition as it is.
+    # This rank's sum, where the collective has it in one piece that cannot go into its partition as it is.
     mine_nbytes: int = 0
 
     @property
@@ -72,16 +94,23 @@ def make_scratch(
     layouts: Sequence[UnitLayout], placement: Placement, *, dp: int, wire: str, grad_dtype: str, accelerator: bool
 ) -> Scratch:
     """What reductions over `dp` ranks need. `wire` is the dtype that travels."""
-    nbytes = max((layout.numel for layout in layouts if layout.trainable), default=0) * DTYPE_NBYTES[wire]
-    parts = max((placed.parts for placed in placement.units), default=1)
     if dp == 1:
         return Scratch()
-    kept = placement.grad_whole and wire == grad_dtype
-    at_home = kept and not (accelerator and any(placed.grad is not Tier.GPU for placed in placement.units))
+    width = DTYPE_NBYTES[wire]
+    trainable = [layout for layout in layouts if layout.trainable]
+    largest = max((layout.numel for layout in trainable), default=0) * width
+    parts = max((placed.parts for placed in placement.units), default=1)
+    side_by_side = largest
+    if placement.grad_whole:
+        side_by_side = 0 if wire == grad_dtype else largest
+    else:
+        several = [layout.numel for layout in trainable if not travels_alone(layout, wire)]
+        side_by_side = max(several, default=0) * width
+    at_home = not side_by_side and placement.grad_whole and all(placed.grad is Tier.GPU for placed in placement.units)
     return Scratch(
-        full_nbytes=0 if kept else nbytes,
-        workspace_nbytes=nbytes if parts > 1 and not accelerator else 0,
-        mine_nbytes=nbytes // parts if parts > 1 and not at_home else 0,
+        full_nbytes=side_by_side,
+        workspace_nbytes=0 if accelerator else largest - largest // parts,
+        mine_nbytes=largest // parts if accelerator and parts > 1 and not at_home else 0,
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from infinity.plan.activation import Offloaded
-from infinity.plan.gradients import left_nbytes
+from infinity.plan.gradients import left_nbytes, wire_in_backward
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
 from infinity.plan.types import (
@@ -197,9 +197,11 @@ def _backward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: i
     """
     begin = len(plan.schedule) // 2
     trace = plan.schedule.trace[begin:]
-    for index, left in enumerate(left_nbytes(trace, plan.layouts, accelerator=plan.request.accelerator)):
+    accelerator = plan.request.accelerator
+    wire = wire_in_backward(plan.placement, dp=plan.topology.dp, wire=plan.request.communication_dtype)
+    for index, left in enumerate(left_nbytes(trace, plan.layouts, accelerator=accelerator, wire=wire)):
         kept = activation_nbytes
-        if plan.request.accelerator:
+        if accelerator:
             kept = kept * (len(trace) - index) // len(trace)
         table = _in_pass(rest, gathered, begin + index, kept)
         _add(table, Tier.GPU, Kind.FULL_GRAD, left)

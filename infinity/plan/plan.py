@@ -18,7 +18,7 @@ from infinity.errors import CapacityError
 from infinity.plan.budget import settle
 from infinity.plan.capacity import Capacity, excesses, in_words
 from infinity.plan.fetch import FetchBudget, FetchSchedule, Timing, make_schedule
-from infinity.plan.gradients import Scratch, left_nbytes, make_scratch
+from infinity.plan.gradients import Scratch, left_nbytes, make_scratch, wire_in_backward
 from infinity.plan.homes import FROZEN_TRAFFIC, PARAM_TRAFFIC, STATES_TRAFFIC, Value
 from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layouts
 from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
@@ -422,6 +422,8 @@ def _pools(
     ahead = max(budget.fetch_nbytes_max, stepped_nbytes(groups, order, params))
     busiest = max(params.values(), default=0) + ahead
     backward = schedule.trace[len(schedule.trace) // 2 :]
+    wire = request.communication_dtype
+    in_backward = wire_in_backward(placement, dp=topology.dp, wire=wire)
     staged = [
         group.numel * DTYPE_NBYTES[request.compute_dtype]
         for group, home in zip(groups, placement.states, strict=True)
@@ -434,9 +436,9 @@ def _pools(
         states_nbytes=min(sum(states), request.state_buffers * max(states, default=0)),
         staging_nbytes=align_up(max(staged, default=0), CACHE_LINE),
         gathered_nbytes=schedule.peak_nbytes + around,
-        left_nbytes=max(left_nbytes(backward, layouts, accelerator=request.accelerator), default=0),
+        left_nbytes=max(left_nbytes(backward, layouts, accelerator=request.accelerator, wire=in_backward), default=0),
         scratch=make_scratch(
-            layouts, placement, dp=topology.dp, wire=request.communication_dtype, grad_dtype=request.grad_dtype,
+            layouts, placement, dp=topology.dp, wire=wire, grad_dtype=request.grad_dtype,
             accelerator=request.accelerator,
         ),  # fmt: skip
     )

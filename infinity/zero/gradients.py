@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch.nn import Parameter
 
 from infinity import record
 from infinity.comm import collectives
+from infinity.comm.collectives import Reduction
 from infinity.comm.mesh import Mesh
 from infinity.errors import StateError
 from infinity.memory.device import Device
@@ -29,23 +29,11 @@ from infinity.memory.store import TieredStore
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind, Tier
 from infinity.transfer import Completed, Transfer
+from infinity.zero.reducer import Reducer
 from infinity.zero.unit import Unit
 
 # Elements that are cast at a time where gradients add up in another dtype than they arrive in.
 _CAST_NUMEL = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Reducing:
-    """Flat memory on the device that every reduction uses in turn; what the plan has no bytes for is empty."""
-
-    full: Tensor
-    workspace: Tensor
-    mine: Tensor
-
-    def room(self, unit: Unit) -> Tensor | None:
-        """The workspace of one unit's reduction; None where the collective has its own."""
-        return self.workspace[: unit.layout.numel] if self.workspace.numel() else None
 
 
 class Gradients:
@@ -73,7 +61,7 @@ class Gradients:
         self._alone = mesh.ranks.world_size == 1
         self._whole = plan.placement.grad_whole
         self._wire = DTYPES[plan.request.communication_dtype]
-        self._planned = plan.pools.scratch
+        self._reducer = Reducer(plan, device=device, group=mesh.reduce, ledger=ledger)
         grad_dtype = DTYPES[plan.request.grad_dtype]
         self._buffers: dict[Unit, Tensor] = {}
         for unit in self._units if self._whole else ():
@@ -95,8 +83,7 @@ class Gradients:
         # Whether the engine runs the backward under way, and has scaled its loss; whether a gradient has come otherwise
         # since the last `reset`.
         self.scaled = self.unscaled = False
-        self._flying: tuple[Unit, Transfer, Tensor] | None = None
-        self._scratch: _Reducing | None = None
+        self._flying: tuple[Unit, Reduction] | None = None
         # A unit whose gradients are on their way from the device, with the lease that they need.
         self._arriving: tuple[Unit, ExitStack, list[Transfer]] | None = None
         # Called when something was added to a unit's partition.
@@ -137,7 +124,7 @@ class Gradients:
         """Backward raised: forget its round. Gradients that have arrived stay until `reset`."""
         if self._take_flying() is not None:
             # It may go on: the next one gets memory of its own.
-            self._drop_scratch()
+            self._reducer.drop()
         self._turn = 0
         self._ready.clear()
         self._finished.clear()
@@ -240,7 +227,7 @@ class Gradients:
         self.landed = lambda unit: None
         self._take_flying()
         self._arrive()
-        self._drop_scratch()
+        self._reducer.drop()
         for buffer in self._buffers.values():
             self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -buffer.numel() * buffer.element_size())
         self._buffers.clear()
@@ -283,10 +270,10 @@ class Gradients:
         for param in unit.params:
             param.grad = None
 
-    def _accumulate(self, unit: Unit, reduced: Tensor | None) -> None:
-        """Add to the GRAD partition: `reduced` (flat, this rank's slice), or, without it, the gradients on the
-        parameters where this rank is alone. The first arrival of a step replaces what was there; what has no gradient
-        becomes zero.
+    def _accumulate(self, unit: Unit, reduced: Reduction | None) -> None:
+        """Add to the GRAD partition: this rank's slice of the sum, or, without one, the gradients on the parameters
+        where this rank is alone. The first arrival of a step replaces what was there; what has no gradient becomes
+        zero.
         """
         first = unit not in self._begun
         self._begun.add(unit)
@@ -296,7 +283,7 @@ class Gradients:
             (partition,) = lease.enter_context(self._store.write(self.partition(unit)))
             target = partition.view(Kind.GRAD)
             if reduced is not None:
-                copies.append(self._put(target, reduced, first))
+                copies += self._put_sums(target, reduced, first)
             elif not self._alone:
                 target.zero_()
             else:
@@ -316,6 +303,11 @@ class Gradients:
             return self._device.copy(target, source)
         _add(target, source.to(target.device))
         return Completed()
+
+    def _put_sums(self, target: Tensor, reduced: Reduction, first: bool) -> list[Transfer]:
+        """Replace or add what has been reduced, by pieces."""
+        with record.span(record.COPY, "sum"):
+            return [self._put(target[begin:][: piece.numel()], piece, first) for begin, piece in reduced.sums()]
 
     def _arrive(self) -> None:
         """Wait for the copies from the device that are in flight, of one unit at most, and return their lease."""
@@ -353,22 +345,11 @@ class Gradients:
         if unit not in self._begun:
             buffer.zero_()
         self._begun.add(unit)
-        scratch = self._take_scratch()
-        full = scratch.full[: buffer.numel()].copy_(buffer) if scratch.full.numel() else buffer
-        key, nbytes = self.partition(unit), full.numel() * full.element_size()
-        name = f"reduction of {unit.layout.name}"
-        record.take_off("reductions", key, nbytes)
-        with self._store.write(key) as (partition,), record.span(record.WAIT, "reduction", key, nbytes):
-            target = partition.view(Kind.GRAD)
-            if unit.placed.parts == 1:
-                collectives.all_reduce(full, self._mesh.reduce, name).wait()
-                target.copy_(full)
-            else:
-                # Into the partition itself where it can take the sum as it is.
-                mine = scratch.mine[: target.numel()] if scratch.mine.numel() else target
-                collectives.reduce_scatter(mine, full, scratch.room(unit), group=self._mesh.reduce, name=name).wait()
-                if mine is not target:
-                    target.copy_(mine)
+        full = self._reducer.copy_of(buffer)
+        key = self.partition(unit)
+        record.take_off("reductions", key, full.nbytes)
+        with self._store.write(key) as (partition,), record.span(record.WAIT, "reduction", key, full.nbytes):
+            self._reducer.reduce(unit, full, partition.view(Kind.GRAD))
         record.land("reductions", key)
         self.landed(unit)
 
@@ -377,52 +358,22 @@ class Gradients:
         flight.
         """
         self._land()
-        scratch = self._take_scratch()
-        full = scratch.full[: unit.layout.numel]
-        end = 0
-        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
-            if param.grad is not None:
-                full[end : slot.offset].zero_()
-                end = slot.offset + slot.numel
-                full[slot.offset : end].copy_(param.grad.reshape(-1))
-        full[end:].zero_()
-        mine = scratch.mine[: unit.layout.partition_numel(unit.placed.parts)]
-        record.take_off("reductions", self.partition(unit), full.numel() * full.element_size())
-        name = f"reduction of {unit.layout.name}"
-        transfer = collectives.reduce_scatter(mine, full, scratch.room(unit), group=self._mesh.reduce, name=name)
-        self._flying = (unit, transfer, mine)
-
-    def _take_scratch(self) -> _Reducing:
-        """The memory that reductions work in: made once, for the largest unit, of as many bytes as the plan has."""
-        if self._scratch is None:
-            planned = self._planned
-            width = self._wire.itemsize
-            kinds = {Kind.FULL_GRAD: planned.nbytes}
-            with self._ledger.taking(Tier.GPU, kinds, "gradients on their way into a reduction"):
-                self._scratch = _Reducing(
-                    full=self._device.empty(planned.full_nbytes // width, self._wire),
-                    workspace=self._device.empty(planned.workspace_nbytes // width, self._wire),
-                    mine=self._device.empty(planned.mine_nbytes // width, self._wire),
-                )
-        return self._scratch
-
-    def _drop_scratch(self) -> None:
-        if self._scratch is not None:
-            self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -self._planned.nbytes)
-        self._scratch = None
+        full = self._reducer.flat(unit)
+        record.take_off("reductions", self.partition(unit), full.nbytes)
+        self._flying = (unit, self._reducer.start(unit, full))
 
     def _land(self) -> None:
         """Wait for the reduction in flight and add its result to the partition."""
         flying = self._take_flying()
         if flying is not None:
-            unit, transfer, mine = flying
-            with record.span(record.WAIT, "reduction", self.partition(unit), unit.layout.numel * mine.element_size()):
-                transfer.wait()
+            unit, reduction = flying
+            with record.span(record.WAIT, "reduction", self.partition(unit), unit.layout.numel * self._wire.itemsize):
+                reduction.wait()
             record.land("reductions", self.partition(unit))
-            self._accumulate(unit, mine)
+            self._accumulate(unit, reduction)
         self._arrive()
 
-    def _take_flying(self) -> tuple[Unit, Transfer, Tensor] | None:
+    def _take_flying(self) -> tuple[Unit, Reduction] | None:
         """The reduction in flight, which is no longer this object's."""
         flying, self._flying = self._flying, None
         return flying

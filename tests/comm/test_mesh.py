@@ -72,8 +72,9 @@ def talk(rank: int, world_size: int) -> dict[str, object]:
     full, own = torch.zeros(6), torch.full((3,), float(rank + 1))
     gathering = collectives.all_gather(full, own, mesh.gather)
     gathering.wait()
-    reduced = torch.zeros(3)
-    collectives.reduce_scatter(reduced, torch.arange(6.0) * (rank + 1), group=mesh.reduce).wait()
+    reduction = collectives.reduce_scatter(torch.arange(6.0) * (rank + 1), group=mesh.reduce)
+    reduction.wait()
+    ((_, reduced),) = reduction.sums()
     summed = torch.full((2,), float(rank + 1))
     collectives.all_reduce(summed, mesh.reduce).wait()
     sent = torch.full((2,), float(rank + 1))
@@ -88,6 +89,43 @@ def talk(rank: int, world_size: int) -> dict[str, object]:
         "gathered": full.tolist(), "reduced": reduced.tolist(), "summed": summed.tolist(), "sent": sent.tolist(),
         "exchanged": precise, "done": done, "open": dist.is_initialized(), "ranks": mesh.ranks,
     }  # fmt: skip
+
+
+def reduced(rank: int, world_size: int, dtype: torch.dtype, numel: int) -> list[bool]:
+    """Reductions with a workspace and without one: whether this rank's slice is the sum in fp64, rounded once."""
+    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    # Small whole numbers: every order of adding them up is exact in every dtype.
+    everyone = [
+        torch.randint(-20, 20, (numel,), generator=torch.Generator().manual_seed(each)).to(dtype)
+        for each in range(world_size)
+    ]
+    own = numel // world_size
+    right = sum(each.double() for each in everyone)[rank * own :][:own].to(dtype)
+    found = []
+    for workspace in (None, torch.full((numel - own,), 7.0, dtype=dtype)):
+        full, slice_of_sum = everyone[rank].clone(), torch.zeros(own, dtype=dtype)
+        reduction = collectives.reduce_scatter(full, group=mesh.reduce, workspace=workspace)
+        reduction.wait()
+        reduction.wait()
+        for begin, piece in reduction.sums():
+            slice_of_sum[begin:][: piece.numel()] = piece
+        found += [torch.equal(slice_of_sum, right), torch.equal(full, everyone[rank]), reduction.done()]
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reductions_of_many_pieces_are_exact_and_leave_gradients_alone(rank_pools, ranks, dtype):
+    for numel in (48 * ranks, ranks * 200_000):
+        for found in rank_pools[ranks].run(reduced, dtype, numel):
+            assert all(found), (numel, found)
+
+
+def test_sums_of_16_bits_are_rounded_once():
+    rows = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]
+    (rounded_once,) = collectives._add_up(rows)
+    assert rounded_once == 260, "259, to the nearest of bf16; one after the other they would all be lost"
 
 
 def test_collectives_do_what_they_say(rank_pools):

@@ -268,6 +268,25 @@ class Changed(Routed):
         return []
 
 
+class Alone(Routed):
+    """A matrix without a bias, a unit of one parameter, is called on every rank and has a gradient on the first only;
+    another one is used twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(first_rank_learns, "rank")
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.alone, model.twice = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        return model
+
+
+def first_rank_learns(model: Any, x: Tensor, rank: int) -> Tensor:
+    aside = model.alone(x)
+    return in_order(model, model.twice(x + (aside.detach() if rank else aside))) + model.twice(x)
+
+
 def _with(route: Callable[..., Tensor], *, reentrant: bool) -> Callable[..., Tensor]:
     return lambda model, x: route(model, x, reentrant=reentrant)
 
@@ -279,6 +298,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "experts chosen by rank": ChosenByRank,
     "another order each step": lambda: Routed(alternating, "micro"),
     "a layer never used": lambda: Routed(last_unused),
+    "weights alone in their unit": Alone,
     "a layer used three times": lambda: Routed(first_three_times),
     "two forwards, one backward": TwoForwards,
     "two forwards, two backwards": InterleavedBackward,

@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 
-from infinity.plan.gradients import left_nbytes
-from infinity.plan.layout import make_layouts
+from infinity.plan.gradients import Scratch, left_nbytes, make_scratch, travels_alone
+from infinity.plan.layout import UnitLayout, make_layouts
 from infinity.plan.phases import Phase, Table, at_rest, bytes_by_phase, in_process, state_dict_nbytes
+from infinity.plan.placement import Placement, UnitPlacement
 from infinity.plan.plan import Plan, PlanRequest, make_plan
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
 from infinity.plan.topology import Topology
@@ -109,3 +110,39 @@ def test_tied_gradients_wait_for_their_last_use_and_are_added_beside_it():
     # The heap keeps what other shapes left.
     kept = first + block + 4 * 300_000
     assert left_nbytes(trace, layouts, accelerator=False) == (first, kept, kept, kept, 3 * first + 4 * 70_000)
+
+
+def one_and_several() -> tuple[UnitLayout, ...]:
+    """Units of one parameter, of two, and of one with padding behind it."""
+    sizes = ((1 << 16,), (1 << 14, 1 << 14), (1000,))
+    units = [
+        UnitSpec(f"u{unit}", (f"u{unit}",), "fp32", True, tuple(
+            ParamSpec(f"u{unit}.{index}", (numel,), "fp32", group=0) for index, numel in enumerate(numels)
+        ))
+        for unit, numels in enumerate(sizes)
+    ]  # fmt: skip
+    return make_layouts(ModelSpec(tuple(units), (0, 1, 2)), 2)
+
+
+def test_a_gradient_that_travels_from_where_it_lies_is_there_until_the_next_have_come():
+    layouts = one_and_several()
+    assert [travels_alone(layout, "fp32") for layout in layouts] == [True, False, False]
+    assert not any(travels_alone(layout, "bf16") for layout in layouts), "it has to be cast"
+    one, two, padded = (4 * layout.numel for layout in layouts)
+    assert left_nbytes((0, 1, 2), layouts, accelerator=True) == (one, two, padded)
+    assert left_nbytes((0, 1, 2), layouts, accelerator=True, wire="fp32") == (one, one + two, padded)
+    # What is put side by side with others is free as soon as it is.
+    assert left_nbytes((2, 1, 0), layouts, accelerator=True, wire="fp32") == (padded, two, one)
+
+
+def test_reductions_of_several_parameters_alone_need_room_side_by_side():
+    layouts = one_and_several()
+    largest, several = 4 << 16, 8 << 14
+    placed = UnitPlacement(parts=2, param=CPU, grad=CPU, whole=False, aliased=False)
+    placement = Placement(units=(placed,) * 3, states=(), grad_whole=False)
+    asked = {"dp": 2, "grad_dtype": "fp32"}
+    # gloo: what the other rank sends. Another backend leaves this rank's sum in one piece.
+    found = [make_scratch(layouts, placement, wire="fp32", **asked, accelerator=each) for each in (False, True)]
+    assert found == [Scratch(several, largest // 2, 0), Scratch(several, 0, largest // 2)]
+    cast = make_scratch(layouts, placement, wire="bf16", **asked, accelerator=False)
+    assert cast == Scratch(largest // 2, largest // 4, 0), "a copy of each in the dtype that travels"

@@ -230,8 +230,8 @@ def test_stages_cut_one_kind_after_the_other(stage, full, grad, moment):
     held = table(make_plan(model(dtype="fp32"), Topology(dp=2), request), GPU)
     whole = {Kind.FULL: full * numel} if stage < 3 else {Kind.PARAM: full * numel, Kind.FULL: 4 * unit}
     # One unit's gradients as autograd leaves them, what the other rank sends, and where gradients are not kept whole
-    # (there all of them) a copy and this rank's sum. Stage 0 sums in place.
-    reducing = {0: 1, 1: 2, 2: 3.5, 3: 3.5}[stage] * 4 * unit + (4 * numel if stage < 2 else 0)
+    # (there all of them) those of the unit before, which are on their way. Stage 0 sums in place.
+    reducing = {0: 1, 1: 1.5, 2: 2.5, 3: 2.5}[stage] * 4 * unit + (4 * numel if stage < 2 else 0)
     moments = {Kind.EXP_AVG: moment * numel, Kind.EXP_AVG_SQ: moment * numel}
     assert held == whole | moments | {Kind.GRAD: grad * numel, Kind.FULL_GRAD: reducing}
 

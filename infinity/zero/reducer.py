@@ -1,0 +1,108 @@
+"""The sum of a unit's gradients over ranks, and the memory on the device that sums work in, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from infinity.comm import collectives
+from infinity.comm.collectives import Reduction
+from infinity.comm.group import Group
+from infinity.memory.device import Device
+from infinity.memory.ledger import Ledger
+from infinity.memory.partition import DTYPES
+from infinity.plan.gradients import travels_alone
+from infinity.plan.plan import Plan
+from infinity.plan.types import Kind, Tier
+from infinity.zero.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """Flat memory; what the plan has no bytes for is empty."""
+
+    full: Tensor
+    workspace: Tensor
+    mine: Tensor
+
+
+class Reducer:
+    """Starts reductions, of which at most one at a time is in flight. Its memory is made at the first: as many bytes
+    as the plan has.
+    """
+
+    def __init__(self, plan: Plan, *, device: Device, group: Group | None, ledger: Ledger) -> None:
+        self._travelling = plan.request.communication_dtype
+        self._wire = DTYPES[self._travelling]
+        self._planned = plan.pools.scratch
+        self._device = device
+        self._group = group
+        self._ledger = ledger
+        self._made: _Scratch | None = None
+
+    def flat(self, unit: Unit) -> Tensor:
+        """A unit's gradients [numel] as its layout has them, zero where there are none: autograd's own where that is
+        one tensor of the dtype that travels.
+        """
+        layout, grads = unit.layout, [param.grad for param in unit.params]
+        if travels_alone(layout, self._travelling):
+            (grad,) = grads
+            if grad is None:
+                return self._device.empty(layout.numel, self._wire).zero_()
+            return grad.reshape(-1).to(self._wire)
+        full, end = self._scratch().full[: layout.numel], 0
+        for slot, grad in zip(layout.slots, grads, strict=True):
+            if grad is not None:
+                full[end : slot.offset].zero_()
+                end = slot.offset + slot.numel
+                full[slot.offset : end].copy_(grad.reshape(-1))
+        full[end:].zero_()
+        return full
+
+    def copy_of(self, buffer: Tensor) -> Tensor:
+        """Whole gradients in the dtype that travels: themselves, where they are kept in it."""
+        full = self._scratch().full
+        return full[: buffer.numel()].copy_(buffer) if full.numel() else buffer
+
+    def start(self, unit: Unit, full: Tensor, target: Tensor | None = None) -> Reduction:
+        """Begin to sum `full` [numel] over ranks. target: this rank's slice of the sum may be left there."""
+        assert self._group is not None
+        scratch, own = self._scratch(), unit.layout.partition_numel(unit.placed.parts)
+        return collectives.reduce_scatter(
+            full, group=self._group, name=f"reduction of {unit.layout.name}",
+            mine=scratch.mine[:own] if scratch.mine.numel() else target,
+            workspace=scratch.workspace[: full.numel() - own] if scratch.workspace.numel() else None,
+        )  # fmt: skip
+
+    def reduce(self, unit: Unit, full: Tensor, target: Tensor) -> None:
+        """Sum `full` over ranks and put this rank's slice, or all of it where nothing is divided, into `target`."""
+        assert self._group is not None
+        if unit.placed.parts == 1:
+            collectives.all_reduce(full, self._group, f"reduction of {unit.layout.name}").wait()
+            target.copy_(full)
+            return
+        # Into the partition itself where it can take the sum as it is.
+        reduction = self.start(unit, full, target)
+        reduction.wait()
+        for begin, piece in reduction.sums():
+            if piece is not target:
+                target[begin:][: piece.numel()].copy_(piece)
+
+    def drop(self) -> None:
+        """Let go of the memory. A reduction that is still in flight keeps what it needs; the next one gets its own."""
+        if self._made is not None:
+            self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -self._planned.nbytes)
+        self._made = None
+
+    def _scratch(self) -> _Scratch:
+        if self._made is None:
+            planned, width = self._planned, self._wire.itemsize
+            kinds = {Kind.FULL_GRAD: planned.nbytes}
+            with self._ledger.taking(Tier.GPU, kinds, "gradients on their way into a reduction"):
+                self._made = _Scratch(
+                    full=self._device.empty(planned.full_nbytes // width, self._wire),
+                    workspace=self._device.empty(planned.workspace_nbytes // width, self._wire),
+                    mine=self._device.empty(planned.mine_nbytes // width, self._wire),
+                )
+        return self._made
