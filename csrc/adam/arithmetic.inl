@@ -7,7 +7,7 @@
 //   load_bf16, load_f16       16-bit bits -> fp32, exact
 //   store_bf16, store_f16     nearest with ties away from zero; nearest with ties to even
 //   load_split, store_split   fp32 <-> (bf16 bits, int16 remainder)
-//   broadcast, sub, mul, div, root, fma(a, b, c) = a * b + c rounded once, all to nearest even, denormals kept
+//   broadcast, add, sub, mul, div, root, fma(a, b, c) = a * b + c rounded once, all to nearest even, denormals kept
 //   least, most               of two vectors of numbers, lane by lane
 //   sign                      1, -1, or 0 for both zeros and what is no number
 //   nonfinite                 the number of lanes that are infinite or not a number
@@ -22,9 +22,10 @@ namespace infinity::adam {
 namespace {
 
 struct Constants {
-    Vec grad_scale, weight_decay, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias_correction2, eps,
+    Vec grad_scale, weight_decay, decay, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias_correction2, eps,
         minus_step_size, grad_bound, minus_grad_bound;
     Rule rule;
+    bool from_grad;
 
     INFINITY_FN explicit Constants(const Piece& piece)
         : grad_scale(broadcast(piece.grad_scale)),
@@ -33,12 +34,13 @@ struct Constants {
           one_minus_beta1(broadcast(piece.one_minus_beta1)),
           beta2(broadcast(piece.beta2)),
           one_minus_beta2(broadcast(piece.one_minus_beta2)),
-          inv_sqrt_bias_correction2(broadcast(piece.inv_sqrt_bias_correction2)),
+          sqrt_bias_correction2(broadcast(piece.sqrt_bias_correction2)),
           eps(broadcast(piece.eps)),
           minus_step_size(broadcast(piece.minus_step_size)),
           grad_bound(broadcast(piece.grad_bound)),
           minus_grad_bound(broadcast(-piece.grad_bound)),
-          rule(piece.rule) {}
+          rule(piece.rule),
+          from_grad(std::signbit(piece.one_minus_beta1)) {}
 };
 
 struct Pointers {
@@ -106,8 +108,10 @@ INFINITY_FN int nonfinite_lanes(const void* grad, const Constants& c) {
 
 // The definition of every rule. reference.py says the same in torch; change both or neither.
 //
-// The decayed weight is rounded before it is updated, as in torch: leaving that out errs less (a fused operation by up to
-// half, decay and update added first by three quarters and more), and is then farther from torch than 1e-6 in 10 steps.
+// Adam's operations and their order are those of torch's fused optimizers on processors with fused multiply-adds, so that
+// weights and moments have the same bits (where torch has whole vectors: it steps the rest of a tensor otherwise). Other
+// ways to round err less (decay and update in a fused operation by up to half, added first by three quarters and more), and
+// are then farther from torch than 1e-6 in 10 steps.
 template <Dtype grad_dtype, Storage storage, Form form>
 INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
     Vec p = load_weight<storage>(at);
@@ -119,22 +123,26 @@ INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
         g = fma(c.weight_decay, p, g);
     }
     Vec m = load(at.exp_avg);
-    Vec u;
     if constexpr (two_states<form>()) {
-        m = fma(c.one_minus_beta1, sub(g, m), m);
-        const Vec v = fma(c.beta2, load(at.exp_avg_sq), mul(c.one_minus_beta2, mul(g, g)));
-        u = div(m, fma(root(v), c.inv_sqrt_bias_correction2, c.eps));
+        m = fma(c.one_minus_beta1, sub(g, m), c.from_grad ? g : m);
+        const Vec v = fma(mul(c.one_minus_beta2, g), g, mul(c.beta2, load(at.exp_avg_sq)));
+        const Vec denominator = add(div(root(v), c.sqrt_bias_correction2), c.eps);
+        store(at.exp_avg, m);
         store(at.exp_avg_sq, v);
-    } else if (c.rule == kLion) {
+        store_weight<storage>(at, add(p, div(mul(c.minus_step_size, m), denominator)));
+        return;
+    }
+    Vec u;
+    if (c.rule == kLion) {
         u = sign(fma(c.one_minus_beta1, sub(g, m), m));
         m = fma(c.one_minus_beta2, sub(g, m), m);
     } else if (c.rule == kAdagrad) {
         m = fma(g, g, m);
-        u = div(g, fma(root(m), c.inv_sqrt_bias_correction2, c.eps));
+        u = div(g, add(root(m), c.eps));
     } else {
         m = fma(c.beta2, m, mul(c.one_minus_beta1, g));
         // The buffer itself, or Nesterov's look ahead.
-        u = fma(c.inv_sqrt_bias_correction2, m, mul(c.decay, g));
+        u = fma(c.sqrt_bias_correction2, m, mul(c.decay, g));
     }
     store(at.exp_avg, m);
     store_weight<storage>(at, fma(c.minus_step_size, u, p));

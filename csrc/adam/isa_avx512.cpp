@@ -59,6 +59,7 @@ inline void store_split(uint16_t* param, int16_t* remainder, Vec a) {
 }
 
 inline Vec broadcast(float value) { return _mm512_set1_ps(value); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }

@@ -33,6 +33,7 @@ inline void store_split(uint16_t* param, int16_t* remainder, Vec a) {
 }
 
 inline Vec broadcast(float value) { return vdupq_n_f32(value); }
+inline Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
 inline Vec sub(Vec a, Vec b) { return vsubq_f32(a, b); }
 inline Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
 inline Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }

@@ -68,6 +68,7 @@ inline void store_split(uint16_t* param, int16_t* remainder, Vec a) {
 }
 
 inline Vec broadcast(float value) { return {value}; }
+inline Vec add(Vec a, Vec b) { return {a.value + b.value}; }
 inline Vec sub(Vec a, Vec b) { return {a.value - b.value}; }
 inline Vec mul(Vec a, Vec b) { return {a.value * b.value}; }
 inline Vec div(Vec a, Vec b) { return {a.value / b.value}; }

@@ -5,6 +5,7 @@
 // (infinity/ops/reference.py) give the same bits for every input that is not a NaN; a NaN stays a NaN.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 namespace infinity::adam {
@@ -46,10 +47,11 @@ struct Piece {
     float grad_scale;
     float weight_decay;
     float decay;
+    // With a minus, -0 included: the state is moved from the gradient, not from where it is.
     float one_minus_beta1;
     float beta2;
     float one_minus_beta2;
-    float inv_sqrt_bias_correction2;
+    float sqrt_bias_correction2;
     float eps;
     float minus_step_size;
     // A gradient, once scaled, is moved into [-grad_bound, grad_bound]; infinite: it stays as it is.

@@ -21,6 +21,7 @@ namespace {
 INFINITY_FN float fma_once(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 INFINITY_FN double fma_once(double a, double b, double c) { return __fma_rn(a, b, c); }
 INFINITY_FN float product(float a, float b) { return __fmul_rn(a, b); }
+INFINITY_FN float sum(float a, float b) { return __fadd_rn(a, b); }
 INFINITY_FN float difference(float a, float b) { return __fsub_rn(a, b); }
 INFINITY_FN float quotient(float a, float b) { return __fdiv_rn(a, b); }
 INFINITY_FN float square_root(float a) { return __fsqrt_rn(a); }

@@ -33,6 +33,7 @@ INFINITY_FN void store_split(uint16_t* param, int16_t* remainder, Vec a) {
 }
 
 INFINITY_FN Vec broadcast(float value) { return {value}; }
+INFINITY_FN Vec add(Vec a, Vec b) { return {sum(a.value, b.value)}; }
 INFINITY_FN Vec sub(Vec a, Vec b) { return {difference(a.value, b.value)}; }
 INFINITY_FN Vec mul(Vec a, Vec b) { return {product(a.value, b.value)}; }
 INFINITY_FN Vec div(Vec a, Vec b) { return {quotient(a.value, b.value)}; }

@@ -7,6 +7,7 @@ to fp32 as the exact value would.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -38,16 +39,29 @@ def adam_step(piece: Piece, constants: StepConstants) -> int:
             weight = weight * constants.decay
         else:
             grad = fma(constants.weight_decay, weight, grad)
-        update = _update(piece, at, grad, constants)
-        _store_weight(piece, at, fma(constants.minus_step_size, update, weight))
+        _store_weight(piece, at, _stepped(piece, at, weight, grad, constants))
         for state, old in zip(_states(piece), kept, strict=True):
             state[at][left_out] = old
         nonfinite_count += left_out.numel()
     return nonfinite_count
 
 
+def _stepped(piece: Piece, at: slice, weight: Tensor, grad: Tensor, constants: StepConstants) -> Tensor:
+    """The weight after the step; moves the states."""
+    if not piece.hyper.rule.two_states:
+        return fma(constants.minus_step_size, _update(piece, at, grad, constants), weight)
+    assert piece.exp_avg_sq is not None
+    state, squares = piece.exp_avg.view(-1)[at], piece.exp_avg_sq.view(-1)[at]
+    from_grad = math.copysign(1.0, constants.one_minus_beta1) < 0
+    state.copy_(fma(constants.one_minus_beta1, grad - state, grad if from_grad else state))
+    squares.copy_(fma(grad * constants.one_minus_beta2, grad, squares * constants.beta2))
+    # As a tensor: by a number, an accelerator multiplies with its reciprocal.
+    denominator = _root(squares) / squares.new_tensor(constants.sqrt_bias_correction2) + constants.eps
+    return weight + (state * constants.minus_step_size) / denominator
+
+
 def _update(piece: Piece, at: slice, grad: Tensor, constants: StepConstants) -> Tensor:
-    """What the step size is multiplied with; moves the states."""
+    """What the step size is multiplied with, of the rules with one state; moves it."""
     rule, state = piece.hyper.rule, piece.exp_avg.view(-1)[at]
     if rule is Rule.LION:
         update = fma(constants.one_minus_beta1, grad - state, state).sign()
@@ -55,22 +69,15 @@ def _update(piece: Piece, at: slice, grad: Tensor, constants: StepConstants) -> 
         return update
     if rule is Rule.ADAGRAD:
         state.copy_(fma(grad, grad, state))
-        return grad / _denominator(state, constants)
-    if rule is Rule.MOMENTUM:
-        state.copy_(fma(constants.beta2, state, grad * constants.one_minus_beta1))
-        return fma(constants.inv_sqrt_bias_correction2, state, grad * constants.decay)
-    assert piece.exp_avg_sq is not None
-    squares = piece.exp_avg_sq.view(-1)[at]
-    state.copy_(fma(constants.one_minus_beta1, grad - state, state))
-    squares.copy_(fma(constants.beta2, squares, (grad * grad) * constants.one_minus_beta2))
-    return state / _denominator(squares, constants)
+        return grad / (_root(state) + constants.eps)
+    state.copy_(fma(constants.beta2, state, grad * constants.one_minus_beta1))
+    return fma(constants.sqrt_bias_correction2, state, grad * constants.decay)
 
 
-def _denominator(squares: Tensor, constants: StepConstants) -> Tensor:
+def _root(squares: Tensor) -> Tensor:
     # Through fp64: torch's fp32 root may be one bit off. An fp32 root is never as close to a rounding boundary as an
     # fp64 root can err.
-    root = squares.double().sqrt().float()
-    return fma(root, constants.inv_sqrt_bias_correction2, torch.tensor(constants.eps, device=root.device))
+    return squares.double().sqrt().float()
 
 
 def grad_stats(tensor: Tensor) -> tuple[float, int]:

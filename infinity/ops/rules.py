@@ -38,10 +38,11 @@ class StepConstants:
     grad_scale: float = 1.0
     weight_decay: float = 0.0
     decay: float = 0.0
+    # With a minus: the state is moved from the gradient, not from where it is.
     one_minus_beta1: float = 0.0
     beta2: float = 0.0
     one_minus_beta2: float = 0.0
-    inv_sqrt_bias_correction2: float = 0.0
+    sqrt_bias_correction2: float = 0.0
     eps: float = 0.0
     minus_step_size: float = 0.0
     # Infinite: gradients are not bounded one by one.
@@ -91,8 +92,8 @@ class AdamHyper:
         correction2 = 1.0 - self.beta2**step if self.bias_correction else 1.0
         return StepConstants(
             grad_scale=grad_scale, weight_decay=self.weight_decay, decay=1.0 - self.lr * self.weight_decay,
-            one_minus_beta1=1.0 - self.beta1, beta2=self.beta2, one_minus_beta2=1.0 - self.beta2,
-            inv_sqrt_bias_correction2=1.0 / math.sqrt(correction2), eps=self.eps,
+            one_minus_beta1=_lerp(1.0 - self.beta1), beta2=self.beta2, one_minus_beta2=1.0 - self.beta2,
+            sqrt_bias_correction2=math.sqrt(correction2), eps=self.eps,
             minus_step_size=-(self.lr / correction1),
         )  # fmt: skip
 
@@ -134,7 +135,7 @@ class AdagradHyper:
     def constants(self, *, step: int, grad_scale: float) -> StepConstants:
         """See Hyper."""
         return StepConstants(
-            grad_scale=grad_scale, weight_decay=self.weight_decay, inv_sqrt_bias_correction2=1.0, eps=self.eps,
+            grad_scale=grad_scale, weight_decay=self.weight_decay, eps=self.eps,
             minus_step_size=-self.lr / (1.0 + (step - 1) * self.lr_decay),
         )  # fmt: skip
 
@@ -142,7 +143,7 @@ class AdagradHyper:
 @dataclass(frozen=True, slots=True)
 class MomentumHyper:
     """SGD with momentum. `beta2`: the momentum; `one_minus_beta1`: what a gradient adds to the buffer (all of it in the
-    first step); `inv_sqrt_bias_correction2` and `decay`: the shares of buffer and gradient in the update.
+    first step); `sqrt_bias_correction2` and `decay`: the shares of buffer and gradient in the update.
     """
 
     lr: float
@@ -160,6 +161,14 @@ class MomentumHyper:
         return StepConstants(
             grad_scale=grad_scale, weight_decay=self.weight_decay, beta2=self.momentum,
             one_minus_beta1=1.0 if step == 1 else 1.0 - self.dampening,
-            inv_sqrt_bias_correction2=self.momentum if self.nesterov else 1.0, decay=1.0 if self.nesterov else 0.0,
+            sqrt_bias_correction2=self.momentum if self.nesterov else 1.0, decay=1.0 if self.nesterov else 0.0,
             minus_step_size=-self.lr,
         )  # fmt: skip
+
+
+def _lerp(weight: float) -> float:
+    """What a difference is multiplied with on the way to a gradient, in fp32: from the nearer end, as torch's lerp.
+    With a minus, be it that of zero, where that is the gradient.
+    """
+    rounded = ctypes.c_float(weight).value
+    return rounded if rounded < 0.5 else -(1.0 - rounded)

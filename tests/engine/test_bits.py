@@ -11,7 +11,7 @@ import torch
 
 import infinity.api
 from infinity.ops import adam, aio, build
-from tests.support.oracle import CLIP, Case, SmallModel, settings, train
+from tests.support.oracle import CLIP, Case, SmallModel, reference, settings, train
 
 STEPS = 20
 TIERS = ("gpu", "cpu", "nvme")
@@ -50,6 +50,32 @@ def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 adam.set_threads(None)
 
     return run
+
+
+class WholeVectors(Larger):
+    """The parameter of one element is frozen: torch steps what is less than a vector with other roundings."""
+
+    def model(self) -> SmallModel:
+        model = super().model()
+        model.temperature.requires_grad_(False)
+        assert all(param.numel() % 16 == 0 for param in model.parameters() if param.requires_grad)
+        return model
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_rank_has_the_weights_and_moments_of_plain_torch_bit_by_bit(tmp_path, stage, tier):
+    """Of its fused AdamW, where torch has fused multiply-adds."""
+    plain = reference(WholeVectors(), steps=STEPS, fused=True)
+    param = tier if stage == 3 else "gpu"
+    ours = train(WholeVectors(), settings(tmp_path, stage=stage, param=param, optimizer=tier), steps=STEPS)
+    assert ours.exp_avg.keys() == plain.exp_avg.keys()
+    capable = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    for mine, theirs in ((ours.master, plain.master), (ours.exp_avg, plain.exp_avg)):
+        for name, value in theirs.items():
+            if capable:
+                assert mine[name].equal(value), name
+            torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-6)
 
 
 NVME = {"param": "nvme", "optimizer": "nvme"}

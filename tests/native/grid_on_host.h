@@ -18,6 +18,7 @@ namespace {
 inline float fma_once(float a, float b, float c) { return std::fma(a, b, c); }
 inline double fma_once(double a, double b, double c) { return std::fma(a, b, c); }
 inline float product(float a, float b) { return a * b; }
+inline float sum(float a, float b) { return a + b; }
 inline float difference(float a, float b) { return a - b; }
 inline float quotient(float a, float b) { return a / b; }
 inline float square_root(float a) { return std::sqrt(a); }

@@ -1,4 +1,4 @@
-"""A gradient that is not finite leaves its element alone; the error of a weight is that of torch's own rounding."""
+"""A gradient that is not finite leaves its element alone; the error of a weight is that of torch's own roundings."""
 
 from __future__ import annotations
 
@@ -91,59 +91,70 @@ def test_the_count_is_over_all_pieces_and_threads() -> None:
         assert adam_step([_piece("plain", grad) for grad in grads], step=1, grad_scale=1.0, native=True) == expected
 
 
-class _Errors:
-    """Against torch in fp64, over all weights of `seeds` runs of 100 steps: ours over those of torch's fused optimizer.
-
-    Ratio of root mean squares and of maxima, and the share of weights for which ours is larger and smaller.
-    """
-
-    def __init__(self, hyper: AdamHyper, seeds: int, numel: int = 5000) -> None:
-        ours, theirs = zip(*(self._run(hyper, seed, numel) for seed in range(seeds)), strict=True)
-        self.ours, self.theirs = torch.cat(ours), torch.cat(theirs)
-        self.rms = float((self.ours.square().mean() / self.theirs.square().mean()).sqrt())
-        self.max = float(self.ours.max() / self.theirs.max())
-        self.larger = float((self.ours > self.theirs).double().mean())
-        self.smaller = float((self.ours < self.theirs).double().mean())
-
-    def _run(self, hyper: AdamHyper, seed: int, numel: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(numel, generator=generator)
-        kind = torch.optim.AdamW if hyper.adamw else torch.optim.Adam
-        betas = (hyper.beta1, hyper.beta2)
-        exact, fused = start.double().requires_grad_(), start.clone().requires_grad_()
-        optimizers = [
-            kind([exact], hyper.lr, betas, hyper.eps, hyper.weight_decay),
-            kind([fused], hyper.lr, betas, hyper.eps, hyper.weight_decay, fused=True),
-        ]
-        moments = [torch.zeros(numel) for _ in range(4)]
-        plain = Piece(start.clone(), start, *moments[:2], hyper=hyper)
-        param, remainder = split(start)
-        halved = Piece(param, start, *moments[2:], remainder=remainder, hyper=hyper)
-        for step in range(1, 101):
-            grad = torch.randn(numel, generator=generator)
-            exact.grad, fused.grad, plain.grad, halved.grad = grad.double(), grad.clone(), grad, grad
-            for optimizer in optimizers:
-                optimizer.step()
-            adam_step([plain, halved], step=step, grad_scale=1.0)
-        assert join(halved.param, remainder).equal(plain.param)
-        oracle = exact.detach()
-        return (plain.param.double() - oracle).abs(), (fused.detach().double() - oracle).abs()
-
-
-@pytest.mark.parametrize("hyper", [
+HYPERS = [
     AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.05, adamw=True),
     AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.1, adamw=True),
     AdamHyper(1e-3, 0.9, 0.999, 1e-8, 0.0, adamw=True),
+    AdamHyper(1e-4, 0.9, 0.999, 1e-8, 0.01, adamw=True),
     AdamHyper(1e-1, 0.9, 0.999, 1e-8, 0.1, adamw=True),
+    # torch moves a moment from the nearer end.
+    AdamHyper(1e-2, 0.3, 0.9, 1e-6, 0.05, adamw=True),
+    AdamHyper(1e-2, 0.0, 0.9, 1e-6, 0.05, adamw=True),
     AdamHyper(1e-2, 0.9, 0.999, 1e-8, 0.05, adamw=False),
-])  # fmt: skip
-def test_weights_err_no_more_than_torch_after_100_steps(hyper: AdamHyper) -> None:
-    """Root mean square within 0.3 % of that of torch's fused optimizer, over 4 seeds and 20,000 weights; or below it.
+    AdamHyper(1e-3, 0.9, 0.999, 1e-8, 0.0, adamw=False),
+]
+# Elements that are whole vectors of torch's everywhere; others it steps with other roundings.
+NUMEL = 5120
 
-    Both round the decayed weight and its update once each: the two errors are almost the same numbers, and which one is
-    larger is chance, element by element. So ours are larger about as often as theirs, and not by more than an eighth.
-    """
-    errors = _Errors(hyper, seeds=4)
-    assert errors.rms <= 1.003
-    assert errors.max <= 1.125
-    assert errors.larger <= errors.smaller + 0.02
+
+def _torchs(kind: type[torch.optim.Optimizer], start: Tensor, hyper: AdamHyper, **how: bool) -> torch.optim.Optimizer:
+    weight = start.clone().requires_grad_()
+    return kind([weight], hyper.lr, (hyper.beta1, hyper.beta2), hyper.eps, hyper.weight_decay, **how)  # type: ignore[call-arg]
+
+
+def _weight(optimizer: torch.optim.Optimizer) -> Tensor:
+    return optimizer.param_groups[0]["params"][0]
+
+
+@pytest.mark.parametrize("hyper", HYPERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_and_moments_are_those_of_torchs_fused_optimizer_bit_by_bit(hyper: AdamHyper, seed: int) -> None:
+    """So no weight errs more than torch's against torch in fp64: by construction, and looked at after 100 steps."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(NUMEL, generator=generator) * (1.0, 0.02, 30.0)[seed]
+    kind = torch.optim.AdamW if hyper.adamw else torch.optim.Adam
+    fused, exact = _torchs(kind, start, hyper, fused=True), _torchs(kind, start.double(), hyper)
+    plain = Piece(start.clone(), start, torch.zeros(NUMEL), torch.zeros(NUMEL), hyper=hyper)
+    param, remainder = split(start)
+    halved = Piece(param, start, torch.zeros(NUMEL), torch.zeros(NUMEL), remainder=remainder, hyper=hyper)
+    for step in range(1, 101):
+        grad = torch.randn(NUMEL, generator=generator) * 10.0 ** (step % 5 - 3)
+        for optimizer in (fused, exact):
+            _weight(optimizer).grad = grad.to(_weight(optimizer).dtype)
+            optimizer.step()
+        plain.grad = halved.grad = grad
+        adam_step([plain, halved], step=step, grad_scale=1.0)
+    assert join(halved.param, remainder).equal(plain.param)
+    theirs, oracle = _weight(fused).detach(), _weight(exact).detach()
+    ours_off, theirs_off = (plain.param - oracle).abs(), (theirs - oracle).abs()
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        state = fused.state[_weight(fused)]
+        assert plain.param.equal(theirs)
+        assert plain.exp_avg.equal(state["exp_avg"]) and plain.exp_avg_sq.equal(state["exp_avg_sq"])
+        assert bool((ours_off <= theirs_off).all())
+    # Elsewhere torch rounds in other places, as often.
+    assert float(ours_off.square().mean()) <= 1.2 * float(theirs_off.square().mean())
+
+
+def test_the_last_elements_differ_from_torchs_by_a_rounding_of_theirs() -> None:
+    """What is less than a vector torch steps without fused operations; ours have the same bits wherever they stand."""
+    hyper, numel = HYPERS[0], 16 * 40 + 7
+    start = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    fused = _torchs(torch.optim.AdamW, start, hyper, fused=True)
+    piece = Piece(start.clone(), start, torch.zeros(numel), torch.zeros(numel), hyper=hyper)
+    for step in range(1, 11):
+        piece.grad = _weight(fused).grad = torch.randn(numel)
+        fused.step()
+        adam_step([piece], step=step, grad_scale=1.0)
+    torch.testing.assert_close(piece.param, _weight(fused).detach(), rtol=3e-7, atol=1e-7)
+    torch.testing.assert_close(piece.exp_avg_sq, fused.state[_weight(fused)]["exp_avg_sq"], rtol=1e-6, atol=0.0)

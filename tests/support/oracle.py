@@ -194,11 +194,11 @@ def settings(
 
 def reference(
     case: Case, *, world: int = 1, accumulation: int = 1, clip: float = 0.0, bound: float = 0.0, steps: int = STEPS,
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None, fused: bool = False,
 ) -> Result:  # fmt: skip
     """Plain torch, one process, all ranks' data."""
     model, result = case.model(), Result()
-    optimizer = torch.optim.AdamW(case.groups(model), **ADAM)
+    optimizer = torch.optim.AdamW(case.groups(model), **ADAM, fused=fused)
     schedule = scheduler(optimizer) if scheduler is not None else None
     trained = [param for param in model.parameters() if param.requires_grad]
     access = Access(optimizer)
