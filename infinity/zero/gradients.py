@@ -122,9 +122,9 @@ class Gradients:
 
     def abandon_backward(self) -> None:
         """Backward raised: forget its round. Gradients that have arrived stay until `reset`."""
-        if self._take_flying() is not None:
-            # It may go on: the next one gets memory of its own.
-            self._reducer.drop()
+        flying = self._take_flying()
+        if flying is not None:
+            self._reducer.abandon(flying[1])
         self._turn = 0
         self._ready.clear()
         self._finished.clear()

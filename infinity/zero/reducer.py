@@ -40,11 +40,13 @@ class Reducer:
         self._group = group
         self._ledger = ledger
         self._made: _Scratch | None = None
+        self._abandoned: Reduction | None = None
 
     def flat(self, unit: Unit) -> Tensor:
         """A unit's gradients [numel] as its layout has them, zero where there are none: autograd's own where that is
         one tensor of the dtype that travels.
         """
+        self._settle()
         layout, grads = unit.layout, [param.grad for param in unit.params]
         if travels_alone(layout, self._travelling):
             (grad,) = grads
@@ -62,6 +64,7 @@ class Reducer:
 
     def copy_of(self, buffer: Tensor) -> Tensor:
         """Whole gradients in the dtype that travels: themselves, where they are kept in it."""
+        self._settle()
         full = self._scratch().full
         return full[: buffer.numel()].copy_(buffer) if full.numel() else buffer
 
@@ -89,8 +92,20 @@ class Reducer:
             if piece is not target:
                 target[begin:][: piece.numel()].copy_(piece)
 
+    def abandon(self, reduction: Reduction) -> None:
+        """Nobody here wants this sum, but other ranks may, and it uses the memory until it is over: the next one waits.
+        Were it let go of before that, what it has asked of another rank would take what that sends next.
+        """
+        self._abandoned = reduction
+
+    def _settle(self) -> None:
+        abandoned, self._abandoned = self._abandoned, None
+        if abandoned is not None:
+            abandoned.wait()
+
     def drop(self) -> None:
-        """Let go of the memory. A reduction that is still in flight keeps what it needs; the next one gets its own."""
+        """Let go of the memory. A reduction that is still in flight keeps what it needs."""
+        self._abandoned = None
         if self._made is not None:
             self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -self._planned.nbytes)
         self._made = None
