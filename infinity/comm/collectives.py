@@ -58,19 +58,19 @@ def _send_to_all(full: Tensor, partition: Tensor, members: Any) -> _Works:
     rows = full.view(dist.get_world_size(members), -1)
     if rows[rank].data_ptr() != partition.data_ptr():
         rows[rank].copy_(partition)
-    others = _others(members)
-    works = [dist.irecv(rows[other], src=peer, group=members) for other, peer in others]
-    works += [dist.isend(partition, dst=peer, group=members) for _, peer in others]
-    return _Works(works)
+    return _swap(rows, [partition] * len(rows), members)
 
 
-def _others(members: Any) -> list[tuple[int, int]]:
-    """The group's other ranks, each with its global rank; nearest neighbours first, so that not everybody sends to the
-    same one at once.
+def _swap(rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, members: Any) -> _Works:
+    """Receive a row from each other rank and send it its part. Nearest neighbours first, so that not everybody sends to
+    the same rank at once.
     """
     rank, ranks = dist.get_rank(members), dist.get_world_size(members)
     others = [(rank + step) % ranks for step in range(1, ranks)]
-    return [(other, dist.get_global_rank(members, other)) for other in others]
+    peers = [(other, dist.get_global_rank(members, other)) for other in others]
+    works = [dist.irecv(rows[other], src=peer, group=members) for other, peer in peers]
+    works += [dist.isend(parts[other], dst=peer, group=members) for other, peer in peers]
+    return _Works(works)
 
 
 def _is_gloo(members: Any) -> bool:
@@ -165,16 +165,8 @@ def reduce_scatter(
     received = full.new_empty(full.numel() - full.numel() // ranks) if workspace is None else workspace
     slices, arriving = full.view(ranks, -1), iter(received.view(ranks - 1, -1))
     rows = [row if rank == dist.get_rank(members) else next(arriving) for rank, row in enumerate(slices)]
-    moving = group.start(name, lambda: _send_slices(slices, rows, members), keep=(full, received))
+    moving = group.start(name, lambda: _swap(rows, slices, members), keep=(full, received))
     return _Exchanged(moving, rows)
-
-
-def _send_slices(slices: Tensor, rows: Sequence[Tensor], members: Any) -> _Works:
-    """Send each other rank its slice and receive its row of this rank's."""
-    others = _others(members)
-    works = [dist.irecv(rows[other], src=peer, group=members) for other, peer in others]
-    works += [dist.isend(slices[other], dst=peer, group=members) for other, peer in others]
-    return _Works(works)
 
 
 def all_reduce(tensor: Tensor, group: Group, name: str = "sum") -> CollectiveTransfer:
