@@ -90,35 +90,36 @@ class Reduction(Protocol):
         """
 
 
-class _Summed:
-    """The backend leaves the sum in one tensor."""
+class _Moving:
+    """What every reduction waits for."""
 
-    def __init__(self, moving: CollectiveTransfer, mine: Tensor) -> None:
+    def __init__(self, moving: CollectiveTransfer) -> None:
         self._moving = moving
-        self._mine = mine
 
     def done(self) -> bool:
         return self._moving.done()
 
     def wait(self) -> None:
         self._moving.wait()
+
+
+class _Summed(_Moving):
+    """The backend leaves the sum in one tensor."""
+
+    def __init__(self, moving: CollectiveTransfer, mine: Tensor) -> None:
+        super().__init__(moving)
+        self._mine = mine
 
     def sums(self) -> Iterator[tuple[int, Tensor]]:
         yield 0, self._mine
 
 
-class _Exchanged:
+class _Exchanged(_Moving):
     """Ranks have sent each other slices: `rows` are those for this rank, in the order of ranks, its own among them."""
 
     def __init__(self, moving: CollectiveTransfer, rows: Sequence[Tensor]) -> None:
-        self._moving = moving
+        super().__init__(moving)
         self._rows = rows
-
-    def done(self) -> bool:
-        return self._moving.done()
-
-    def wait(self) -> None:
-        self._moving.wait()
 
     def sums(self) -> Iterator[tuple[int, Tensor]]:
         rows, self._rows = self._rows, ()
