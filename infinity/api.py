@@ -267,7 +267,7 @@ def _build(
     gradients = Gradients(units, plan=plan, store=store, device=device, mesh=mesh, ledger=ledger)
     ahead = config.config.overlap and (ranks.world_size > 1 or device.is_accelerator)
     coordinator = Coordinator(
-        units, plan=plan, store=store, gradients=gradients, mesh=mesh, ahead=ahead, retain=not device.is_accelerator
+        units, plan=plan, store=store, gradients=gradients, mesh=mesh, ahead=ahead, spare=device.spare
     )
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):

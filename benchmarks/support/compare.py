@@ -101,6 +101,15 @@ def step_seconds(rounds: list[list[dict[str, Any]]], phase: int | None = None) -
     return median(steps)
 
 
+def backward_seconds(rounds: list[list[dict[str, Any]]]) -> float:
+    """Median over all rounds of the measured steps' backward (of the slowest rank)."""
+    steps: list[float] = []
+    for ranks in rounds:
+        measured = [value["backward"][-len(value["seconds"]) :] for value in ranks]
+        steps += map(max, zip(*measured, strict=True))
+    return median(steps)
+
+
 def tokens_a_second(rounds: list[list[dict[str, Any]]], options: dict[str, Any], ranks: int) -> float:
     """Tokens of all ranks a second, at the median step."""
     return options["batch"] * options["positions"] * ranks / step_seconds(rounds)

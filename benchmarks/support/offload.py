@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from torch import Tensor
@@ -34,10 +35,14 @@ class EngineTrainer:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        # Of each step.
+        self._backward_seconds: list[float] = []
 
     def forward_backward(self, inputs: dict[str, Tensor]) -> float:
         loss = models.loss_of(self._engine(**inputs))
+        begin = time.perf_counter()
         self._engine.backward(loss)
+        self._backward_seconds.append(time.perf_counter() - begin)
         return loss.item()
 
     def step(self) -> None:

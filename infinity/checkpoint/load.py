@@ -222,6 +222,6 @@ def _overlaps(plan: Plan, rank: int, group: SubGroup) -> list[tuple[int, int, in
     found = []
     for unit, start, at, numel in stretches_of(group):
         layout, parts = plan.layouts[unit], plan.placement.units[unit].parts
-        flat = (rank if parts > 1 else 0) * layout.partition_numel(parts) + start
+        flat = layout.partition_start(parts, rank) + start
         found += [(unit, start, at, overlap) for overlap in layout.overlaps(flat, flat + numel)]
     return found

@@ -86,7 +86,7 @@ def _arrays(
         if begin >= end:
             continue
         layout, parts = plan.layouts[unit], plan.placement.units[unit].parts
-        flat = (rank if parts > 1 else 0) * layout.partition_numel(parts) + start + begin - at
+        flat = layout.partition_start(parts, rank) + start + begin - at
         for overlap in layout.overlaps(flat, flat + end - begin):
             yield Array(
                 tensor=overlap.slot.name, kind=kind, dtype=dtype, start=overlap.tensor_start, numel=overlap.numel,

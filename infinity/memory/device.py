@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from infinity import record
-from infinity.memory.elastic import ElasticBuffer
+from infinity.memory.elastic import ElasticBuffer, SparePages
 from infinity.memory.pages import HUGE_PAGE, page_aligned
 from infinity.transfer import Completed, StreamTransfer, Transfer
 
@@ -40,6 +40,8 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.torch = device
         self.is_accelerator = device.type == "cuda"
+        # Of elastic buffers; an accelerator's allocator keeps what was given back itself.
+        self.spare = None if self.is_accelerator else SparePages()
         self._up = torch.cuda.Stream(device) if self.is_accelerator else None
         self._down = torch.cuda.Stream(device) if self.is_accelerator else None
         # See [Note: copies and streams]. Oldest first; guarded by the lock.
@@ -64,7 +66,7 @@ class Device:
 
     def elastic(self, numel: int, dtype: torch.dtype) -> ElasticBuffer:
         """A flat buffer on the device whose memory can be given back."""
-        return ElasticBuffer(numel, dtype, self.torch)
+        return ElasticBuffer(numel, dtype, self.torch, self.spare)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on an accelerator."""

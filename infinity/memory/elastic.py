@@ -4,31 +4,111 @@ On an accelerator its storage is resized, which its caching allocator makes chea
 own: given back by the page, at once and wholly, where the C library would keep it in a heap among what others hold.
 While it has no bytes the mapping is read-only, so that it counts neither as committed nor against RLIMIT_DATA; reading
 it then gives zeros.
+
+Fresh pages are slow: each is a fault and is cleared, and in a virtual machine that has given what it did not use back
+to its host, the host finds one, too. So the pages that one buffer gives up may go to the next: `SparePages`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 
 import torch
 
-from infinity.memory.pages import mapping
+from infinity.memory.pages import HUGE_PAGE, mapping
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+# The parts of the kernel's interface that Python does not name: see mremap(2).
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+# A part of a buffer whose pages have moved may be a mapping of its own to the kernel, which has 65,530 of them.
+_PARTS_MAX = 8192
+
+
+class SparePages:
+    """Pages without an owner, in parts of HUGE_PAGE bytes that lie where their last owner had them.
+
+    A part moves to its next owner's addresses, its content with it (mremap with MREMAP_DONTUNMAP, Linux 5.7); where the
+    kernel does not do that, or would need too many mappings, there are none.
+    """
+
+    def __init__(self) -> None:
+        # By address, with what they lie in, which so stays mapped; the latest to come is the first to go.
+        self._parts: dict[int, mmap.mmap] = {}
+        # Addresses to which parts have moved.
+        self._targets: set[int] = set()
+        self._usable = hasattr(_LIBC, "mremap")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pages that are spare."""
+        return len(self._parts) * HUGE_PAGE
+
+    def put(self, address: int, nbytes: int, region: mmap.mmap) -> bool:
+        """The owner of a range of `region`, a multiple of HUGE_PAGE, gives its pages up; whether they are taken."""
+        if self._usable:
+            self._parts.update(dict.fromkeys(range(address, address + nbytes, HUGE_PAGE), region))
+        return self._usable
+
+    def fill(self, address: int, nbytes: int) -> None:
+        """Move pages into a range whose own are gone, or are among these; what is left of it has none."""
+        targets = range(address, address + nbytes, HUGE_PAGE)
+        missing = [target for target in targets if target not in self._parts]
+        for target in targets:
+            self._parts.pop(target, None)
+        for target in missing:
+            if not self._parts:
+                return
+            source, _ = self._parts.popitem()
+            if not self._move(source, target):
+                _drop(source)
+                self._usable = False
+                self.trim(0)
+
+    def trim(self, nbytes_max: int) -> None:
+        """Give pages back to the system, those that have been spare for longest first."""
+        while self.nbytes > max(nbytes_max, 0):
+            part = next(iter(self._parts))
+            del self._parts[part]
+            _drop(part)
+
+    def _move(self, source: int, target: int) -> bool:
+        self._targets.add(target)
+        if len(self._targets) > _PARTS_MAX:
+            return False
+        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+        size, where = ctypes.c_size_t(HUGE_PAGE), ctypes.c_void_p(target)
+        _LIBC.mremap.restype = ctypes.c_void_p
+        moved = _LIBC.mremap(ctypes.c_void_p(source), size, size, ctypes.c_int(flags), where)
+        return bool(moved == target)
 
 
 class ElasticBuffer:
-    """`tensor` is flat, [numel] of `dtype` on `device`; it has no bytes at first."""
+    """`tensor` is flat, [numel] of `dtype` on `device`; it has no bytes at first. In CPU memory it takes its pages from
+    `spare` first, if that is given.
+    """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, spare: SparePages | None = None
+    ) -> None:
         self.has_bytes = False
+        self._spare = spare
         self._nbytes = numel * dtype.itemsize
         self._region: mmap.mmap | None = None
+        # What of it can be had from spare pages, from its beginning on.
+        self._parts_nbytes = self._nbytes // HUGE_PAGE * HUGE_PAGE
         if device.type == "cpu" and self._nbytes:
-            self._region = mapping(self._nbytes)
-            self.tensor = torch.frombuffer(self._region, dtype=torch.uint8)[: self._nbytes].view(dtype)
+            self._region = mapping(self._nbytes + (HUGE_PAGE if self._parts_nbytes else 0))
+            whole = torch.frombuffer(self._region, dtype=torch.uint8)
+            self._address = whole.data_ptr()
+            offset = -self._address % HUGE_PAGE if self._parts_nbytes else 0
+            self.tensor = whole[offset : offset + self._nbytes].view(dtype)
+            # The rest would take a whole large page, too.
+            self._rest = offset + self._parts_nbytes
+            with contextlib.suppress(OSError):
+                self._region.madvise(mmap.MADV_NOHUGEPAGE, self._rest, len(self._region) - self._rest)
             self._protect(mmap.PROT_READ)
         else:
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
@@ -41,22 +121,31 @@ class ElasticBuffer:
         if self._region is None:
             self.tensor.untyped_storage().resize_(self._nbytes)
         else:
+            if self._spare is not None and self._parts_nbytes:
+                self._spare.fill(self.tensor.data_ptr(), self._parts_nbytes)
             self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
         self.has_bytes = True
 
-    def free(self) -> None:
-        """Give its bytes back. Nothing may read or write them until the next `take`."""
+    def free(self, *, to_spare: bool = False) -> None:
+        """Give its bytes back, or make its pages spare. Nothing may read or write them until the next `take`."""
         if not self.has_bytes:
             return
         if self._region is None:
             self.tensor.untyped_storage().resize_(0)
         else:
-            self._region.madvise(mmap.MADV_DONTNEED)
+            spare = self._spare if to_spare else None
+            kept = spare is not None and spare.put(self.tensor.data_ptr(), self._parts_nbytes, self._region)
+            first = self._rest if kept else 0
+            self._region.madvise(mmap.MADV_DONTNEED, first, len(self._region) - first)
             self._protect(mmap.PROT_READ)
         self.has_bytes = False
 
     def _protect(self, rights: int) -> None:
         assert self._region is not None
-        address, length = ctypes.c_void_p(self.tensor.data_ptr()), ctypes.c_size_t(len(self._region))
+        address, length = ctypes.c_void_p(self._address), ctypes.c_size_t(len(self._region))
         if _LIBC.mprotect(address, length, ctypes.c_int(rights)) != 0:
             raise MemoryError(f"no memory for {self._nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+
+
+def _drop(part: int) -> None:
+    _LIBC.madvise(ctypes.c_void_p(part), ctypes.c_size_t(HUGE_PAGE), ctypes.c_int(mmap.MADV_DONTNEED))

@@ -1,8 +1,7 @@
 """The stepper: one pass over the sub-groups of a rank. Prefetch the next, step this one in place, flush the previous.
 
 It knows partitions, layouts and hyper-parameters; what a sub-group is, where it lives and in which order sub-groups are
-stepped is the plan's business. The gradient norm is summed by unit in a fixed tree, so that its bits depend on neither
-placement nor threads.
+stepped is the plan's business.
 
 With `behind`, a thread of its own steps the sub-groups that the program cannot see (their units are gathered before
 use) while the next forward runs, under a reservation: a gather of a unit that is not stepped yet waits in the store.
@@ -10,7 +9,8 @@ use) while the next forward runs, under a reservation: a gather of a unit that i
 
 Where nothing has to be known about all gradients before the first is used (no clipping, no check of all for NaN), the
 thread begins during backward: a sub-group is stepped as soon as the gradients of its units are there, each parameter's
-(which of them have one on some rank is only agreed on at the boundary). [Note: step in backward]
+(which of them have one on some rank is only agreed on at the boundary). Where the drive does not follow, those that the
+next forward needs first overtake the others: see `infinity.plan.turns`. [Note: step in backward]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -30,14 +31,16 @@ from infinity.errors import StateError
 from infinity.memory.parties import Reservation
 from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
-from infinity.ops.adam import GradStats, grad_stats
+from infinity.ops.adam import GradStats
 from infinity.optim.digests import Digests
 from infinity.optim.method import Cut, Method
+from infinity.optim.norms import Norms
 from infinity.optim.rhythm import Rhythm
 from infinity.optim.sweep import Run, Sweep
-from infinity.plan.layout import Slot, SubGroup, UnitLayout
+from infinity.plan.layout import Slot, SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import STEP_READS
+from infinity.plan.turns import Turns
 from infinity.plan.types import Key, Kind
 
 # Gradients are measured behind the program when there are as many bytes of them, or as many units.
@@ -53,6 +56,7 @@ class _Pass:
     grad_scale: float
     reservation: Reservation
     uses: Counter[Key]
+    turns: Turns[Sweep]
     # Wanted where a save is expected behind it.
     digests: Digests
     # Units whose gradients are complete, and sub-groups that have been handed to the thread.
@@ -84,7 +88,7 @@ class Stepper:
         # See [Note: step behind the program].
         self._thread = ThreadPoolExecutor(1, "infinity-step") if behind else None
         self._under_way: list[tuple[Future[None], Reservation]] = []
-        self._stats: dict[int, tuple[float, int]] = {}
+        self._norms = Norms(plan, store, index=index)
         # Units whose gradients are complete and not yet measured, and the bytes of those.
         self._unmeasured: dict[int, int] = {}
         # The step that has begun in this backward.
@@ -155,9 +159,9 @@ class Stepper:
         """A unit's gradients have been accumulated, those of `arrived` parameters. `final`: probably the last time
         before the step.
         """
-        self._stats.pop(unit, None)
+        self._norms.forget(unit)
         if self._early is not None:
-            self._measure([unit], None)
+            self._norms.measure([unit], None)
             self._step_early(self._early, unit, arrived)
         elif final and self._thread is not None:
             self._unmeasured[unit] = self._store[Key(Kind.GRAD, unit)].spec.nbytes
@@ -170,54 +174,18 @@ class Stepper:
                 self._unmeasured.clear()
                 reservation = Reservation()
                 self._store.reserve(reservation, *(Key(Kind.GRAD, each) for each in units))
-                self._go_on(reservation, self._measure, units, reservation)
+                self._go_on(reservation, self._norms.measure, units, reservation)
 
     def grad_stats(self) -> tuple[float, int]:
         """Sum of squares (fp64) of this rank's accumulated gradients, and the number of non-finite elements."""
         if self._early is None:
             self.finish()
         self._unmeasured.clear()
-        missing = [
-            layout.index for layout in self._plan.layouts if layout.trainable and layout.index not in self._stats
-        ]
-        self._measure(missing, None)
-        # In the plan's order, whatever the order of arrival: a sum's bits depend on it.
-        rows = [self._stats[layout.index] for layout in self._plan.layouts if layout.trainable]
-        self._stats.clear()
-        total, nonfinite = 0.0, 0
-        for sum_of_squares, count in rows:
-            total += sum_of_squares
-            nonfinite += count
-        return total, nonfinite
+        return self._norms.total()
 
     def parameter_stats(self) -> dict[tuple[int, Slot], GradStats]:
-        """By (unit, slot), of what this rank has of the gradients of the latest step, until the next backward. The step
-        that may still go on behind the program reads them, too, and is not waited for.
-        """
-        trained = [layout for layout in self._plan.layouts if layout.trainable]
-        pieces: dict[bool, list[tuple[int, Slot, Tensor]]] = {True: [], False: []}
-        behind = self._under_way[-1][1] if self._under_way else None
-        with self._store.read(*(Key(Kind.GRAD, layout.index) for layout in trained), by=behind) as partitions:
-            for layout, partition in zip(trained, partitions, strict=True):
-                held = partition.view(Kind.GRAD)
-                first = self._first(layout)
-                pieces[held.is_cpu] += [
-                    (layout.index, overlap.slot, held[overlap.range_start : overlap.range_start + overlap.numel])
-                    for overlap in layout.overlaps(first, first + held.numel())
-                ]
-            return {
-                (unit, slot): stats
-                for found in pieces.values()
-                for (unit, slot, _), stats in zip(found, grad_stats([each[2] for each in found]), strict=True)
-            }
-
-    def _measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
-        keys = [Key(Kind.GRAD, unit) for unit in units]
-        with self._store.read(*keys, by=reservation) as partitions, record.span(record.COMPUTE, "gradient norm"):
-            found = grad_stats([partition.view(Kind.GRAD) for partition in partitions])
-        self._stats.update((unit, (stats[0], stats[1])) for unit, stats in zip(units, found, strict=True))
-        if reservation is not None:
-            self._store.release(reservation, *keys)
+        """By (unit, slot), of what this rank has of the gradients of the latest step, until the next backward."""
+        return self._norms.by_parameter(self._under_way[-1][1] if self._under_way else None)
 
     def _step_early(self, early: _Pass, unit: int, arrived: Sequence[bool]) -> None:
         if any(group.index in early.begun for group in self._groups_of.get(unit, ())):
@@ -267,11 +235,10 @@ class Stepper:
             # Reserved before anything is stepped: when that fails, the rest must not look as if nothing had happened.
             self._store.reserve(behind.reservation, *_touched(rest))
             # The drive has something to do while the visible ones are stepped.
-            self._prefetch(rest[: STEP_READS - 1], behind.reservation)
-            visible = self._resident_first(self._visible)
-            self._sweep(sweep, visible, Counter(_touched(visible)), None)
-            if rest:
-                self._hand_over(behind, sweep, self._resident_first(rest))
+            for group in rest[: STEP_READS - 1]:
+                self._prefetch(behind.reservation, group)
+            self._step_visible(sweep)
+            self._let_step(behind, sweep, rest)
 
     def finish(self) -> None:
         """Return when everything begun is done; raises what went wrong with it."""
@@ -299,26 +266,30 @@ class Stepper:
         for future in unseen:
             future.result()
 
-    def _first(self, layout: UnitLayout) -> int:
-        """The element of a unit at which this rank's partition begins."""
-        parts = self._plan.placement.units[layout.index].parts
-        return (self._index if parts > 1 else 0) * layout.partition_numel(parts)
-
     def _slots(self, unit: int) -> Sequence[Slot]:
         return self._plan.layouts[unit].slots
 
     def _pass(self, hyper: tuple[Any, ...], grad_scale: float) -> _Pass:
         uses = Counter(_touched(self._hidden))
         digests = Digests(self._plan.placement, wanted=self.rhythm.save_is_next)
-        return _Pass(hyper, grad_scale, Reservation(), uses=uses, digests=digests)
+        reservation = Reservation()
+        fetch = partial(self._prefetch, reservation)
+        turns = Turns[Sweep](self._hidden, fetch=fetch, in_memory=self._in_memory)
+        return _Pass(hyper, grad_scale, reservation, uses=uses, turns=turns, digests=digests)
 
     def _hand_over(self, behind: _Pass, sweep: Sweep, groups: Sequence[SubGroup]) -> None:
-        """Let the thread step these sub-groups."""
-        behind.begun.update(group.index for group in groups)
+        """Reserve these sub-groups and let the thread step them."""
         with self._telling(behind.reservation):
             self._store.reserve(behind.reservation, *_touched(groups))
-            self._prefetch(groups[:1], behind.reservation)
-            self._go_on(behind.reservation, self._sweep, sweep, groups, behind.uses, behind.reservation)
+            self._let_step(behind, sweep, groups)
+
+    def _let_step(self, behind: _Pass, sweep: Sweep, groups: Sequence[SubGroup]) -> None:
+        """These are ready: let the thread step as many, those whose turn it is."""
+        behind.begun.update(group.index for group in groups)
+        behind.turns.add(groups, sweep)
+        behind.turns.fetch(1)
+        if groups:
+            self._go_on(behind.reservation, self._step_hidden, behind, len(groups))
 
     @contextmanager
     def _telling(self, reservation: Reservation) -> Iterator[None]:
@@ -340,32 +311,45 @@ class Stepper:
         self._under_way = [each for each in self._under_way if not each[0].done() or each[0].exception()]
         self._under_way.append((self._thread.submit(run), reservation))
 
-    def _resident_first(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
-        """What the latest step left in memory needs no fetch now, and would have been evicted by those before it."""
-        return sorted(groups, key=lambda group: not self._store.in_memory(_states(group)))
+    def _in_memory(self, group: SubGroup) -> bool:
+        """Whether the states of one on NVMe are in memory."""
+        return self._store[_states(group)].on_nvme and self._store.in_memory(_states(group))
 
-    def _prefetch(self, groups: Sequence[SubGroup], reservation: Reservation | None) -> None:
-        for group in groups:
-            if not self._store.prefetch(*_changed(group), by=reservation):
-                return
+    def _prefetch(self, reservation: Reservation | None, group: SubGroup) -> bool:
+        return self._store.prefetch(*_changed(group), by=reservation)
 
-    def _sweep(
-        self, sweep: Sweep, groups: Sequence[SubGroup], uses: Counter[Key], reservation: Reservation | None
-    ) -> None:
-        """Step sub-groups one after the other. `uses`: how many sub-groups are still to use each partition."""
+    def _step_visible(self, sweep: Sweep) -> None:
+        """Step those that the program sees, one after the other: first what the latest step has left in memory."""
+        groups = sorted(self._visible, key=lambda group: not self._in_memory(group))
+        uses = Counter(_touched(groups))
         for at, group in enumerate(groups):
+            for other in groups[at + 1 : at + 1 + STEP_READS]:
+                if not self._prefetch(None, other):
+                    break
+            self._step_group(group, sweep, uses, None)
+
+    def _step_hidden(self, behind: _Pass, count: int) -> None:
+        """Step `count` of the sub-groups that are ready, in the thread."""
+        for _ in range(count):
             if self._stopping:
                 return
-            self._prefetch(groups[at + 1 : at + 1 + STEP_READS], reservation)
-            keys = _touched([group])
-            uses.subtract(keys)
-            done = [key for key in keys if uses[key] <= 0]
-            self._step_group(group, sweep, reservation, done)
-            self._store.flush(*done)
-            if reservation is not None:
-                self._store.release(reservation, *done)
+            group, sweep = behind.turns.take()
+            behind.turns.fetch(STEP_READS)
+            self._step_group(group, sweep, behind.uses, behind.reservation)
 
     def _step_group(
+        self, group: SubGroup, sweep: Sweep, uses: Counter[Key], reservation: Reservation | None
+    ) -> None:
+        """Step one sub-group and write it back. `uses`: how many sub-groups are still to use each partition."""
+        keys = _touched([group])
+        uses.subtract(keys)
+        done = [key for key in keys if uses[key] <= 0]
+        self._change(group, sweep, reservation, done)
+        self._store.flush(*done)
+        if reservation is not None:
+            self._store.release(reservation, *done)
+
+    def _change(
         self, group: SubGroup, sweep: Sweep, reservation: Reservation | None, done: Sequence[Key]
     ) -> None:
         """`done`: what no sub-group behind it is to use."""
@@ -388,7 +372,8 @@ class Stepper:
                 if local is not home:
                     copies.append((home, local))
                 layout = self._plan.layouts[piece.unit]
-                first = self._first(layout) + piece.start
+                parts = self._plan.placement.units[piece.unit].parts
+                first = layout.partition_start(parts, self._index) + piece.start
                 for run in sweep.runs(layout, piece, first, joins=self._method.joins):
                     span = slice(run.start, run.start + run.numel)
                     cuts.append(self._cut(states, at, local[span], local_grad[span], run, sweep.hyper[run.group]))

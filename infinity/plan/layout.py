@@ -92,6 +92,10 @@ class UnitLayout:
         """Elements of one of `parts` equal partitions."""
         return self.numel // parts
 
+    def partition_start(self, parts: int, rank: int) -> int:
+        """The element at which a rank's partition begins; `rank` does not count where everybody has the whole."""
+        return rank * self.partition_numel(parts) if parts > 1 else 0
+
     def overlaps(self, start: int, stop: int) -> Iterator[Overlap]:
         """The pieces of parameters that lie in the flat range [start, stop), in order; padding is left out."""
         for slot in self.slots:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from infinity.plan.lanes import Job, Lane, Lanes, Process
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import STEP_READS
 from infinity.plan.traffic import Steps, kept_nbytes, nvme_specs, states_that_move, uses
+from infinity.plan.turns import Turns
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
 
 # Steps until the arenas hold what they hold in a long run; the one after them counts.
@@ -126,11 +126,14 @@ class _Rehearsal:
         self._params, self._states = nvme_specs(plan, Kind.PARAM), states_that_move(plan)
         self._param_arena = _Arena(self._lanes, plan.pools.param_nbytes)
         self._hidden = self._steps.hidden
+        self._kept = plan.kept()
         self._state_arena = _Arena(self._lanes, plan.pools.states_nbytes - kept_nbytes(plan))
         # Sub-groups that still have to step each unit, once they are handed over.
         self._left: dict[int, int] = {}
-        # What the stepper has to do: sub-groups to step, and gradients (numbers of elements) to take the norm of.
-        self._queue: deque[SubGroup | int] = deque()
+        # What the stepper has to do: gradients (numbers of elements) to take the norm of, and sub-groups to step.
+        self._norms: deque[int] = deque()
+        self._turns = Turns[None](self._hidden, fetch=self._fetch_now, in_memory=self._in_memory)
+        self._ready = 0
         self._stepping = False
         self._gathered: dict[int, bool] = {}
         self._flying: list[bool] = []
@@ -231,7 +234,7 @@ class _Rehearsal:
                 yield from self._host(kept * self._speeds.norm_seconds)
                 self._hand_over(self._landing.get(at, ()))
             elif self._steps.behind:
-                self._queue.append(kept)
+                self._norms.append(kept)
 
         if ranks > 1 or request.accelerator:
             self._flying.append(True)
@@ -250,7 +253,7 @@ class _Rehearsal:
                 Lane.NETWORK, sum(layout.numel for layout in trained) * DTYPE_NBYTES[request.communication_dtype]
             )
         if not self._early:
-            yield lambda: not self._queue and not self._stepping
+            yield lambda: not self._norms and not self._stepping
         if not self._steps.behind:
             yield from self._host(kept * self._speeds.norm_seconds)
         for group in self._steps.visible:
@@ -258,7 +261,7 @@ class _Rehearsal:
         whole = [layout for layout in trained if placement.units[layout.index].whole]
         yield from self._host(sum(layout.nbytes for layout in whole) * self._speeds.copy_seconds)
         if not self._early:
-            self._hand_over(sorted(self._hidden, key=lambda group: group.index not in self._state_arena))
+            self._hand_over(self._hidden)
         self._gathered.clear()
 
     # The stepper.
@@ -267,27 +270,31 @@ class _Rehearsal:
         for group in groups:
             for piece in group.slices:
                 self._left[piece.unit] = self._left.get(piece.unit, 0) + 1
-            self._queue.append(group)
+        self._turns.add(groups, None)
+        self._look_ahead(1)
+        self._ready += len(groups)
 
     def _stepper(self) -> Process:
         while True:
-            yield lambda: bool(self._queue)
+            yield lambda: bool(self._norms or self._ready)
             self._stepping = True
-            what = self._queue.popleft()
-            if isinstance(what, int):
-                yield from self._host(what * self._speeds.norm_seconds)
+            if self._norms:
+                yield from self._host(self._norms.popleft() * self._speeds.norm_seconds)
             else:
-                yield from self._step(what)
-                for piece in what.slices:
+                self._ready -= 1
+                group, _ = self._turns.take()
+                yield from self._step(group)
+                for piece in group.slices:
                     self._left[piece.unit] -= 1
             self._stepping = False
 
+    def _look_ahead(self, count: int) -> None:
+        if self._overlap:
+            self._turns.fetch(count)
+
     def _step(self, group: SubGroup) -> Process:
         yield from self._fetch(group, wait=True)
-        if self._overlap:
-            for other in islice(self._queue, STEP_READS):
-                if isinstance(other, SubGroup):
-                    yield from self._fetch(other, wait=False)
+        self._look_ahead(STEP_READS)
         accelerator = self._plan.request.accelerator
         if accelerator and self._plan.placement.states[group.index] is Tier.GPU:
             yield self._lanes.submit(Lane.ACCELERATOR, group.numel * self._speeds.device_adam_seconds)
@@ -308,6 +315,14 @@ class _Rehearsal:
         for piece in group.slices:
             if piece.unit in self._params:
                 yield from self._param_arena.fetch(piece.unit, self._params[piece.unit].nbytes, wait=wait)
+
+    def _fetch_now(self, group: SubGroup) -> bool:
+        for _ in self._fetch(group, wait=False):
+            raise AssertionError("what does not wait has waited")
+        return group.index not in self._states or group.index in self._state_arena
+
+    def _in_memory(self, group: SubGroup) -> bool:
+        return group.index in self._kept or group.index in self._state_arena
 
     def _host(self, seconds: float) -> Process:
         if seconds > 0:

@@ -28,6 +28,7 @@ from infinity.comm.agreement import on_any_rank
 from infinity.comm.mesh import Mesh
 from infinity.errors import StateError
 from infinity.memory.device import Device
+from infinity.memory.elastic import SparePages
 from infinity.memory.store import TieredStore
 from infinity.plan.fetch import FetchSchedule, Timing
 from infinity.plan.plan import Plan
@@ -65,7 +66,7 @@ class Coordinator:
 
     def __init__(
         self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, mesh: Mesh, ahead: bool,
-        retain: bool,
+        spare: SparePages | None,
     ) -> None:  # fmt: skip
         self._units = list(units)
         self._plan = plan
@@ -75,8 +76,8 @@ class Coordinator:
         # Gathers run ahead of use where something else can run meanwhile: a collective, or a copy engine.
         self._ahead = ahead
         # Memory of released units is left to the next gathers, as far as the plan has it: for a device whose allocator
-        # gives memory back to the system, which is slow to take again.
-        self._retain = retain
+        # gives memory back to the system, which is slow to take again. Such a device has spare pages.
+        self._spare = spare
         self._retained: dict[Unit, None] = {}
         # Gathered in each forward and backward by all ranks together.
         self._cut = {unit for unit in units if unit.placed.parts > 1 and not unit.placed.whole}
@@ -259,6 +260,8 @@ class Coordinator:
         self._mode = self._watch = None
         self._gradients.abandon_backward()
         self._retained.clear()
+        if self._spare is not None:
+            self._spare.trim(0)
         for unit in self._units:
             unit.users = unit.pending = 0
             unit.abandon()
@@ -336,28 +339,31 @@ class Coordinator:
         if self._landing:
             waits = self._store.reserved(unit.key)
             self._landing = [other for other in self._landing if not other.let_go(wait=waits)]
-        if self._retain:
-            self._make_room(unit)
+        if self._spare is not None:
+            self._make_room(unit, self._spare)
         unit.start_gather()
         if unit.leasing:
             self._landing.append(unit)
 
-    def _make_room(self, unit: Unit) -> None:
-        """Free what released units have retained, oldest first, until the unit's bytes are within the plan."""
+    def _make_room(self, unit: Unit, spare: SparePages) -> None:
+        """Free what released units have retained, oldest first, until the unit's bytes are within the plan. Its pages
+        are those that they leave; of what is spare beyond that, so much stays as the plan has room for.
+        """
         self._retained.pop(unit, None)
-        if unit.has_bytes or not self._retained:
+        if unit.has_bytes:
             return
         held = self._live_nbytes() + sum(other.layout.nbytes for other in self._retained if other.has_bytes)
         while self._retained and held + unit.layout.nbytes > self._plan.pools.gathered_nbytes:
             oldest = next(iter(self._retained))
             del self._retained[oldest]
             held -= oldest.layout.nbytes
-            oldest.free()
+            oldest.free(to_spare=True)
+        spare.trim(max(self._plan.pools.gathered_nbytes - held, unit.layout.nbytes))
 
     def _release(self, unit: Unit) -> None:
         if unit.state is not Gathered.PARTITIONED:
-            unit.release(keep_bytes=self._retain)
-            if self._retain:
+            unit.release(keep_bytes=self._spare is not None)
+            if self._spare is not None:
                 self._retained[unit] = None
 
     def _leave(self, scope: Scope) -> None:

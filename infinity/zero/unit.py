@@ -170,10 +170,10 @@ class Unit:
         if not keep_bytes:
             self.free()
 
-    def free(self) -> None:
-        """Give the memory of a released unit's full buffer back."""
+    def free(self, *, to_spare: bool = False) -> None:
+        """Give the memory of a released unit's full buffer back, or leave its pages to other units' buffers."""
         if self.state is Gathered.PARTITIONED and self._elastic is not None and self._elastic.has_bytes:
-            self._elastic.free()
+            self._elastic.free(to_spare=to_spare)
             self._return()
 
     def abandon(self) -> None:

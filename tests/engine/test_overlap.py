@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 import infinity
 from infinity.errors import StateError
 from infinity.ops import adam
+from infinity.optim.stepper import Stepper
+from infinity.plan.layout import SubGroup
 from tests.support.late_copies import copies_are_late
 from tests.support.models import token_batch
 from tests.support.oracle import CLIP, Case, SmallModel, SplitBackward, join, settings, train
@@ -268,3 +271,30 @@ def test_a_step_that_fails_before_it_goes_behind_leaves_nobody_waiting(tmp_path,
     row = {**ON_NVME, "zero": {"stage3_param_persistence_threshold": 1500, "sub_group_size": 640}}
     with pytest.raises(KeyError, match="seen"):
         train(Failing(), settings(tmp_path, **row), steps=1)
+
+
+def test_a_step_that_lags_behind_backward_takes_first_what_the_next_forward_needs_first(tmp_path, monkeypatch):
+    """Gradients of the first layers arrive last: in the order of arrival the next forward would wait for all."""
+    order: list[int] = []
+    backward_over, change = threading.Event(), Stepper._change
+
+    def late(self: Stepper, group: SubGroup, *arguments: Any) -> None:
+        assert backward_over.wait(30)
+        order.append(group.index)
+        change(self, group, *arguments)
+
+    def backward(engine: Any, loss: Tensor) -> None:
+        rank.update({index: at for at, index in enumerate(engine.plan.step_order)})
+        engine.backward(loss)
+        begun.extend(engine._stepper._early.begun)
+        backward_over.set()
+
+    rank: dict[int, int] = {}
+    begun: list[int] = []
+    monkeypatch.setattr(Stepper, "_change", late)
+    row = {**ON_NVME, "bf16": UNCHECKED, "zero": {"sub_group_size": 256}}
+    train(Case(), settings(tmp_path, **row), steps=1, backward=backward)
+    # What was in memory or asked for when another became ready keeps its turn.
+    hidden = [rank[index] for index in order if index in begun]
+    late_ones = sum(a > b for a, b in itertools.pairwise(hidden))
+    assert len(hidden) > 20 and late_ones <= 4

@@ -147,7 +147,7 @@ def test_more_of_anything_is_never_slower(setting, early):
     for name in RESOURCES:
         changed = predict(plan, faster(BALANCED, name, 1.6), tokens=1000, early=early).seconds
         # What arrives in another order may be evicted in another order: a little is allowed.
-        assert changed <= base * 1.02, name
+        assert changed <= base * 1.03, name
 
 
 DECIDED = {
