@@ -7,7 +7,6 @@ from typing import Any
 
 import infinity
 from infinity.plan.traffic import Link, traffic
-from infinity.plan.types import Kind
 from support import models
 from support.offload import EngineTrainer, offload
 from support.training import ADAM, CLIP
@@ -47,8 +46,8 @@ class _Trainer(EngineTrainer):
         planned = {tier.value: kinds for tier, kinds in self._engine.plan.bytes_by_tier().items()}
         table = {tier: {kind.value: nbytes for kind, nbytes in kinds.items()} for tier, kinds in planned.items()}
         memory = self._engine.memory()
-        moved = traffic(self._engine.plan).nbytes
-        stepped = moved[Link.NVME_READ].get(Kind.STATES, 0) + sum(moved[Link.NVME_WRITE].values())
+        # The step reads what it writes: states that move, and every parameter once.
+        stepped = 2 * traffic(self._engine.plan).total(Link.NVME_WRITE)
         self._engine.close()
         return {
             "planned": table, "ledger_peak": memory.peak, "numel": self._engine.plan.numel,
