@@ -4,9 +4,10 @@
 
 Whole training steps of a Llama of 134 M parameters by configuration: stage 3 in memory, all on CPU, all on NVMe with
 and without overlap. Prints tokens/s, peak memory against the plan, and for NVMe what a step is made of: compute (the
-run in memory), I/O (bytes by the kernel's count over what fio moves both ways at once on the same drive), their maximum
-and sum, the measured step. Where the norm, or a check of all gradients, is needed first, the optimizer step begins when
-backward is over: then nothing hides what backward and, behind it, the step's transfers take beyond the computation.
+run in CPU memory, which gathers as the one on NVMe does), I/O (bytes by the kernel's count over what fio moves both
+ways at once on the same drive), their maximum and sum, the measured step. Where the norm, or a check of all gradients,
+is needed first, the optimizer step begins when backward is over: then nothing hides what backward and, behind it, the
+step's transfers take beyond the computation.
 
 Activations are what torch itself needs beyond weights, gradients and moments, measured in a run that keeps its
 gradients allocated. They are not in the plan, so peak - baseline - activations is compared to the planned bytes.
@@ -44,11 +45,12 @@ def main() -> None:
         yardstick = values.pop(YARDSTICK)
         _print_speed(values, options, given.ranks)
         _print_memory(values, yardstick)
-    if "infinity:memory" in values and before is not None and after is not None:
+    in_memory = values.get("infinity:cpu") or values.get("infinity:memory")
+    if in_memory is not None and before is not None and after is not None:
         chained = not _in_backward(given)
         for name in ("infinity:nvme", "infinity:nvme-serial"):
             if name in values:
-                _print_parts(name, values[name], values["infinity:memory"], (before, after), chained=chained)
+                _print_parts(name, values[name], in_memory, (before, after), chained=chained)
     compare.check_losses({YARDSTICK: yardstick, **values}, 5e-2 if given.dtype == "bf16" else 1e-3)
 
 
