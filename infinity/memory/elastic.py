@@ -40,6 +40,8 @@ class SparePages:
         # Addresses to which parts have moved.
         self._targets: set[int] = set()
         self._usable = hasattr(_LIBC, "mremap")
+        if self._usable:
+            _LIBC.mremap.restype = ctypes.c_void_p
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +82,6 @@ class SparePages:
             return False
         flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
         size, where = ctypes.c_size_t(HUGE_PAGE), ctypes.c_void_p(target)
-        _LIBC.mremap.restype = ctypes.c_void_p
         moved = _LIBC.mremap(ctypes.c_void_p(source), size, size, ctypes.c_int(flags), where)
         return bool(moved == target)
 

@@ -273,8 +273,7 @@ class Stepper:
         uses = Counter(_touched(self._hidden))
         digests = Digests(self._plan.placement, wanted=self.rhythm.save_is_next)
         reservation = Reservation()
-        fetch = partial(self._prefetch, reservation)
-        turns = Turns[Sweep](self._hidden, fetch=fetch, in_memory=self._in_memory)
+        turns = self._turns(self._hidden, reservation)
         return _Pass(hyper, grad_scale, reservation, uses=uses, turns=turns, digests=digests)
 
     def _hand_over(self, behind: _Pass, sweep: Sweep, groups: Sequence[SubGroup]) -> None:
@@ -289,7 +288,9 @@ class Stepper:
         behind.turns.add(groups, sweep)
         behind.turns.fetch(1)
         if groups:
-            self._go_on(behind.reservation, self._step_hidden, behind, len(groups))
+            self._go_on(
+                behind.reservation, self._step_ready, behind.turns, behind.uses, behind.reservation, len(groups)
+            )
 
     @contextmanager
     def _telling(self, reservation: Reservation) -> Iterator[None]:
@@ -318,24 +319,25 @@ class Stepper:
     def _prefetch(self, reservation: Reservation | None, group: SubGroup) -> bool:
         return self._store.prefetch(*_changed(group), by=reservation)
 
-    def _step_visible(self, sweep: Sweep) -> None:
-        """Step those that the program sees, one after the other: first what the latest step has left in memory."""
-        groups = sorted(self._visible, key=lambda group: not self._in_memory(group))
-        uses = Counter(_touched(groups))
-        for at, group in enumerate(groups):
-            for other in groups[at + 1 : at + 1 + STEP_READS]:
-                if not self._prefetch(None, other):
-                    break
-            self._step_group(group, sweep, uses, None)
+    def _turns(self, groups: Sequence[SubGroup], reservation: Reservation | None) -> Turns[Sweep]:
+        return Turns(groups, fetch=partial(self._prefetch, reservation), in_memory=self._in_memory)
 
-    def _step_hidden(self, behind: _Pass, count: int) -> None:
-        """Step `count` of the sub-groups that are ready, in the thread."""
+    def _step_visible(self, sweep: Sweep) -> None:
+        """Step those that the program sees."""
+        turns = self._turns(self._visible, None)
+        turns.add(self._visible, sweep)
+        self._step_ready(turns, Counter(_touched(self._visible)), None, len(self._visible))
+
+    def _step_ready(
+        self, turns: Turns[Sweep], uses: Counter[Key], reservation: Reservation | None, count: int
+    ) -> None:
+        """Step `count` of the sub-groups that are ready, one after the other."""
         for _ in range(count):
             if self._stopping:
                 return
-            group, sweep = behind.turns.take()
-            behind.turns.fetch(STEP_READS)
-            self._step_group(group, sweep, behind.uses, behind.reservation)
+            group, sweep = turns.take()
+            turns.fetch(STEP_READS)
+            self._step_group(group, sweep, uses, reservation)
 
     def _step_group(
         self, group: SubGroup, sweep: Sweep, uses: Counter[Key], reservation: Reservation | None

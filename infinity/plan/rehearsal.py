@@ -133,7 +133,6 @@ class _Rehearsal:
         # What the stepper has to do: gradients (numbers of elements) to take the norm of, and sub-groups to step.
         self._norms: deque[int] = deque()
         self._turns = Turns[None](self._hidden, fetch=self._fetch_now, in_memory=self._in_memory)
-        self._ready = 0
         self._stepping = False
         self._gathered: dict[int, bool] = {}
         self._flying: list[bool] = []
@@ -272,16 +271,14 @@ class _Rehearsal:
                 self._left[piece.unit] = self._left.get(piece.unit, 0) + 1
         self._turns.add(groups, None)
         self._look_ahead(1)
-        self._ready += len(groups)
 
     def _stepper(self) -> Process:
         while True:
-            yield lambda: bool(self._norms or self._ready)
+            yield lambda: bool(self._norms or self._turns)
             self._stepping = True
             if self._norms:
                 yield from self._host(self._norms.popleft() * self._speeds.norm_seconds)
             else:
-                self._ready -= 1
                 group, _ = self._turns.take()
                 yield from self._step(group)
                 for piece in group.slices:

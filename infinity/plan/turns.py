@@ -37,6 +37,9 @@ class Turns(Generic[With]):
         self._later: list[tuple[int, tuple[SubGroup, With]]] = []
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._soon) + len(self._later)
+
     def add(self, groups: Sequence[SubGroup], what: With) -> None:
         """These are ready."""
         with self._lock:
