@@ -104,6 +104,11 @@ class Partition:
     def leased(self) -> bool:
         return self.writer or self.readers > 0
 
+    @property
+    def absent(self) -> bool:
+        """Whether it has no buffer, and takes one to be used."""
+        return self.state in (State.ABSENT, State.SPILLED)
+
     def view(self, kind: Kind) -> Tensor:
         """The flat typed array of one kind: shape [numel], dtype as planned. Valid while a lease is held."""
         view = self._views.get(kind)

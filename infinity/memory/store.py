@@ -171,9 +171,10 @@ class TieredStore(Parties):
                     continue
                 if partition.state is State.SPILLED:
                     buffer = self._take_now(partition)
-                    if buffer is None:
+                    if buffer is not None:
+                        self._submit_fetch(partition, buffer)
+                    elif partition.absent:
                         return False
-                    self._submit_fetch(partition, buffer)
                 # What is there already is as needed as what is fetched now.
                 partition.awaited = partition.on_nvme and partition.buffer is not None
             return True
@@ -294,11 +295,11 @@ class TieredStore(Parties):
 
     def _bring(self, partition: Partition, fresh: bool, by: Reservation | None) -> None:
         """Make sure that a partition has its value, or a fetch under way."""
+        buffer = self._take(partition, by)
         if partition.state is State.FAILED:
             raise partition.error("use")
-        if partition.state not in (State.ABSENT, State.SPILLED):
+        if buffer is None:
             return
-        buffer = self._take(partition, by)
         if partition.state is State.SPILLED and not fresh:
             self._submit_fetch(partition, buffer)
         else:
@@ -315,23 +316,33 @@ class TieredStore(Parties):
             raise
 
     def _take_now(self, partition: Partition) -> Tensor | None:
-        """A buffer for a partition without waiting for anything, or None."""
-        while (buffer := self._buffers.take(partition)) is None:
+        """A buffer for a partition without waiting for anything. None: there is none, or somebody has brought the
+        partition meanwhile.
+        """
+        while partition.absent:
+            buffer = self._buffers.take(partition)
+            if buffer is not None:
+                return buffer
             if not self._drop_one(self._spare(arena_name(partition.key))):
-                return None
-        return buffer
+                break
+        return None
 
-    def _take(self, partition: Partition, by: Reservation | None) -> Tensor:
-        """A buffer for a partition: waits for transfers, gives up others' clean buffers, waits for others' leases."""
+    def _take(self, partition: Partition, by: Reservation | None) -> Tensor | None:
+        """A buffer for a partition: waits for transfers, gives up others' clean buffers, waits for others' leases. None:
+        somebody has brought the partition meanwhile, or it is here.
+        """
         name = arena_name(partition.key)
-        while (buffer := self._take_now(partition)) is None:
-            if self._make_room(name):
+        while partition.absent:
+            buffer = self._take_now(partition)
+            if buffer is not None:
+                return buffer
+            if not partition.absent or self._make_room(name):
                 continue
             if self._others_are_stuck(by):
                 claimed = [other for other in self._buffers.inside(name) if self._claims[other.key]]
                 raise self._buffers.no_room(partition, claimed)
             self._wait_for_others(by, "room in a pool", partition.key)
-        return buffer
+        return None
 
     def _spare(self, name: str) -> list[Partition]:
         """Partitions with buffers in one arena that nobody has claimed: the one used longest ago first."""

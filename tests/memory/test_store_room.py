@@ -159,3 +159,41 @@ def test_a_pair_that_blocks_itself_is_placed_anew(bench):
         assert (first.buffer == 10).all() and (second.buffer == 11).all()
     assert (made.content(C) == 99).all()
     made.store.check()
+
+
+def test_what_comes_while_room_is_made_is_not_brought_twice(bench, monkeypatch):
+    """The step's thread waits for room for parameters; the program's thread, handing over another sub-group of them,
+    fetches them for it meanwhile. Brought a second time they would be zeros, or what only an error stops.
+    """
+    made = bench([param(index, 1) for index in range(3)], param_pages=2, polls_max=10_000)
+    for value, key in enumerate((A, B, C)):
+        made.fill(key, value)
+        made.spill(key)
+    made.fill(A, 10)
+    made.content(B)
+    step, held = Reservation(), made.store.read(B)
+    made.store.reserve(step, C)
+    held.__enter__()
+    settle, fetched = made.store._settle, []
+
+    def program() -> None:
+        held.__exit__(None, None, None)
+        fetched.append(made.store.prefetch(C, by=step))
+
+    def settling(partition):
+        # As a transfer does, this gives up the lock.
+        if partition.key == A and not fetched:
+            other = threading.Thread(target=program)
+            other.start()
+            while not fetched:
+                made.store._changed.wait(0.01)
+            other.join()
+        settle(partition)
+
+    monkeypatch.setattr(made.store, "_settle", settling)
+    with made.store.write(C, by=step) as (partition,):
+        assert (partition.buffer == 2).all()
+    made.store.release(step, C)
+    assert fetched == [True]
+    made.store.check()
+    assert (made.content(A) == 10).all() and (made.content(C) == 2).all()
