@@ -198,7 +198,10 @@ class Boundary:
             return
         # The drive is measured alone: a step that has begun in backward would share it.
         self._stepper.finish()
-        found = agree(self._coordinator.use_times(), self._units, self._store, self._device, self._mesh)
+        coordinator = self._coordinator
+        found = agree(
+            coordinator.use_times(), self._units, self._store, self._device, self._mesh, coordinator.gathered
+        )
         if found is not None:
             self._coordinator.retime(*found)
 

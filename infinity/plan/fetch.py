@@ -1,6 +1,7 @@
 """The fetch schedule: which units to submit ahead at each use, and which to keep gathered for their next use.
 
-A trace is the sequence of units in the order in which modules begin to need them: a forward and its backward. The
+A trace is the sequence of units in the order in which modules begin to need them: a forward and its backward. Backward
+of a lookup (an embedding) needs the unit's place in that order, where its gradient comes, but not its weights. The
 schedule is a pure function of the trace, the units' sizes and the budgets, so that every rank submits its collectives
 in the same order and the peak is known before the first step.
 
@@ -13,12 +14,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeVar
 
 # A transfer is planned to take so much longer than it did when it was measured.
 _MARGIN = 2.0
 _LATENCY_S = 1e-3
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +47,72 @@ class Timing:
     gather_rate: float
 
 
+class Use(NamedTuple):
+    """A module begins with a unit, in forward or in backward. `needed`: with its weights."""
+
+    unit: int
+    needed: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class FetchSchedule:
-    """For each position of the trace: units to gather ahead, units to read ahead from NVMe, whether to keep its own."""
+    """For each use: units to gather ahead, units to read ahead from NVMe, whether to keep its own."""
 
-    trace: tuple[int, ...]
+    uses: tuple[Use, ...]
     gather_ahead: tuple[tuple[int, ...], ...]
     fetch_ahead: tuple[tuple[int, ...], ...]
     keep: tuple[bool, ...]
     peak_nbytes: int
 
     def __len__(self) -> int:
-        return len(self.trace)
+        return len(self.uses)
+
+    @property
+    def trace(self) -> tuple[int, ...]:
+        return tuple(use.unit for use in self.uses)
 
 
 def make_schedule(
-    trace: Sequence[int], *, full_nbytes: Sequence[int], fetch_nbytes: Sequence[int], budget: FetchBudget,
+    uses: Sequence[Use], *, full_nbytes: Sequence[int], fetch_nbytes: Sequence[int], budget: FetchBudget,
     timing: Timing | None = None,
 ) -> FetchSchedule:  # fmt: skip
-    """Simulate the trace once, greedily.
+    """Simulate the uses once, greedily.
 
     `full_nbytes` gives each unit's gathered size on the device and `fetch_nbytes` the size of its partition on NVMe (0
     when it is not there). A unit in use is always live, whatever the budget; prefetching and keeping never exceed it.
     With `timing`, which must be the same on every rank, nothing is submitted earlier than it has to be.
     """
+    at = [position for position, use in enumerate(uses) if use.needed]
+    if timing is not None and len(at) < len(uses):
+        timing = replace(timing, use_seconds=_until_next(timing.use_seconds, at))
+    trace = [uses[position].unit for position in at]
+    ahead, reads, keep, peak = _simulate(trace, full_nbytes, fetch_nbytes, budget, timing)
+    none: tuple[int, ...] = ()
+    return FetchSchedule(
+        uses=tuple(uses), gather_ahead=_spread(ahead, at, len(uses), none),
+        fetch_ahead=_spread(reads, at, len(uses), none), keep=_spread(keep, at, len(uses), False), peak_nbytes=peak,
+    )  # fmt: skip
+
+
+def _until_next(seconds: Sequence[float], at: Sequence[int]) -> tuple[float, ...]:
+    """Seconds from each of these positions to the next of them."""
+    sums = [0.0, *accumulate(seconds)]
+    return tuple(sums[end] - sums[begin] for begin, end in pairwise([*at, len(seconds)]))
+
+
+def _spread(values: Sequence[_Value], at: Sequence[int], count: int, otherwise: _Value) -> tuple[_Value, ...]:
+    """`count` values: those given at their positions, another one elsewhere."""
+    spread = [otherwise] * count
+    for position, value in zip(at, values, strict=True):
+        spread[position] = value
+    return tuple(spread)
+
+
+def _simulate(
+    trace: Sequence[int], full_nbytes: Sequence[int], fetch_nbytes: Sequence[int], budget: FetchBudget,
+    timing: Timing | None,
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], tuple[bool, ...], int]:  # fmt: skip
+    """By position: units to gather ahead, to read ahead, whether to keep the one in use; and the peak in bytes."""
     gather_due, fetch_due = _due(trace, full_nbytes, fetch_nbytes, timing)
     keep = _keep(trace, full_nbytes, budget)
     gather_ahead: list[tuple[int, ...]] = []
@@ -105,7 +151,7 @@ def make_schedule(
         fetch_ahead.append(tuple(reads))
         if not keep[position]:
             del live[unit]
-    return FetchSchedule(tuple(trace), tuple(gather_ahead), tuple(fetch_ahead), keep, peak)
+    return gather_ahead, fetch_ahead, keep, peak
 
 
 def _ahead(

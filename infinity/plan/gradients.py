@@ -51,18 +51,21 @@ def left_nbytes(
         first.setdefault(unit, position)
         last[unit] = position
     left = []
-    travelling = 0
+    # Of units between their first use and their last, and of the one that travels.
+    waiting = travelling = 0
     # By shapes of a unit's gradients: what they leave in the heap.
     heap: dict[tuple[int, ...], int] = {}
     for position, unit in enumerate(trace):
-        waiting = sum(_nbytes(layouts[other]) for other in first if first[other] <= position <= last[other])
-        again = 2 * _nbytes(layouts[unit]) if first[unit] < position else 0
+        own = _nbytes(layouts[unit])
+        waiting += own if position == first[unit] else 0
+        again = 2 * own if first[unit] < position else 0
         pieces = _pieces(layouts[unit])
         before = max((nbytes for shapes, nbytes in heap.items() if shapes != pieces), default=0)
         left.append(waiting + again + travelling + (0 if accelerator else before))
-        if position == last[unit] and layouts[unit].trainable:
-            alone = wire is not None and travels_alone(layouts[unit], wire)
-            travelling = _nbytes(layouts[unit]) if alone else 0
+        if position == last[unit]:
+            waiting -= own
+            if layouts[unit].trainable:
+                travelling = own if wire is not None and travels_alone(layouts[unit], wire) else 0
         heap[pieces] = sum(piece for piece in pieces if piece < _HEAP_PIECE_NBYTES_MAX)
     return tuple(left)
 

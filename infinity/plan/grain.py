@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from infinity.plan.fetch import FetchSchedule
+from infinity.plan.fetch import FetchSchedule, Use
 from infinity.plan.layout import Slice, SubGroup, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import STEP_WINDOW
@@ -134,23 +134,24 @@ def _slices(
 
 def _schedule(schedule: FetchSchedule, block_of: dict[int, int]) -> FetchSchedule:
     """The same uses by block: a run of uses of one block is one."""
-    trace: list[int] = []
+    uses: list[Use] = []
     gather: list[tuple[int, ...]] = []
     fetch: list[tuple[int, ...]] = []
     keep: list[bool] = []
-    for at, unit in enumerate(schedule.trace):
+    for at, (unit, needed) in enumerate(schedule.uses):
         block = block_of[unit]
         # The turn from forward to backward stays where it is.
-        if trace and trace[-1] == block and at != len(schedule.trace) // 2:
+        if uses and uses[-1].unit == block and at != len(schedule) // 2:
+            uses[-1] = Use(block, needed or uses[-1].needed)
             gather[-1] = _distinct(gather[-1], schedule.gather_ahead[at], block_of, block)
             fetch[-1] = _distinct(fetch[-1], schedule.fetch_ahead[at], block_of, block)
             keep[-1] = schedule.keep[at]
             continue
-        trace.append(block)
+        uses.append(Use(block, needed))
         gather.append(_distinct((), schedule.gather_ahead[at], block_of, block))
         fetch.append(_distinct((), schedule.fetch_ahead[at], block_of, block))
         keep.append(schedule.keep[at])
-    return FetchSchedule(tuple(trace), tuple(gather), tuple(fetch), tuple(keep), schedule.peak_nbytes)
+    return FetchSchedule(tuple(uses), tuple(gather), tuple(fetch), tuple(keep), schedule.peak_nbytes)
 
 
 def _distinct(known: tuple[int, ...], units: Iterable[int], block_of: dict[int, int], own: int) -> tuple[int, ...]:

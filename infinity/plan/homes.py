@@ -20,7 +20,7 @@ from infinity.plan.types import Key, Tier
 # Values beside the border between what a tier takes and what it leaves, for which every choice is looked at.
 CORE_COUNT = 14
 
-# Bytes that move in one step for each byte stored: forward, backward, and the step's read and write.
+# Bytes that move in one step for each byte stored: forward, backward (not of a lookup), the step's read and write.
 PARAM_TRAFFIC = 4
 FROZEN_TRAFFIC = 2
 STATES_TRAFFIC = 2

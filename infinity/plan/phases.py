@@ -124,11 +124,11 @@ class _Gathered:
         found = cls()
         for _ in range(2):
             found.nbytes = []
-            for position, unit in enumerate(schedule.trace):
-                for other in (unit, *(schedule.gather_ahead[position] if ahead else ())):
+            for position, (unit, needed) in enumerate(schedule.uses):
+                for other in (*([unit] if needed else []), *(schedule.gather_ahead[position] if ahead else ())):
                     found._gather(other, sizes[other], plan.pools.gathered_nbytes)
                 found.nbytes.append(found.now)
-                if not schedule.keep[position]:
+                if needed and not schedule.keep[position]:
                     found._release(unit, plan)
             for unit in [*found.live]:
                 found._release(unit, plan)

@@ -17,7 +17,7 @@ from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.budget import settle
 from infinity.plan.capacity import Capacity, excesses, in_words
-from infinity.plan.fetch import FetchBudget, FetchSchedule, Timing, make_schedule
+from infinity.plan.fetch import FetchBudget, FetchSchedule, Timing, Use, make_schedule
 from infinity.plan.gradients import Scratch, left_nbytes, make_scratch, wire_in_backward
 from infinity.plan.homes import FROZEN_TRAFFIC, PARAM_TRAFFIC, STATES_TRAFFIC, Value
 from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layouts
@@ -159,10 +159,10 @@ class Plan:
         """Device bytes that gathering each unit takes: 0 for one that is whole for good."""
         return _full_nbytes(self.layouts, self.placement)
 
-    def reschedule(self, trace: tuple[int, ...], timing: Timing | None = None) -> FetchSchedule:
-        """The schedule for a trace that was recorded (and timed), within the same budgets."""
+    def reschedule(self, uses: tuple[Use, ...], timing: Timing | None = None) -> FetchSchedule:
+        """The schedule for uses that were recorded (and timed), within the same budgets."""
         return make_schedule(
-            trace,
+            uses,
             full_nbytes=self.full_nbytes(),
             fetch_nbytes=fetch_nbytes_by_unit(self.partitions, self.placement),
             budget=self.budget,
@@ -279,7 +279,7 @@ def make_plan(
         follows = request.optimizer_tier is None
         return plan.bytes_by_tier()[Tier.GPU].get(Kind.GRAD, 0) if follows else 0
 
-    values = _values(layouts, groups, policy, request)
+    values = _values(spec, layouts, groups, policy, request)
     return settle(values, tiers, capacity, settled, Plan.nbytes_by_tier, gradients)
 
 
@@ -343,17 +343,19 @@ def _states(groups: tuple[SubGroup, ...], request: PlanRequest) -> tuple[Tier, .
 
 
 def _values(
-    layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], policy: Policy, request: PlanRequest
-) -> list[Value]:
+    spec: ModelSpec, layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], policy: Policy, request: PlanRequest
+) -> list[Value]:  # fmt: skip
     """What the budgets find homes for: parameters first, then states, each from the input on."""
     values = []
     if request.param_tier is None and request.stage == 3:
         whole = always_whole(layouts, policy)
+        in_backward = {unit for position, unit in enumerate(spec.uses) if position not in spec.lookups}
+        forward_only = {spec.uses[position] for position in spec.lookups} - in_backward
         for layout in layouts:
             if layout.index not in whole:
                 nbytes = layout.nbytes // policy.dp
-                traffic = (PARAM_TRAFFIC if layout.trainable else FROZEN_TRAFFIC) * nbytes
-                values.append(Value(Key(Kind.PARAM, layout.index), nbytes, nbytes, traffic))
+                times = (PARAM_TRAFFIC if layout.trainable else FROZEN_TRAFFIC) - (layout.index in forward_only)
+                values.append(Value(Key(Kind.PARAM, layout.index), nbytes, nbytes, times * nbytes))
     if request.optimizer_tier is None:
         grad = DTYPE_NBYTES[request.grad_dtype]
         for group in groups:
@@ -389,8 +391,10 @@ def _assemble(
         fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, max(fetch_nbytes, default=0)),
     )  # fmt: skip
     order = step_order_of(groups, placement, spec.uses)
+    forward = [Use(unit) for unit in spec.uses]
+    backward = [Use(unit, position not in spec.lookups) for position, unit in enumerate(spec.uses)]
     schedule = make_schedule(
-        spec.uses + spec.uses[::-1],
+        [*forward, *reversed(backward)],
         full_nbytes=_full_nbytes(layouts, placement),
         fetch_nbytes=fetch_nbytes,
         budget=budget,
@@ -421,7 +425,7 @@ def _pools(
     # One is in use. Beside it lies what was fetched ahead, or what is stepped: nothing is fetched ahead of its step.
     ahead = max(budget.fetch_nbytes_max, stepped_nbytes(groups, order, params))
     busiest = max(params.values(), default=0) + ahead
-    backward = schedule.trace[len(schedule.trace) // 2 :]
+    backward = schedule.trace[len(schedule) // 2 :]
     wire = request.communication_dtype
     in_backward = wire_in_backward(placement, dp=topology.dp, wire=wire)
     staged = [

@@ -171,7 +171,7 @@ class _Rehearsal:
             yield from self._boundary()
 
     def _pass(self, *, final: bool) -> Process:
-        schedule, half = self._plan.schedule, len(self._plan.schedule.trace) // 2
+        schedule, half = self._plan.schedule, len(self._plan.schedule) // 2
         ahead = self._overlap and (self._plan.request.accelerator or self._plan.topology.dp > 1)
         for at, unit, gathered in self._uses:
             if gathered and unit not in self._gathered:
@@ -189,7 +189,7 @@ class _Rehearsal:
             yield self._lanes.submit(self._compute_lane, seconds * self._share[unit] + self._speeds.use_seconds)
             if at == self._last[unit] and self._plan.layouts[unit].trainable:
                 yield from self._gradient(unit, at, final=final)
-            if not schedule.keep[at]:
+            if schedule.uses[at].needed and not schedule.keep[at]:
                 self._gathered.pop(unit, None)
 
     def _start(self, unit: int) -> None:

@@ -84,6 +84,11 @@ class ModuleNode:
             yield from child.walk()
 
     @property
+    def is_lookup(self) -> bool:
+        """Whether its forward takes rows of its only weight: its backward does not need it."""
+        return self.class_name == "Embedding" and list(self.params) == ["weight"] and not self.children
+
+    @property
     def is_container(self) -> bool:
         """Whether it only holds others and has no forward of its own."""
         return self.class_name in _CONTAINERS
@@ -163,11 +168,13 @@ class ModelSpec:
     """All units of a model, and `uses`: unit indices in the order in which a forward pass begins to need them.
 
     The order is the module tree's, as far as a tree can tell; a unit needed by several modules (tied weights) occurs
-    once for each. What really happens is recorded in the first step.
+    once for each. What really happens is recorded in the first step. `lookups`: positions in `uses` of modules whose
+    backward does not need the weights.
     """
 
     units: tuple[UnitSpec, ...]
     uses: tuple[int, ...] = ()
+    lookups: frozenset[int] = frozenset()
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
@@ -282,7 +289,8 @@ def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str],
         if name in tiled:
             continue
         groups.setdefault((homes[owners[name].path], spec.trainable, spec.dtype), []).append(spec)
-    order = {node.path: index for index, node in enumerate(root.walk())}
+    nodes = [*root.walk()]
+    order = {node.path: index for index, node in enumerate(nodes)}
     hooked = _hooked(root, rules)
     units = []
     in_order = sorted(groups.items(), key=lambda item: (order[item[0][0]], not item[0][1]))
@@ -308,7 +316,8 @@ def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str],
         )
     units = _with_tiles(units, tiled.values(), hooked, order, rules)
     begins = sorted((order[module], index) for index, unit in enumerate(units) for module in unit.modules)
-    return ModelSpec(units=tuple(units), uses=tuple(index for _, index in begins))
+    lookups = frozenset(position for position, (node, _) in enumerate(begins) if nodes[node].is_lookup)
+    return ModelSpec(units=tuple(units), uses=tuple(index for _, index in begins), lookups=lookups)
 
 
 def _tiled(root: ModuleNode, rules: UnitRules) -> frozenset[str]:

@@ -112,10 +112,11 @@ class Steps:
 def uses(plan: Plan) -> Iterator[tuple[int, int, bool]]:
     """(position, unit, whether it has to be gathered) of one forward and backward."""
     live: set[int] = set()
-    for at, unit in enumerate(plan.schedule.trace):
+    for at, (unit, needed) in enumerate(plan.schedule.uses):
         whole = plan.placement.units[unit].whole
-        yield at, unit, not whole and unit not in live
-        (live.add if plan.schedule.keep[at] else live.discard)(unit)
+        yield at, unit, needed and not whole and unit not in live
+        if needed:
+            (live.add if plan.schedule.keep[at] else live.discard)(unit)
 
 
 def nvme_specs(plan: Plan, kind: Kind) -> dict[int, PartitionSpec]:

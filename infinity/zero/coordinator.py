@@ -17,7 +17,8 @@ end by what the program calls, never by what is still alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 
 import torch
@@ -30,7 +31,7 @@ from infinity.errors import StateError
 from infinity.memory.device import Device
 from infinity.memory.elastic import SparePages
 from infinity.memory.store import TieredStore
-from infinity.plan.fetch import FetchSchedule, Timing
+from infinity.plan.fetch import FetchSchedule, Timing, Use
 from infinity.plan.plan import Plan
 from infinity.zero.gradients import Gradients
 from infinity.zero.parameter import is_released, name_of
@@ -47,12 +48,16 @@ FORWARD, BACKWARD = "modules, forward", "modules, backward"
 
 
 class Scope:
-    """One call of a hooked module: the units it needs, in forward and again in its backward."""
+    """One call of a hooked module: the units it needs, in forward and again in its backward. lookup: the weights of
+    those given are not needed there.
+    """
 
-    __slots__ = ("__weakref__", "held", "in_backward", "number", "units")
+    __slots__ = ("__weakref__", "held", "in_backward", "looked_up", "number", "units")
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], *, lookup: bool = False) -> None:
         self.units = list(units)
+        # The first so many of them are a lookup's.
+        self.looked_up = len(units) if lookup else 0
         # Among the calls that wait for their backward; 0 for others.
         self.number = 0
         # Between the first gradient of its outputs and the last gradient of its inputs.
@@ -82,10 +87,10 @@ class Coordinator:
         # Gathered in each forward and backward by all ranks together.
         self._cut = {unit for unit in units if unit.placed.parts > 1 and not unit.placed.whole}
         self._unit_of: dict[int, Unit] = {id(param): unit for unit in units for param in unit.params}
-        self._known: dict[tuple[int, ...], FetchSchedule] = {plan.schedule.trace: plan.schedule}
+        self._known: dict[tuple[Use, ...], FetchSchedule] = {plan.schedule.uses: plan.schedule}
         self._schedules: dict[str, FetchSchedule] = {"train": plan.schedule, "eval": plan.schedule}
         self._mode: str | None = None
-        self._trace: list[int] = []
+        self._trace: list[Use] = []
         self._cursor = -1
         self._strayed = False
         # Units whose copy to the device may still read their partition.
@@ -101,7 +106,7 @@ class Coordinator:
         self.closed = False
         # The latest training pass in full, when it was timed: see `use_times`.
         self._watch: Stopwatch | None = None
-        self._watched: tuple[tuple[int, ...], Stopwatch] | None = None
+        self._watched: tuple[tuple[Use, ...], Stopwatch] | None = None
         # How often a pass did not go as scheduled: a figure, not a flood of warnings.
         self.mismatches = 0
 
@@ -127,22 +132,30 @@ class Coordinator:
         """Time the next training pass."""
         self._watch = Stopwatch(device)
 
-    def use_times(self) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+    def use_times(self) -> tuple[tuple[Use, ...], tuple[float, ...]] | None:
         """(trace, seconds of computation from each use to the next) of the pass that `watch` timed, if it was whole."""
         if self._watched is None:
             return None
         trace, watch = self._watched
         return trace, watch.use_seconds()
 
-    def retime(self, trace: tuple[int, ...], timing: Timing) -> None:
+    def retime(self, trace: tuple[Use, ...], timing: Timing) -> None:
         """Follow a schedule that submits nothing earlier than it has to. Must be the same on every rank."""
         self._known[trace] = self._plan.reschedule(trace, timing)
-        if self._schedules["train"].trace == trace:
+        if self._schedules["train"].uses == trace:
             self._schedules["train"] = self._known[trace]
 
-    def open_scope(self, units: Sequence[Unit]) -> Scope:
-        """A hooked module is about to run: gather its units."""
-        scope = Scope(units)
+    @contextmanager
+    def gathered(self, unit: Unit) -> Iterator[None]:
+        """A block in which a unit is whole that nobody uses, within the plan's bytes. Collective."""
+        self._gather(unit)
+        unit.finish_gather()
+        yield
+        self._release(unit)
+
+    def open_scope(self, units: Sequence[Unit], *, lookup: bool = False) -> Scope:
+        """A hooked module is about to run: gather its units. lookup: their weights are not needed in its backward."""
+        scope = Scope(units, lookup=lookup)
         self._open.append(scope)
         for unit in scope.units:
             self._use(unit)
@@ -218,14 +231,14 @@ class Coordinator:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def enter_backward(self, scope: Scope) -> None:
-        """The first gradient of the module's outputs has arrived: gather its units again."""
+        """The first gradient of the module's outputs has arrived: gather again what its backward needs."""
         if scope.in_backward:
             return
         scope.in_backward = True
         if not scope.held:
             self._backward.append(scope)
-            for unit in scope.units:
-                self._use(unit)
+            for index, unit in enumerate(scope.units):
+                self._use(unit, needed=index >= scope.looked_up)
         record.take_off(BACKWARD, scope)
 
     def leave_backward(self, scope: Scope) -> None:
@@ -312,23 +325,24 @@ class Coordinator:
 
     # Use of one unit.
 
-    def _use(self, unit: Unit) -> None:
+    def _use(self, unit: Unit, *, needed: bool = True) -> None:
         unit.users += 1
         # While it is in use another use is no event of the trace: how often a module is called inside one that has its
         # weights (a tile of tokens each time) may differ from rank to rank, and schedules may not.
         if unit.placed.whole or (unit.users > 1 and unit.state is Gathered.GATHERED):
             return
         with record.span(record.ENGINE, "use", unit.key):
-            self._bring(unit)
+            self._bring(unit, needed=needed)
 
-    def _bring(self, unit: Unit) -> None:
-        self._advance(unit)
+    def _bring(self, unit: Unit, *, needed: bool) -> None:
+        self._advance(Use(unit.layout.index, needed), unit)
         watch = self._watch if self._mode == "train" else None
         if watch is not None:
             watch.begin_use()
-        self._gather(unit)
-        self._submit_ahead()
-        unit.finish_gather()
+        if needed:
+            self._gather(unit)
+            self._submit_ahead()
+            unit.finish_gather()
         if watch is not None:
             watch.arrived()
 
@@ -372,22 +386,21 @@ class Coordinator:
             if unit.users <= 0 and not unit.placed.whole and not self._keep(unit):
                 self._release(unit)
 
-    def _advance(self, unit: Unit) -> None:
+    def _advance(self, use: Use, unit: Unit) -> None:
         """Move the cursor to this use in the scheduled trace, or find the next place that fits."""
-        index = unit.layout.index
         if self._mode is None:
             unit.position = None
             return
         if len(self._trace) < _TRACE_MAX:
-            self._trace.append(index)
-        trace = self._schedules[self._mode].trace
+            self._trace.append(use)
+        schedule = self._schedules[self._mode]
         expected = self._cursor + 1
-        if expected < len(trace) and trace[expected] == index:
+        if expected < len(schedule) and schedule.uses[expected] == use:
             self._cursor = unit.position = expected
             return
         self._strayed = True
         try:
-            self._cursor = unit.position = trace.index(index, expected)
+            self._cursor = unit.position = schedule.trace.index(use.unit, expected)
         except ValueError:
             unit.position = None
 
@@ -409,7 +422,9 @@ class Coordinator:
     def _keep(self, unit: Unit) -> bool:
         if self._mode is None or unit.position is None:
             return False
-        return self._schedules[self._mode].keep[unit.position]
+        schedule = self._schedules[self._mode]
+        # What a later use needs may lie there when one comes that does not.
+        return schedule.keep[unit.position] or not schedule.uses[unit.position].needed
 
     def _live_nbytes(self) -> int:
         return sum(
@@ -423,7 +438,7 @@ class Coordinator:
             if unit.users <= 0 and not unit.placed.whole:
                 self._release(unit)
 
-    def _schedule(self, trace: tuple[int, ...]) -> FetchSchedule:
+    def _schedule(self, trace: tuple[Use, ...]) -> FetchSchedule:
         if trace not in self._known:
             if len(self._known) >= _SCHEDULES_MAX:
                 self._known.pop(next(iter(self._known)))

@@ -71,7 +71,7 @@ class ModuleHooks:
                 return None
             if module is self._model:
                 self._coordinator.begin_pass(_mode(module))
-            scope = self._coordinator.open_scope(units)
+            scope = self._coordinator.open_scope(units, lookup=_looks_up(module))
             self._stack.append((module, scope))
             if not torch.is_grad_enabled():
                 return None
@@ -99,6 +99,13 @@ class ModuleHooks:
         raised = output is None and sys.exc_info()[0] is not None
         if module is self._model and not carrying and not self._stack and not raised:
             self._coordinator.end_pass(_mode(module))
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Whether backward of a module does not need its weight: an embedding's gradient follows from the ids alone. Not
+    where somebody else's hooks may compute with it.
+    """
+    return type(module) is nn.Embedding and len(module._forward_hooks) == len(module._forward_pre_hooks) == 1
 
 
 def _mode(model: nn.Module) -> str:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from infinity.comm.collectives import exchange
 from infinity.comm.mesh import Mesh
 from infinity.memory.device import Device
 from infinity.memory.store import TieredStore
-from infinity.plan.fetch import Timing
+from infinity.plan.fetch import Timing, Use
 from infinity.zero.unit import Gathered, Unit
 
 # What is read to measure a drive: long enough to tell its rate, short enough not to be noticed.
@@ -50,14 +51,15 @@ class Stopwatch:
 
 
 def agree(
-    measured: tuple[tuple[int, ...], tuple[float, ...]] | None, units: Sequence[Unit], store: TieredStore,
-    device: Device, mesh: Mesh,
-) -> tuple[tuple[int, ...], Timing] | None:  # fmt: skip
+    measured: tuple[tuple[Use, ...], tuple[float, ...]] | None, units: Sequence[Unit], store: TieredStore,
+    device: Device, mesh: Mesh, gathered: Callable[[Unit], AbstractContextManager[None]],
+) -> tuple[tuple[Use, ...], Timing] | None:  # fmt: skip
     """(trace, timing) for all ranks: the slowest rates and the shortest computations; None where their passes differ.
-    Collective. `measured` is a pass of this rank and its seconds of computation, if it was timed.
+    Collective. `measured` is a pass of this rank and its seconds of computation, if it was timed. gathered: a block in
+    which a unit is whole.
     """
     trace, seconds = measured if measured is not None else ((), ())
-    rates = [fetch_rate(units, store), gather_rate(units, store, device)]
+    rates = [fetch_rate(units, store), gather_rate(units, store, device, gathered)]
     # Six bytes, so that a float holds them.
     digest = int.from_bytes(hashlib.sha256(str(trace).encode()).digest()[:6], "big")
     rows = exchange([float(digest), *rates], mesh.control, mesh.ranks.world_size, "exchange of rates")
@@ -89,17 +91,17 @@ def fetch_rate(units: Sequence[Unit], store: TieredStore) -> float:
     return moved / seconds if moved else float("inf")
 
 
-def gather_rate(units: Sequence[Unit], store: TieredStore, device: Device) -> float:
+def gather_rate(
+    units: Sequence[Unit], store: TieredStore, device: Device, gathered: Callable[[Unit], AbstractContextManager[None]]
+) -> float:
     """Bytes a second from CPU memory (and the other ranks) to whole units, by gathering the largest. Collective."""
     apart = [unit for unit in units if not unit.placed.whole and unit.state is Gathered.PARTITIONED]
     if not apart:
         return float("inf")
     largest = max(apart, key=lambda unit: unit.layout.nbytes)
-    had_bytes = largest.has_bytes
     with store.read(largest.key):
         began = time.perf_counter()
-        largest.finish_gather()
-        device.synchronize()
-        seconds = time.perf_counter() - began
-    largest.release(keep_bytes=had_bytes)
+        with gathered(largest):
+            device.synchronize()
+            seconds = time.perf_counter() - began
     return largest.layout.nbytes / seconds

@@ -100,31 +100,33 @@ class Tiles:
             "or embedding with the weight, or set zero_optimization.tile_parameters to 0 to have it gathered whole"
         )
 
-    def forward(self, *, returns: bool) -> Iterator[tuple[Tile, Tensor, Scope]]:
+    def forward(self, *, returns: bool, lookup: bool = False) -> Iterator[tuple[Tile, Tensor, Scope]]:
         """(tile, its rows [rows, width], scope) one after the other, gathered while the loop's body runs. `returns`:
-        whether `backward` will be called with the scopes.
+        whether `backward` (of a `lookup`, `passed`) will be called with the scopes.
         """
         for tile in self.tiles:
-            scope = self.coordinator.open_scope([tile.unit])
+            scope = self.coordinator.open_scope([tile.unit], lookup=lookup)
             try:
                 yield tile, tile.param.detach(), scope
             finally:
                 # Held from a recomputed forward to its backward, all tiles would be there at once.
                 self.coordinator.close_scope(scope, will_return=returns, may_hold=False)
 
-    def backward(
-        self, scopes: Sequence[Scope], *, with_room: bool = True
-    ) -> Iterator[tuple[Tile, Tensor, Tensor | None]]:
-        """(tile, its rows, room for their gradient) for the scopes that forward gave, the last first. There is no room
-        where no gradient is wanted.
-        """
+    def passed(self, scopes: Sequence[Scope]) -> Iterator[Tile]:
+        """The tiles in backward, the last first, for the scopes that forward gave."""
         self.coordinator.join_backward()
-        room: Tensor | None = None
-        latest: Tile | None = None
         for tile, scope in zip(reversed(self.tiles), reversed(scopes), strict=True):
             self.coordinator.enter_backward(scope)
+            yield tile
+            self.coordinator.leave_backward(scope)
+
+    def backward(self, scopes: Sequence[Scope]) -> Iterator[tuple[Tile, Tensor, Tensor | None]]:
+        """The same with their rows, gathered, and room for the gradient, where one is wanted."""
+        room: Tensor | None = None
+        latest: Tile | None = None
+        for tile in self.passed(scopes):
             rows = tile.param.detach()
-            if not with_room or not tile.wants_gradient:
+            if not tile.wants_gradient:
                 yield tile, rows, None
             else:
                 # Taken anew for each tile, the C library's heap would have a hole for each. An accelerator's
@@ -134,7 +136,6 @@ class Tiles:
                     room = torch.empty_like(rows)
                 latest = tile
                 yield tile, rows, room[: len(rows)]
-            self.coordinator.leave_backward(scope)
 
     def returns(self, *others: Tensor | None) -> bool:
         """Whether a function of the weight and of `others` that is called now will see its backward."""
@@ -313,7 +314,7 @@ class _Embedding(torch.autograd.Function):
             raise IndexError(f"index out of range in {parameter.name_of(weight)}: it has {weight.shape[0]} rows")
         output = torch.empty(flat.numel(), weight.shape[1], dtype=weight.dtype, device=weight.device)
         scopes = []
-        for tile, rows, scope in tiles.forward(returns=returns):
+        for tile, rows, scope in tiles.forward(returns=returns, lookup=True):
             at = _inside(flat, tile)
             output[at] = rows[flat[at] - tile.start]
             scopes.append(scope)
@@ -326,12 +327,12 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (flat,) = ctx.saved_tensors
         grads = grad.reshape(flat.numel(), -1)
-        for tile, rows, _ in ctx.tiles.backward(ctx.scopes, with_room=False):
+        for tile in ctx.tiles.passed(ctx.scopes):
             if tile.wants_gradient:
                 at = _inside(flat, tile)
                 padding = ctx.padding - tile.start if tile.start <= ctx.padding < tile.stop else -1
                 part = torch.ops.aten.embedding_dense_backward(
-                    grads[at], flat[at] - tile.start, len(rows), padding, ctx.by_frequency
+                    grads[at], flat[at] - tile.start, tile.stop - tile.start, padding, ctx.by_frequency
                 )
                 tile.add_gradient(part)
         return (None,) * 6

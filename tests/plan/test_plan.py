@@ -89,7 +89,7 @@ def test_every_plan_is_sound(request_, dp):
     assert (
         execute(plan.schedule, list(plan.full_nbytes()), fetch_nbytes(plan), plan.budget) == plan.pools.gathered_nbytes
     )
-    assert plan.reschedule(plan.schedule.trace) == plan.schedule
+    assert plan.reschedule(plan.schedule.uses) == plan.schedule
     kinds = [spec.key for spec in plan.partitions]
     assert len(set(kinds)) == len(kinds)
     assert {key.index for key in kinds if key.kind is Kind.PARAM} == set(range(5))
