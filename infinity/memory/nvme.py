@@ -195,6 +195,11 @@ class NvmeTier:
         """The I/O back end in use."""
         return self._drives[0].queue.backend
 
+    @property
+    def ahead_nbytes(self) -> int:
+        """Bytes that may have begun before a request whose turn is next."""
+        return sum(drive.queue.ahead_nbytes for drive in self._drives)
+
     def register(self, buffer: Tensor) -> bool:
         """Make a long-lived buffer known to the kernel, until `close`: transfers in it cost less. False: not taken."""
         return all([drive.queue.register(buffer) for drive in self._drives])

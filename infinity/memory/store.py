@@ -172,7 +172,7 @@ class TieredStore(Parties):
                 if partition.state is State.SPILLED:
                     buffer = self._take_now(partition)
                     if buffer is not None:
-                        self._submit_fetch(partition, buffer)
+                        self._submit_fetch(partition, buffer, by)
                     elif partition.absent:
                         return False
                 # What is there already is as needed as what is fetched now.
@@ -244,6 +244,11 @@ class TieredStore(Parties):
         """What moves bytes between NVMe and memory; None where nothing does."""
         return None if self._nvme is None else self._nvme.backend
 
+    @property
+    def ahead_nbytes(self) -> int:
+        """Bytes that NVMe may have begun to move before a fetch whose turn is next."""
+        return 0 if self._nvme is None else self._nvme.ahead_nbytes
+
     def check(self) -> None:
         """Verify the invariants of every partition, one buffer one partition, and the ledger against the sum."""
         with self._changed:
@@ -301,16 +306,18 @@ class TieredStore(Parties):
         if buffer is None:
             return
         if partition.state is State.SPILLED and not fresh:
-            self._submit_fetch(partition, buffer)
+            self._submit_fetch(partition, buffer, by)
         else:
             # Not before there is room: the old value is lost now.
             partition.discard()
             partition.materialize(buffer.zero_())
 
-    def _submit_fetch(self, partition: Partition, buffer: Tensor) -> None:
+    def _submit_fetch(self, partition: Partition, buffer: Tensor, by: Reservation | None) -> None:
         assert self._nvme is not None and partition.spec.extent is not None
+        # What the program reads ahead it needs soon; what a step behind it reads and writes has time.
+        priority = 1 if by is None else 0
         try:
-            partition.begin_fetch(buffer, partial(self._nvme.read, partition.spec.extent, buffer))
+            partition.begin_fetch(buffer, partial(self._nvme.read, partition.spec.extent, buffer, priority=priority))
         except BaseException:
             self._buffers.give(partition, buffer)
             raise
@@ -328,8 +335,8 @@ class TieredStore(Parties):
         return None
 
     def _take(self, partition: Partition, by: Reservation | None) -> Tensor | None:
-        """A buffer for a partition: waits for transfers, gives up others' clean buffers, waits for others' leases. None:
-        somebody has brought the partition meanwhile, or it is here.
+        """A buffer for a partition: waits for transfers, gives up others' clean buffers, waits for others' leases. None
+        where it has one, or somebody has brought it meanwhile.
         """
         name = arena_name(partition.key)
         while partition.absent:

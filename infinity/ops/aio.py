@@ -37,6 +37,7 @@ __all__ = ["BACKENDS", "File", "Queue", "Request"]
 
 # In the order in which "auto" tries them.
 BACKENDS = (*CODES, "python")
+_IN_KERNEL = ("io_uring", "libaio")
 
 # 32 of them in flight move more than 1 MiB blocks do, and as much as twice as many of half the size.
 BLOCK_NBYTES = 512 << 10
@@ -201,6 +202,8 @@ class Queue:
         self._registered: dict[int, Tensor | Descriptors] = {}
         self._engine = _make_engine(backend, depth, threads, block_nbytes, pending_max)
         self.backend = self._engine.name
+        # Bytes that may have begun before a request whose turn is next.
+        self.ahead_nbytes = (depth if self.backend in _IN_KERNEL else threads) * block_nbytes
         # Last: `__del__` takes a queue without it for one that was never made.
         self._closed = False
 

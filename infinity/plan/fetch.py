@@ -45,6 +45,8 @@ class Timing:
     fetch_rate: float
     # From CPU memory (and the other ranks) to whole units on the device.
     gather_rate: float
+    # Seconds that a read waits for what the drive has begun before it, while a step reads and writes there.
+    fetch_latency: float = 0.0
 
 
 class Use(NamedTuple):
@@ -190,7 +192,8 @@ def _due(
     begins = [0.0, *accumulate(timing.use_seconds)][: len(trace)]
     gathers = _latest_starts(begins, [full_nbytes[unit] for unit in trace], timing.gather_rate)
     # A gather can begin when its fetch has ended.
-    fetches = _latest_starts(gathers, [fetch_nbytes[unit] for unit in trace], timing.fetch_rate)
+    wanted = [start - _MARGIN * timing.fetch_latency for start in gathers]
+    fetches = _latest_starts(wanted, [fetch_nbytes[unit] for unit in trace], timing.fetch_rate)
     gather_due, fetch_due = ([bisect_right(begins, start) - 1 for start in starts] for starts in (gathers, fetches))
     return gather_due, fetch_due
 

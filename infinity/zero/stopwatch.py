@@ -54,21 +54,24 @@ def agree(
     measured: tuple[tuple[Use, ...], tuple[float, ...]] | None, units: Sequence[Unit], store: TieredStore,
     device: Device, mesh: Mesh, gathered: Callable[[Unit], AbstractContextManager[None]],
 ) -> tuple[tuple[Use, ...], Timing] | None:  # fmt: skip
-    """(trace, timing) for all ranks: the slowest rates and the shortest computations; None where their passes differ.
+    """(uses, timing) for all ranks: the slowest rates and the shortest computations; None where their passes differ.
     Collective. `measured` is a pass of this rank and its seconds of computation, if it was timed. gathered: a block in
     which a unit is whole.
     """
-    trace, seconds = measured if measured is not None else ((), ())
+    uses, seconds = measured if measured is not None else ((), ())
     rates = [fetch_rate(units, store), gather_rate(units, store, device, gathered)]
     # Six bytes, so that a float holds them.
-    digest = int.from_bytes(hashlib.sha256(str(trace).encode()).digest()[:6], "big")
-    rows = exchange([float(digest), *rates], mesh.control, mesh.ranks.world_size, "exchange of rates")
-    if not trace or len({row[0] for row in rows}) > 1:
+    digest = int.from_bytes(hashlib.sha256(str(uses).encode()).digest()[:6], "big")
+    mine = [float(digest), *rates, -store.ahead_nbytes / rates[0]]
+    rows = exchange(mine, mesh.control, mesh.ranks.world_size, "exchange of rates")
+    if not uses or len({row[0] for row in rows}) > 1:
         return None
-    _, fetch, gather = (min(column) for column in zip(*rows, strict=True))
+    _, fetch, gather, latency = (min(column) for column in zip(*rows, strict=True))
     everyone = exchange([*seconds], mesh.control, mesh.ranks.world_size, "exchange of times")
     shortest = [min(column) for column in zip(*everyone, strict=True)]
-    return trace, Timing(use_seconds=tuple(shortest), fetch_rate=fetch, gather_rate=gather)
+    return uses, Timing(
+        use_seconds=tuple(shortest), fetch_rate=fetch, gather_rate=gather, fetch_latency=-latency
+    )
 
 
 def fetch_rate(units: Sequence[Unit], store: TieredStore) -> float:

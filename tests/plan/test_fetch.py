@@ -213,3 +213,14 @@ def test_a_use_without_weights_changes_nothing_for_the_others():
         assert not values.pop(4)
         assert tuple(values) == getattr(others, name)
     assert found.peak_nbytes == others.peak_nbytes
+
+
+def test_a_busy_drive_is_asked_earlier():
+    """What it has begun takes 1 s, planned as 2."""
+    fetch = [0] * 5 + [1000, 0, 0]
+    sizes = {"full_nbytes": [1000] * 8, "fetch_nbytes": fetch, "budget": LOOSE}
+    for latency, at in ((0.0, 2), (1.0, 0)):
+        timing = Timing((1.0,) * 8, fetch_rate=1000 / 1.2, gather_rate=1e6, fetch_latency=latency)
+        schedule = make_schedule(uses_of(range(8)), timing=timing, **sizes)
+        assert [position for position, units in enumerate(schedule.fetch_ahead) if 5 in units] == [at]
+        assert [position for position, units in enumerate(schedule.gather_ahead) if 5 in units] == [4]
