@@ -26,7 +26,8 @@ from torch import Tensor
 
 from infinity import record
 from infinity.memory.elastic import ElasticBuffer, SparePages
-from infinity.memory.pages import HUGE_PAGE, page_aligned
+from infinity.memory.pages import page_aligned
+from infinity.plan.types import HUGE_PAGE
 from infinity.transfer import Completed, StreamTransfer, Transfer
 
 # Memory on its way down that is not yet given back: a few milliseconds of a bus, and few enough to look through.

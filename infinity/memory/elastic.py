@@ -18,7 +18,8 @@ import os
 
 import torch
 
-from infinity.memory.pages import HUGE_PAGE, mapping
+from infinity.memory.pages import mapping
+from infinity.plan.types import HUGE_PAGE
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 # The parts of the kernel's interface that Python does not name: see mremap(2).

@@ -8,9 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from infinity.plan.types import EXTENT_ALIGNMENT, align_up
-
-HUGE_PAGE = 2 << 20
+from infinity.plan.types import EXTENT_ALIGNMENT, HUGE_PAGE, align_up
 
 
 def mapping(nbytes: int) -> mmap.mmap:

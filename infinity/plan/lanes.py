@@ -27,6 +27,9 @@ class Lane(Enum):
     __hash__ = object.__hash__
 
 
+_OTHER_WAY = {Lane.READ: Lane.WRITE, Lane.WRITE: Lane.READ}
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """`work` in seconds on cores and accelerators, in bytes on drives and links."""
@@ -82,9 +85,11 @@ class Lanes:
         while woken:
             woken = False
             processes, self._processes = self._processes, []
-            for process, waiting in processes:
-                if waiting is not None and not _over(waiting):
-                    self._processes.append((process, waiting))
+            for entry in processes:
+                process, waiting = entry
+                # Most of a rehearsal's time is spent here.
+                if waiting is not None and not (waiting.done if isinstance(waiting, Job) else waiting()):
+                    self._processes.append(entry)
                     continue
                 woken = True
                 following = next(process, None)
@@ -102,9 +107,10 @@ class Lanes:
             if lane is Lane.CORES:
                 active += [(job, 1.0 / len(queue)) for job in queue]
             else:
-                job = next((job for job in queue if job.urgent), queue[0])
+                first = queue[0]
+                job = first if first.urgent else next((job for job in queue if job.urgent), first)
                 active.append((job, self._rate(lane)))
-        seconds = min(job.work / rate for job, rate in active)
+        seconds = min([job.work / rate for job, rate in active])
         self.now += seconds
         for job, rate in active:
             job.work -= rate * seconds
@@ -116,11 +122,7 @@ class Lanes:
         if lane is Lane.ACCELERATOR:
             return 1.0
         rate = self.rates[lane]
-        other = {Lane.READ: Lane.WRITE, Lane.WRITE: Lane.READ}.get(lane)
+        other = _OTHER_WAY.get(lane)
         if other is None or not self._queues[other]:
             return rate
         return min(rate, self.mixed_rates[lane is Lane.WRITE])
-
-
-def _over(waiting: Waiting) -> bool:
-    return waiting.done if isinstance(waiting, Job) else waiting()

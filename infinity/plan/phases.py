@@ -21,6 +21,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.types import (
     DTYPE_NBYTES,
     EXTENT_ALIGNMENT,
+    HUGE_PAGE,
     SAVE_BLOCK_NBYTES,
     SAVE_BLOCKS,
     Key,
@@ -109,12 +110,13 @@ class _Gathered:
     """Whole units by the schedule: bytes at each position of a pass that was preceded by another.
 
     Where the device's memory is the process's, released units leave theirs to the next ones, as the coordinator does:
-    the oldest is freed when the plan's bound would be passed.
+    the oldest is freed when the plan's bound would be passed, and its pages are spare for the next, within that bound.
     """
 
     live: dict[int, int] = field(default_factory=dict)
     # Released units whose memory is still there.
     retained: dict[int, int] = field(default_factory=dict)
+    spare: int = 0
     nbytes: list[int] = field(default_factory=list)
 
     @classmethod
@@ -136,20 +138,30 @@ class _Gathered:
 
     @property
     def now(self) -> int:
+        return self._held() + self.spare
+
+    def _held(self) -> int:
         return sum(self.live.values()) + sum(self.retained.values())
 
     def _gather(self, unit: int, nbytes: int, bound: int) -> None:
         if unit in self.live:
             return
-        had = self.retained.pop(unit, None)
-        while had is None and self.retained and self.now + nbytes > bound:
-            del self.retained[next(iter(self.retained))]
+        if self.retained.pop(unit, None) is None:
+            while self.retained and self._held() + nbytes > bound:
+                self.spare += _in_parts(self.retained.pop(next(iter(self.retained))))
+            self.spare = _in_parts(min(self.spare, max(bound - self._held(), nbytes)))
+            self.spare -= min(self.spare, _in_parts(nbytes))
         self.live[unit] = nbytes
 
     def _release(self, unit: int, plan: Plan) -> None:
         nbytes = self.live.pop(unit)
         if not plan.request.accelerator:
             self.retained[unit] = nbytes
+
+
+def _in_parts(nbytes: int) -> int:
+    """What of a unit's memory can go to another one."""
+    return nbytes // HUGE_PAGE * HUGE_PAGE
 
 
 def _at_rest(plan: Plan, gathered: _Gathered) -> Table:

@@ -14,6 +14,8 @@ DTYPE_NBYTES = {
 
 # O_DIRECT wants offsets and lengths in multiples of the logical block; 4 KiB serves 512-byte and 4Kn drives alike.
 EXTENT_ALIGNMENT = 4096
+# A large page of CPU memory.
+HUGE_PAGE = 2 << 20
 # A checkpoint is written in blocks of so many bytes; so many at a time pass through memory of their own, where they
 # cannot be written from where they are.
 SAVE_BLOCK_NBYTES, SAVE_BLOCKS = 4 << 20, 8

@@ -11,7 +11,7 @@ import torch
 
 from infinity.memory import elastic
 from infinity.memory.elastic import ElasticBuffer, SparePages
-from infinity.memory.pages import HUGE_PAGE
+from infinity.plan.types import HUGE_PAGE
 
 CPU = torch.device("cpu")
 PART = HUGE_PAGE // 4

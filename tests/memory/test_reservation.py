@@ -112,6 +112,27 @@ def test_what_is_reserved_is_fetched_ahead_by_its_step_only(bench):
     assert made.store[A].state is State.READING
 
 
+def test_what_the_program_reads_goes_before_what_its_step_reads(bench, monkeypatch):
+    made = bench([param(index, 1) for index in range(3)])
+    for key in (A, B, C):
+        made.fill(key, 1)
+        made.spill(key)
+    reservation, priorities, read = Reservation(), [], made.tier.read
+
+    def reading(extent, buffer, *, priority=0):
+        priorities.append(priority)
+        return read(extent, buffer, priority=priority)
+
+    monkeypatch.setattr(made.tier, "read", reading)
+    made.store.reserve(reservation, A)
+    assert made.store.prefetch(A, by=reservation) and made.store.prefetch(B)
+    with made.store.read(C):
+        pass
+    step, ahead, now = priorities
+    assert step < ahead == now
+    made.store.release(reservation, A)
+
+
 def test_room_that_the_other_party_holds_is_waited_for(bench):
     made = bench([param(0, 2), param(1, 2)], param_pages=2)
     made.fill(B, 7)
@@ -170,8 +191,8 @@ def test_nobody_drops_what_another_party_is_about_to_use(bench):
     # A request that nobody hears of before the event: waiting for it takes that long.
     submit = made.tier.read
 
-    def slow(extent, buffer):
-        transfer = submit(extent, buffer)
+    def slow(extent, buffer, **options):
+        transfer = submit(extent, buffer, **options)
         finish = transfer.wait
         transfer.wait = lambda: (wait.wait(10), finish())
         return transfer

@@ -176,7 +176,7 @@ def test_a_submission_that_is_refused_gives_the_buffer_back(bench, monkeypatch):
     made.fill(A, 1)
     made.spill(A)
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise TransferError("read", path="simulated", offset=0, nbytes=1, errno=11, reason="full")
 
     with monkeypatch.context() as patch:
