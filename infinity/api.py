@@ -278,7 +278,7 @@ def _build(
             if buffer is not None:
                 buffer_owner._buffers[name] = buffer.to(device.torch)
     synced = ranks.world_size > 1 and not all(unit.placed.whole for unit in units)
-    hooks = ModuleHooks(model, units, coordinator, synced=synced)
+    hooks = ModuleHooks(model, units, coordinator, mesh=mesh, synced=synced)
     undo.callback(hooks.remove)
     checkpointing = _checkpointing(config, model, ranks, device, ledger)
     undo.callback(checkpointing.close)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infinity.comm.agreement import on_any_rank
+from infinity.comm.mesh import Mesh
 from infinity.errors import StateError
 from infinity.zero.coordinator import Coordinator, Scope
 from infinity.zero.parameter import whole_of
@@ -25,10 +27,13 @@ from infinity.zero.unit import Unit
 class ModuleHooks:
     """The hooks of one model; `remove` takes them all away.
 
-    synced: whether parameters are partitioned over several ranks, so that every rank has to take part in each forward.
+    synced: whether parameters are partitioned over the mesh's ranks, so that all have to take part in each forward, and
+    in this.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], coordinator: Coordinator, *, synced: bool) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], coordinator: Coordinator, *, mesh: Mesh, synced: bool
+    ) -> None:
         self._model = model
         self._coordinator = coordinator
         self._known = {id(whole_of(param)) for unit in units for param in unit.params}
@@ -39,10 +44,16 @@ class ModuleHooks:
             for path in () if unit.layout.is_tile else unit.layout.modules:
                 wanted.setdefault(path, []).append(unit)
         self._handles = []
-        for path, needed in wanted.items():
-            module = model.get_submodule(path)
+        modules = [model.get_submodule(path) for path in wanted]
+        lookups = [_looks_up(module) for module in modules]
+        if synced:
+            # What one rank gathers all do.
+            others = on_any_rank([not lookup for lookup in lookups], mesh, "what backward needs of embeddings")
+            lookups = [not other for other in others]
+        for module, needed, lookup in zip(modules, wanted.values(), lookups, strict=True):
+            before = self._before(module, needed, lookup=lookup)
             self._handles += [
-                module.register_forward_pre_hook(self._before(module, needed), with_kwargs=True, prepend=True),
+                module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
                 module.register_forward_hook(self._after(module), always_call=True),
             ]
         if synced and hasattr(model, "generation_config") and hasattr(model, "generate"):
@@ -64,14 +75,14 @@ class ModuleHooks:
             handle.remove()
         self._handles.clear()
 
-    def _before(self, hooked: nn.Module, units: list[Unit]) -> Callable[..., Any]:
+    def _before(self, hooked: nn.Module, units: list[Unit], *, lookup: bool) -> Callable[..., Any]:
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if module is not hooked:
                 # A deep copy of the model has its own parameters, and the original's hooks.
                 return None
             if module is self._model:
                 self._coordinator.begin_pass(_mode(module))
-            scope = self._coordinator.open_scope(units, lookup=_looks_up(module))
+            scope = self._coordinator.open_scope(units, lookup=lookup)
             self._stack.append((module, scope))
             if not torch.is_grad_enabled():
                 return None
@@ -103,9 +114,10 @@ class ModuleHooks:
 
 def _looks_up(module: nn.Module) -> bool:
     """Whether backward of a module does not need its weight: an embedding's gradient follows from the ids alone. Not
-    where somebody else's hooks may compute with it.
+    where hooks are there already, which may compute with it; one that comes later finds it released, and asks.
     """
-    return type(module) is nn.Embedding and len(module._forward_hooks) == len(module._forward_pre_hooks) == 1
+    plain = type(module) is nn.Embedding and [*module._parameters] == ["weight"]
+    return plain and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def _mode(model: nn.Module) -> str:

@@ -127,19 +127,34 @@ def hooked(module: nn.Embedding, ids: tuple[Tensor], output: Tensor) -> Tensor:
     return output * (1 + module.weight.square().mean())
 
 
-@pytest.mark.parametrize("odd", [False, True])
-def test_weights_of_an_embedding_that_something_else_needs_are_there(tmp_path: Path, odd: bool) -> None:
-    """In the hook of a program's own, or where another module's forward uses them."""
-
+@pytest.mark.parametrize("user", ["another module", "a hook", "a later hook"])
+def test_weights_of_an_embedding_that_something_else_needs_are_there(tmp_path: Path, user: str) -> None:
     def model() -> Speaker:
-        made = Speaker(odd=odd)
-        if not odd:
+        made = Speaker(odd=user == "another module")
+        if user == "a hook":
             made.words.register_forward_hook(hooked)
         return made
 
+    plain = model()
     with engine_of(model(), tmp_path) as engine:
+        for each in (plain, engine.module) if user == "a later hook" else ():
+            each.words.register_forward_hook(hooked)
         losses = train(engine)
-    assert losses == pytest.approx(train_plainly(model()), rel=1e-5)
+    assert losses == pytest.approx(train_plainly(plain), rel=1e-5)
+
+
+def hooked_on_one(rank: int, world: int, folder: str) -> list[float]:
+    join(world)
+    model = Speaker()
+    if rank == 0:
+        model.words.register_forward_hook(lambda *_: None)
+    with engine_of(model, folder) as engine:
+        return train(engine, rank)
+
+
+def test_a_hook_on_one_rank_does_not_part_the_ranks(rank_pools: Any, tmp_path: Path) -> None:
+    losses = rank_pools[2].run(hooked_on_one, str(tmp_path))[0]
+    assert losses == pytest.approx(train_plainly(Speaker(), 2), rel=1e-5)
 
 
 def test_an_embedding_in_tiles_is_gathered_once(tmp_path: Path) -> None:
