@@ -8,6 +8,7 @@ caller adds it. Tables are left out, for they are looked up; one that is the hea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -242,26 +243,29 @@ class _Case:
 
     def tokens_to_hide(self, profile: HardwareProfile, tokens: int, flops: float | None) -> int | None:
         """The fewest tokens of a micro-batch, to a fifth, whose step is as short as with drives that cost nothing."""
-
-        def hidden(count: int) -> bool:
-            scaled = None if flops is None else flops * count / tokens
-            machine = _Machine.of(self.plan, self.rehearsed, profile, count, scaled)
-            free = machine.faster(Bound.NVME_READ, float("inf")).faster(Bound.NVME_WRITE, float("inf"))
-            limit = replace(self, machine=free).rehearse().seconds
-            return replace(self, machine=machine).rehearse().seconds <= _HIDDEN_WITHIN * limit
-
-        high = max(tokens, 1)
-        while not hidden(high):
-            high *= 4
+        # Not hidden from `low` down, hidden from `high` up, as far as that is known.
+        low, high, count = 0, _TOKENS_MAX + 1, max(tokens, 1)
+        while count <= _TOKENS_MAX:
+            longer = self._longer_for_its_drives(profile, count, None if flops is None else flops * count / tokens)
+            if longer <= _HIDDEN_WITHIN:
+                high = count
+            else:
+                low = count
+            if high <= 1.2 * low + 1:
+                return high
             if high > _TOKENS_MAX:
-                return None
-        low = high // 4
-        while low and hidden(low):
-            high, low = low, low // 4
-        while high > 1.2 * low + 1:
-            middle = round((max(low, 1) * high) ** 0.5)
-            low, high = (low, middle) if hidden(middle) else (middle, high)
-        return high
+                # What still shows of the drives shrinks with about this power of the tokens.
+                further = ((longer - 1) / (_HIDDEN_WITHIN - 1)) ** (2 / 3)
+                count = math.ceil(low * min(max(further, 1.2), 16.0))
+            else:
+                count = round((low * high) ** 0.5) if low else max(high // 4, 1)
+        return None
+
+    def _longer_for_its_drives(self, profile: HardwareProfile, tokens: int, flops: float | None) -> float:
+        """The seconds of a step over those with drives that cost nothing."""
+        machine = _Machine.of(self.plan, self.rehearsed, profile, tokens, flops)
+        free = machine.faster(Bound.NVME_READ, float("inf")).faster(Bound.NVME_WRITE, float("inf"))
+        return replace(self, machine=machine).rehearse().seconds / replace(self, machine=free).rehearse().seconds
 
 
 def _compute_seconds(plan: Plan, compute: Compute, tokens: int, flops: float | None) -> list[float]:

@@ -1,0 +1,55 @@
+"""Seconds of a processor that mean the same on a slow machine: a limit of "2 s" is one of a usual core.
+
+What a test's work took is divided by how slow this machine is just then, which a piece of fixed work before and behind
+it tells: clock rates, generations of processors and neighbours on the same core differ by a factor of three.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+# What `_fixed_work` takes on the core that limits are set for, with nobody else on it.
+_USUAL_SECONDS = 0.05
+
+
+@dataclass(slots=True)
+class Taken:
+    """`seconds` of a usual core, once the block has ended."""
+
+    seconds: float = float("nan")
+
+
+@contextmanager
+def usual_seconds(*, children: bool = False) -> Iterator[Taken]:
+    """Measure a block in processor seconds of a usual core: this process's, or those of processes that end in it.
+
+    A machine faster than the usual one counts as one: a limit is never harder than it says.
+    """
+    taken = Taken()
+    before = _fixed_work()
+    began = _processor_seconds(children)
+    yield taken
+    spent = _processor_seconds(children) - began
+    taken.seconds = spent / max(1.0, (before + _fixed_work()) / 2 / _USUAL_SECONDS)
+
+
+def _processor_seconds(children: bool) -> float:
+    if not children:
+        return time.process_time()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _fixed_work() -> float:
+    """Seconds of the processor for what an interpreter and a compiler do most: calls, look-ups, small objects."""
+    began = time.thread_time()
+    found: dict[int, tuple[int, int]] = {}
+    for number in range(300_000):
+        key = number * 2_654_435_761 & 0x3FFF
+        found[key] = key, found.get(key, (0, 0))[0] + number
+    assert len(found) <= 0x4000
+    return time.thread_time() - began
