@@ -20,6 +20,9 @@ SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "infinity",
 NAMES = build_module.NAMES if build_module._compiler("kernels") else build_module.HOST_NAMES
 LIBRARIES = {f"infinity/_native/lib{name}.so" for name in NAMES}
 
+# With nvcc at hand and other tests beside it, a slow machine takes minutes.
+BUILD_SECONDS_MAX = 400
+pytestmark = pytest.mark.timeout(BUILD_SECONDS_MAX + 60)
 # Ours promises a build within 15 s on two cores; CPU time does not depend on who else uses them.
 BUILD_CPU_SECONDS_MAX = 30.0
 # Needs no torch: the door to the libraries is plain Python, and so is everything up to the plan.
@@ -93,7 +96,7 @@ def build(folder: Path, **environment: str) -> Path:
         else:
             shutil.copy(origin, checkout / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    subprocess.run([*command, str(checkout)], check=True, env={**os.environ, **environment}, timeout=110)
+    subprocess.run([*command, str(checkout)], check=True, env={**os.environ, **environment}, timeout=BUILD_SECONDS_MAX)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -149,7 +152,7 @@ def test_the_native_build_takes_seconds_without_a_cuda_compiler(tmp_path):
     with usual_seconds(children=True) as taken:
         subprocess.run(
             [sys.executable, "-m", "infinity.ops.build", str(tmp_path)],
-            check=True, cwd=ROOT, timeout=110, env={**os.environ, "NVCC": "no-such-compiler"},
+            check=True, cwd=ROOT, timeout=BUILD_SECONDS_MAX, env={**os.environ, "NVCC": "no-such-compiler"},
         )  # fmt: skip
     assert taken.seconds <= BUILD_CPU_SECONDS_MAX
     assert {file.name for file in tmp_path.iterdir()} == {f"lib{name}.so" for name in NAMES if name != "kernels"}

@@ -89,6 +89,9 @@ class Reduction(Protocol):
         slice. A piece holds until the next one is asked for.
         """
 
+    def leave_in(self, target: Tensor) -> None:
+        """After `wait`, instead of `sums`: put this rank's slice of the sum into `target`, in its dtype."""
+
 
 class _Moving:
     """What every reduction waits for."""
@@ -113,6 +116,10 @@ class _Summed(_Moving):
     def sums(self) -> Iterator[tuple[int, Tensor]]:
         yield 0, self._mine
 
+    def leave_in(self, target: Tensor) -> None:
+        if target is not self._mine:
+            target.copy_(self._mine)
+
 
 class _Exchanged(_Moving):
     """Ranks have sent each other slices: `rows` are those for this rank, in the order of ranks, its own among them."""
@@ -125,6 +132,14 @@ class _Exchanged(_Moving):
         rows, self._rows = self._rows, ()
         for begin in range(0, rows[0].numel(), _SUM_NUMEL):
             yield begin, _add_up([row[begin : begin + _SUM_NUMEL] for row in rows])
+
+    def leave_in(self, target: Tensor) -> None:
+        if len(self._rows) == 2 and target.dtype == self._rows[0].dtype:
+            # Read and written once.
+            torch.add(*self._rows, out=target)
+            self._rows = ()
+        for begin, piece in self.sums() if self._rows else ():
+            target[begin:][: piece.numel()].copy_(piece)
 
 
 def _add_up(rows: Sequence[Tensor]) -> Tensor:

@@ -53,6 +53,7 @@ def left_nbytes(
     left = []
     # Of units between their first use and their last, and of the one that travels.
     waiting = travelling = 0
+    sent: tuple[int, ...] = ()
     # By shapes of a unit's gradients: what they leave in the heap.
     heap: dict[tuple[int, ...], int] = {}
     for position, unit in enumerate(trace):
@@ -60,12 +61,14 @@ def left_nbytes(
         waiting += own if position == first[unit] else 0
         again = 2 * own if first[unit] < position else 0
         pieces = _pieces(layouts[unit])
-        before = max((nbytes for shapes, nbytes in heap.items() if shapes != pieces), default=0)
+        # What travels has not come back to the heap.
+        before = max((nbytes for shapes, nbytes in heap.items() if shapes not in (pieces, sent)), default=0)
         left.append(waiting + again + travelling + (0 if accelerator else before))
         if position == last[unit]:
             waiting -= own
             if layouts[unit].trainable:
-                travelling = own if wire is not None and travels_alone(layouts[unit], wire) else 0
+                travels = wire is not None and travels_alone(layouts[unit], wire)
+                travelling, sent = (own, pieces) if travels else (0, ())
         heap[pieces] = sum(piece for piece in pieces if piece < _HEAP_PIECE_NBYTES_MAX)
     return tuple(left)
 

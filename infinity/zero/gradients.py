@@ -305,8 +305,11 @@ class Gradients:
         return Completed()
 
     def _put_sums(self, target: Tensor, reduced: Reduction, first: bool) -> list[Transfer]:
-        """Replace or add what has been reduced, by pieces."""
+        """Replace or add what has been reduced, by pieces where it is not left in place at once."""
         with record.span(record.COPY, "sum"):
+            if first and not self._device.is_accelerator:
+                reduced.leave_in(target)
+                return []
             return [self._put(target[begin:][: piece.numel()], piece, first) for begin, piece in reduced.sums()]
 
     def _arrive(self) -> None:

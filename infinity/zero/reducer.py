@@ -88,9 +88,7 @@ class Reducer:
         # Into the partition itself where it can take the sum as it is.
         reduction = self.start(unit, full, target)
         reduction.wait()
-        for begin, piece in reduction.sums():
-            if piece is not target:
-                target[begin:][: piece.numel()].copy_(piece)
+        reduction.leave_in(target)
 
     def abandon(self, reduction: Reduction) -> None:
         """Nobody here wants this sum, but other ranks may, and it uses the memory until it is over: the next one waits.

@@ -92,7 +92,9 @@ def talk(rank: int, world_size: int) -> dict[str, object]:
 
 
 def reduced(rank: int, world_size: int, dtype: torch.dtype, numel: int) -> list[bool]:
-    """Reductions with a workspace and without one: whether this rank's slice is the sum in fp64, rounded once."""
+    """Reductions with a workspace and without one, taken by pieces and left in place, also in another dtype: whether
+    this rank's slice is the sum in fp64, rounded once.
+    """
     mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
     # Small whole numbers: every order of adding them up is exact in every dtype.
     everyone = [
@@ -102,14 +104,18 @@ def reduced(rank: int, world_size: int, dtype: torch.dtype, numel: int) -> list[
     own = numel // world_size
     right = sum(each.double() for each in everyone)[rank * own :][:own].to(dtype)
     found = []
-    for workspace in (None, torch.full((numel - own,), 7.0, dtype=dtype)):
-        full, slice_of_sum = everyone[rank].clone(), torch.zeros(own, dtype=dtype)
+    room = torch.full((numel - own,), 7.0, dtype=dtype)
+    for workspace, kept, by_pieces in ((None, dtype, True), (room, dtype, False), (room, torch.float32, False)):
+        full, slice_of_sum = everyone[rank].clone(), torch.zeros(own, dtype=kept)
         reduction = collectives.reduce_scatter(full, group=mesh.reduce, workspace=workspace)
         reduction.wait()
         reduction.wait()
-        for begin, piece in reduction.sums():
-            slice_of_sum[begin:][: piece.numel()] = piece
-        found += [torch.equal(slice_of_sum, right), torch.equal(full, everyone[rank]), reduction.done()]
+        if by_pieces:
+            for begin, piece in reduction.sums():
+                slice_of_sum[begin:][: piece.numel()] = piece
+        else:
+            reduction.leave_in(slice_of_sum)
+        found += [torch.equal(slice_of_sum, right.to(kept)), torch.equal(full, everyone[rank]), reduction.done()]
     mesh.close()
     return found
 

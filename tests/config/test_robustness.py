@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infinity.config import ResolveContext, load_config, resolve
@@ -28,6 +28,7 @@ junk = st.recursive(
 
 @settings(max_examples=500, deadline=None)
 @given(raw=st.sampled_from(SHIPPED), place=st.sampled_from(PLACES), value=junk, depth=st.integers(1, 4))
+@example(raw=SHIPPED[0], place="zero_optimization.offload_optimizer.device", value="auto", depth=3)
 def test_junk_anywhere_is_a_configuration_or_a_config_error(
     raw: dict[str, Any], place: str, value: Any, depth: int
 ) -> None:
@@ -37,7 +38,10 @@ def test_junk_anywhere_is_a_configuration_or_a_config_error(
         section = section.setdefault(part, {})
     section[name] = value
     with contextlib.suppress(ConfigError):
-        resolved = resolve(load_config(document), ResolveContext(world_size=2, hidden_size=8))
+        context = ResolveContext(world_size=2, hidden_size=8)
+        resolved = resolve(load_config(document), context)
         assert resolved.explain()
-        # What was accepted can be written down and read again.
-        assert load_config(resolved.config.model_dump_json()) == resolved.config
+        # What was accepted can be written down and read again. "auto" devices stay that, until a plan is made.
+        again = load_config(resolved.config.model_dump_json())
+        assert resolve(again, context).config == resolved.config
+        assert again == resolved.config or again.provenance.autos

@@ -21,6 +21,8 @@ from tests.support.models import tiny_llama, token_batch
 from tests.support.oracle import settings
 
 DELAY = 0.05
+# Of a rank, so that what ranks that share cores wait for each other anyway is far less.
+LATE = 8 * DELAY
 
 
 class Late(nn.Module):
@@ -121,14 +123,14 @@ def late_rank(rank: int, world: int) -> dict[str, float]:
     config = {"train_micro_batch_size_per_gpu": 2, "wall_clock_breakdown": True, "zero_optimization": {"stage": 2}}
     with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
         for index in range(3):
-            step(engine, index, program=rank * DELAY)
+            step(engine, index, program=rank * LATE)
         return dict(engine.step_times().waits)
 
 
 def test_waiting_for_a_late_rank_shows_on_the_others(rank_pools: Any) -> None:
     early, late = rank_pools[2].run(late_rank)
     waited = [sum(waits.get(cause, 0.0) for cause in ("reduction", "other ranks", "gather")) for waits in (early, late)]
-    assert waited[0] >= 0.8 * DELAY > waited[1]
+    assert waited[0] >= 0.8 * LATE > waited[1]
 
 
 def test_the_breakdown_is_printed_and_costs_nothing_when_off(tmp_path: Path) -> None:

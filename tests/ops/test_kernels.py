@@ -184,7 +184,7 @@ def ptx() -> list[str]:
         del words[at : at + 2]
     command = [*shlex.split(compiler), *words, "-arch=compute_80", "-ptx", "-o", "/dev/stdout"]
     return [
-        subprocess.run([*command, str(file)], check=True, capture_output=True, text=True, timeout=60).stdout
+        subprocess.run([*command, str(file)], check=True, capture_output=True, text=True, timeout=200).stdout
         for file in SOURCES
     ]
 

@@ -131,6 +131,9 @@ def test_a_gradient_that_travels_from_where_it_lies_is_there_until_the_next_have
     one, two, padded = (4 * layout.numel for layout in layouts)
     assert left_nbytes((0, 1, 2), layouts, accelerator=True) == (one, two, padded)
     assert left_nbytes((0, 1, 2), layouts, accelerator=True, wire="fp32") == (one, one + two, padded)
+    # The heap has it back only then.
+    assert left_nbytes((0, 1, 2), layouts, accelerator=False) == (one, two + one, padded + one)
+    assert left_nbytes((0, 1, 2), layouts, accelerator=False, wire="fp32") == (one, one + two, padded + one)
     # What is put side by side with others is free as soon as it is.
     assert left_nbytes((2, 1, 0), layouts, accelerator=True, wire="fp32") == (padded, two, one)
 
