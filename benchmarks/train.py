@@ -51,7 +51,9 @@ def main() -> None:
         for name in ("infinity:nvme", "infinity:nvme-serial"):
             if name in values:
                 _print_parts(name, values[name], in_memory, (before, after), chained=chained)
-    compare.check_losses({YARDSTICK: yardstick, **values}, 5e-2 if given.dtype == "bf16" else 1e-3)
+    # Of several ranks the yardstick trains each on its own data.
+    same = values if given.ranks > 1 else {YARDSTICK: yardstick, **values}
+    compare.check_losses(same, 5e-2 if given.dtype == "bf16" else 1e-3)
 
 
 def _print_speed(values: dict[str, Rounds], options: dict[str, Any], ranks: int) -> None:
