@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(build._compiler() is None, reason="needs a C
 
 def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     settings = {**os.environ, "PYTHONPATH": str(_ROOT), **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=settings, timeout=110, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=settings, timeout=220, check=False)
 
 
 def test_without_native_code_the_twins_run() -> None:
@@ -53,7 +53,7 @@ def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
     settings = {**os.environ, "PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", script]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=settings) for _ in range(3)]
-    replies = {rank.communicate(timeout=110)[0] for rank in ranks}
+    replies = {rank.communicate(timeout=220)[0] for rank in ranks}
     assert len(replies) == 1 and str(tmp_path) in replies.pop()
     files = sorted(path.name for path in (tmp_path / "infinity" / "native").iterdir())
     # describe() builds the other library too; nothing else is left behind.
