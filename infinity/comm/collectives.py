@@ -136,9 +136,10 @@ class _Exchanged(_Moving):
     def leave_in(self, target: Tensor) -> None:
         if len(self._rows) == 2 and target.dtype == self._rows[0].dtype:
             # Read and written once.
-            torch.add(*self._rows, out=target)
-            self._rows = ()
-        for begin, piece in self.sums() if self._rows else ():
+            rows, self._rows = self._rows, ()
+            torch.add(*rows, out=target)
+            return
+        for begin, piece in self.sums():
             target[begin:][: piece.numel()].copy_(piece)
 
 
