@@ -40,11 +40,14 @@ RUNS = [(stage, world) for world in (1, 2) for stage in (0, 1, 2, 3)]
 Cell = tuple[str, str, dict[str, Any]]
 
 
+def _case(name: str) -> Case:
+    return SplitBackward() if name == "split" else CASES[name]()
+
+
 @functools.cache
 def expected(name: str, world: int, accumulation: int, clip: float, steps: int = STEPS) -> Result:
     """The oracle's result: once a process and case, however many cells compare themselves with it."""
-    case = Case() if name == "split" else CASES[name]()
-    return reference(case, world=world, accumulation=accumulation, clip=clip, steps=steps)
+    return reference(_case(name), world=world, accumulation=accumulation, clip=clip, steps=steps)
 
 
 def compare(rank: int, world: int, folder: str, cells: list[Cell], steps: int) -> list[tuple[str, list[float], str]]:
@@ -52,8 +55,7 @@ def compare(rank: int, world: int, folder: str, cells: list[Cell], steps: int) -
     join(world)
     found = []
     for label, name, options in cells:
-        case = SplitBackward() if name == "split" else CASES[name]()
-        result = train(case, settings(folder, **options), rank=rank, steps=steps)
+        result = train(_case(name), settings(folder, **options), rank=rank, steps=steps)
         apart = [0.0, 0.0, 0.0]
         if rank == 0:
             oracle = expected(name, world, options.get("accumulation", 1), options.get("clip", 0.0), steps)
