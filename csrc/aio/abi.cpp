@@ -56,8 +56,8 @@ INFINITY_EXPORT int32_t infinity_aio_close(void* queue, double timeout_s) {
 }
 
 // A request to be given to infinity_aio_release, or null and an errno value: EBUSY where `pending_max` requests are
-// not done yet. `write` is 0 or 1, `check` a Check (request.h); `nbytes` is at least 1. Of requests that wait, those of
-// greater `priority` begin first.
+// not done yet. `write` is 0 or 1, `check` a Check (request.h); `nbytes` is at least 1. Of reads that wait, and of
+// writes, those of greater `priority` begin first; with one below 0 they begin behind both.
 INFINITY_EXPORT void* infinity_aio_submit(void* queue, int32_t write, const Target* target, void* buffer,
                                           int64_t offset, uint64_t nbytes, int32_t priority, int32_t check,
                                           int32_t* error) {
@@ -83,7 +83,8 @@ INFINITY_EXPORT int32_t infinity_aio_wait(void* request, double timeout_s) {
     return request_of(request).wait(timeout_s) ? 1 : 0;
 }
 
-// Somebody waits for it: blocks that have not begun go before all requests of any priority, behind those urged before.
+// Somebody waits for it: blocks that have not begun go before all requests of its kind, reads or writes, whatever their
+// priority, behind those urged before.
 INFINITY_EXPORT void infinity_aio_urge(void* request) {
     const Handle& handle = *static_cast<Handle*>(request);
     std::lock_guard<std::mutex> lock(handle.pending->mutex);

@@ -1,5 +1,6 @@
 // Requests that wait for their turn: highest priority first, then in order of arrival; handed out block by block.
-// Reads and writes of one priority take turns: a drive moves more when it has both.
+// Reads and writes take turns, whatever their priorities: a drive moves more when it has both. Only what has a priority
+// below 0, and nobody waits for, leaves all turns to the others.
 #pragma once
 
 #include <algorithm>
@@ -90,14 +91,14 @@ class Pending {
     using List = std::map<Key, Entry>;
 
     List& list_of(const Request& request) { return request.order.write ? writes_ : reads_; }
-    // Of the two heads the one of greater priority, or else the kind that was not served last.
+    // The kind that was not served last, unless one head alone is to stay behind.
     List& next_list() {
         if (reads_.empty()) return writes_;
         if (writes_.empty()) return reads_;
         const int64_t read_rank = reads_.begin()->first.first;
         const int64_t write_rank = writes_.begin()->first.first;
-        if (read_rank == write_rank) return wrote_last_ ? reads_ : writes_;
-        return read_rank < write_rank ? reads_ : writes_;
+        if ((read_rank > 0) != (write_rank > 0)) return read_rank > 0 ? writes_ : reads_;
+        return wrote_last_ ? reads_ : writes_;
     }
     static Key key_of(const Request& request) { return {request.rank, request.arrival}; }
 

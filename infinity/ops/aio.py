@@ -6,9 +6,10 @@
         request.wait()      # TransferError names path, offset, bytes and cause
 
 A queue takes `pending_max` requests without blocking, has at most `depth` blocks in flight, and cuts large requests
-into blocks that are served side by side: greater priorities first, and before all of them what somebody waits for;
-within one priority reads and writes take turns. No order between requests in flight may be relied on, and two of which
-one writes must not share a page of 4096 bytes.
+into blocks that are served side by side. Reads and writes take turns: a drive moves more when it has both. Of one kind
+greater priorities go first, and before all of them what somebody waits for; what has a priority below 0 stays behind
+both kinds. No order between requests in flight may be relied on, and two of which one writes must not share a page of
+4096 bytes.
 Every completion is checked; what a system call leaves is asked for again.
 The back ends differ in speed only: "io_uring" and "libaio" queue in the kernel, "threads" is a pool of threads with
 pread and pwrite, "python" the plain twin (`infinity.ops.aio_reference`).
@@ -93,7 +94,7 @@ class Request:
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when all bytes are moved; TransferError where they are not, again at each call.
 
-        What has not begun goes before all that nobody waits for.
+        What has not begun goes before all of its kind, reads or writes, that nobody waits for.
         timeout_s: None waits as long as the queue's `timeout_s`. When it is over, TransferError with errno ETIMEDOUT is
         raised and the transfer goes on: the buffer stays in use, and a later `wait` may succeed.
         """

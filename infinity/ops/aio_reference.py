@@ -97,7 +97,7 @@ class PythonHandle:
         return self._progress.over.wait(timeout_s)
 
     def urge(self) -> None:
-        """Put what has not begun before all that nobody waits for."""
+        """Put what has not begun before all of its kind that nobody waits for."""
         self._engine.urge(self._progress)
 
     def cancel(self) -> bool:
@@ -135,7 +135,9 @@ class PythonEngine:
         # Told when a job is over.
         self._room = threading.Condition(lock)
         self._unfinished = 0
-        self._pending: list[_Entry] = []
+        # Reads and writes, which take turns, by whether they write.
+        self._pending: dict[bool, list[_Entry]] = {False: [], True: []}
+        self._wrote_last = False
         self._arrivals = 0
         self._threads: list[threading.Thread] = []
         self._stop = False
@@ -204,17 +206,18 @@ class PythonEngine:
         if not clean:
             with self._changed:
                 self._abandoned = True
-                for _, progress in self._pending:
-                    if progress is not None and not progress.all_begun:
-                        progress.fail(errno.ETIMEDOUT, progress.begun_nbytes)
-                        self._settle(progress)
-                self._pending.clear()
+                for heap in self._pending.values():
+                    for _, progress in heap:
+                        if progress is not None and not progress.all_begun:
+                            progress.fail(errno.ETIMEDOUT, progress.begun_nbytes)
+                            self._settle(progress)
+                    heap.clear()
         return clean
 
     def _push(self, progress: _Progress, rank: int) -> None:
         progress.entry = [(rank, self._arrivals), progress]
         self._arrivals += 1
-        heapq.heappush(self._pending, progress.entry)
+        heapq.heappush(self._pending[progress.job.write], progress.entry)
 
     def _settle(self, progress: _Progress) -> None:
         if progress.blocks_active == 0 and progress.all_begun and not progress.over.is_set():
@@ -228,7 +231,7 @@ class PythonEngine:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stop or self._pending)
+                self._changed.wait_for(lambda: self._stop or any(self._pending.values()))
                 block = self._pop()
                 if block is None:
                     if self._stop:
@@ -249,21 +252,23 @@ class PythonEngine:
 
     def _pop(self) -> tuple[_Progress, int, int] | None:
         """The next block, begun."""
-        while self._pending:
-            progress = self._pending[0][1]
-            if progress is None or progress.all_begun:
-                heapq.heappop(self._pending)
-                continue
-            job, begin = progress.job, progress.begun_nbytes
-            step = -(-self._block_nbytes // job.alignment) * job.alignment
-            end = min(begin + step, job.nbytes)
-            progress.begun_nbytes = end
-            progress.blocks_active += 1
-            progress.began_ns = progress.began_ns or time.perf_counter_ns()
-            if end == job.nbytes:
-                heapq.heappop(self._pending)
-            return progress, begin, end
-        return None
+        heads = {write: head for write, heap in self._pending.items() if (head := _head(heap)) is not None}
+        if not heads:
+            return None
+        # The kind that was not served last, unless one alone is to stay behind.
+        in_front = [write for write, (rank, _) in heads.items() if rank <= 0] or [*heads]
+        write = not self._wrote_last if len(in_front) == 2 else in_front[0]
+        self._wrote_last = write
+        progress = heads[write][1]
+        job, begin = progress.job, progress.begun_nbytes
+        step = -(-self._block_nbytes // job.alignment) * job.alignment
+        end = min(begin + step, job.nbytes)
+        progress.begun_nbytes = end
+        progress.blocks_active += 1
+        progress.began_ns = progress.began_ns or time.perf_counter_ns()
+        if end == job.nbytes:
+            heapq.heappop(self._pending[write])
+        return progress, begin, end
 
     def _move(self, job: Job, begin: int, end: int) -> tuple[int, int]:
         """(errno or 0, byte reached)."""
@@ -286,6 +291,16 @@ class PythonEngine:
             if self._abandoned:
                 return errno.ETIMEDOUT, begin
         return 0, end
+
+
+def _head(heap: list[_Entry]) -> tuple[int, _Progress] | None:
+    """Rank and progress of the first that has something to begin; what is before it is forgotten."""
+    while heap:
+        (rank, _), progress = heap[0]
+        if progress is not None and not progress.all_begun:
+            return rank, progress
+        heapq.heappop(heap)
+    return None
 
 
 def _digest(job: Job, begin: int, end: int) -> tuple[int, int]:

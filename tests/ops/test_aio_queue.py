@@ -102,6 +102,32 @@ def test_greater_priorities_go_first_and_equals_in_order(gated, backend: str) ->
 
 
 @every_backend
+def test_reads_and_writes_take_turns_and_what_has_time_stays_behind_both(gated, backend: str) -> None:
+    with_gate = gated(backend)
+    pages = [page_aligned(_NBYTES) for _ in range(4)]
+    for _ in range(50):
+        gate = with_gate.shut()
+        behind = with_gate.write(9, offset=8 * _NBYTES, priority=-1)
+        writes = [with_gate.write(at, offset=at * _NBYTES) for at in range(4)]
+        reads = [
+            with_gate.queue.read(with_gate.file, (4 + at) * _NBYTES, page, priority=5) for at, page in enumerate(pages)
+        ]
+        begun_late = not gate.done()
+        # It goes before other reads, not before the writes.
+        reads[-1].wait()
+        while not all(request.done() for request in [behind, *writes, *reads]):
+            time.sleep(0.001)
+        if begun_late:
+            break
+    assert begun_late
+    began = sorted([behind, *writes, *reads], key=lambda request: request.moments[0])
+    order = ["behind" if each is behind else "write" if each in writes else "read" for each in began]
+    # The gate was a write.
+    assert order == ["read", "write"] * 4 + ["behind"]
+    assert began[0] is reads[-1]
+
+
+@every_backend
 def test_what_is_cancelled_before_it_begins_never_does(gated, backend: str) -> None:
     with_gate = gated(backend)
     with_gate.write(1).wait()
