@@ -5,7 +5,7 @@ stepped is the plan's business.
 
 With `behind`, a thread of its own steps the sub-groups that the program cannot see (their units are gathered before
 use) while the next forward runs, under a reservation: a gather of a unit that is not stepped yet waits in the store.
-[Note: step behind the program]
+What it steps first is read while the last gradients are still to come. [Note: step behind the program]
 
 Where nothing has to be known about all gradients before the first is used (no clipping, no check of all for NaN), the
 thread begins during backward: a sub-group is stepped as soon as the gradients of its units are there, each parameter's
@@ -39,7 +39,7 @@ from infinity.optim.rhythm import Rhythm
 from infinity.optim.sweep import Run, Sweep
 from infinity.plan.layout import Slot, SubGroup
 from infinity.plan.plan import Plan
-from infinity.plan.stepping import STEP_READS
+from infinity.plan.stepping import SOON_UNITS, STEP_READS, first_reads
 from infinity.plan.turns import Turns
 from infinity.plan.types import Key, Kind
 
@@ -91,6 +91,8 @@ class Stepper:
         self._norms = Norms(plan, store, index=index)
         # Units whose gradients are complete and not yet measured, and the bytes of those.
         self._unmeasured: dict[int, int] = {}
+        # Units whose gradients are still to come before the next step.
+        self._expected: set[int] = set()
         # The step that has begun in this backward.
         self._early: _Pass | None = None
         self._groups_of: dict[int, list[SubGroup]] = {}
@@ -164,6 +166,7 @@ class Stepper:
             self._norms.measure([unit], None)
             self._step_early(self._early, unit, arrived)
         elif final and self._thread is not None:
+            self._read_ahead(unit)
             self._unmeasured[unit] = self._store[Key(Kind.GRAD, unit)].spec.nbytes
             # Handing over costs more than measuring a little; what is left at the boundary is measured there.
             if (
@@ -175,6 +178,15 @@ class Stepper:
                 reservation = Reservation()
                 self._store.reserve(reservation, *(Key(Kind.GRAD, each) for each in units))
                 self._go_on(reservation, self._norms.measure, units, reservation)
+
+    def _read_ahead(self, unit: int) -> None:
+        """Backward has this unit's gradients now, and may be over soon."""
+        self._expected = self._expected or set(self._groups_of)
+        self._expected.discard(unit)
+        if len(self._expected) == SOON_UNITS:
+            for group in first_reads(self._hidden, self._in_memory):
+                if not self._prefetch(None, group):
+                    break
 
     def grad_stats(self) -> tuple[float, int]:
         """Sum of squares (fp64) of this rank's accumulated gradients, and the number of non-finite elements."""
@@ -228,6 +240,7 @@ class Stepper:
             steps[index] = [self.steps[slot.name] for slot in self._slots(index)]
         behind = self._early or self._pass(tuple(map(self._method.hyper, groups)), grad_scale)
         self._early = None
+        self._expected = set()
         self.rhythm.stepped()
         sweep = Sweep(behind.hyper, grad_scale, arrived, steps, behind.digests)
         rest = [group for group in self._hidden if group.index not in behind.begun]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from infinity.plan.lanes import Job, Lane, Lanes, Process
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
-from infinity.plan.stepping import STEP_READS
+from infinity.plan.stepping import SOON_UNITS, STEP_READS, first_reads
 from infinity.plan.traffic import Steps, kept_nbytes, nvme_specs, states_that_move, uses
 from infinity.plan.turns import Turns
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
@@ -132,6 +132,8 @@ class _Rehearsal:
         self._left: dict[int, int] = {}
         # What the stepper has to do: gradients (numbers of elements) to take the norm of, and sub-groups to step.
         self._norms: deque[int] = deque()
+        # Units whose gradients are still to come before the next step.
+        self._expected: set[int] = set()
         self._turns = Turns[None](self._hidden, fetch=self._fetch_now, in_memory=self._in_memory)
         self._stepping = False
         self._gathered: dict[int, bool] = {}
@@ -233,6 +235,7 @@ class _Rehearsal:
                 yield from self._host(kept * self._speeds.norm_seconds)
                 self._hand_over(self._landing.get(at, ()))
             elif self._steps.behind:
+                self._read_ahead(unit)
                 self._norms.append(kept)
 
         if ranks > 1 or request.accelerator:
@@ -240,6 +243,15 @@ class _Rehearsal:
             self._lanes.begin(travel())
         else:
             yield from travel()
+
+    def _read_ahead(self, unit: int) -> None:
+        if not self._overlap:
+            return
+        self._expected = self._expected or {piece.unit for group in self._hidden for piece in group.slices}
+        self._expected.discard(unit)
+        if len(self._expected) == SOON_UNITS:
+            for group in first_reads(self._hidden, self._in_memory):
+                self._fetch_now(group)
 
     def _boundary(self) -> Process:
         """`step()`: the norm, what the program sees, and then the rest is left to the stepper."""
@@ -261,6 +273,7 @@ class _Rehearsal:
         yield from self._host(sum(layout.nbytes for layout in whole) * self._speeds.copy_seconds)
         if not self._early:
             self._hand_over(self._hidden)
+        self._expected.clear()
         self._gathered.clear()
 
     # The stepper.
@@ -319,7 +332,9 @@ class _Rehearsal:
         return group.index not in self._states or group.index in self._state_arena
 
     def _in_memory(self, group: SubGroup) -> bool:
-        return group.index in self._kept or group.index in self._state_arena
+        states = group.index in self._kept or group.index in self._state_arena
+        units = {piece.unit for piece in group.slices}
+        return states and all(unit in self._param_arena for unit in units & self._params.keys())
 
     def _host(self, seconds: float) -> Process:
         if seconds > 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from infinity.plan.layout import SubGroup
 from infinity.plan.placement import Placement
@@ -11,6 +11,9 @@ from infinity.plan.types import Key
 # Sub-groups in memory at once while stepping from NVMe: one being stepped, those being read, and two being written.
 STEP_READS = 2
 STEP_WINDOW = 1 + STEP_READS + 2
+# A step that has to wait for the norm reads its first sub-groups when the gradients of only so many units are still to
+# come: late enough that backward has fetched what it needs, early enough for the drive.
+SOON_UNITS = 2
 
 
 def step_order_of(groups: tuple[SubGroup, ...], placement: Placement, uses: tuple[int, ...]) -> tuple[int, ...]:
@@ -27,6 +30,13 @@ def step_order_of(groups: tuple[SubGroup, ...], placement: Placement, uses: tupl
         return not any(placement.units[unit].whole for unit in units), first, group.index
 
     return tuple(group.index for group in sorted(groups, key=rank))
+
+
+def first_reads(order: Sequence[SubGroup], in_memory: Callable[[SubGroup], bool]) -> Sequence[SubGroup]:
+    """What a step reads ahead while the last gradients are still to come: nothing where it begins with what the one
+    before has left in memory, else its first sub-groups, as many as leave room for one that the program steps itself.
+    """
+    return () if any(map(in_memory, order)) else order[: STEP_WINDOW - 1]
 
 
 def kept_of(order: Sequence[int], sizes: Mapping[int, int], room_nbytes: int) -> frozenset[int]:

@@ -14,6 +14,7 @@ from enum import Enum
 
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
+from infinity.plan.stepping import first_reads
 from infinity.plan.types import DTYPE_NBYTES, Kind, PartitionSpec, Tier
 
 # Sub-groups stepped last that may still be in memory: more than any arena holds.
@@ -248,7 +249,7 @@ class _Walk:
     def _visible(self) -> list[SubGroup]:
         """What `step()` does before it returns; the sub-groups that are left to be stepped behind the program."""
         rest = [] if self._early else self._steps.hidden
-        for group in rest[:1]:
+        for group in first_reads(rest, self._ready) or rest[:1]:
             self._touch(group, write=False)
         for group in self._resident_first(self._steps.visible):
             self._touch(group)
@@ -313,4 +314,9 @@ class _Walk:
             self._count.add(Link.NVME_READ, Kind.STATES, spec.nbytes)
 
     def _resident_first(self, groups: Sequence[SubGroup]) -> list[SubGroup]:
-        return sorted(groups, key=lambda group: group.index not in self._state_cache)
+        return sorted(groups, key=lambda group: not self._ready(group))
+
+    def _ready(self, group: SubGroup) -> bool:
+        """Whether it can be stepped without a read."""
+        units = {piece.unit for piece in group.slices} & self._params.keys()
+        return group.index in self._state_cache and all(unit in self._param_cache for unit in units)

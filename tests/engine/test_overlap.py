@@ -17,9 +17,10 @@ from infinity.errors import StateError
 from infinity.ops import adam
 from infinity.optim.stepper import Stepper
 from infinity.plan.layout import SubGroup
+from infinity.plan.types import Key, Kind
 from tests.support.late_copies import copies_are_late
 from tests.support.models import token_batch
-from tests.support.oracle import CLIP, Case, SmallModel, SplitBackward, join, settings, train
+from tests.support.oracle import CLIP, STEPS, Case, SmallModel, SplitBackward, join, settings, train
 
 UNCHECKED = {"enabled": True, "check_grad_overflow": False}
 ON_NVME = {"param": "nvme", "optimizer": "nvme"}
@@ -80,6 +81,32 @@ def test_a_step_inside_backward_has_the_same_bits(rank_pools, tmp_path, case, wo
         # Without overlap, and where all are checked first, none begins early.
         assert min(one[1], two[1]) > 20
         assert not any(early for _, early in (*plain, *checked))
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_step_that_waits_for_the_norm_reads_its_first_states_during_backward(tmp_path, resident):
+    """Unless the step before has left something in memory that it can begin with."""
+    asked: list[list[int]] = []
+    plain = Stepper._prefetch
+
+    def prefetch(stepper: Stepper, reservation: Any, group: SubGroup) -> bool:
+        # Before the step there is nothing that it has reserved.
+        if reservation is None and group in stepper._hidden:
+            asked[-1].append(stepper._hidden.index(group))
+        return plain(stepper, reservation, group)
+
+    def backward(engine: Any, loss: Tensor) -> None:
+        asked.append([])
+        engine.backward(loss)
+        states = [Key(Kind.STATES, engine._stepper._hidden[at].index) for at in asked[-1]]
+        assert all(map(engine.store.in_memory, states))
+
+    row = {**ON_NVME, "clip": CLIP, "zero": {"sub_group_size": 640}}
+    in_memory = patch.object(Stepper, "_in_memory", lambda *_: resident)
+    with patch.object(Stepper, "_prefetch", prefetch), in_memory:
+        found = train(Case(), settings(tmp_path, **row), backward=backward)
+    assert asked == [[] if resident else [0, 1, 2, 3]] * STEPS
+    assert found.digest == train(Case(), settings(tmp_path, **row, overlap=False)).digest
 
 
 def test_a_second_backward_after_its_step_has_begun_is_refused(tmp_path):
