@@ -96,6 +96,9 @@ def test_a_step_that_waits_for_the_norm_reads_its_first_states_during_backward(t
         return plain(stepper, reservation, group)
 
     def backward(engine: Any, loss: Tensor) -> None:
+        # Nothing is being written: there is room.
+        engine.synchronize()
+        engine.store.settle()
         asked.append([])
         engine.backward(loss)
         states = [Key(Kind.STATES, engine._stepper._hidden[at].index) for at in asked[-1]]

@@ -226,8 +226,8 @@ def test_nvcc_builds_a_library_that_says_why_it_cannot_run_here(tmp_path: Path) 
     library = tmp_path / "libkernels.so"
     with usual_seconds(children=True) as taken:
         build._compile("kernels", sources, library, compiler)
-    # Seconds of a core: what other processes do meanwhile does not count.
-    assert taken.seconds < 20
+    # Seconds of a core, of which nvcc alone takes 14 to 24, by the processor and by what else keeps it busy.
+    assert taken.seconds < 30
     image = library.read_bytes()
     assert all(f"sm_{family}".encode() in image for family in (75, 80, 90))
     # In a process of its own: should a call crash, this one goes on.
