@@ -47,7 +47,8 @@ def main() -> None:
         _print_memory(values, yardstick)
     in_memory = values.get("infinity:cpu") or values.get("infinity:memory")
     if in_memory is not None and before is not None and after is not None:
-        chained = not _in_backward(given)
+        # Nothing has to be known about all gradients: the step begins inside backward.
+        chained = not given.unclipped
         for name in ("infinity:nvme", "infinity:nvme-serial"):
             if name in values:
                 _print_parts(name, values[name], in_memory, (before, after), chained=chained)
@@ -87,11 +88,6 @@ def _drive_rate(options: dict[str, Any], given: argparse.Namespace) -> float | N
     whole = given.model == "llama"
     rates = fio_rates(options["folder"], gib=2 if whole else 1 / 16, seconds=8 if whole else 1)
     return None if rates is None else sum(rates.values())
-
-
-def _in_backward(given: argparse.Namespace) -> bool:
-    """Whether the step begins inside backward: nothing has to be known about all gradients."""
-    return given.unclipped and given.dtype == "bf16"
 
 
 def _print_parts(name: str, rounds: Rounds, in_memory: Rounds, rates: tuple[float, float], *, chained: bool) -> None:

@@ -150,7 +150,7 @@ class Estimate:
     @property
     def _early(self) -> bool:
         # As the engine decides it: nothing has to be known of all gradients before the first is used.
-        checked = self.config.compute_dtype != "bf16" or self.config.config.bf16.check_grad_overflow
+        checked = self.config.checks_gradients
         return not checked and not self.config.clip_norm and not self.plan.placement.grad_whole
 
     @cached_property

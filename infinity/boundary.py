@@ -64,9 +64,8 @@ class Boundary:
         self._stepper = parts.stepper
         self._says = says
         self.scaler = LossScaler.of(config.fp16.model_dump()) if parts.config.scales_loss else None
-        # A gradient that is not finite skips the whole step, or (bf16 on request) leaves its own elements out.
-        element_by_element = parts.stepper.guarded and parts.config.compute_dtype == "bf16"
-        self.checked = not element_by_element or config.bf16.check_grad_overflow
+        # A gradient that is not finite skips the whole step, or (on request) leaves its own elements out.
+        self.checked = parts.config.checks_gradients or not parts.stepper.guarded
         # Whether a step begins within its last backward: see [Note: step in backward].
         self.early = not self.checked and not parts.config.clip_norm and not parts.plan.placement.grad_whole
         # Of the latest step, before clipping.

@@ -29,7 +29,7 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, help="sequences in a step, over all ranks (4, with bf16 8)")
     parser.add_argument("--positions", type=int, default=256)
     parser.add_argument("--folder", help="folder on the drive")
-    parser.add_argument("--unclipped", action="store_true", help="no clipping; bf16 without a check of all gradients")
+    parser.add_argument("--unclipped", action="store_true", help="no clipping, no check of all gradients")
     parser.add_argument("--zero", type=json.loads, help="keys of zero_optimization for all engines, as JSON")
     parser.add_argument("--checkpointing", action="store_true", help="all contenders compute activations again")
     parser.add_argument("--buffers", type=int, help="offload_optimizer.buffer_count of infinity; DeepSpeed's is 12")

@@ -18,10 +18,10 @@ def configuration(options: dict[str, Any]) -> dict[str, Any]:
     zero = offload(tier, options)
     if tier in ("nvme", "states") and options.get("buffers"):
         zero["offload_optimizer"]["buffer_count"] = options["buffers"]
-    bf16 = {"enabled": options["dtype"] == "bf16", "check_grad_overflow": options.get("checked", True)}
     return {
         "train_micro_batch_size_per_gpu": options["batch"], "gradient_clipping": options.get("clip", CLIP),
-        "overlap": not serial, "log_level": "error", "bf16": bf16,
+        "overlap": not serial, "log_level": "error",
+        "bf16": {"enabled": options["dtype"] == "bf16"}, "check_grad_overflow": options.get("checked", True),
         "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
         "zero_optimization": {"stage": 3, **zero},
     }  # fmt: skip

@@ -19,6 +19,16 @@ def conflicts(config: Config) -> list[str]:
                 f"torch_autocast.enabled and {name}.enabled are both true: autocast is for fp32 weights, and those of "
                 f"{name} have 16 bits already: keep {name}, which needs less memory, or torch_autocast"
             )
+    autocast = config.torch_autocast
+    for name, scales in (
+        ("fp16.enabled is true", config.fp16.enabled),
+        ('torch_autocast.dtype is "fp16"', autocast.enabled and autocast.dtype == "fp16"),
+    ):
+        if scales and not config.check_grad_overflow:
+            complaints.append(
+                f"check_grad_overflow is false and {name}: a loss scale is found by checking every gradient: remove "
+                "check_grad_overflow, or use bf16"
+            )
     if config.checkpoint.keep_every and not config.checkpoint.keep_last:
         complaints.append(
             f"checkpoint.keep_every is {config.checkpoint.keep_every} and checkpoint.keep_last 0, which keeps all: set "

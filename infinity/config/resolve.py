@@ -67,6 +67,13 @@ class ResolvedConfig:
         return self.compute_dtype == "fp16" or (autocast.enabled and autocast.dtype == "fp16")
 
     @property
+    def checks_gradients(self) -> bool:
+        """Whether a gradient that is not finite skips its whole step, where false leaves its own elements out."""
+        config = self.config
+        asked = config.check_grad_overflow and (config.bf16.check_grad_overflow or not config.bf16.enabled)
+        return asked or self.scales_loss
+
+    @property
     def param_tier(self) -> TierName:
         return _tier(self.zero.offload_param)
 

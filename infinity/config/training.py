@@ -185,9 +185,7 @@ class Bf16(Section):
     immediate_grad_update: Annotated[Flag, NoEffect("gradients are always consumed as they arrive")] = False
     """Accumulate a gradient as soon as it exists."""
     check_grad_overflow: Annotated[Flag, HONOURED] = True
-    """Skip a step whose gradients are not finite; at every stage. False leaves out only the elements that are not;
-    without clipping, a sub-group on NVMe or beside an accelerator is then stepped during backward, as soon as its
-    gradients are complete."""
+    """The same as the key of this name at the top level, for bf16 alone. Either false is enough."""
     bf16_master_weights_and_grads: Annotated[
         Flag, Refused(_KEPT_FP32, "Remove the key; to save memory move the optimizer states to CPU or NVMe")
     ] = False

@@ -135,9 +135,9 @@ class Stepper:
         """The gradients are not wanted. StateError where the step with them has begun."""
         if self._early is not None and self._early.begun:
             raise StateError(
-                "cannot throw gradients away: with gradient_clipping 0 and bf16.check_grad_overflow false their step "
-                "begins inside the last backward, and has changed some of the weights. Call step() to have it whole, "
-                "or set bf16.check_grad_overflow to true"
+                "cannot throw gradients away: with gradient_clipping 0 and check_grad_overflow false their step begins "
+                "inside the last backward, and has changed some of the weights. Call step() to have it whole, or set "
+                "check_grad_overflow (that of the section bf16 too) to true"
             )
         self._early = None
 
@@ -203,8 +203,8 @@ class Stepper:
         if any(group.index in early.begun for group in self._groups_of.get(unit, ())):
             raise StateError(
                 f"gradients of {self._plan.layouts[unit].name} arrived after its step had begun: with "
-                "gradient_clipping 0 and bf16.check_grad_overflow false a step begins inside its last backward. Call "
-                "backward once a micro-batch, or set bf16.check_grad_overflow to true"
+                "gradient_clipping 0 and check_grad_overflow false a step begins inside its last backward. Call "
+                "backward once a micro-batch, or set check_grad_overflow (that of the section bf16 too) to true"
             )
         if not all(arrived):
             # Another rank may have the others: that is known at the boundary.

@@ -169,6 +169,8 @@ def test_a_wrong_value_is_one_sentence_with_its_path(raw: dict[Any, Any], senten
     ("raw", "sentence", "way_out"),
     [
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true", "keep one"),
+        ({"fp16": {"enabled": True}, "check_grad_overflow": False}, "fp16.enabled is true", "use bf16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}, "check_grad_overflow": False}, "loss scale", "remove"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs stage 3", "stage to 3"),
         ({"zero_optimization": {"cpu_offload_param": True}}, "needs stage 3", "stage to 3"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "without a path", "nvme_path"),

@@ -23,6 +23,11 @@ from tests.support.models import token_batch
 from tests.support.oracle import CLIP, STEPS, Case, SmallModel, SplitBackward, join, settings, train
 
 UNCHECKED = {"enabled": True, "check_grad_overflow": False}
+# By precision: what has a step begin in backward, and what has it wait for all gradients.
+EARLY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bf16": ({"bf16": UNCHECKED}, {"bf16": {"enabled": True}}),
+    "fp32": ({"check_grad_overflow": False}, {"check_grad_overflow": True}),
+}
 ON_NVME = {"param": "nvme", "optimizer": "nvme"}
 
 
@@ -71,10 +76,12 @@ def run(rank: int, folder: str, case: Case, row: dict[str, Any]) -> tuple[str, i
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("case", list(CASES))
-def test_a_step_inside_backward_has_the_same_bits(rank_pools, tmp_path, case, world):
-    row = {**ON_NVME, "bf16": UNCHECKED, "zero": {"sub_group_size": 1280}}
+@pytest.mark.parametrize("dtype", list(EARLY))
+def test_a_step_inside_backward_has_the_same_bits(rank_pools, tmp_path, dtype, case, world):
+    begun_early, waiting = EARLY[dtype]
+    row = {**ON_NVME, **begun_early, "zero": {"sub_group_size": 1280}}
     rows = [row, {**row, "accumulation": 2}]
-    rows += [{**each, "overlap": False} for each in rows] + [{**each, "bf16": {"enabled": True}} for each in rows]
+    rows += [{**each, "overlap": False} for each in rows] + [{**each, **waiting} for each in rows]
     for found in rank_pools[world].run(digests, str(tmp_path / "nvme"), case, rows, timeout=100):
         (one, two), plain, checked = found[:2], found[2:4], found[4:]
         assert [digest for digest, _ in plain] == [digest for digest, _ in checked] == [one[0], two[0]]
@@ -114,7 +121,7 @@ def test_a_step_that_waits_for_the_norm_reads_its_first_states_during_backward(t
 
 def test_a_second_backward_after_its_step_has_begun_is_refused(tmp_path):
     row = {**ON_NVME, "bf16": UNCHECKED}
-    with pytest.raises(StateError, match=r"arrived after its step had begun.*check_grad_overflow to true"):
+    with pytest.raises(StateError, match=r"arrived after its step had begun.*set check_grad_overflow .* to true"):
         train(SplitBackward(), settings(tmp_path, **row), steps=1)
     train(SplitBackward(), settings(tmp_path, **{**row, "bf16": {"enabled": True}}), steps=1)
 
@@ -217,21 +224,23 @@ def test_a_backward_that_fails_before_its_step_has_begun_loses_nothing(tmp_path)
         assert all(map(torch.equal, masters(engine), before)), "the hyper-parameters are the new ones"
 
 
+@pytest.mark.parametrize("unchecked", [{"bf16": UNCHECKED}, {"bf16": {"enabled": True}, "check_grad_overflow": False},
+                                       {"check_grad_overflow": False}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_an_unchecked_step_leaves_out_what_is_not_finite(tmp_path, tier):
+def test_an_unchecked_step_leaves_out_what_is_not_finite(tmp_path, tier, unchecked):
     """With check_grad_overflow false a step is taken, but for the elements whose gradients are not finite."""
 
     class Poisoned(Case):
         def losses(self, call, rank, micro):
             for loss in super().losses(call, rank, micro):
                 # The bias of the fixed layer's neighbour: one parameter of one element has no finite gradient.
-                poison = call.module.temperature * torch.tensor(float("inf"), dtype=torch.bfloat16)
+                poison = call.module.temperature * torch.tensor(float("inf"), dtype=call.module.temperature.dtype)
                 yield loss + (poison.float().sum() if micro == 1 else 0.0)
 
     def look(engine: Any) -> None:
         assert engine.skipped_steps == 0 and engine.was_step_applied()
 
-    row = {"param": tier, "optimizer": tier, "bf16": UNCHECKED}
+    row = {"param": tier, "optimizer": tier, **unchecked}
     result = train(Poisoned(), settings(tmp_path, **row), steps=3, look=look)
     assert all(torch.isfinite(value).all() for value in (*result.master.values(), *result.exp_avg.values()))
 

@@ -44,7 +44,7 @@ def configuration(param: str, states: str, dtype: str, folder: Path, *, batches:
     return {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": batches, "log_level": "error",
         "gradient_clipping": 0.0 if early else 1.0, "overlap": overlap,
-        "bf16": {"enabled": dtype == "bf16", "check_grad_overflow": not early}, "optimizer": {"type": "AdamW"},
+        "bf16": {"enabled": dtype == "bf16"}, "check_grad_overflow": not early, "optimizer": {"type": "AdamW"},
         "zero_optimization": {
             "stage": 3, "sub_group_size": 50_000, "stage3_prefetch_bucket_size": 500_000,
             "stage3_param_persistence_threshold": 2000, "stage3_max_live_parameters": 1_500_000,
@@ -93,6 +93,7 @@ CASES = {
     "states, bf16": ("cpu", "nvme", "bf16", {}),
     "states, some of them kept": ("cpu", "nvme", "bf16", {"buffers": 30}),
     "states, begun in backward": ("cpu", "nvme", "bf16", {"early": True}),
+    "fp32, begun in backward": ("cpu", "nvme", "fp32", {"early": True}),
 }
 
 
