@@ -1,7 +1,8 @@
 """Which sub-group a step that goes on behind the program steps next.
 
-First what is in memory or on its way there: it takes room until it is stepped. Then what the next forward needs first:
-gradients arrive in the opposite order, and the program, should it have to wait, waits for those that arrived last.
+First what is in memory or on its way there: it takes room until it is stepped. Then the rest of a unit that has begun,
+whose parameters would else be written in between, and read again. Then what the next forward needs first: gradients
+arrive in the opposite order, and the program, should it have to wait, waits for those that arrived last.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ class Turns(Generic[With]):
         self._fetch = fetch
         self._in_memory = in_memory
         self._soon: deque[tuple[SubGroup, With]] = deque()
-        # A heap by rank, which is of one sub-group alone.
-        self._later: list[tuple[int, tuple[SubGroup, With]]] = []
+        # By rank, which is of one sub-group alone; and heaps of those ranks, of all and by unit, with some that are gone.
+        self._later: dict[int, tuple[SubGroup, With]] = {}
+        self._ranks: list[int] = []
+        self._ranks_of: dict[int, list[int]] = {}
+        # The latest that left those.
+        self._latest: SubGroup | None = None
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -46,8 +51,12 @@ class Turns(Generic[With]):
             for group in groups:
                 if self._in_memory(group):
                     self._soon.append((group, what))
-                else:
-                    heappush(self._later, (self._rank[group.index], (group, what)))
+                    continue
+                rank = self._rank[group.index]
+                self._later[rank] = group, what
+                heappush(self._ranks, rank)
+                for piece in group.slices:
+                    heappush(self._ranks_of.setdefault(piece.unit, []), rank)
 
     def fetch(self, count: int) -> None:
         """Have `count` in memory or on their way."""
@@ -55,10 +64,25 @@ class Turns(Generic[With]):
             for group, _ in islice(self._soon, count):
                 if not self._fetch(group):
                     return
-            while self._later and len(self._soon) < count and self._fetch(self._later[0][1][0]):
-                self._soon.append(heappop(self._later)[1])
+            while self._later and len(self._soon) < count and self._fetch(self._later[self._first()][0]):
+                self._soon.append(self._pop())
 
     def take(self) -> tuple[SubGroup, With]:
         """The next one. As often as one was added."""
         with self._lock:
-            return self._soon.popleft() if self._soon else heappop(self._later)[1]
+            return self._soon.popleft() if self._soon else self._pop()
+
+    def _pop(self) -> tuple[SubGroup, With]:
+        found = self._later.pop(self._first())
+        self._latest = found[0]
+        return found
+
+    def _first(self) -> int:
+        """The rank of the one that leaves `_later` next."""
+        begun = self._latest.slices if self._latest is not None else ()
+        for ranks in (*(self._ranks_of.get(piece.unit, []) for piece in begun), self._ranks):
+            while ranks and ranks[0] not in self._later:
+                heappop(ranks)
+            if ranks:
+                return ranks[0]
+        raise IndexError("no sub-group is ready")

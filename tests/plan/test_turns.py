@@ -47,6 +47,19 @@ def test_what_is_needed_first_goes_first_however_late_it_comes():
     assert [turns.take() for _ in range(3)] == [(GROUPS[5], "b"), (GROUPS[3], "c"), (GROUPS[0], "a")]
 
 
+def test_a_unit_that_has_begun_is_finished_first():
+    """By what one of its sub-groups shares with the next, where units are joined, too."""
+    units = [(0,), (0,), (0, 1), (1,), (2,), (2,)]
+    groups = [SubGroup(at, tuple(Slice(unit, 0, 64) for unit in mine)) for at, mine in enumerate(units)]
+    memory = Memory(2)
+    turns = Turns[str](groups[::-1], fetch=memory.fetch, in_memory=lambda group: group.index in memory.held)
+    turns.add(groups[:4], "")
+    assert turns.take()[0].index == 3
+    turns.fetch(1)
+    turns.add(groups[4:], "")
+    assert taken(turns, 5) == [2, 1, 0, 5, 4]
+
+
 def test_what_is_in_memory_goes_first():
     memory = Memory(2)
     memory.held.update((0, 2))
