@@ -19,6 +19,9 @@ def build(options: dict[str, Any]) -> _Trainer:
     """See the module's text."""
     tier = options["contender"].partition(":")[2]
     deepspeed.init_distributed("gloo")
+    if options["dtype"] == "fp32":
+        # Where the processor has no fp16 it takes bf16 in the place of fp32, and its forward fails (0.19.8).
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     model = models.build(options)
     # A staging buffer must hold the largest parameter, and the largest sub-group, which may be that one and a bit more.
     largest = max(param.numel() for param in model.parameters())
