@@ -34,7 +34,7 @@ class Turns(Generic[With]):
         self._fetch = fetch
         self._in_memory = in_memory
         self._soon: deque[tuple[SubGroup, With]] = deque()
-        # By rank, which is of one sub-group alone; and heaps of those ranks, of all and by unit, with some that are gone.
+        # By rank, which is of one alone; and heaps of those ranks, of all and by unit, with some that are gone.
         self._later: dict[int, tuple[SubGroup, With]] = {}
         self._ranks: list[int] = []
         self._ranks_of: dict[int, list[int]] = {}
