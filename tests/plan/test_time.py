@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import pytest
@@ -143,11 +144,15 @@ RESOURCES = (
 @pytest.mark.parametrize("early", [False, True], ids=["clipped", "unclipped"])
 def test_more_of_anything_is_never_slower(setting, early):
     plan = plan_of(**SETTINGS[setting])
-    base = predict(plan, BALANCED, tokens=1000, early=early).seconds
+
+    def seconds(name: str, factor: float) -> float:
+        """The median around a rate: what arrives a little earlier may be evicted in another order, and read again."""
+        profiles = [faster(BALANCED, name, factor * each) for each in (0.9, 0.95, 1.0, 1.05, 1.1)]
+        return median(predict(plan, each, tokens=1000, early=early, briefly=True).seconds for each in profiles)
+
     for name in RESOURCES:
-        changed = predict(plan, faster(BALANCED, name, 1.6), tokens=1000, early=early).seconds
-        # What arrives in another order may be evicted in another order: a little is allowed.
-        assert changed <= base * 1.03, name
+        # Some of that is more than luck: a little is allowed.
+        assert seconds(name, 1.6) <= seconds(name, 1.0) * 1.03, name
 
 
 DECIDED = {
