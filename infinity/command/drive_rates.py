@@ -29,7 +29,7 @@ _FILE_NBYTES_MIN = 64 << 20
 _REQUEST_NBYTES = 16 << 20
 _REQUESTS = 4
 # (bytes of a block, blocks in flight)
-SETTINGS = ((256 << 10, 32), (512 << 10, 16), (512 << 10, 32), (1 << 20, 32))
+SETTINGS = ((256 << 10, 32), (512 << 10, 16), (512 << 10, 32), (1 << 20, 32), (2 << 20, 16))
 _PATTERNS = ("read", "write", "mixed")
 # Of the time of a drive: writing the file, looking for the best setting; the rest measures that one.
 _FILL_SHARE, _SEARCH_SHARE = 0.15, 0.4

@@ -14,7 +14,7 @@ class Aio(Section):
     """How NVMe is read and written. DeepSpeed's keys are hints: none of them can make a run fail."""
 
     block_size: Annotated[Count | None, HONOURED] = None
-    """Bytes of one request to the drive; 512 KiB when absent."""
+    """Bytes of one request to the drive; 1 MiB when absent."""
     queue_depth: Annotated[Count, HONOURED] = 8
     """Requests in flight for one I/O thread."""
     intra_op_parallelism: Annotated[Count | None, HONOURED, Also(("thread_count",))] = None

@@ -97,7 +97,7 @@ ASSUMED = HardwareProfile(
     cores=16, memory_nbytes=128 << 30,
     drives=(
         Drive(
-            folder="", read_rate=6.0e9, write_rate=4.0e9, mixed_rate=5.0e9, block_nbytes=512 << 10, queue_depth=32,
+            folder="", read_rate=6.0e9, write_rate=4.0e9, mixed_rate=5.0e9, block_nbytes=1 << 20, queue_depth=32,
             model="one NVMe drive on PCIe 4.0 x4", capacity_nbytes=2 * 10**12,
         ),
     ),
