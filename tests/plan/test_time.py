@@ -144,10 +144,13 @@ RESOURCES = (
 @pytest.mark.parametrize("early", [False, True], ids=["clipped", "unclipped"])
 def test_more_of_anything_is_never_slower(setting, early):
     plan = plan_of(**SETTINGS[setting])
+    # Parameters that are read, stepped and written beside each other: what arrives a little earlier may be evicted in
+    # another order, and be read again. There the median around a rate counts, elsewhere the rate itself.
+    varies = early and setting == "everything on NVMe"
+    around = (0.9, 0.95, 1.0, 1.05, 1.1) if varies else (1.0,)
 
     def seconds(name: str, factor: float) -> float:
-        """The median around a rate: what arrives a little earlier may be evicted in another order, and read again."""
-        profiles = [faster(BALANCED, name, factor * each) for each in (0.9, 0.95, 1.0, 1.05, 1.1)]
+        profiles = [faster(BALANCED, name, factor * each) for each in around]
         return median(predict(plan, each, tokens=1000, early=early, briefly=True).seconds for each in profiles)
 
     for name in RESOURCES:
