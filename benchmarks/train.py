@@ -7,7 +7,8 @@ and without overlap. Prints tokens/s, peak memory against the plan, and for NVMe
 run in CPU memory, which gathers as the one on NVMe does), I/O (bytes by the kernel's count over what fio moves both
 ways at once on the same drive), their maximum and sum, the measured step. Where the norm, or a check of all gradients,
 is needed first, the optimizer step begins when backward is over: then nothing hides what backward and, behind it, the
-step's transfers take beyond the computation.
+step's transfers take beyond the computation. And bytes that move beside a computation slow it down, whoever moves them:
+the run in memory is measured once more beside fio, and what a byte costs it there is unhideable, too.
 
 Activations are what torch itself needs beyond weights, gradients and moments, measured in a run that keeps its
 gradients allocated. They are not in the plan, so peak - baseline - activations is compared to the planned bytes.
@@ -19,12 +20,14 @@ import argparse
 from typing import Any
 
 from support import compare
-from support.machine import MIB, describe, fio_rates, median
+from support.machine import MIB, describe, fio_rates, has_fio, median
 from support.table import Table, claim
 
 # Keeps gradients allocated, so that its peak less what it holds is activations alone.
 YARDSTICK = "torch:held"
 CONTENDERS = ["infinity:memory", "infinity:cpu", "infinity:nvme", "infinity:nvme-serial"]
+# It gathers and steps as the run on NVMe does.
+COMPUTATION = "infinity:cpu"
 OVERLAP_LIMIT = 1.15
 EXCESS_LIMIT = 0.05
 
@@ -40,18 +43,20 @@ def main() -> None:
         print(compare.headline(options, given))
         # A drive's rate drifts: before, and after.
         before = _drive_rate(options, given)
-        values = compare.alternate([YARDSTICK, *contenders], options, given)
+        beside = [COMPUTATION + compare.BESIDE_FIO] if has_fio() and COMPUTATION in contenders else []
+        values = compare.alternate([YARDSTICK, *contenders, *beside], options, given)
         after = _drive_rate(options, given)
         yardstick = values.pop(YARDSTICK)
+        slowed = values.pop(COMPUTATION + compare.BESIDE_FIO, None)
         _print_speed(values, options, given.ranks)
         _print_memory(values, yardstick)
-    in_memory = values.get("infinity:cpu") or values.get("infinity:memory")
+    in_memory = values.get(COMPUTATION) or values.get("infinity:memory")
     if in_memory is not None and before is not None and after is not None:
         # Nothing has to be known about all gradients: the step begins inside backward.
         chained = not given.unclipped
         for name in ("infinity:nvme", "infinity:nvme-serial"):
             if name in values:
-                _print_parts(name, values[name], in_memory, (before, after), chained=chained)
+                _print_parts(name, values[name], in_memory, slowed, (before, after), chained=chained)
     # Of several ranks the yardstick trains each on its own data.
     same = values if given.ranks > 1 else {YARDSTICK: yardstick, **values}
     compare.check_losses(same, 5e-2 if given.dtype == "bf16" else 1e-3)
@@ -90,13 +95,16 @@ def _drive_rate(options: dict[str, Any], given: argparse.Namespace) -> float | N
     return None if rates is None else sum(rates.values())
 
 
-def _print_parts(name: str, rounds: Rounds, in_memory: Rounds, rates: tuple[float, float], *, chained: bool) -> None:
-    """Step time against computation and I/O, and against what has to come one after the other (`chained`). `rates`:
-    the drive's before and after, in bytes a second.
+def _print_parts(
+    name: str, rounds: Rounds, in_memory: Rounds, slowed: Rounds | None, rates: tuple[float, float], *, chained: bool
+) -> None:
+    """Step time against computation and I/O, against what has to come one after the other (`chained`), and against
+    computation `slowed` by fio beside it. `rates`: the drive's before and after, in bytes a second.
     """
     rate = sum(rates) / 2
     compute, step = compare.step_seconds(in_memory), compare.step_seconds(rounds)
-    transfer = sum(compare.moved_a_parameter(rounds, 1)) / rate
+    nbytes = sum(compare.moved_a_parameter(rounds, 1))
+    transfer = nbytes / rate
     longest = max(compute, transfer)
     print(
         f"{name}: compute {compute:.2f} s; I/O {transfer:.2f} s at fio's {rate / 1e9:.2f} GB/s "
@@ -108,7 +116,17 @@ def _print_parts(name: str, rounds: Rounds, in_memory: Rounds, rates: tuple[floa
         backward = compare.backward_seconds(in_memory)
         behind = median(sum(value["step_nbytes"] for value in ranks) for ranks in rounds) / rate
         print(f"  backward {backward:.2f} s, then the step's transfers {behind:.2f} s: {backward + behind:.2f} s")
-        _claim_hidden(step - compute, max(longest, backward + behind) - compute, "that - compute")
+        longest = max(longest, backward + behind)
+        _claim_hidden(step - compute, longest - compute, "that - compute")
+    if slowed is not None:
+        beside, traffic = compare.step_seconds(slowed), median(ranks[0]["fio_rate"] for ranks in slowed)
+        cost = max(0.0, beside - compute) / (beside * traffic)
+        print(
+            f"  computation beside fio {beside:.2f} s at {traffic / 1e9:.2f} GB/s: {cost * 1e9:.3f} s a GB, "
+            f"{cost * nbytes:.2f} s for {nbytes / 1e9:.2f} GB"
+        )
+        longest = max(longest, compute + cost * nbytes)
+        _claim_hidden(step - compute, longest - compute, "with that - compute")
 
 
 def _claim_hidden(beyond: float, unhideable: float, what: str) -> None:

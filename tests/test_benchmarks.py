@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +60,21 @@ def test_train_compares_the_peak_with_the_plan(tmp_path):
     assert "DIFFERS" not in text
     tokens_a_second = float(row(text, "infinity:nvme")[0])
     assert tokens_a_second > 0
+
+
+# Four processes that import transformers and train.
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
+def test_train_says_what_the_drive_takes_from_computation(tmp_path):
+    text = output_of("train", f"{TINY} --only infinity:cpu,infinity:nvme", tmp_path)
+    assert "infinity:cpu+fio" not in text
+    assert text.count("beyond compute") == 3
+    beside, rate, cost, taken, nbytes = map(
+        float, re.search(r"beside fio (\S+) s at (\S+) GB/s: (\S+) s a GB, (\S+) s for (\S+) GB", text).groups()
+    )
+    assert beside > 0
+    assert rate > 0
+    assert taken == pytest.approx(cost * nbytes, abs=0.02)
 
 
 # Imports transformers and trains.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support.launch import TaskError, run_ranks
-from support.machine import median
+from support.machine import fio_traffic, median
 
 
 def arguments(text: str | None) -> argparse.ArgumentParser:
@@ -33,6 +33,7 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--zero", type=json.loads, help="keys of zero_optimization for all engines, as JSON")
     parser.add_argument("--checkpointing", action="store_true", help="all contenders compute activations again")
     parser.add_argument("--buffers", type=int, help="offload_optimizer.buffer_count of infinity; DeepSpeed's is 12")
+    parser.add_argument("--profile", help="hardware_profile of infinity, as `infinity bench` writes it for this drive")
     parser.add_argument("--deepspeed-python", help="Python of an environment with deepspeed and its built operators")
     return parser
 
@@ -42,7 +43,7 @@ def task_options(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The options of a training task, with a folder on the drive that is removed in the end."""
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         batch = given.batch or {"fp32": 4, "bf16": 8}[given.dtype]
-        names = ("dtype", "model", "positions", "warmup", "steps", "zero", "checkpointing", "buffers")
+        names = ("dtype", "model", "positions", "warmup", "steps", "zero", "checkpointing", "buffers", "profile")
         unclipped: dict[str, Any] = {"clip": 0.0, "checked": False} if given.unclipped else {}
         yield {
             **unclipped,
@@ -61,8 +62,16 @@ def headline(options: dict[str, Any], given: argparse.Namespace) -> str:
     )
 
 
+# Appended to a contender: fio moves bytes both ways on the same drive meanwhile.
+BESIDE_FIO = "+fio"
+
+
 def measure(contender: str, options: dict[str, Any], given: argparse.Namespace) -> list[dict[str, Any]]:
-    """One process a rank for one contender; the values of its ranks."""
+    """One process a rank for one contender; the values of its ranks. With fio beside it "fio_rate" is one of them."""
+    if contender.endswith(BESIDE_FIO):
+        with fio_traffic(options["folder"], gib=2 if options["model"] == "llama" else 1 / 16) as rates:
+            values = measure(contender.removesuffix(BESIDE_FIO), options, given)
+        return [{**value, "fio_rate": rates[0]} for value in values]
     python, environment = sys.executable, {}
     if contender.startswith("deepspeed"):
         python = given.deepspeed_python

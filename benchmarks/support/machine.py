@@ -6,11 +6,13 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MIB, _GIB = 1 << 20, 1 << 30
@@ -36,27 +38,56 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-
-
 def fio_rates(folder: str, *, gib: float = 2, seconds: int = 8) -> dict[str, float] | None:
     """Bytes a second in fio's mixed pattern: {"read", "write"}; both kinds run at the same time. None without fio.
 
     1 MiB blocks, depth 32, half of them reads, O_DIRECT, on a file that was written before. fio's buffers lie in huge
     pages, as ours do: from small ones a virtual drive needs many more segments a request and gives half the rate.
     """
-    if shutil.which("fio") is None:
+    if not has_fio():
         return None
+    with _mixed(folder, gib, seconds) as process:
+        return _rates(process)
+
+
+def has_fio() -> bool:
+    """Whether fio is installed."""
+    return shutil.which("fio") is not None
+
+
+@contextmanager
+def fio_traffic(folder: str, *, gib: float = 2) -> Iterator[list[float]]:
+    """fio's mixed pattern as long as the block runs. Its bytes a second, both ways, are in the list afterwards."""
+    found: list[float] = []
+    with _mixed(folder, gib, 3600) as process:
+        yield found
+        process.send_signal(signal.SIGINT)
+        found.append(sum(_rates(process).values()))
+
+
+@contextmanager
+def _mixed(folder: str, gib: float, seconds: int) -> Iterator[subprocess.Popen[str]]:
     nbytes = int(gib * _GIB) // (1 << 20) * (1 << 20)
+    environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".fio") as file:
         common = [
             "fio", "--name=mixed", f"--filename={file.name}", f"--size={nbytes}", "--bs=1M", "--iodepth=32",
             "--ioengine=libaio", "--direct=1", "--output-format=json",
         ]  # fmt: skip
-        environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         subprocess.run([*common, "--rw=write"], capture_output=True, check=True, env=environment)
         timed = [*common, "--rw=rw", "--rwmixread=50", "--time_based", f"--runtime={seconds}"]
-        reply = subprocess.run(timed, capture_output=True, check=True, env=environment)
-        job = json.loads(reply.stdout)["jobs"][0]
+        with subprocess.Popen(timed, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+
+def _rates(process: subprocess.Popen[str]) -> dict[str, float]:
+    """What fio says when it is over."""
+    text, _ = process.communicate(timeout=3600)
+    # What it says of a signal comes before.
+    job = json.loads(text[text.index("{") :])["jobs"][0]
     return {kind: float(job[kind]["bw_bytes"]) for kind in ("read", "write")}
 
 
