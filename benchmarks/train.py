@@ -16,7 +16,6 @@ gradients allocated. They are not in the plan, so peak - baseline - activations 
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from support import compare
@@ -42,10 +41,10 @@ def main() -> None:
     with compare.task_options(given) as options:
         print(compare.headline(options, given))
         # A drive's rate drifts: before, and after.
-        before = _drive_rate(options, given)
+        before = _drive_rate(options)
         beside = [COMPUTATION + compare.BESIDE_FIO] if has_fio() and COMPUTATION in contenders else []
         values = compare.alternate([YARDSTICK, *contenders, *beside], options, given)
-        after = _drive_rate(options, given)
+        after = _drive_rate(options)
         yardstick = values.pop(YARDSTICK)
         slowed = values.pop(COMPUTATION + compare.BESIDE_FIO, None)
         _print_speed(values, options, given.ranks)
@@ -88,10 +87,10 @@ def _print_memory(values: dict[str, Rounds], yardstick: Rounds) -> None:
         )  # fmt: skip
 
 
-def _drive_rate(options: dict[str, Any], given: argparse.Namespace) -> float | None:
+def _drive_rate(options: dict[str, Any]) -> float | None:
     """Bytes a second, read and written together in fio's mixed pattern; None without fio."""
-    whole = given.model == "llama"
-    rates = fio_rates(options["folder"], gib=2 if whole else 1 / 16, seconds=8 if whole else 1)
+    gib = compare.fio_gib(options)
+    rates = fio_rates(options["folder"], gib=gib, seconds=max(1, round(4 * gib)))
     return None if rates is None else sum(rates.values())
 
 

@@ -62,6 +62,11 @@ def headline(options: dict[str, Any], given: argparse.Namespace) -> str:
     )
 
 
+def fio_gib(options: dict[str, Any]) -> float:
+    """GiB of the file on which fio measures, by the model that is trained."""
+    return 2 if options["model"] == "llama" else 1 / 16
+
+
 # Appended to a contender: fio moves bytes both ways on the same drive meanwhile.
 BESIDE_FIO = "+fio"
 
@@ -69,7 +74,7 @@ BESIDE_FIO = "+fio"
 def measure(contender: str, options: dict[str, Any], given: argparse.Namespace) -> list[dict[str, Any]]:
     """One process a rank for one contender; the values of its ranks. With fio beside it "fio_rate" is one of them."""
     if contender.endswith(BESIDE_FIO):
-        with fio_traffic(options["folder"], gib=2 if options["model"] == "llama" else 1 / 16) as rates:
+        with fio_traffic(options["folder"], gib=fio_gib(options)) as rates:
             values = measure(contender.removesuffix(BESIDE_FIO), options, given)
         return [{**value, "fio_rate": rates[0]} for value in values]
     python, environment = sys.executable, {}
