@@ -129,6 +129,27 @@ def test_bytes_a_parameter_are_summed_over_ranks_and_phases(support):
     assert support("compare").moved_a_parameter([[rank, rank]], 10) == (6.0, 0.6)
 
 
+def test_a_profile_reaches_the_configuration(support, monkeypatch, tmp_path):
+    arguments = ["train.py", "--profile", "drive.json", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    compare = support("compare")
+    with compare.task_options(compare.arguments("").parse_args()) as options:
+        config = support("with_infinity").configuration({**options, "contender": "infinity:nvme"})
+    assert config["hardware_profile"] == "drive.json"
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
+def test_a_fio_that_fails_is_an_error(support, tmp_path):
+    machine = support("machine")
+    with (
+        pytest.raises(subprocess.CalledProcessError),
+        machine._mixed(str(tmp_path), 1 / 64, 60) as process,
+    ):
+        process.kill()
+        machine._rates(process, stopped=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_other_losses_are_said(support, capsys):
     values = {name: [[{"losses": losses}]] for name, losses in {"a": [1.0, 2.0], "b": [1.0, 2.5]}.items()}
     support("compare").check_losses(values, 0.1)

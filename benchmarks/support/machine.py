@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MIB, _GIB = 1 << 20, 1 << 30
+# What fio returns when SIGINT has ended it.
+_FIO_STOPPED = 128
 
 
 def io_nbytes() -> tuple[int, int]:
@@ -61,8 +63,9 @@ def fio_traffic(folder: str, *, gib: float = 2) -> Iterator[list[float]]:
     found: list[float] = []
     with _mixed(folder, gib, 3600) as process:
         yield found
-        process.send_signal(signal.SIGINT)
-        found.append(sum(_rates(process).values()))
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        found.append(sum(_rates(process, stopped=True).values()))
 
 
 @contextmanager
@@ -83,9 +86,11 @@ def _mixed(folder: str, gib: float, seconds: int) -> Iterator[subprocess.Popen[s
                 process.kill()
 
 
-def _rates(process: subprocess.Popen[str]) -> dict[str, float]:
-    """What fio says when it is over."""
+def _rates(process: subprocess.Popen[str], *, stopped: bool = False) -> dict[str, float]:
+    """What fio says when it is over; CalledProcessError where it failed. `stopped`: by a signal of ours."""
     text, _ = process.communicate(timeout=3600)
+    if process.returncode not in ((0, _FIO_STOPPED) if stopped else (0,)):
+        raise subprocess.CalledProcessError(process.returncode, process.args, text)
     # What it says of a signal comes before.
     job = json.loads(text[text.index("{") :])["jobs"][0]
     return {kind: float(job[kind]["bw_bytes"]) for kind in ("read", "write")}

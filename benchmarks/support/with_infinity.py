@@ -18,9 +18,8 @@ def configuration(options: dict[str, Any]) -> dict[str, Any]:
     zero = offload(tier, options)
     if tier in ("nvme", "states") and options.get("buffers"):
         zero["offload_optimizer"]["buffer_count"] = options["buffers"]
-    profile = {"hardware_profile": options["profile"]} if options.get("profile") else {}
     return {
-        **profile,
+        "hardware_profile": options.get("profile"),
         "train_micro_batch_size_per_gpu": options["batch"], "gradient_clipping": options.get("clip", CLIP),
         "overlap": not serial, "log_level": "error",
         "bf16": {"enabled": options["dtype"] == "bf16"}, "check_grad_overflow": options.get("checked", True),
