@@ -30,7 +30,7 @@ from infinity.loader import Loader
 from infinity.log import logger, start
 from infinity.memory.activations import ActivationTier
 from infinity.memory.device import Device
-from infinity.memory.host import HostMemory, trim
+from infinity.memory.host import HostMemory, mappings_of_their_own, trim
 from infinity.memory.ledger import Ledger
 from infinity.memory.nvme import NvmeTier
 from infinity.memory.queue_options import queue_options
@@ -232,6 +232,7 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
     return trained
 
 
+@mappings_of_their_own()
 def _build(
     config: ResolvedConfig,
     model: nn.Module,

@@ -15,7 +15,7 @@ from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.errors import ConfigError
 from infinity.log import start
 from infinity.memory.device import Device
-from infinity.memory.host import trim
+from infinity.memory.host import mappings_of_their_own, trim
 from infinity.zero.spool import Spool
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -49,6 +49,7 @@ class Init:
         if not self._enabled:
             return self
         spool = open_spool(self._source)
+        self._exit.enter_context(mappings_of_their_own())
         hook = register_module_parameter_registration_hook(
             lambda module, name, param: (
                 spool.adopt(param, f"{type(module).__name__}.{name}") if param is not None else None

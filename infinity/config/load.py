@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ from infinity.config.section import (
 )
 from infinity.config.values import read_flag
 from infinity.errors import ConfigError
+
+_TUNES_HEAP = re.compile("MALLOC_(MMAP|TRIM|TOP)_")
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
@@ -59,6 +62,11 @@ def complaint(origin: str, problems: list[str]) -> ConfigError:
 
 # A section that could not be read leaves nothing behind; its problem is on the list.
 _NOTHING = object()
+
+
+def heap_is_tuned() -> bool:
+    """Whether the environment says how the C library's heap is kept: variables of mallopt(3), or tunables."""
+    return any(map(_TUNES_HEAP.match, os.environ)) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
 
 
 class _Object(dict[str, Any]):

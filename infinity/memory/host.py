@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import resource
+from collections.abc import Iterator
 
 from torch import Tensor
 
+from infinity.config.load import heap_is_tuned
 from infinity.log import warn_once
 from infinity.memory.device import Device
 from infinity.memory.ledger import Ledger
@@ -22,6 +24,12 @@ from infinity.memory.pages import page_aligned
 
 # What a driver is asked to pin at a time once it has refused a whole buffer.
 _CHUNK_NBYTES = 256 << 20
+# Parameters of mallopt(3) by their numbers in <malloc.h>: what lies in a mapping of its own, and when the top of the
+# heap goes back to the system. The values that hold while a model is built, and afterwards those at which glibc's own
+# adaptation ends on 64 bits.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_BUILDING = {_MMAP_THRESHOLD: 1 << 20}
+_TRAINING = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
 
 
 def trim() -> None:
@@ -29,6 +37,30 @@ def trim() -> None:
     with contextlib.suppress(OSError, AttributeError):
         # glibc only; other C libraries return memory by themselves.
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def mappings_of_their_own() -> Iterator[None]:
+    """While a model is built: what is allocated with 1 MB or more goes back to the system when it is freed.
+
+    From the heap it would leave holes, over which training would spread what it allocates: resident memory would creep
+    up to what the heap had been at its longest. Left alone where the environment says how the heap is kept.
+    """
+    if heap_is_tuned():
+        yield
+        return
+    _tell_heap(_BUILDING)
+    try:
+        yield
+    finally:
+        _tell_heap(_TRAINING)
+
+
+def _tell_heap(values: dict[int, int]) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        for parameter, value in values.items():
+            library.mallopt(parameter, value)
 
 
 class HostMemory:

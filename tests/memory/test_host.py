@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +21,8 @@ from infinity.memory.device import Device
 from infinity.memory.host import HostMemory, trim
 from infinity.memory.ledger import Ledger
 from infinity.memory.pages import page_aligned
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class FakeAccelerator(Device):
@@ -68,6 +75,49 @@ def test_memory_goes_back_to_the_system_with_the_last_reference():
     del view
     gc.collect()
     assert before - psutil.Process().memory_info().rss > nbytes * 0.9
+
+
+# Prints, in MiB, by how much the heap has grown for 128 of parameters, and what comes from elsewhere afterwards.
+HEAP = """
+import contextlib, ctypes, sys
+import torch
+from infinity.memory.host import mappings_of_their_own
+
+class Heap(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c mapped d e used free f".split()]
+
+library = ctypes.CDLL(None)
+library.mallinfo2.restype = Heap
+torch.empty(7 << 20)  # 28 MiB: what is smaller comes from the heap from here on
+before = library.mallinfo2()
+with mappings_of_their_own() if sys.argv[1] == "own" else contextlib.nullcontext():
+    parameters = [torch.empty(1 << 20) for _ in range(32)]
+built = library.mallinfo2().arena - before.arena
+del parameters
+before = library.mallinfo2()
+next_one = torch.empty(1 << 20)
+print(built >> 20, library.mallinfo2().mapped - before.mapped >> 20)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33 or newer")
+def test_a_model_is_built_outside_the_heap_where_it_would_leave_holes():
+    def grown(how: str, **environment: str) -> tuple[int, int]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+        command = [sys.executable, "-c", HEAP, how]
+        done = subprocess.run(
+            command, env={**clean, **environment}, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        )
+        built, mapped = map(int, done.stdout.split())
+        return built, mapped
+
+    assert grown("heap")[0] >= 100
+    # And what training allocates comes from the heap again, which is faster.
+    built, mapped = grown("own")
+    assert built < 20 and mapped == 0
+    # Whoever tunes it keeps what they have said.
+    assert grown("own", MALLOC_MMAP_THRESHOLD_=str(32 << 20))[0] >= 100
+    assert grown("own", GLIBC_TUNABLES=f"glibc.malloc.mmap_threshold={32 << 20}")[0] >= 100
 
 
 def test_without_an_accelerator_nothing_is_pinned():
