@@ -21,15 +21,17 @@ from infinity.log import warn_once
 from infinity.memory.device import Device
 from infinity.memory.ledger import Ledger
 from infinity.memory.pages import page_aligned
+from infinity.plan.gradients import HEAP_PIECE_NBYTES_MAX
 
 # What a driver is asked to pin at a time once it has refused a whole buffer.
 _CHUNK_NBYTES = 256 << 20
 # Parameters of mallopt(3) by their numbers in <malloc.h>: what lies in a mapping of its own, and when the top of the
-# heap goes back to the system. The values that hold while a model is built, and afterwards those at which glibc's own
-# adaptation ends on 64 bits.
+# heap goes back to the system. The values that hold while a model is built, and those while it is trained. Left to
+# itself glibc ends at 32 and 64 MiB; activations and gradients below the first then leave holes among each other, at
+# whose edge the heap goes on growing.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _BUILDING = {_MMAP_THRESHOLD: 1 << 20}
-_TRAINING = {_MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20}
+_TRAINING = {_MMAP_THRESHOLD: HEAP_PIECE_NBYTES_MAX, _TRIM_THRESHOLD: 64 << 20}
 
 
 def trim() -> None:
@@ -41,7 +43,8 @@ def trim() -> None:
 
 @contextlib.contextmanager
 def mappings_of_their_own() -> Iterator[None]:
-    """While a model is built: what is allocated with 1 MB or more goes back to the system when it is freed.
+    """While a model is built: what is allocated with 1 MiB or more goes back to the system when it is freed, and
+    afterwards what is allocated with 4 MiB or more.
 
     From the heap it would leave holes, over which training would spread what it allocates: resident memory would creep
     up to what the heap had been at its longest. Left alone where the environment says how the heap is kept.

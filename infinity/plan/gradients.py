@@ -13,9 +13,9 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Placement
 from infinity.plan.types import DTYPE_NBYTES, Tier
 
-# glibc takes larger pieces from the system one by one and gives them back when they are freed (its
-# DEFAULT_MMAP_THRESHOLD_MAX on 64 bits); smaller ones stay in its heap.
-_HEAP_PIECE_NBYTES_MAX = 32 << 20
+# While a model is trained, glibc takes pieces of this size or more from the system one by one and gives them back when
+# they are freed; smaller ones stay in its heap. `infinity.memory.host` tells it so.
+HEAP_PIECE_NBYTES_MAX = 4 << 20
 
 
 def travels_alone(layout: UnitLayout, wire: str) -> bool:
@@ -69,7 +69,7 @@ def left_nbytes(
             if layouts[unit].trainable:
                 travels = wire is not None and travels_alone(layouts[unit], wire)
                 travelling, sent = (own, pieces) if travels else (0, ())
-        heap[pieces] = sum(piece for piece in pieces if piece < _HEAP_PIECE_NBYTES_MAX)
+        heap[pieces] = sum(piece for piece in pieces if piece < HEAP_PIECE_NBYTES_MAX)
     return tuple(left)
 
 
