@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 # 134 M parameters, embedding and head untied.
 LLAMA = {"vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048, "layers": 12, "heads": 12}
+# 374 M parameters: of more layers, so that less of it is embedding and head.
+DEEP = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "layers": 24, "heads": 16}
 # The same shape in small, for smoke runs.
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "layers": 3, "heads": 4}
-MODELS = {"llama": LLAMA, "tiny": TINY}
+MODELS = {"llama": LLAMA, "deep": DEEP, "tiny": TINY}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Parameters of one of `Blocks`' units.
 BLOCK_NUMEL = 1 << 24
@@ -59,7 +61,7 @@ class Blocks(nn.Module):
 
 
 def build(options: dict[str, Any]) -> nn.Module:
-    """The model that `options["model"]` names, in fp32: "llama", "tiny", or "blocks" of `options["numel"]`."""
+    """The model that `options["model"]` names, in fp32: "llama", "deep", "tiny", or "blocks" of `options["numel"]`."""
     torch.manual_seed(0)
     if options["model"] == "blocks":
         return Blocks(options["numel"])

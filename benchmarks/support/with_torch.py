@@ -2,8 +2,9 @@
 
 torch:plain, torch:ddp      fp32; with bf16 a bf16 model and fp32 master weights and moments, the work that a
                             mixed-precision engine does
-torch:held                  as plain, but gradients are kept allocated between steps: its peak is weights, states,
-                            gradients and activations, none of them shared in time
+torch:held                  as plain, but gradients are kept allocated between steps: its peak, of forward and backward
+                            alone, is weights, states, gradients and activations, none of them shared in time. The C
+                            library's heap is kept as the engine keeps it, and so holds as much that is free
 torch:pure                  bf16 weights and moments: less work, and a worse optimizer
 torch:fsdp2                 fully sharded; with bf16 fp32 partitions, gathered and reduced in bf16
 torch:fsdp2-offload         the same, partitions in CPU memory
@@ -12,6 +13,7 @@ torch:fsdp2-offload         the same, partitions in CPU memory
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,12 +23,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from infinity.memory.host import mappings_of_their_own, trim
 from support import models
+from support.machine import reset_peak, resident_nbytes
 from support.training import ADAM, CLIP
 
 
 def build(options: dict[str, Any]) -> _Trainer:
     """See the module's text."""
+    with mappings_of_their_own() if options["contender"] == "torch:held" else nullcontext():
+        return _built(options)
+
+
+def _built(options: dict[str, Any]) -> _Trainer:
     variant = options["contender"].partition(":")[2]
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
@@ -61,12 +70,18 @@ class _Trainer:
         self._params = list(model.parameters())
         self._masters = masters
         self._clip = options.get("clip", CLIP)
-        self._held = options["contender"] == "torch:held"
+        self._held, self._peak = options["contender"] == "torch:held", 0
         self._optimizer = torch.optim.AdamW(masters or self._params, fused=True, **ADAM)
 
     def forward_backward(self, inputs: dict[str, Tensor]) -> float:
+        if self._held:
+            # What its step has needed is not one of them.
+            trim()
+            reset_peak()
         loss = models.loss_of(self._model(**inputs))
         loss.backward()
+        if self._held:
+            self._peak = max(self._peak, resident_nbytes(peak=True))
         return loss.item()
 
     def step(self) -> None:
@@ -100,4 +115,5 @@ class _Trainer:
         states = [value for state in self._optimizer.state.values() for value in state.values()]
         held = 2 * nbytes(self._params) + nbytes(self._masters or []) + nbytes(states)
         largest = max(nbytes([param]) for param in self._params)
-        return {"held": held, "largest": largest, "numel": sum(param.numel() for param in self._params)}
+        facts = {"held": held, "largest": largest, "numel": sum(param.numel() for param in self._params)}
+        return {**facts, "peak": self._peak} if self._held else facts
