@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from infinity import log
 from tests.support.spawn import RankPool
+
+
+def pytest_configure() -> None:
+    """Let interrupts arrive where a shell has started the tests in its background, with SIGINT ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
