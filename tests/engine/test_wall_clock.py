@@ -83,19 +83,12 @@ def test_parts_add_up_to_the_time_that_passed(tmp_path: Path) -> None:
 
 def test_every_delay_shows_in_its_own_part(tmp_path: Path) -> None:
     with start(tmp_path, Late(tiny_llama(), forward=DELAY, backward=2 * DELAY)) as engine:
-        measured = []
-        for index in range(4):
+        for index in range(3):
             step(engine, index, data=3 * DELAY, program=4 * DELAY)
-            measured.append(engine.step_times().parts)
-
-    def own(parts: dict[str, float]) -> float:
-        return parts["engine"] + parts["copy"] + parts["optimizer"] + parts["gradient norm"]
-
-    # The first step is longer; of the others the one that computed alone, where other processes share the cores.
-    parts = min(measured[1:], key=own)
+        parts = engine.step_times().parts
     for name, delays in (("forward", 1), ("backward", 2), ("data", 3), ("program", 4)):
         assert delays * DELAY <= parts[name] <= (delays + 0.9) * DELAY, (name, parts)
-    assert own(parts) < DELAY
+    assert parts["engine"] + parts["copy"] + parts["optimizer"] + parts["gradient norm"] < DELAY
 
 
 def test_the_first_step_of_a_second_engine_begins_with_that_engine(tmp_path: Path) -> None:
