@@ -44,7 +44,7 @@ def trim() -> None:
 @contextlib.contextmanager
 def mappings_of_their_own() -> Iterator[None]:
     """While a model is built: what is allocated with 1 MiB or more goes back to the system when it is freed, and
-    afterwards what is allocated with 4 MiB or more.
+    afterwards what is allocated with 8 MiB or more.
 
     From the heap it would leave holes, over which training would spread what it allocates: resident memory would creep
     up to what the heap had been at its longest. Left alone where the environment says how the heap is kept.
