@@ -76,4 +76,7 @@ def open_spool(source: ConfigSource) -> Spool:
 
 def mesh_of(config: ResolvedConfig, ranks: Ranks, device: Device) -> Mesh:
     """The mesh of ranks, with the configuration's time limit."""
-    return Mesh(ranks, accelerator=device.is_accelerator, timeout_seconds=config.config.watchdog_seconds)
+    return Mesh(
+        ranks, accelerator=device.is_accelerator, timeout_seconds=config.config.watchdog_seconds,
+        cross_memory_attach=config.config.cross_memory_attach,
+    )  # fmt: skip

@@ -43,33 +43,37 @@ def all_gather(full: Tensor, partition: Tensor, group: Group, name: str = "gathe
     place in `full`.
 
     gloo's own passes partitions round a ring, step by step, on one thread: here every rank sends its own to each other
-    one, which took a third of the time.
+    one, which took a third of the time; ranks of one host read it from each other's memory (see `neighbours`).
     """
     members = group.process_group
     if not _is_gloo(members) or not partition.numel():
         return group.start(
             name, lambda: _all_gather(full, partition, group=members, async_op=True), keep=(full, partition)
         )
-    return group.start(name, lambda: _send_to_all(full, partition, members), keep=(full, partition))
+    return group.start(name, lambda: _send_to_all(full, partition, group), keep=(full, partition))
 
 
-def _send_to_all(full: Tensor, partition: Tensor, members: Any) -> _Works:
-    rank = dist.get_rank(members)
-    rows = full.view(dist.get_world_size(members), -1)
+def _send_to_all(full: Tensor, partition: Tensor, group: Group) -> _Works:
+    rank = dist.get_rank(group.process_group)
+    rows = full.view(dist.get_world_size(group.process_group), -1)
     if rows[rank].data_ptr() != partition.data_ptr():
         rows[rank].copy_(partition)
-    return _swap(rows, [partition] * len(rows), members)
+    return _swap(rows, [partition] * len(rows), group)
 
 
-def _swap(rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, members: Any) -> _Works:
+def _swap(rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, group: Group) -> _Works:
     """Receive a row from each other rank and send it its part. Nearest neighbours first, so that not everybody sends to
     the same rank at once.
     """
+    members, reader = group.process_group, group.reader
     rank, ranks = dist.get_rank(members), dist.get_world_size(members)
     others = [(rank + step) % ranks for step in range(1, ranks)]
-    peers = [(other, dist.get_global_rank(members, other)) for other in others]
-    works = [dist.irecv(rows[other], src=peer, group=members) for other, peer in peers]
-    works += [dist.isend(parts[other], dst=peer, group=members) for other, peer in peers]
+    near = [other for other in others if reader is not None and reader.reads(other, rows[other])]
+    far = [other for other in others if other not in near]
+    works: list[Any] = [dist.irecv(rows[other], group=members, group_src=other) for other in far]
+    works += [dist.isend(parts[other], group=members, group_dst=other) for other in far]
+    if reader is not None and near:
+        works.append(reader.swap(rows, parts, near))
     return _Works(works)
 
 
@@ -182,7 +186,7 @@ def reduce_scatter(
     received = full.new_empty(full.numel() - full.numel() // ranks) if workspace is None else workspace
     slices, arriving = full.view(ranks, -1), iter(received.view(ranks - 1, -1))
     rows = [row if rank == dist.get_rank(members) else next(arriving) for rank, row in enumerate(slices)]
-    moving = group.start(name, lambda: _swap(rows, slices, members), keep=(full, received))
+    moving = group.start(name, lambda: _swap(rows, slices, group), keep=(full, received))
     return _Exchanged(moving, rows)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from infinity.comm.neighbours import Reader
 from infinity.comm.positions import Wait
 from infinity.comm.watchdog import Watchdog
 from infinity.transfer import WorkTransfer
@@ -16,11 +17,14 @@ from infinity.transfer import WorkTransfer
 
 @dataclass(slots=True)
 class Group:
-    """`index` is the group's among those that the watchdog knows; without a watchdog nothing is counted."""
+    """`index` is the group's among those that the watchdog knows; without a watchdog nothing is counted. `reader`: what
+    copies from the memory of members on this host, where there are any.
+    """
 
     process_group: Any
     index: int = 0
     watchdog: Watchdog | None = None
+    reader: Reader | None = None
 
     def start(self, name: str, submit: Callable[[], Any], keep: Sequence[Tensor]) -> CollectiveTransfer:
         """Submit a collective; `submit` returns a work."""

@@ -9,6 +9,7 @@ all three.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from infinity.comm import collectives
 from infinity.comm.board import Board
 from infinity.comm.group import Group
+from infinity.comm.neighbours import Introduction, Reader, acquaint, report
 from infinity.comm.watchdog import BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN, Watchdog, leave
 from infinity.errors import ConfigError
 
@@ -76,7 +79,10 @@ def open_group(
 class Mesh:
     """The process groups of the data-parallel axis. All groups, and the watchdog, are None at world size 1."""
 
-    def __init__(self, ranks: Ranks, *, accelerator: bool, timeout_seconds: float) -> None:
+    def __init__(
+        self, ranks: Ranks, *, accelerator: bool, timeout_seconds: float, cross_memory_attach: bool = True
+    ) -> None:
+        """cross_memory_attach: without an accelerator ranks of one host may read each other's memory (`neighbours`)."""
         self.ranks = ranks
         self.gather: Any = None
         self.reduce: Any = None
@@ -97,6 +103,26 @@ class Mesh:
         self.gather, self.reduce, self.control = (
             Group(group, index, self.watchdog) for index, group in enumerate(groups)
         )
+        if not accelerator:
+            self._meet(Introduction(wanted=cross_memory_attach), timeout.total_seconds())
+
+    def _meet(self, mine: Introduction, limit_seconds: float) -> None:
+        """Find the ranks of this host that can read each other's memory, and have all groups use it."""
+
+        def tell(said: Any) -> list[Any]:
+            texts = collectives.exchange_texts(
+                json.dumps(said), self.control, self.ranks.world_size, "introduction of ranks"
+            )
+            return [json.loads(text) for text in texts]
+
+        found = acquaint(tell(mine.said), self.ranks.rank, mine)
+        # Whom each can read, and what kept it from reading the others of its host.
+        answers = tell([sorted(found), mine.reason])
+        mutual = {other: pid for other, pid in found.items() if self.ranks.rank in answers[other][0]}
+        report(mutual, [reason for _, reason in answers])
+        for group in (self.gather, self.reduce, self.control):
+            if mutual:
+                group.reader = Reader(group.process_group, mutual, limit_seconds)
 
     def board(self, topic: str) -> Board:
         """A place where ranks leave notes for each other outside of the collectives; a topic names one for good."""
@@ -129,6 +155,9 @@ class Mesh:
         if self.watchdog is None:
             return
         self.watchdog.close()
+        for group in (self.gather, self.reduce, self.control):
+            if group.reader is not None:
+                group.reader.close()
         if dist.is_initialized():
             for group in (self.gather, self.reduce, self.control):
                 dist.destroy_process_group(group.process_group)

@@ -182,6 +182,10 @@ class Config(Section):
     watchdog_seconds: Annotated[Positive, HONOURED] = 600.0
     """Ours. Time limit of one I/O request, and of one wait for the other ranks, after which every rank raises and says
     who waited for what. Ranks that do different things, fail or end are found within seconds whatever it is."""
+    cross_memory_attach: Annotated[Flag, HONOURED] = True
+    """Ours. Ranks of one host without an accelerator read each other's partitions and gradients from memory where the
+    kernel permits it (process_vm_readv); false sends them through sockets. The same bits, in a third of the processor
+    time."""
     hardware_profile: Annotated[Text | None, HONOURED] = None
     """Ours. A profile that `infinity bench` has written: block size, depth and shares of the drives are taken from it
     where aio does not say them, instead of being chosen or measured at the start."""

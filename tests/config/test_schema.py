@@ -45,6 +45,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "check_grad_overflow": True,
         "max_skipped_steps": 50,
         "watchdog_seconds": 600.0,
+        "cross_memory_attach": True,
         "hardware_profile": None,
     },
     "zero_optimization": {

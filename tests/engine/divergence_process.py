@@ -1,7 +1,8 @@
 """Scripted divergences: from the third step on rank 1 does something else than the others.
 
-`train(case, ...)` runs one on this rank; `python -m tests.engine.divergence_process CASE WATCHDOG`, under torchrun's
-environment, runs one as a program of its own that prints when the ranks part.
+`train(case, ...)` runs one on this rank; `python -m tests.engine.divergence_process CASE WATCHDOG SMALLEST`, under
+torchrun's environment, runs one as a program of its own that prints when the ranks part. SMALLEST: bytes of the
+smallest row that ranks read from each other's memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infinity
+from infinity.comm import neighbours
 
 WIDTH = 16
 ODD_STEP = 2
@@ -102,6 +104,7 @@ def _leave(case: str, engine: Any) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     moments: list[float] = []
+    neighbours.SMALLEST_NBYTES = int(sys.argv[3])
     try:
         train(sys.argv[1], float(sys.argv[2]), moments)
     finally:

@@ -9,12 +9,13 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from infinity.comm import collectives
+from infinity.comm import collectives, neighbours
 from infinity.comm.agreement import agree_on_numbers
 from infinity.comm.mesh import Mesh, detect
 from infinity.errors import DivergenceError
@@ -25,23 +26,29 @@ ROOT = Path(__file__).parents[2]
 # that is late. Generous: the ranks share two cores with other tests.
 MISMATCH_SECONDS, LATE_SECONDS = 10.0, 5.0
 LONG, SHORT = 300.0, 2.0
+# The smallest row that ranks read from each other's memory: more than any of these models has, or every one.
+SOCKETS, MEMORY = 1 << 30, 1
+WAYS = pytest.mark.parametrize("smallest", [SOCKETS, MEMORY], ids=["sockets", "memory"])
 
 
-def diverge(rank: int, world: int, case: str, watchdog: float, stage: int) -> tuple[str, str, float]:
+def diverge(rank: int, world: int, case: str, watchdog: float, stage: int, smallest: int) -> tuple[str, str, float]:
     """(kind of error, its text, seconds from the parting until this rank was through and closed)."""
     torch.set_num_threads(1)
     parted: list[float] = []
     kind, text = "none", ""
     try:
-        train(case, watchdog, parted, stage=stage)
+        with mock.patch.object(neighbours, "SMALLEST_NBYTES", smallest):
+            train(case, watchdog, parted, stage=stage)
     except Exception as error:
         kind, text = type(error).__name__, str(error)
     return kind, text, time.time() - parted[0]
 
 
-def run(rank_pools: Any, case: str, watchdog: float = LONG, *, world: int = 2, stage: int = 3) -> list[tuple[str, str]]:
+def run(
+    rank_pools: Any, case: str, watchdog: float = LONG, *, world: int = 2, stage: int = 3, smallest: int = SOCKETS
+) -> list[tuple[str, str]]:
     """(kind of error, text) of each rank, none of which was late."""
-    found = rank_pools[world].run(diverge, case, watchdog, stage, timeout=60)
+    found = rank_pools[world].run(diverge, case, watchdog, stage, smallest, timeout=60)
     limit = MISMATCH_SECONDS if watchdog == LONG else watchdog + LATE_SECONDS
     assert all(seconds < limit for *_, seconds in found), found
     return [row[:2] for row in found]
@@ -50,6 +57,7 @@ def run(rank_pools: Any, case: str, watchdog: float = LONG, *, world: int = 2, s
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
+@WAYS
 @pytest.mark.parametrize(
     ("case", "theirs", "world"),
     [
@@ -59,8 +67,8 @@ WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
         pytest.param("expert", "gather of experts.1", 4, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_go_different_ways_name_each_others_module(rank_pools, case, theirs, world):
-    found = run(rank_pools, case, world=world)
+def test_ranks_that_go_different_ways_name_each_others_module(rank_pools, case, theirs, world, smallest):
+    found = run(rank_pools, case, world=world, smallest=smallest)
     for kind, text in found:
         assert kind == "DivergenceError", text
         lines = {rank: next(line for line in text.splitlines() if f"  rank {rank} " in line) for rank in range(world)}
@@ -69,9 +77,9 @@ def test_ranks_that_go_different_ways_name_each_others_module(rank_pools, case, 
         assert text == found[0][1], "all ranks say the same"
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_exception_on_one_rank_ends_the_others_with_its_traceback(rank_pools, stage):
-    other, own = run(rank_pools, "raises", stage=stage)
+@pytest.mark.parametrize(("stage", "smallest"), [(1, SOCKETS), (1, MEMORY), (3, SOCKETS), (3, MEMORY)])
+def test_an_exception_on_one_rank_ends_the_others_with_its_traceback(rank_pools, stage, smallest):
+    other, own = run(rank_pools, "raises", stage=stage, smallest=smallest)
     assert own == ("ArithmeticError", "the batch of rank 1 is broken")
     assert other[0] == "DivergenceError"
     assert "rank 1" in other[1] and "Traceback" in other[1] and "the batch of rank 1 is broken" in other[1]
@@ -84,29 +92,33 @@ def test_another_order_of_parameters_is_found_before_anything_is_trained(rank_po
         assert "rank 0: first.up.weight [16, 16]" in text and "rank 1: second.up.weight [32, 16]" in text
 
 
+@WAYS
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_rank_that_sleeps_for_ever_ends_with_the_others(rank_pools, world):
+def test_a_rank_that_sleeps_for_ever_ends_with_the_others(rank_pools, world, smallest):
     """The sleeper too, which is interrupted."""
-    for kind, text in run(rank_pools, "sleeps", SHORT, world=world):
+    for kind, text in run(rank_pools, "sleeps", SHORT, world=world, smallest=smallest):
         assert kind == "DivergenceError"
         assert "for rank 1 (watchdog_seconds is 2)" in text, text
         assert "rank 0 has waited" in text and "for gather of enter" in text, text
         assert "rank 1 is in the program's own code" in text and "in _leave" in text, "where it sleeps"
 
 
-def test_a_rank_that_is_only_slow_is_waited_for(rank_pools):
+@WAYS
+def test_a_rank_that_is_only_slow_is_waited_for(rank_pools, smallest):
     """Longer than any mismatch takes to be found."""
-    assert [kind for kind, *_ in rank_pools[2].run(diverge, "slow", LONG, 3)] == ["none", "none"]
+    assert [kind for kind, *_ in rank_pools[2].run(diverge, "slow", LONG, 3, smallest)] == ["none", "none"]
 
 
-def test_a_rank_that_has_closed_its_engine_is_named(rank_pools):
+@WAYS
+def test_a_rank_that_has_closed_its_engine_is_named(rank_pools, smallest):
     """Such as one whose data end earlier."""
-    other, _ = run(rank_pools, "closes")
+    other, _ = run(rank_pools, "closes", smallest=smallest)
     assert other[0] == "DivergenceError" and "rank 1 has closed its engine" in other[1]
 
 
+@WAYS
 @pytest.mark.parametrize(("case", "words"), [("killed", "no sign of life"), ("user raises", "the data of rank 1 are")])
-def test_a_process_that_ends_takes_the_others_with_it(case, words):
+def test_a_process_that_ends_takes_the_others_with_it(case, words, smallest):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -116,7 +128,7 @@ def test_a_process_that_ends_takes_the_others_with_it(case, words):
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT,
         }  # fmt: skip
-        command = [sys.executable, "-m", "tests.engine.divergence_process", case, str(LONG)]
+        command = [sys.executable, "-m", "tests.engine.divergence_process", case, str(LONG), str(smallest)]
         ranks.append(
             subprocess.Popen(
                 command, env={**os.environ, **{name: str(value) for name, value in environment.items()}},

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from infinity.comm import neighbours
 from tests.support.oracle import CLIP, Case, Result, difference, join, reference, settings, states_on, swap_files, train
 
 TIERS = ("gpu", "cpu", "nvme")
@@ -42,9 +44,15 @@ def cells(rank: int, world: int, folder: str, rows: list[dict[str, Any]]) -> lis
     return found
 
 
-def check_rows(rank_pools: Any, folder: Path, world: int, rows: list[dict[str, Any]]) -> str:
+def reading(rank: int, world: int, folder: str, rows: list[dict[str, Any]]) -> list[tuple[str, int, int, int]]:
+    """As `cells`, with everything that the ranks gather and reduce read from each other's memory."""
+    with mock.patch.object(neighbours, "SMALLEST_NBYTES", 1):
+        return cells(rank, world, folder, rows)
+
+
+def check_rows(rank_pools: Any, folder: Path, world: int, rows: list[dict[str, Any]], run: Any = cells) -> str:
     """Run the rows; all must give one digest, use the tiers that they name, and really gather and release."""
-    everyone = rank_pools[world].run(cells, str(folder), rows, timeout=100)
+    everyone = rank_pools[world].run(run, str(folder), rows, timeout=100)
     for row in everyone:
         for options, (_, extents, releases, cut) in zip(rows, row, strict=True):
             nvme_kinds = [options.get("param") == "nvme", options.get("optimizer") == "nvme"]
@@ -81,7 +89,8 @@ def test_nine_placements_give_one_result(rank_pools, tmp_path, dtype, accumulati
 def test_two_ranks_give_one_result(rank_pools, tmp_path, dtype, accumulation):
     row = {"dtype": dtype, "accumulation": accumulation, "clip": CLIP}
     rows = [{**row, "param": param, "optimizer": optimizer} for param, optimizer in CORNERS]
-    check_rows(rank_pools, tmp_path / "nvme", 2, rows)
+    sent = check_rows(rank_pools, tmp_path / "nvme", 2, rows)
+    assert check_rows(rank_pools, tmp_path / "nvme", 2, rows, reading) == sent
 
 
 @pytest.mark.slow
