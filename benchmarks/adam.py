@@ -8,7 +8,8 @@ Alternates the contenders in one run and prints medians. `loop` is a plain C loo
 over the very arrays that the step below it works on: the same number and kinds of streams, next to no arithmetic.
 `step` is the update alone; `whole` adds what a training step needs around it: norm, unscale, clip, non-finite check and
 the write-back of 16-bit parameters. The rivals do the same with their own best public means; DeepSpeed in a process of
-its own, whose Python is given by --deepspeed-python. Each contender needs some 20 bytes of memory a parameter.
+its own, whose Python is given by --deepspeed-python. All work on the same pages in turn, some 20 bytes a parameter: on
+some machines the pages that an array happens to have make more difference than who steps it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from support.arrays import Arrays
 from torch import Tensor
 
 from infinity.ops import adam
@@ -78,11 +80,15 @@ import sys, time, torch
 sys.stdout, answers = sys.stderr, sys.stdout
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 kind, numel, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+sys.path.insert(0, sys.argv[5])
+from support.arrays import Arrays
 torch.set_num_threads(threads)
-param = torch.nn.Parameter(torch.randn(numel))
-param.grad = torch.randn(numel)
-low_grad, low_param = (param.grad.bfloat16(), param.detach().bfloat16()) if kind == "split" else (None, None)
+arrays = Arrays(numel, descriptor=int(sys.argv[4]))
+param = torch.nn.Parameter(arrays.weight)
+param.grad = arrays.grad
+low_grad, low_param = (arrays.low_grad, arrays.low_param) if kind == "split" else (None, None)
 optimizer = DeepSpeedCPUAdam([param], lr=1e-3, weight_decay=0.01, adamw_mode=True)
+optimizer.state[param] = {"step": 0, "exp_avg": arrays.exp_avg, "exp_avg_sq": arrays.exp_avg_sq}
 def step():
     optimizer.step()
     if low_param is not None: low_param.copy_(param.detach())
@@ -100,6 +106,7 @@ for line in sys.stdin:
 """
 _HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, adamw=True)
 _CLIP = 1e9
+_PAUSE_SECONDS = 0.05
 # name -> (bytes moved a parameter, or 0 where that is the rival's affair; one timed run in seconds)
 Contenders = dict[str, tuple[int, Callable[[], float]]]
 
@@ -136,14 +143,13 @@ def _whole(pieces: list[Piece], grad: Tensor) -> None:
         adam_step(pieces, step=10, grad_scale=min(1.0, _CLIP / norm))
 
 
-def _ours(kind: str, numel: int, threads: int, loops: ctypes.CDLL) -> Contenders:
-    """The plain loops and infinity, on the same arrays."""
-    weight, grad, remainder = torch.randn(numel), torch.randn(numel), None
-    exp_avg, exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
+def _ours(kind: str, arrays: Arrays, threads: int, loops: ctypes.CDLL) -> Contenders:
+    """The plain loops and infinity."""
+    numel, weight, grad, remainder = arrays.numel, arrays.weight, arrays.grad, None
+    exp_avg, exp_avg_sq = arrays.exp_avg, arrays.exp_avg_sq
     count, team, none = ctypes.c_size_t(numel), ctypes.c_int(threads), ctypes.c_float(0.0)
     if kind == "split":
-        weight, remainder = split(weight)
-        grad = grad.bfloat16()
+        weight, remainder, grad = arrays.low_param, arrays.remainder, arrays.low_grad
         nbytes, grad_nbytes = 26, 2
         streams = _pointers(weight, remainder, exp_avg, exp_avg_sq, grad)
     else:
@@ -168,11 +174,14 @@ def _ours(kind: str, numel: int, threads: int, loops: ctypes.CDLL) -> Contenders
     }
 
 
-def _torch(kind: str, numel: int) -> Contenders:
-    param = torch.randn(numel).requires_grad_()
-    param.grad = torch.randn(numel)
-    low_grad, low_param = (param.grad.bfloat16(), param.detach().bfloat16()) if kind == "split" else (None, None)
+def _torch(kind: str, arrays: Arrays) -> Contenders:
+    param = torch.nn.Parameter(arrays.weight)
+    param.grad = arrays.grad
+    low_grad, low_param = (arrays.low_grad, arrays.low_param) if kind == "split" else (None, None)
     optimizer = torch.optim.AdamW([param], lr=1e-3, weight_decay=0.01, fused=True)
+    optimizer.state[param] = {
+        "step": torch.tensor(9.0), "exp_avg": arrays.exp_avg, "exp_avg_sq": arrays.exp_avg_sq
+    }  # fmt: skip
 
     def step() -> None:
         optimizer.step()
@@ -190,10 +199,12 @@ def _torch(kind: str, numel: int) -> Contenders:
 
 
 @contextmanager
-def _served(command: list[str], **environment: str) -> Iterator[Callable[[str], float]]:
+def _served(command: list[str], *descriptors: int, **environment: str) -> Iterator[Callable[[str], float]]:
     """A process that answers each contender's name with the seconds of one run."""
     env = {**os.environ, **environment}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, pass_fds=descriptors
+    ) as process:  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
 
         def ask(name: str) -> float:
@@ -218,6 +229,8 @@ def _alternate(contenders: Contenders, rounds: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for repeat in range(rounds + 2):
         for name, (_, run) in contenders.items():
+            # Threads of the contender before spin for some milliseconds.
+            time.sleep(_PAUSE_SECONDS)
             elapsed = run()
             # The first rounds touch memory and start threads.
             if repeat >= 2:
@@ -228,10 +241,13 @@ def _alternate(contenders: Contenders, rounds: int) -> dict[str, list[float]]:
 def _compare(kind: str, options: argparse.Namespace, loops: ctypes.CDLL) -> None:
     numel, threads = options.numel, options.threads
     with ExitStack() as stack:
-        contenders = _ours(kind, numel, threads, loops) | _torch(kind, numel)
+        arrays = Arrays(numel)
+        arrays.fill()
+        contenders = _ours(kind, arrays, threads, loops) | _torch(kind, arrays)
         if options.deepspeed_python:
-            command = [options.deepspeed_python, "-c", _DEEPSPEED, kind, str(numel), str(threads)]
-            ask = stack.enter_context(_served(command))
+            numbers, support = [str(numel), str(threads), str(arrays.descriptor)], str(Path(__file__).parent)
+            command = [options.deepspeed_python, "-c", _DEEPSPEED, kind, *numbers, support]
+            ask = stack.enter_context(_served(command, arrays.descriptor))
             contenders |= {f"DeepSpeedCPUAdam {work}": (0, lambda work=work: ask(work)) for work in ("step", "whole")}
         seconds = _alternate(contenders, options.rounds)
     titles = {"fp32": "fp32 weights and gradients", "split": "bf16 split master, bf16 gradients"}
