@@ -259,13 +259,15 @@ void edges(int32_t backend, const TestFile& file) {
 // The system call hangs, or the kernel keeps the blocks: close gives up in time, and says so.
 void hanging(int32_t backend, const TestFile& file) {
     // Leaked where the kernel keeps it, as the callers do.
-    auto* const memory = new Memory(kSlot, 0);
+    auto* const memory = new Memory(kSlots * kSlot, 0);
+    std::memset(memory->at(), 0, kSlots * kSlot);
     void* const queue = open_queue(backend, 2, 2);
     const int met = Faults::met();
     Faults::set(Fault::kHangs);
     std::vector<void*> requests;
-    for (int index = 0; index < 6; ++index) {
-        requests.push_back(submit(queue, index % 2, file.target(), memory->at(), 0, kSlot, 0, true));
+    // Memory of its own for each: what a queue that was closed leaves to end may end at any time.
+    for (int index = 0; index < kSlots; ++index) {
+        requests.push_back(submit(queue, index % 2, file.target(), memory->at() + index * kSlot, 0, kSlot, 0, true));
     }
     CHECK(!infinity_aio_wait(requests[0], 0.05));
     CHECK(infinity_aio_cancel(requests[5]) == 1 && outcome(requests[5]) == ECANCELED);
