@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
-from infinity.comm.collectives import exchange_texts
+from infinity.comm.collectives import exchange_values
 from infinity.comm.mesh import Mesh
 from infinity.errors import CheckpointError, InfinityError
 
@@ -35,8 +34,8 @@ def together(mesh: Mesh, name: str, job: Callable[[], Any], *, path: object) -> 
         if error is not None:
             raise error
         return [value]
-    said = json.dumps([None if error is None else f"{type(error).__name__}: {error}", value])
-    rows = [json.loads(text) for text in exchange_texts(said, mesh.control, mesh.ranks.world_size, name)]
+    said = [None if error is None else f"{type(error).__name__}: {error}", value]
+    rows = exchange_values(said, mesh.control, mesh.ranks.world_size, name)
     if error is not None:
         raise error
     failed = [f"rank {rank} failed with {reason}" for rank, (reason, _) in enumerate(rows) if reason is not None]

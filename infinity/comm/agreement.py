@@ -6,10 +6,9 @@ of all that was submitted before it changes a weight.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-from infinity.comm.collectives import exchange, exchange_texts
+from infinity.comm.collectives import exchange, exchange_texts, exchange_values
 from infinity.comm.mesh import Mesh
 from infinity.comm.positions import ADVICE, first_difference
 from infinity.errors import DivergenceError
@@ -68,9 +67,9 @@ def _agree_on_history(rows: Sequence[Sequence[float]], mesh: Mesh) -> None:
         return
     told = []
     for group in (mesh.gather, mesh.reduce, mesh.control):
-        text = json.dumps(mesh.watchdog.history(group.index))
-        texts = exchange_texts(text, mesh.control, mesh.ranks.world_size, "exchange of what was done")
-        found = first_difference([{int(number): name for number, name in json.loads(text).items()} for text in texts])
+        done = mesh.watchdog.history(group.index)
+        everyone = exchange_values(done, mesh.control, mesh.ranks.world_size, "exchange of what was done")
+        found = first_difference([{int(number): name for number, name in row.items()} for row in everyone])
         if found is not None:
             number, names = found
             told += [f"  rank {rank}: {name} (number {number})" for rank, name in enumerate(names[:_SHOWN_MAX])]

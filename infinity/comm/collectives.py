@@ -8,6 +8,7 @@ torch 2.13 renamed the two single-tensor collectives and warns about the old nam
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -229,3 +230,8 @@ def exchange_texts(text: str, group: Group, world_size: int, name: str = "exchan
     all_gather(everyone, padded, group, name).wait()
     rows = everyone.view(world_size, -1)
     return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def exchange_values(value: Any, group: Group, world_size: int, name: str = "exchange of values") -> list[Any]:
+    """Every rank's value (JSON: tuples come back as lists, keys as strings), by rank. Blocks."""
+    return [json.loads(text) for text in exchange_texts(json.dumps(value), group, world_size, name)]

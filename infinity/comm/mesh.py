@@ -9,7 +9,6 @@ all three.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,10 +109,7 @@ class Mesh:
         """Find the ranks of this host that can read each other's memory, and have all groups use it."""
 
         def tell(said: Any) -> list[Any]:
-            texts = collectives.exchange_texts(
-                json.dumps(said), self.control, self.ranks.world_size, "introduction of ranks"
-            )
-            return [json.loads(text) for text in texts]
+            return collectives.exchange_values(said, self.control, self.ranks.world_size, "introduction of ranks")
 
         found = acquaint(tell(mine.said), self.ranks.rank, mine)
         # Whom each can read, and what kept it from reading the others of its host.
