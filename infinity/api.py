@@ -172,6 +172,13 @@ def _checked(model: nn.Module | None) -> nn.Module:
             raise ConfigError(
                 f"{name} belongs to another engine: close() that one first, or give each engine a model of its own"
             )
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ConfigError(
+                f"{path or type(module).__name__} has max_norm={module.max_norm:g}: forward writes into its weight, "
+                "which a partitioned weight loses and ranks would do each in its own way. Set max_norm to None, and "
+                "bound the norms yourself after engine.step(), inside `with infinity.modify(weight):`"
+            )
     return model
 
 

@@ -142,6 +142,7 @@ class Boundary:
         arrived = {unit.layout.index: flags for unit, flags in self._arrived.items()}
         self._stepper.step(groups, grad_scale=self._grad_scale, arrived=arrived)
         for unit in self._units:
+            unit.generation += unit.layout.trainable
             if unit.placed.whole and unit.layout.trainable:
                 unit.refresh()
 

@@ -148,6 +148,7 @@ class Engine(nn.Module):
     def _apply_gradients(self) -> Verdict:
         """The step at the accumulation boundary."""
         self._hooks.check_tree()
+        self.coordinator.check_unchanged()
         self._checkpointing.settle()
         verdict = self._boundary.judge(self.global_steps, self._losses)
         self.skipped_steps += verdict.skipped

@@ -19,8 +19,8 @@ PYTHON = (*PACKAGES, "examples", "benchmarks", "tests")
 NATIVE = (".cpp", ".h", ".inl", ".cu", ".cuh")
 TEXT = (".py", ".toml", ".txt", ".md", ".json", *NATIVE)
 
-FILE_LINES = 450
-TEST_FILE_LINES = 600
+FILE_LINES = 800
+TEST_FILE_LINES = 800
 FUNCTION_LINES = 60
 # Functions that are longer for a reason that is written here.
 LONG_FUNCTIONS: dict[str, str] = {}

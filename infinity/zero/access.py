@@ -24,6 +24,7 @@ from infinity.zero import parameter
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.parameter import name_of, whole_of
+from infinity.zero.saved_weights import gathered_for_backward
 from infinity.zero.tiling import assembled, tiles_of
 from infinity.zero.unit import Unit
 
@@ -126,7 +127,8 @@ def read(params: Params) -> Iterator[None]:
             for param in chosen:
                 stack.enter_context(_assembled(owner, param))
         versions = [[param._version for param in chosen] for _, chosen in entered]
-        yield
+        with gathered_for_backward({owner.coordinator: owner.units for owner, _ in entered}):
+            yield
         for (owner, chosen), before in zip(entered, versions, strict=True):
             home = {id(param): unit for unit in units_of(owner, chosen) for param in unit.params}
             changed = [
@@ -135,6 +137,8 @@ def read(params: Params) -> Iterator[None]:
             ]
             for param, flag in zip(chosen, on_any_rank(changed, owner.mesh, "end of read()"), strict=True):
                 if flag:
+                    for unit in home.values():
+                        unit.accept_changes()
                     raise StateError(
                         f"{name_of(param)} was changed inside infinity.read(), which would be lost: use "
                         f"infinity.modify()"
@@ -225,6 +229,7 @@ def _write_back(owner: Owner, unit: Unit, old: Tensor) -> None:
     with owner.store.write(unit.key) as (partition,):
         partition.view(Kind.PARAM).copy_(new)
     owner.store.flush(unit.key)
+    unit.accept_changes()
     if not unit.layout.trainable or new.dtype is torch.float32:
         return
     changed = (new != old).cpu()

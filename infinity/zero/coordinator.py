@@ -52,7 +52,7 @@ class Scope:
     those given are not needed there.
     """
 
-    __slots__ = ("__weakref__", "held", "in_backward", "looked_up", "number", "units")
+    __slots__ = ("__weakref__", "generations", "held", "in_backward", "looked_up", "number", "units")
 
     def __init__(self, units: Sequence[Unit], *, lookup: bool = False) -> None:
         self.units = list(units)
@@ -60,6 +60,8 @@ class Scope:
         self.looked_up = len(units) if lookup else 0
         # Among the calls that wait for their backward; 0 for others.
         self.number = 0
+        # Of its units' values, as its forward has seen them.
+        self.generations: list[int] = []
         # Between the first gradient of its outputs and the last gradient of its inputs.
         self.in_backward = False
         # Kept gathered from its forward to its backward: recomputation inside a backward pass.
@@ -125,8 +127,18 @@ class Coordinator:
         if len(self._waiting) > _WAITING_MAX:
             self._forget_dropped()
         self._latest_forward = self._numbers
+        if not self._open:
+            for unit in self._units:
+                if unit.placed.whole:
+                    unit.begin_use()
         if self._mode is None:
             self._mode, self._trace, self._cursor, self._strayed = mode, [], -1, False
+
+    def end_forward(self) -> None:
+        """It is over. StateError where it has changed in place what is whole for good; other units tell themselves."""
+        for unit in self._units:
+            if unit.placed.whole and (changed := unit.end_use()) is not None:
+                raise changed
 
     def watch(self, device: Device) -> None:
         """Time the next training pass."""
@@ -173,17 +185,26 @@ class Coordinator:
         if self._open:
             self._open.pop()
         if will_return:
-            self._numbers += 1
-            scope.number = self._numbers
-            self._waiting[scope.number] = weakref.ref(scope), scope.units
-            for unit in scope.units:
-                unit.pending += 1
+            self.await_backward(scope)
         if will_return and self.in_backward and may_hold:
             # Recomputed inside backward, with a backward of its own to come at once: releasing now would gather twice.
             scope.held = True
             self._backward.append(scope)
             return
         self._leave(scope)
+
+    def await_backward(self, scope: Scope) -> None:
+        """Gradients of the scope's units are not complete before its backward has run: see [Note: waiting]."""
+        self._numbers += 1
+        scope.number = self._numbers
+        self._waiting[scope.number] = weakref.ref(scope), scope.units
+        scope.generations = [unit.generation for unit in scope.units]
+        for unit in scope.units:
+            unit.pending += 1
+
+    def opened(self, unit: Unit) -> bool:
+        """Whether a module call that runs now has the unit among its own."""
+        return any(unit in scope.units for scope in self._open)
 
     def touch(self, params: Sequence[nn.Parameter], use: str) -> None:
         """Partitioned parameters' data is needed: inside a forward their units join the innermost module's units."""
@@ -234,6 +255,12 @@ class Coordinator:
         """The first gradient of the module's outputs has arrived: gather again what its backward needs."""
         if scope.in_backward:
             return
+        for index, (unit, generation) in enumerate(zip(scope.units, scope.generations, strict=False)):
+            if unit.generation != generation and index >= scope.looked_up:
+                raise StateError(
+                    f"the weights of {unit.layout.name} have changed (by engine.step() or infinity.modify()) since the "
+                    "forward whose backward runs now, and its gradients need those of that time: run that forward again"
+                )
         scope.in_backward = True
         if not scope.held:
             self._backward.append(scope)
@@ -297,6 +324,12 @@ class Coordinator:
                 self._schedules[mode] = self._schedule(tuple(self._trace))
         self._release_idle()
 
+    def check_unchanged(self) -> None:
+        """StateError where the program has changed a parameter in place that the next step would set back."""
+        for unit in self._units:
+            if (changed := unit.changed_beside()) is not None:
+                raise changed
+
     def next_step(self) -> None:
         """The optimizer is about to change parameters: nothing stays gathered, no forward waits for its backward."""
         self._mode = None
@@ -327,12 +360,15 @@ class Coordinator:
 
     def _use(self, unit: Unit, *, needed: bool = True) -> None:
         unit.users += 1
+        if unit.placed.whole:
+            return
         # While it is in use another use is no event of the trace: how often a module is called inside one that has its
         # weights (a tile of tokens each time) may differ from rank to rank, and schedules may not.
-        if unit.placed.whole or (unit.users > 1 and unit.state is Gathered.GATHERED):
-            return
-        with record.span(record.ENGINE, "use", unit.key):
-            self._bring(unit, needed=needed)
+        if unit.users == 1 or not unit.visible:
+            with record.span(record.ENGINE, "use", unit.key):
+                self._bring(unit, needed=needed)
+        if unit.users == 1:
+            unit.begin_use()
 
     def _bring(self, unit: Unit, *, needed: bool) -> None:
         self._advance(Use(unit.layout.index, needed), unit)
@@ -381,10 +417,17 @@ class Coordinator:
                 self._retained[unit] = None
 
     def _leave(self, scope: Scope) -> None:
+        changed: StateError | None = None
         for unit in scope.units:
             unit.users -= 1
-            if unit.users <= 0 and not unit.placed.whole and not self._keep(unit):
-                self._release(unit)
+            if unit.users <= 0 and not unit.placed.whole:
+                changed = changed or unit.end_use()
+                if self._keep(unit):
+                    unit.hide()
+                else:
+                    self._release(unit)
+        if changed is not None:
+            raise changed
 
     def _advance(self, use: Use, unit: Unit) -> None:
         """Move the cursor to this use in the scheduled trace, or find the next place that fits."""

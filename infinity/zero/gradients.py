@@ -256,6 +256,10 @@ class Gradients:
 
     def _take(self, unit: Unit) -> None:
         present = [param.grad is not None for param in unit.params]
+        for param in unit.params:
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                # Of an embedding with sparse=True: partitions are dense, and every element is stepped.
+                param.grad = param.grad.to_dense()
         self.unscaled |= any(present) and not self.scaled
         self.arrived[unit] = [old or new for old, new in zip(self.arrived[unit], present, strict=True)]
         if not unit.layout.numel:

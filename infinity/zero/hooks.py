@@ -108,6 +108,8 @@ class ModuleHooks:
         self._coordinator.close_scope(scope, will_return=returns)
         # A forward that raised has no output, and is abandoned: what it still gathers may never come.
         raised = output is None and sys.exc_info()[0] is not None
+        if module is self._model and not self._stack and not raised:
+            self._coordinator.end_forward()
         if module is self._model and not carrying and not self._stack and not raised:
             self._coordinator.end_pass(_mode(module))
 
@@ -147,7 +149,7 @@ def announce_begin(outputs: Sequence[Tensor], coordinator: Coordinator, scope: S
         return False
 
     def before_backward(_: Tensor) -> None:
-        _refuse_double(scope)
+        refuse_double(scope)
         coordinator.join_backward()
         coordinator.enter_backward(scope)
 
@@ -156,7 +158,7 @@ def announce_begin(outputs: Sequence[Tensor], coordinator: Coordinator, scope: S
     return True
 
 
-def _refuse_double(scope: Scope) -> None:
+def refuse_double(scope: Scope) -> None:
     """StateError where autograd records this backward for one of its own: weights that are released after the first
     would be read as zeros by the second, which no hook announces. (Recomputation records forwards only.)
     """

@@ -4,6 +4,11 @@ PARTITIONED -> `start_gather` -> GATHERING -> `finish_gather` -> GATHERED -> `re
 is one tensor for life: release frees its bytes, gather takes and refills them, so that what autograd
 saved (views of a weight) is valid again when backward runs. A unit that is whole for good is gathered once and
 refreshed after each step.
+
+[Note: changes in place] A value changes in its partition, by a step or by `infinity.modify()`. What a module writes
+into a whole parameter while it runs would be lost with the release, sooner or later as placement has it. So the version
+counters of a unit's parameters are compared when its use ends, on every tier alike; and before a step those of units
+that are whole for good, where the step would undo what the program has written between two passes.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from torch import Tensor, nn
 from infinity import record
 from infinity.comm.collectives import all_gather
 from infinity.comm.mesh import Mesh
+from infinity.errors import StateError
 from infinity.log import warn_once
 from infinity.memory.device import Device
 from infinity.memory.ledger import Ledger
@@ -53,6 +59,14 @@ class Unit:
         # Open scopes (forward or backward) that need the unit, and its place in the trace at the latest of them.
         self.users = 0
         self.position: int | None = None
+        # What `param._version` of each parameter was when its use began, and when the values last came from partitions:
+        # see [Note: changes in place].
+        self._used_versions: list[int] | None = None
+        self._filled_versions: list[int] = []
+        # How often the values have changed: backward needs those of its forward.
+        self.generation = 0
+        # Whether the parameters look partitioned while the unit is gathered.
+        self.hidden = False
         # Forward calls whose backward has not run.
         self.pending = 0
         self._store = store
@@ -112,15 +126,65 @@ class Unit:
     def finish_gather(self) -> None:
         """Wait for the bytes and make the parameters whole."""
         if self.state is Gathered.GATHERED:
+            self._show()
             return
         self.start_gather()
         with record.span(record.WAIT, "gather", self.key, self.layout.nbytes):
             self._transfer.wait()
         record.land("gathers", self.key)
         self.let_go(wait=False)
-        for param, view in zip(self.params, self._views, strict=True):
-            parameter.restore(param, view)
+        self.hidden = True
         self.state = Gathered.GATHERED
+        self._show()
+        self._filled_versions = self._versions()
+
+    def _show(self) -> None:
+        if self.hidden:
+            for param, view in zip(self.params, self._views, strict=True):
+                parameter.restore(param, view)
+            self.hidden = False
+
+    def begin_use(self) -> None:
+        """A module begins to use the whole values: remember which versions they have. See [Note: changes in place]."""
+        # An embedding's backward has the unit in use without its values.
+        self._used_versions = self._versions() if self.visible else None
+
+    def end_use(self) -> StateError | None:
+        """The module is done. What to raise where it has changed a parameter in place."""
+        return self._changed_since(
+            self._used_versions,
+            "was changed in place while the model ran, and the change would be lost when the parameter is released: "
+            "change it after engine.step(), inside infinity.modify()",
+        )
+
+    def changed_beside(self) -> StateError | None:
+        """What to raise where a parameter that is whole for good was changed in place, and its partition was not."""
+        if not self.placed.whole or (
+            self.placed.aliased and (self._dtype is torch.float32 or not self.layout.trainable)
+        ):
+            return None
+        return self._changed_since(
+            self._filled_versions,
+            "was changed in place, which its partition does not follow, so that a step or a checkpoint would undo the "
+            "change: change it inside infinity.modify()",
+        )
+
+    def accept_changes(self) -> None:
+        """The partition has the changed values now, or they are given up."""
+        self.generation += 1
+        if self.visible:
+            self._used_versions = self._filled_versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [param._version for param in self.params]
+
+    def _changed_since(self, versions: list[int] | None, why: str) -> StateError | None:
+        if versions is None or not self.visible or versions == (now := self._versions()):
+            return None
+        at = next(at for at, pair in enumerate(zip(versions, now, strict=True)) if pair[0] != pair[1])
+        # Said once: what is done about the error needs the unit.
+        self._used_versions = self._filled_versions = now
+        return StateError(f"{parameter.name_of(self.params[at])} {why}")
 
     def strayed(self, param: nn.Parameter) -> Tensor | None:
         """Data that was assigned to a whole parameter (`param.data = ...`), which gets its place in the unit back."""
@@ -147,6 +211,11 @@ class Unit:
         self.leasing = False
         self._lease.close()
         return True
+
+    @property
+    def visible(self) -> bool:
+        """Whether the parameters are whole."""
+        return self.state is Gathered.GATHERED and not self.hidden
 
     @property
     def has_bytes(self) -> bool:
@@ -185,7 +254,10 @@ class Unit:
         self.release()
 
     def hide(self) -> None:
-        """Make every parameter of the unit look partitioned."""
+        """Make every parameter of the unit look partitioned, also where its bytes are kept for a later use: another
+        module that uses one meanwhile must ask for it, so that its backward has it too.
+        """
+        self.hidden = True
         for param, view, stand_in in zip(self.params, self._views, self._placeholders, strict=True):
             if parameter.is_released(param):
                 continue

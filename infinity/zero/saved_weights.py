@@ -1,0 +1,97 @@
+"""What autograd saves of parameters that a program uses itself, inside `with infinity.read(...)`.
+
+A module call is a scope: hooks on its outputs gather its units again before its backward. A program's own computation
+has no hooks, so the weights that it saves for backward are wrapped, and the first of them that backward unpacks has its
+unit gathered again until that backward ends. [Note: saved weights]
+
+The wrapper holds the saved tensor, a view of the unit's full buffer, whose address stays the same while its bytes come
+and go. What a module call uses of its own units is left to its scope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.zero.coordinator import Coordinator, Scope
+from infinity.zero.hooks import backward_comes, refuse_double
+from infinity.zero.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A tensor that autograd has saved, and the use of its unit that backward begins with it."""
+
+    tensor: Tensor
+    scope: Scope
+    coordinator: Coordinator
+
+
+class _Uses:
+    """The uses of units in one block: a scope for each unit of which something was saved."""
+
+    def __init__(self, coordinator: Coordinator, units: Sequence[Unit]) -> None:
+        self.coordinator = coordinator
+        self._units = {unit.full.untyped_storage().data_ptr(): unit for unit in units if not unit.placed.whole}
+        self._scopes: dict[Unit, Scope] = {}
+
+    def scope_of(self, address: int) -> Scope | None:
+        """The scope of what lies at a storage's address; None where that is no unit, or a module call's own."""
+        unit = self._units.get(address)
+        if unit is None or self.coordinator.opened(unit):
+            return None
+        return self._scopes.setdefault(unit, Scope([unit]))
+
+    def end(self) -> None:
+        """The block is over: gradients of the units wait for its backward."""
+        for scope in self._scopes.values():
+            self.coordinator.await_backward(scope)
+
+
+# Autograd asks the hooks of the innermost block alone, which so know those of the blocks around it.
+_BLOCKS: ContextVar[tuple[_Uses, ...]] = ContextVar("_BLOCKS", default=())
+
+
+@contextmanager
+def gathered_for_backward(uses: Mapping[Coordinator, Sequence[Unit]]) -> Iterator[None]:
+    """A block whose results may be differentiated after it, when the units that it has used are released. uses: all
+    units of an engine, by its coordinator.
+    """
+    if not torch.is_grad_enabled() or not all(map(backward_comes, uses)):
+        yield
+        return
+    mine = tuple(_Uses(coordinator, units) for coordinator, units in uses.items())
+    token = _BLOCKS.set((*_BLOCKS.get(), *mine))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+            yield
+    finally:
+        _BLOCKS.reset(token)
+        for each in mine:
+            each.end()
+
+
+def _pack(tensor: Tensor) -> Any:
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return tensor
+    address = tensor.untyped_storage().data_ptr()
+    for uses in _BLOCKS.get():
+        scope = uses.scope_of(address)
+        if scope is not None:
+            return _Saved(tensor.detach(), scope, uses.coordinator)
+    return tensor
+
+
+def _unpack(saved: Any) -> Tensor:
+    if not isinstance(saved, _Saved):
+        return saved
+    refuse_double(saved.scope)
+    saved.coordinator.join_backward()
+    saved.coordinator.enter_backward(saved.scope)
+    return saved.tensor
