@@ -149,9 +149,7 @@ class Estimate:
 
     @property
     def _early(self) -> bool:
-        # As the engine decides it: nothing has to be known of all gradients before the first is used.
-        checked = self.config.checks_gradients
-        return not checked and not self.config.clip_norm and not self.plan.placement.grad_whole
+        return self.config.steps_early and not self.plan.placement.grad_whole
 
     @cached_property
     def traffic(self) -> Traffic:

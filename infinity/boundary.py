@@ -67,7 +67,7 @@ class Boundary:
         # A gradient that is not finite skips the whole step, or (on request) leaves its own elements out.
         self.checked = parts.config.checks_gradients or not parts.stepper.guarded
         # Whether a step begins within its last backward: see [Note: step in backward].
-        self.early = not self.checked and not parts.config.clip_norm and not parts.plan.placement.grad_whole
+        self.early = parts.plan.request.early and not self.checked and not parts.plan.placement.grad_whole
         # Of the latest step, before clipping.
         self.norm = 0.0
         self._skips = Skips(limit=config.max_skipped_steps, scaler=self.scaler)

@@ -46,7 +46,9 @@ class Breakdown:
         self._store = store
         self._units = units
         self._device = device
-        self._by_offset = {spec.extent.offset: spec.key for spec in plan.partitions if spec.extent is not None}
+        self._by_offset = {
+            extent.offset: spec.key for spec in plan.partitions for extent in (spec.extent, spec.spare) if extent
+        }  # fmt: skip
 
     def report(self, *, by_unit: bool = False) -> MemoryReport:
         """Everything as it is now."""

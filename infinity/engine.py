@@ -181,9 +181,9 @@ class Engine(nn.Module):
         self._background.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw away what has accumulated since the last step. StateError where that step has begun in backward."""
+        """Throw away what has accumulated since the last step."""
         self._alive("throw gradients away")
-        self._stepper.forgo()
+        self._stepper.forget()
         self.gradients.reset()
         self._losses.clear()
 
@@ -446,4 +446,4 @@ class Engine(nn.Module):
 
     def _abandon_backward(self, error: BaseException) -> None:
         self._abandon(error)
-        self._observer.broken = self._stepper.abandon()
+        self._stepper.forget()

@@ -74,6 +74,11 @@ class ResolvedConfig:
         return asked or self.scales_loss
 
     @property
+    def steps_early(self) -> bool:
+        """Whether a step may begin in backward: nothing has to be known of all gradients before the first is used."""
+        return self.config.overlap and not self.checks_gradients and not self.clip_norm
+
+    @property
     def param_tier(self) -> TierName:
         return _tier(self.zero.offload_param)
 

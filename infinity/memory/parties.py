@@ -29,13 +29,23 @@ from contextlib import contextmanager
 
 from infinity import record
 from infinity.errors import StateError
-from infinity.plan.types import Key
+from infinity.plan.types import Key, Kind
 
 
 class Reservation:
-    """What one optimizer step will change. `error` is set when it failed: whoever waits for the rest raises it."""
+    """What one optimizer step will change. `error` is set when it failed: whoever waits for the rest raises it.
 
-    def __init__(self) -> None:
+    [Note: speculation] pending: the step begins before it is known to be wanted. What it writes are pending versions of
+    partitions, which it keeps until `commit`. Whoever wants one of them before that does not wait for the step: all of
+    them are forgotten, once the sub-group in work is over, and the committed values are there again. The step is told
+    so by `commit`, and is taken again from those.
+    """
+
+    def __init__(self, *, pending: bool = False) -> None:
+        self.pending = pending
+        # Whether its versions were forgotten; whether it is at work on one; and those that it is done with.
+        self.forgotten = self.working = False
+        self.done: set[Key] = set()
         self.error: BaseException | None = None
         # Whether the program has met the error.
         self.seen = False
@@ -139,10 +149,36 @@ class Parties:
     def release(self, reservation: Reservation, *keys: Key) -> None:
         """The step is done with these partitions."""
         with self._changed:
-            for key in keys:
-                if self._reserved.get(key) is reservation:
-                    del self._reserved[key]
-            self._changed.notify_all()
+            self._release(reservation, keys)
+
+    def begin_work(self, reservation: Reservation) -> bool:
+        """The step goes on with a sub-group, until `end_work`; False where its versions were forgotten."""
+        with self._changed:
+            reservation.working = not reservation.forgotten
+            return reservation.working
+
+    def end_work(self, reservation: Reservation, *done: Key) -> None:
+        """It is over. `done`: partitions that the step needs no more, and lets go of once it is wanted."""
+        with self._changed:
+            reservation.working = False
+            reservation.done.update(done)
+            # What is only read is nobody's secret.
+            self._release(reservation, [key for key in done if not reservation.pending or key.kind is Kind.GRAD])
+
+    def commit(self, reservation: Reservation) -> bool:
+        """The step is wanted as it was begun; False where its versions were forgotten, and nothing is left of it."""
+        with self._changed:
+            if reservation.forgotten:
+                return False
+            self._commit([key for key, owner in self._reserved.items() if owner is reservation])
+            reservation.pending = False
+            self._release(reservation, reservation.done)
+            return True
+
+    def forget(self, reservation: Reservation) -> None:
+        """The step is not wanted: its partitions have the values of before."""
+        with self._changed:
+            self._revoke(reservation, None)
 
     def fail(self, reservation: Reservation, error: BaseException) -> None:
         """The step ended with an error: what it has not released stays closed, and whoever wants it raises `error`."""
@@ -160,6 +196,8 @@ class Parties:
         with self._changed:
             if self._snapshot is not None:
                 raise StateError("cannot take a snapshot: another one is being saved")
+            for owner in [owner for owner in set(self._reserved.values()) if owner.pending]:
+                self._revoke(owner, None)
             self._snapshot = snapshot
             snapshot.begin(self._reserved)
 
@@ -234,10 +272,36 @@ class Parties:
     def _await_unreserved(self, keys: Iterable[Key], by: Reservation | None) -> None:
         for key in keys:
             while (owner := self._reserved.get(key)) is not None and owner is not by:
+                if owner.pending:
+                    self._revoke(owner, by, key)
+                    continue
                 if owner.error is not None:
                     owner.seen = True
                     raise owner.error
                 self._wait_for_others(by, "optimizer step", key)
+
+    def _revoke(self, reservation: Reservation, by: Reservation | None, wanted: Key | None = None) -> None:
+        """See [Note: speculation]."""
+        reservation.forgotten = True
+        while reservation.working:
+            self._wait_for_others(by, "optimizer step", wanted)
+        keys = [key for key, owner in self._reserved.items() if owner is reservation]
+        self._forget(keys)
+        self._release(reservation, keys)
+
+    def _release(self, reservation: Reservation, keys: Iterable[Key]) -> None:
+        for key in keys:
+            if self._reserved.get(key) is reservation:
+                del self._reserved[key]
+        self._changed.notify_all()
+
+    def _commit(self, keys: Iterable[Key]) -> None:
+        """Pending versions of these partitions are their values."""
+        raise NotImplementedError
+
+    def _forget(self, keys: Iterable[Key]) -> None:
+        """Pending versions of these partitions are gone."""
+        raise NotImplementedError
 
     def _await_saved(self, keys: Sequence[Key], by: Reservation | None) -> None:
         for key in keys:
@@ -252,7 +316,7 @@ class Parties:
             self._wait_for_others(snapshot, "optimizer step", key)
         snapshot.check()
 
-    def _wait_for_others(self, by: Party, cause: str, key: Key, saver: Snapshot | None = None) -> None:
+    def _wait_for_others(self, by: Party, cause: str, key: Key | None, saver: Snapshot | None = None) -> None:
         self._stuck[by] = saver
         # Another party that waits for room must see that nobody will make some.
         self._changed.notify_all()

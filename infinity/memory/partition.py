@@ -13,6 +13,11 @@
 A move that starts a transfer takes a function that submits it, and calls it only when the move is legal. A transfer
 that fails because it is late is still in flight: the state stays, and the buffer is not free.
 
+[Note: slots] A partition that a step in backward may change has two places on NVMe. While the value in memory, or in
+the second place, is *pending*, the first place holds the committed one, which is not written: `commit` makes the places
+change roles, `forget` goes back to the committed value, from wherever the pending one is. At most one version is
+pending, and a version becomes pending only where the committed one is on NVMe.
+
 A partition whose home is GPU or CPU is ABSENT or RESIDENT only. Invariants, in `check`: (1) a value that exists is in
 at least one place; (3) no drop, flush or discard under a writer, no drop or discard under readers; (4) READING or
 WRITING exactly when a transfer is set; (5) SPILLED has no buffer. The store holds (2), one buffer one partition, and
@@ -29,7 +34,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import StateError
-from infinity.plan.types import Key, Kind, PartitionSpec, Tier
+from infinity.plan.types import Extent, Key, Kind, PartitionSpec, Tier
 from infinity.transfer import Transfer
 
 DTYPES = {
@@ -55,11 +60,11 @@ _MEMORY_MOVES = {(State.ABSENT, State.RESIDENT), (State.RESIDENT, State.ABSENT)}
 _NVME_MOVES = {
     (State.ABSENT, State.DIRTY),
     (State.RESIDENT, State.DIRTY), (State.RESIDENT, State.SPILLED), (State.RESIDENT, State.ABSENT),
-    (State.DIRTY, State.WRITING), (State.DIRTY, State.ABSENT),
+    (State.DIRTY, State.WRITING), (State.DIRTY, State.ABSENT), (State.DIRTY, State.SPILLED),
     (State.WRITING, State.RESIDENT), (State.WRITING, State.FAILED),
     (State.SPILLED, State.READING), (State.SPILLED, State.ABSENT),
     (State.READING, State.RESIDENT), (State.READING, State.FAILED),
-    (State.FAILED, State.ABSENT),
+    (State.FAILED, State.ABSENT), (State.FAILED, State.SPILLED),
 }  # fmt: skip
 # A failed one may have given its buffer back.
 _HAS_BUFFER = {State.RESIDENT, State.DIRTY, State.WRITING, State.READING}
@@ -69,8 +74,8 @@ class Partition:
     """Guards every move of one slice. `buffer` is uint8, [spec.nbytes], while memory holds the value."""
 
     __slots__ = (
-        "_views", "awaited", "buffer", "checksums", "kept", "rank", "readers", "spec", "state", "transfer", "used",
-        "writer",
+        "_turned", "_views", "awaited", "buffer", "checksums", "kept", "pending", "rank", "readers", "spec", "state",
+        "transfer", "used", "writer",
     )  # fmt: skip
 
     def __init__(self, spec: PartitionSpec, rank: int = 0) -> None:
@@ -89,6 +94,8 @@ class Partition:
         self.kept = False
         # The store's clock at the last use: the oldest is given up first.
         self.used = 0
+        # Whether the value is one that may still be forgotten, and whether the spare extent has the committed one.
+        self.pending = self._turned = False
         # Made at the first use of a buffer.
         self._views: dict[Kind, Tensor] = {}
 
@@ -99,6 +106,11 @@ class Partition:
     @property
     def on_nvme(self) -> bool:
         return self.spec.home is Tier.NVME
+
+    @property
+    def extent(self) -> Extent | None:
+        """Where the value is on NVMe, or goes to: see [Note: slots]."""
+        return self.spec.spare if self._turned is not self.pending else self.spec.extent
 
     @property
     def leased(self) -> bool:
@@ -161,13 +173,14 @@ class Partition:
 
     def drop(self) -> Tensor:
         """Free a clean buffer: the value stays on NVMe. Returns the buffer."""
-        self._forbid(self.leased, "drop")
+        # Others become SPILLED by being forgotten.
+        self._forbid(self.leased or self.state is not State.RESIDENT, "drop")
         self._move(State.SPILLED, "drop")
         return self._take_buffer()
 
     def discard(self) -> Tensor | None:
-        """Forget the value. Returns the buffer, if there was one."""
-        self._forbid(self.leased, "discard")
+        """Lose the value. Returns the buffer, if there was one."""
+        self._forbid(self.leased or self.pending, "discard")
         if self.state is State.ABSENT:
             return None
         self._move(State.ABSENT, "discard")
@@ -189,15 +202,34 @@ class Partition:
     def end_read(self) -> None:
         self.readers -= 1
 
-    def begin_write(self) -> None:
+    def begin_write(self, *, pending: bool = False) -> None:
+        """pending: the value that is written may be forgotten; the one before it must be on NVMe."""
         if self.state not in (State.RESIDENT, State.DIRTY) or self.leased:
             raise self.error("write")
+        if pending and not self.pending:
+            self._forbid(self.spec.spare is None or self.state is not State.RESIDENT, "write a pending version")
+            self.pending = True
+        self._forbid(self.pending and not pending, "write over a pending version")
         if self.on_nvme and self.state is State.RESIDENT:
             self._move(State.DIRTY, "write")
         self.writer, self.checksums = True, ()
 
     def end_write(self) -> None:
         self.writer = False
+
+    def commit(self) -> None:
+        """The pending value is the value from now on, whoever is using it."""
+        self._turned, self.pending = self._turned is not self.pending, False
+
+    def forget(self) -> Tensor | None:
+        """Go back to the committed value, on NVMe. Returns the buffer, if there was one."""
+        self._forbid(self.leased or self.transfer is not None, "forget a pending version")
+        if not self.pending:
+            return None
+        self.pending, self.checksums, self.awaited = False, (), False
+        if self.state is not State.SPILLED:
+            self._move(State.SPILLED, "forget")
+        return self._take_buffer() if self.buffer is not None else None
 
     def check(self) -> None:
         """Raise StateError when an invariant of the table does not hold."""
@@ -209,6 +241,7 @@ class Partition:
             self.writer and self.state in (State.WRITING, State.FAILED),
             not self.on_nvme and self.state not in (State.ABSENT, State.RESIDENT),
             self.readers < 0,
+            self.pending and (self.spec.spare is None or self.state is State.ABSENT),
         ]
         if any(broken):
             raise self.error(f"pass invariant {broken.index(True) + 1}")

@@ -102,7 +102,11 @@ class TieredStore(Parties):
                     for partition in self._acquire(keys, by, fresh=fresh):
                         if not partition.leased:
                             self._settle(partition)
-                        partition.begin_write()
+                        if by is not None and by.pending and not partition.pending:
+                            # What the step begins from stays on NVMe. Meanwhile it may be wanted after all.
+                            self._flush([partition.key])
+                            self._settle(partition)
+                        partition.begin_write(pending=by is not None and by.pending)
                         held.append(partition)
                 yield [*held]
             finally:
@@ -151,7 +155,7 @@ class TieredStore(Parties):
 
         For the saver: behind all other traffic.
         """
-        extent = self._partitions[key].spec.extent
+        extent = self._partitions[key].extent
         assert self._nvme is not None and extent is not None
         return self._nvme.read(Extent(extent.offset + begin, buffer.nbytes), buffer, priority=-1)
 
@@ -263,7 +267,7 @@ class TieredStore(Parties):
         """
         with self._changed, ExitStack() as stack:
             # Backwards: what is in flight ends first, then memory is unpinned, then buffers go.
-            stack.callback(self._forget)
+            stack.callback(self._let_go)
             stack.callback(lambda: self._buffers.close([*self._partitions.values()]))
             if self._nvme is not None:
                 try:
@@ -271,7 +275,7 @@ class TieredStore(Parties):
                 except TransferError as error:
                     logger.error("while closing the store: %s", error)
 
-    def _forget(self) -> None:
+    def _let_go(self) -> None:
         self._partitions, self._nvme = {}, None
         self._forget_parties()
 
@@ -313,11 +317,11 @@ class TieredStore(Parties):
             partition.materialize(buffer.zero_())
 
     def _submit_fetch(self, partition: Partition, buffer: Tensor, by: Reservation | None) -> None:
-        assert self._nvme is not None and partition.spec.extent is not None
+        assert self._nvme is not None and partition.extent is not None
         # What the program reads ahead it needs soon; what a step behind it reads and writes has time.
         priority = 1 if by is None else 0
         try:
-            partition.begin_fetch(buffer, partial(self._nvme.read, partition.spec.extent, buffer, priority=priority))
+            partition.begin_fetch(buffer, partial(self._nvme.read, partition.extent, buffer, priority=priority))
         except BaseException:
             self._buffers.give(partition, buffer)
             raise
@@ -396,7 +400,7 @@ class TieredStore(Parties):
     def _flush(self, keys: Iterable[Key]) -> None:
         for key in keys:
             partition = self._partitions[key]
-            extent, buffer = partition.spec.extent, partition.buffer
+            extent, buffer = partition.extent, partition.buffer
             if partition.state is State.DIRTY and extent is not None and buffer is not None:
                 assert self._nvme is not None
                 partition.begin_flush(partial(self._nvme.write, extent, buffer))
@@ -431,6 +435,25 @@ class TieredStore(Parties):
                 self._changed.notify_all()
             if error is not None:
                 raise error
+
+    def _commit(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._partitions[key].commit()
+
+    def _forget(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            partition = self._partitions[key]
+            if not partition.pending:
+                continue
+            try:
+                self._settle(partition)
+            except TransferError:
+                # A version that could not be written is gone as well, but for one whose write is only late.
+                if partition.transfer is not None:
+                    raise
+            buffer = partition.forget()
+            if buffer is not None:
+                self._buffers.give(partition, buffer)
 
     def _reclaim(self, partition: Partition) -> None:
         buffer = partition.surrender()

@@ -10,7 +10,10 @@ What it steps first is read while the last gradients are still to come. [Note: s
 Where nothing has to be known about all gradients before the first is used (no clipping, no check of all for NaN), the
 thread begins during backward: a sub-group is stepped as soon as the gradients of its units are there, each parameter's
 (which of them have one on some rank is only agreed on at the boundary). Where the drive does not follow, those that the
-next forward needs first overtake the others: see `infinity.plan.turns`. [Note: step in backward]
+next forward needs first overtake the others: see `infinity.plan.turns`. Such a step is a guess: that no more gradients
+come, that hyper-parameters stay, that `step()` is called at all. So it begins only where the values of before stay on
+NVMe (see [Note: slots]), which everybody sees until `step()`. There the guess is compared with what holds then: where
+it was right the new values are committed, else all is stepped from those of before. [Note: step in backward]
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ from typing import Any
 from torch import Tensor
 
 from infinity import record
-from infinity.errors import StateError
 from infinity.memory.parties import Reservation
 from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
@@ -39,10 +41,12 @@ from infinity.optim.rhythm import Rhythm
 from infinity.optim.sweep import Run, Sweep
 from infinity.plan.layout import Slot, SubGroup
 from infinity.plan.plan import Plan
-from infinity.plan.stepping import SOON_UNITS, STEP_READS, first_reads
+from infinity.plan.stepping import SOON_UNITS, STEP_READS, changed_by, first_reads
 from infinity.plan.turns import Turns
 from infinity.plan.types import Key, Kind
 
+# So many times a step may begin in a backward that was not the last of its step; then none does any more.
+_HASTY_MAX = 2
 # Gradients are measured behind the program when there are as many bytes of them, or as many units.
 _MEASURED_NBYTES_MIN = 1 << 20
 _MEASURED_UNITS_MAX = 64
@@ -62,6 +66,8 @@ class _Pass:
     # Units whose gradients are complete, and sub-groups that have been handed to the thread.
     complete: set[int] = field(default_factory=set)
     begun: set[int] = field(default_factory=set)
+    # By unit, the step counts that were assumed in backward.
+    assumed: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Stepper:
@@ -85,6 +91,7 @@ class Stepper:
         self._visible = [group for group in order if plan.visible(group) or not behind]
         visible = {group.index for group in self._visible}
         self._hidden = [group for group in order if group.index not in visible]
+        undoable = plan.early() if plan.request.early else frozenset()
         # See [Note: step behind the program].
         self._thread = ThreadPoolExecutor(1, "infinity-step") if behind else None
         self._under_way: list[tuple[Future[None], Reservation]] = []
@@ -93,11 +100,14 @@ class Stepper:
         self._unmeasured: dict[int, int] = {}
         # Units whose gradients are still to come before the next step.
         self._expected: set[int] = set()
-        # The step that has begun in this backward.
+        # The step that has begun in this backward; how often one was begun in a backward that was not the last.
         self._early: _Pass | None = None
+        self._hasty = 0
+        self._stepped_behind = {piece.unit for group in self._hidden for piece in group.slices}
+        # Those that may begin in backward, by unit.
         self._groups_of: dict[int, list[SubGroup]] = {}
         for group in self._hidden:
-            for piece in group.slices:
+            for piece in group.slices if group.index in undoable else ():
                 self._groups_of.setdefault(piece.unit, []).append(group)
         self._stopping = False
         self.rhythm = Rhythm()
@@ -128,34 +138,19 @@ class Stepper:
 
     def begin_early(self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float) -> None:
         """The backward before a step begins: see [Note: step in backward]. Arguments as of `step`."""
-        if self._thread is not None and self._early is None:
-            self._early = self._pass(tuple(map(self._method.hyper, groups)), grad_scale)
+        if self._groups_of and self._early is None and self._hasty < _HASTY_MAX:
+            self._early = self._pass(tuple(map(self._method.hyper, groups)), grad_scale, pending=True)
 
-    def forgo(self) -> None:
-        """The gradients are not wanted. StateError where the step with them has begun."""
-        if self._early is not None and self._early.begun:
-            raise StateError(
-                "cannot throw gradients away: with gradient_clipping 0 and check_grad_overflow false their step begins "
-                "inside the last backward, and has changed some of the weights. Call step() to have it whole, or set "
-                "check_grad_overflow (that of the section bf16 too) to true"
-            )
-        self._early = None
-
-    def abandon(self) -> str:
-        """Backward has failed. Returns why nothing can go on before `reset`, where the step had begun, or ""."""
-        if self._early is None or not self._early.begun:
-            self._early = None
-            return ""
-        return (
-            "a backward failed when its step had begun inside it, which has changed some of the weights and not the "
-            "others: load a checkpoint"
-        )
+    def forget(self) -> None:
+        """The gradients are not wanted, or others come: nothing is left of a step that has begun with them."""
+        early, self._early = self._early, None
+        if early is not None:
+            self._store.forget(early.reservation)
 
     def reset(self) -> None:
         """All values are about to be replaced: finish what has begun, and leave it at that."""
+        self.forget()
         self.finish()
-        # A partition is in sub-groups that begin together: nothing stays reserved for the rest.
-        self._early = None
 
     def landed(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
         """A unit's gradients have been accumulated, those of `arrived` parameters. `final`: probably the last time
@@ -181,7 +176,7 @@ class Stepper:
 
     def _read_ahead(self, unit: int) -> None:
         """Backward has this unit's gradients now, and may be over soon."""
-        self._expected = self._expected or set(self._groups_of)
+        self._expected = self._expected or {*self._stepped_behind}
         self._expected.discard(unit)
         if len(self._expected) == SOON_UNITS:
             for group in first_reads(self._hidden, self._in_memory):
@@ -201,12 +196,11 @@ class Stepper:
 
     def _step_early(self, early: _Pass, unit: int, arrived: Sequence[bool]) -> None:
         if any(group.index in early.begun for group in self._groups_of.get(unit, ())):
-            raise StateError(
-                f"gradients of {self._plan.layouts[unit].name} arrived after its step had begun: with "
-                "gradient_clipping 0 and check_grad_overflow false a step begins inside its last backward. Call "
-                "backward once a micro-batch, or set check_grad_overflow (that of the section bf16 too) to true"
-            )
-        if not all(arrived):
+            # That was not the last backward of the step: a program that does so once will again.
+            self._hasty += 1
+            self.forget()
+            return
+        if early.reservation.forgotten or not all(arrived):
             # Another rank may have the others: that is known at the boundary.
             return
         early.complete.add(unit)
@@ -215,8 +209,24 @@ class Stepper:
             if units <= early.complete:
                 steps = {index: [self.steps[slot.name] + 1 for slot in self._slots(index)] for index in units}
                 flags = {index: [True] * len(self._slots(index)) for index in units}
+                early.assumed.update(steps)
                 sweep = Sweep(early.hyper, early.grad_scale, flags, steps, early.digests)
                 self._hand_over(early, sweep, [group])
+
+    def _wanted(self, sweep: Sweep) -> _Pass | None:
+        """The step that has begun in backward, where it was begun as this one; else it is forgotten."""
+        early = self._early
+        if early is None:
+            return None
+        same = (
+            (sweep.hyper, sweep.grad_scale) == (early.hyper, early.grad_scale)
+            and all(all(sweep.arrived[unit]) and sweep.steps[unit] == steps for unit, steps in early.assumed.items())
+        )  # fmt: skip
+        if same and self._store.commit(early.reservation):
+            self._early = None
+            return early
+        self.forget()
+        return None
 
     # Steps.
 
@@ -229,8 +239,6 @@ class Stepper:
         parameters have had a gradient. `grad_scale` multiplies every gradient (unscaling, averaging and clipping in
         one).
         """
-        if self._early is None:
-            self.finish()
         steps: dict[int, list[int]] = {}
         for index, flags in arrived.items():
             for slot, flag in zip(self._slots(index), flags, strict=True):
@@ -238,11 +246,14 @@ class Stepper:
                 self.steps[slot.name] += flag and slot.ends
         for index in arrived:
             steps[index] = [self.steps[slot.name] for slot in self._slots(index)]
-        behind = self._early or self._pass(tuple(map(self._method.hyper, groups)), grad_scale)
-        self._early = None
+        hyper = tuple(map(self._method.hyper, groups))
+        behind = self._wanted(Sweep(hyper, grad_scale, arrived, steps, Digests(self._plan.placement, wanted=False)))
+        if behind is None:
+            self.finish()
+            behind = self._pass(hyper, grad_scale)
         self._expected = set()
         self.rhythm.stepped()
-        sweep = Sweep(behind.hyper, grad_scale, arrived, steps, behind.digests)
+        sweep = Sweep(hyper, grad_scale, arrived, steps, behind.digests)
         rest = [group for group in self._hidden if group.index not in behind.begun]
         with self._telling(behind.reservation):
             # Reserved before anything is stepped: when that fails, the rest must not look as if nothing had happened.
@@ -282,10 +293,10 @@ class Stepper:
     def _slots(self, unit: int) -> Sequence[Slot]:
         return self._plan.layouts[unit].slots
 
-    def _pass(self, hyper: tuple[Any, ...], grad_scale: float) -> _Pass:
+    def _pass(self, hyper: tuple[Any, ...], grad_scale: float, *, pending: bool = False) -> _Pass:
         uses = Counter(_touched(self._hidden))
         digests = Digests(self._plan.placement, wanted=self.rhythm.save_is_next)
-        reservation = Reservation()
+        reservation = Reservation(pending=pending)
         turns = self._turns(self._hidden, reservation)
         return _Pass(hyper, grad_scale, reservation, uses=uses, turns=turns, digests=digests)
 
@@ -329,10 +340,11 @@ class Stepper:
         """Whether one with states on NVMe can be stepped without a read, which alone makes it worth going first: a
         parameter fetched for a few of its sub-groups would be written back for others, and fetched again for the rest.
         """
-        return self._store[_states(group)].on_nvme and all(map(self._store.in_memory, _changed(group)))
+        keys = changed_by(group)
+        return self._store[keys[0]].on_nvme and all(map(self._store.in_memory, keys))
 
     def _prefetch(self, reservation: Reservation | None, group: SubGroup) -> bool:
-        return self._store.prefetch(*_changed(group), by=reservation)
+        return self._store.prefetch(*changed_by(group), by=reservation)
 
     def _turns(self, groups: Sequence[SubGroup], reservation: Reservation | None) -> Turns[Sweep]:
         return Turns(groups, fetch=partial(self._prefetch, reservation), in_memory=self._in_memory)
@@ -350,21 +362,29 @@ class Stepper:
         for _ in range(count):
             if self._stopping:
                 return
-            group, sweep = turns.take()
-            turns.fetch(STEP_READS)
-            self._step_group(group, sweep, uses, reservation)
+            if reservation is not None and not self._store.begin_work(reservation):
+                return
+            done: list[Key] = []
+            try:
+                group, sweep = turns.take()
+                turns.fetch(STEP_READS)
+                done = self._step_group(group, sweep, uses, reservation)
+            finally:
+                if reservation is not None:
+                    self._store.end_work(reservation, *done)
 
     def _step_group(
         self, group: SubGroup, sweep: Sweep, uses: Counter[Key], reservation: Reservation | None
-    ) -> None:
-        """Step one sub-group and write it back. `uses`: how many sub-groups are still to use each partition."""
+    ) -> list[Key]:
+        """Step one sub-group and write it back. `uses`: how many sub-groups are still to use each partition; returns
+        those that none is to use.
+        """
         keys = _touched([group])
         uses.subtract(keys)
         done = [key for key in keys if uses[key] <= 0]
         self._change(group, sweep, reservation, done)
         self._store.flush(*done)
-        if reservation is not None:
-            self._store.release(reservation, *done)
+        return done
 
     def _change(
         self, group: SubGroup, sweep: Sweep, reservation: Reservation | None, done: Sequence[Key]
@@ -373,7 +393,7 @@ class Stepper:
         store = self._store
         with (
             store.read(*_grads(group), by=reservation) as grads,
-            store.write(*_changed(group), by=reservation) as (states, *params),
+            store.write(*changed_by(group), by=reservation) as (states, *params),
         ):
             cuts: list[Cut] = []
             copies: list[tuple[Tensor, Tensor]] = []
@@ -422,19 +442,10 @@ def _look(future: Future[None], reservation: Reservation) -> None:
         raise
 
 
-def _states(group: SubGroup) -> Key:
-    return Key(Kind.STATES, group.index)
-
-
-def _changed(group: SubGroup) -> list[Key]:
-    """The partitions that a sub-group's step changes: its states, then its parameters."""
-    return [_states(group), *(Key(Kind.PARAM, piece.unit) for piece in group.slices)]
-
-
 def _grads(group: SubGroup) -> list[Key]:
     return [Key(Kind.GRAD, piece.unit) for piece in group.slices]
 
 
 def _touched(groups: Sequence[SubGroup]) -> list[Key]:
     """Every partition that stepping these sub-groups reads or writes, once for each of them."""
-    return [key for group in groups for key in (*_changed(group), *_grads(group))]
+    return [key for group in groups for key in (*changed_by(group), *_grads(group))]

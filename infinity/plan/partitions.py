@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from infinity.plan.layout import SubGroup, UnitLayout
 from infinity.plan.placement import Placement
+from infinity.plan.stepping import changed_by, undoable
 from infinity.plan.types import ADAM_MOMENTS, Extent, Key, Kind, PartitionSpec, Section, Tier, pack_sections
 
 
@@ -15,9 +16,11 @@ def states_kinds(compute_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS) -
 
 def make_partitions(
     layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], placement: Placement, *, compute_dtype: str,
-    grad_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS,
+    grad_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS, early: bool = False,
 ) -> tuple[tuple[PartitionSpec, ...], int]:  # fmt: skip
-    """Every partition, those of units first, then one for each sub-group; and the size of the NVMe file."""
+    """Every partition, those of units first, then one for each sub-group; and the size of the NVMe file. early: whether
+    a step may begin in backward, which needs a second place for what it writes.
+    """
     made: list[tuple[Key, tuple[Section, ...], Tier]] = []
     for layout, placed in zip(layouts, placement.units, strict=True):
         numel = layout.partition_numel(placed.parts)
@@ -36,11 +39,15 @@ def make_partitions(
         made.append((Key(Kind.STATES, group.index), by_numel[numel], home))
     specs = []
     at = 0
+    twice = {key for group in groups if early and undoable(group, placement) for key in changed_by(group)}
     for key, sections, home in made:
         spec = PartitionSpec(key=key, sections=sections, home=home)
         if home is Tier.NVME and spec.nbytes:
-            spec = PartitionSpec(key=key, sections=sections, home=home, extent=Extent(at, spec.nbytes))
-            at += spec.nbytes
+            extent, at = Extent(at, spec.nbytes), at + spec.nbytes
+            spare = None
+            if key in twice:
+                spare, at = Extent(at, spec.nbytes), at + spec.nbytes
+            spec = PartitionSpec(key=key, sections=sections, home=home, extent=extent, spare=spare)
         specs.append(spec)
     return tuple(specs), at
 

@@ -24,7 +24,7 @@ from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layo
 from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
 from infinity.plan.placement import Homes, Placement, Policy, always_whole, place, whole_units
 from infinity.plan.spec import ModelSpec
-from infinity.plan.stepping import STEP_WINDOW, kept_of, step_order_of, stepped_nbytes
+from infinity.plan.stepping import STEP_WINDOW, kept_of, step_order_of, stepped_nbytes, undoable
 from infinity.plan.tiling import around_nbytes, tiles_in_words
 from infinity.plan.topology import Topology
 from infinity.plan.types import (
@@ -37,7 +37,7 @@ from infinity.plan.types import (
     PartitionSpec,
     Tier,
     align_up,
-)
+)  # fmt: skip
 
 # A sub-group on NVMe is one read and one write. This many elements keep the drive at its bandwidth; more only takes
 # memory, and makes the first forward units wait longer for their step. It is also fine enough a grain to divide states
@@ -81,6 +81,8 @@ class PlanRequest:
     reuse_numel: int = 1_000_000_000
     # Whether the device has memory of its own, so that copies between CPU and device need staging buffers.
     accelerator: bool = False
+    # Whether a step may begin in backward, where all that it changes is on NVMe.
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,10 @@ class Plan:
             if spec.key == key:
                 return spec
         raise KeyError(str(key))
+
+    def early(self) -> frozenset[int]:
+        """Sub-groups whose step may begin in backward, where the configuration lets it."""
+        return frozenset(group.index for group in self.sub_groups if undoable(group, self.placement)) - self.kept()
 
     def visible(self, group: SubGroup) -> bool:
         """Whether a sub-group changes parameters that the program sees without a gather: those that stay whole."""
@@ -184,6 +190,7 @@ class Plan:
                 _add(table, home, section.kind, count * section.nbytes)
                 nbytes -= section.nbytes
             _add(table, home, Kind.POOL, count * nbytes)
+        _add(table, Tier.NVME, Kind.POOL, sum(spec.nbytes for spec in self.partitions if spec.spare))
         for layout, placed in zip(self.layouts, self.placement.units, strict=True):
             _add(table, Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
             if self.placement.grad_whole and layout.trainable:
@@ -378,7 +385,7 @@ def _assemble(
     """Everything that follows from the placement."""
     partitions, nvme_nbytes = make_partitions(
         layouts, groups, placement, compute_dtype=request.compute_dtype, grad_dtype=request.grad_dtype,
-        moments=request.moments,
+        moments=request.moments, early=request.early and not placement.grad_whole,
     )  # fmt: skip
     width = DTYPE_NBYTES[request.compute_dtype]
     fetch_nbytes = fetch_nbytes_by_unit(partitions, placement)

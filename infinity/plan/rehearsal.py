@@ -114,7 +114,7 @@ class _Rehearsal:
         self._plan, self._speeds = plan, speeds
         self._accumulation, self._overlap = accumulation, overlap
         self._steps = Steps(plan, overlap=overlap)
-        self._early = early and self._steps.behind
+        self._early = early and bool(self._steps.undoable)
         self._uses = [*uses(plan)]
         counts: dict[int, int] = {}
         for unit in plan.schedule.trace:
@@ -159,7 +159,7 @@ class _Rehearsal:
     def _by_position(self) -> dict[int, list[SubGroup]]:
         """Position of the trace -> sub-groups that are stepped from there on, where the step begins in backward."""
         found: dict[int, list[SubGroup]] = {}
-        for group in self._hidden if self._early else ():
+        for group in self._steps.undoable if self._early else ():
             found.setdefault(max(self._last.get(piece.unit, 0) for piece in group.slices), []).append(group)
         return found
 
@@ -271,8 +271,7 @@ class _Rehearsal:
             yield from self._step(group)
         whole = [layout for layout in trained if placement.units[layout.index].whole]
         yield from self._host(sum(layout.nbytes for layout in whole) * self._speeds.copy_seconds)
-        if not self._early:
-            self._hand_over(self._hidden)
+        self._hand_over(self._steps.left_by(early=self._early))
         self._expected.clear()
         self._gathered.clear()
 

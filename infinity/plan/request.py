@@ -78,7 +78,7 @@ def plan_request(
         sub_group_numel=zero.sub_group_size,
         prefetch_numel=zero.stage3_prefetch_bucket_size, persistence_numel=zero.stage3_param_persistence_threshold,
         persistent_total_numel=zero.stage3_model_persistence_threshold, live_numel=zero.stage3_max_live_parameters,
-        reuse_numel=zero.stage3_max_reuse_distance, accelerator=accelerator,
+        reuse_numel=zero.stage3_max_reuse_distance, accelerator=accelerator, early=config.steps_early,
     )  # fmt: skip
 
 

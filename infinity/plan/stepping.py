@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from infinity.plan.layout import SubGroup
 from infinity.plan.placement import Placement
-from infinity.plan.types import Key
+from infinity.plan.types import Key, Kind, Tier
 
 # Sub-groups in memory at once while stepping from NVMe: one being stepped, those being read, and two being written.
 STEP_READS = 2
@@ -30,6 +30,20 @@ def step_order_of(groups: tuple[SubGroup, ...], placement: Placement, uses: tupl
         return not any(placement.units[unit].whole for unit in units), first, group.index
 
     return tuple(group.index for group in sorted(groups, key=rank))
+
+
+def changed_by(group: SubGroup) -> list[Key]:
+    """The partitions that a sub-group's step changes: its states, then its parameters."""
+    return [Key(Kind.STATES, group.index), *(Key(Kind.PARAM, piece.unit) for piece in group.slices)]
+
+
+def undoable(group: SubGroup, placement: Placement) -> bool:
+    """Whether what a sub-group's step changes lies on NVMe, so that its old values can stay there until the step is
+    known to be wanted: such a step may begin in backward. See [Note: slots].
+    """
+    units = [placement.units[piece.unit] for piece in group.slices]
+    on_nvme = placement.states[group.index] is Tier.NVME and all(unit.param is Tier.NVME for unit in units)
+    return on_nvme and not any(unit.whole for unit in units)
 
 
 def first_reads(order: Sequence[SubGroup], in_memory: Callable[[SubGroup], bool]) -> Sequence[SubGroup]:

@@ -97,12 +97,20 @@ class Steps:
         order = [plan.sub_groups[index] for index in plan.step_order]
         self.visible = [group for group in order if not self.behind or plan.visible(group)]
         self.hidden = [group for group in order if self.behind and not plan.visible(group)]
+        early = plan.early()
+        # Of the hidden ones, those whose step may begin in backward.
+        self.undoable = [group for group in self.hidden if group.index in early]
+
+    def left_by(self, *, early: bool) -> list[SubGroup]:
+        """The hidden ones that are handed over at `step()`. early: whether others have begun in backward."""
+        begun = {group.index for group in self.undoable} if early else set()
+        return [group for group in self.hidden if group.index not in begun]
 
     def in_backward(self) -> Iterator[tuple[int, list[SubGroup]]]:
         """Position in the trace -> hidden sub-groups whose last gradient arrives there."""
         last = {unit: at for at, unit in enumerate(self.plan.schedule.trace)}
         by_position: dict[int, list[SubGroup]] = {}
-        for group in self.hidden:
+        for group in self.undoable:
             positions = [last.get(piece.unit) for piece in group.slices]
             known = [position for position in positions if position is not None]
             if len(known) == len(positions) and known:
@@ -222,7 +230,8 @@ class _Walk:
         self._count = count
         self._accumulation = accumulation
         self._steps = Steps(plan, overlap=overlap)
-        self._early = early and self._steps.behind
+        self._early = early and bool(self._steps.undoable)
+        self._rest = self._steps.left_by(early=early)
         self._params = nvme_specs(plan, Kind.PARAM)
         self._states = states_that_move(plan)
         self._param_cache = Cache(plan.pools.param_nbytes)
@@ -234,12 +243,12 @@ class _Walk:
             return
         # What an earlier step has left: the arenas' contents do not depend on what came before that.
         in_backward = [group for _, groups in self._steps.in_backward() for group in groups]
-        last = [*in_backward, *self._steps.visible] if self._early else [*self._steps.visible, *self._steps.hidden]
+        last = [*(in_backward if self._early else ()), *self._steps.visible, *self._rest]
         for group in last[-_WARM_GROUPS:]:
             self._use_states(group)
         self._passes(1, [])
         self._counting = True
-        if self._early:
+        if self._early and not self._rest:
             self._passes(self._accumulation, [])
             self._visible()
             return
@@ -248,7 +257,7 @@ class _Walk:
 
     def _visible(self) -> list[SubGroup]:
         """What `step()` does before it returns; the sub-groups that are left to be stepped behind the program."""
-        rest = [] if self._early else self._steps.hidden
+        rest = self._rest
         for group in first_reads(rest, self._ready) or rest[:1]:
             self._touch(group, write=False)
         for group in self._resident_first(self._steps.visible):

@@ -120,12 +120,14 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class PartitionSpec:
-    """One rank's slice at rest: what it holds, where its home is, and, on NVMe, which extent is its own."""
+    """One rank's slice at rest: what it holds, where its home is, and, on NVMe, which extents are its own."""
 
     key: Key
     sections: tuple[Section, ...]
     home: Tier
     extent: Extent | None = None
+    # A second one, where a step may begin before it is known to be wanted: see [Note: slots].
+    spare: Extent | None = None
     # Bytes of the buffer that holds it in memory, padded so that one aligned transfer moves it.
     nbytes: int = field(init=False)
 

@@ -35,14 +35,15 @@ def states(index: int, pages: int, home: Tier = Tier.NVME) -> PartitionSpec:
     return PartitionSpec(key=Key(Kind.STATES, index), sections=sections, home=home)
 
 
-def placed(specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
-    """The same specifications with extents one behind the other."""
+def placed(specs: Sequence[PartitionSpec], *, twice: bool = False) -> list[PartitionSpec]:
+    """The same specifications with extents one behind the other; `twice`: each with a spare one."""
     at, made = 0, []
     for spec in specs:
-        on_nvme = spec.home is Tier.NVME and spec.nbytes
-        extent = Extent(at, spec.nbytes) if on_nvme else None
-        made.append(PartitionSpec(key=spec.key, sections=spec.sections, home=spec.home, extent=extent))
-        at += spec.nbytes if on_nvme else 0
+        extents: list[Extent | None] = [None, None]
+        for which in range(1 + twice) if spec.home is Tier.NVME and spec.nbytes else ():
+            extents[which], at = Extent(at, spec.nbytes), at + spec.nbytes
+        extent, spare = extents
+        made.append(PartitionSpec(key=spec.key, sections=spec.sections, home=spec.home, extent=extent, spare=spare))
     return made
 
 
@@ -82,10 +83,10 @@ def bench(tmp_path: Path) -> Iterator[MakeBench]:
 
     def make(
         specs: Sequence[PartitionSpec], *, param_pages: int = 4, states_pages: int = 4, real: bool = False,
-        overlap: bool = True, **simulated: object,
+        overlap: bool = True, twice: bool = False, **simulated: object,
     ) -> Bench:  # fmt: skip
-        specs = placed(specs)
-        nbytes = sum(spec.nbytes for spec in specs if spec.home is Tier.NVME)
+        specs = placed(specs, twice=twice)
+        nbytes = (1 + twice) * sum(spec.nbytes for spec in specs if spec.home is Tier.NVME)
         ledger, device = Ledger(), Device(torch.device("cpu"))
         tier: SimulatedTier | NvmeTier
         if real:

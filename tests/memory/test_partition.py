@@ -31,19 +31,22 @@ def failure() -> TransferError:
     return TransferError("read", path="simulated", offset=0, nbytes=NBYTES, errno=5, reason="no")
 
 
-def spec(home: Tier) -> PartitionSpec:
+def spec(home: Tier, *, spare: bool = False) -> PartitionSpec:
     sections = pack_sections([(Kind.REMAINDER, "int16", 100), (Kind.EXP_AVG, "fp32", 100)])
     extent = Extent(0, NBYTES) if home is Tier.NVME else None
-    return PartitionSpec(key=Key(Kind.STATES, 3), sections=sections, home=home, extent=extent)
+    second = Extent(NBYTES, NBYTES) if spare else None
+    return PartitionSpec(key=Key(Kind.STATES, 3), sections=sections, home=home, extent=extent, spare=second)
 
 
 def buffer() -> torch.Tensor:
     return torch.zeros(NBYTES, dtype=torch.uint8)
 
 
-def partition_in(state: State, home: Tier = Tier.NVME, flight: Flight | None = None) -> Partition:
+def partition_in(
+    state: State, home: Tier = Tier.NVME, flight: Flight | None = None, *, spare: bool = False
+) -> Partition:
     """A partition that has reached `state` by legal moves."""
-    made = Partition(spec(home), rank=2)
+    made = Partition(spec(home, spare=spare), rank=2)
     path = {
         State.ABSENT: [], State.DIRTY: ["new"], State.WRITING: ["new", "flush"],
         State.RESIDENT: ["new", "flush", "complete"], State.SPILLED: ["new", "flush", "complete", "drop"],
@@ -259,3 +262,86 @@ def test_a_broken_invariant_is_found():
         setattr(partition, attribute, value)
         with pytest.raises(StateError, match="invariant"):
             partition.check()
+
+
+FIRST, SECOND = Extent(0, NBYTES), Extent(NBYTES, NBYTES)
+
+
+def pending_in(state: State) -> Partition:
+    """A partition with a pending version in `state`."""
+    made = partition_in(State.RESIDENT, spare=True)
+    made.begin_write(pending=True)
+    made.end_write()
+    if state is not State.DIRTY:
+        made.begin_flush(lambda: Flight(failure() if state is State.FAILED else None))
+    if state is State.FAILED:
+        with pytest.raises(TransferError):
+            made.complete()
+    elif state in (State.RESIDENT, State.SPILLED):
+        made.complete()
+    if state is State.SPILLED:
+        made.drop()
+    assert made.state is state and made.pending
+    made.check()
+    return made
+
+
+def test_a_pending_version_goes_to_the_place_that_the_committed_one_does_not_have():
+    partition = partition_in(State.RESIDENT, spare=True)
+    assert partition.extent == FIRST
+    partition.begin_write(pending=True)
+    assert partition.extent == SECOND
+    partition.end_write()
+    partition.commit()
+    assert partition.extent == SECOND and not partition.pending
+    partition.begin_flush(Flight)
+    partition.complete()
+    partition.begin_write(pending=True)
+    assert partition.extent == FIRST
+    partition.end_write()
+    partition.forget()
+    assert partition.extent == SECOND and partition.state is State.SPILLED
+    partition.check()
+
+
+@pytest.mark.parametrize("state", [State.DIRTY, State.RESIDENT, State.SPILLED, State.FAILED])
+def test_a_pending_version_is_forgotten_from_wherever_it_is(state):
+    partition = pending_in(state)
+    had = partition.buffer
+    assert partition.forget() is had and partition.buffer is None
+    assert partition.state is State.SPILLED and partition.extent == FIRST and not partition.pending
+    partition.check()
+    # Twice is nothing more.
+    assert partition.forget() is None
+
+
+def test_a_version_that_is_written_or_used_is_not_forgotten():
+    writing = pending_in(State.DIRTY)
+    writing.begin_flush(Flight)
+    used = pending_in(State.RESIDENT)
+    used.begin_read()
+    for partition in (writing, used):
+        with pytest.raises(StateError, match="forget a pending version"):
+            partition.forget()
+        assert partition.pending
+
+
+def test_a_version_is_pending_only_where_the_one_before_it_is_on_nvme():
+    for partition in (partition_in(State.DIRTY, spare=True), partition_in(State.RESIDENT)):
+        with pytest.raises(StateError, match="write a pending version"):
+            partition.begin_write(pending=True)
+        assert not partition.pending
+    partition = pending_in(State.RESIDENT)
+    with pytest.raises(StateError, match="write over a pending version"):
+        partition.begin_write()
+    with pytest.raises(StateError, match="discard"):
+        partition.discard()
+
+
+def test_a_version_is_committed_while_it_is_written_to_the_drive():
+    partition = pending_in(State.DIRTY)
+    partition.begin_flush(Flight)
+    partition.commit()
+    partition.complete()
+    assert partition.state is State.RESIDENT and partition.extent == SECOND and not partition.pending
+    partition.check()

@@ -72,7 +72,7 @@ def test_with_nothing_to_compute_a_step_takes_what_the_drive_needs_for_its_bytes
 
 
 def test_a_step_with_clipping_hides_behind_the_forward_and_without_behind_backward_too():
-    plan = plan_of()
+    plan = plan_of(param_tier=Tier.NVME)
     tokens = round(1.2 * predict(plan, PROFILE, tokens=1).seconds * 1e12 / (6 * NUMEL))
     clipped, unclipped = (predict(plan, PROFILE, tokens=tokens, early=early).seconds for early in (False, True))
     compute = 6 * NUMEL * tokens / 1e12

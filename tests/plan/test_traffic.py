@@ -92,8 +92,9 @@ CASES = {
     "states, fp32": ("cpu", "nvme", "fp32", {}),
     "states, bf16": ("cpu", "nvme", "bf16", {}),
     "states, some of them kept": ("cpu", "nvme", "bf16", {"buffers": 30}),
-    "states, begun in backward": ("cpu", "nvme", "bf16", {"early": True}),
-    "fp32, begun in backward": ("cpu", "nvme", "fp32", {"early": True}),
+    "parameters in memory, which begin none": ("cpu", "nvme", "bf16", {"early": True}),
+    "begun in backward, bf16": ("nvme", "nvme", "bf16", {"early": True}),
+    "begun in backward, fp32": ("nvme", "nvme", "fp32", {"early": True}),
 }
 
 
@@ -114,8 +115,13 @@ def test_the_kernel_counts_what_the_plan_foretells(case, drive):
     foretold = nvme(traffic(plan, accumulation=batches, early=early, overlap=overlap))
     errors = [a / b - 1 for a, b in zip(foretold, counted, strict=True)]
     print(f"{case}: read {errors[0]:+.2%}, written {errors[1]:+.2%}")
-    # A step that begins in backward reads a few sub-groups twice: fetched ahead, and evicted before their turn.
-    assert foretold == pytest.approx(counted, rel=0.08 if early else 0.02)
+    if early and param == "nvme":
+        # A step that begins in backward reads a few sub-groups twice: fetched ahead, and evicted before their turn. How
+        # many is a matter of time.
+        assert foretold[1] == pytest.approx(counted[1], rel=0.02)
+        assert foretold[0] / 1.02 < counted[0] < foretold[0] * 1.25
+    else:
+        assert foretold == pytest.approx(counted, rel=0.02)
 
 
 def test_beside_the_forward_reads_lie_between_following_closely_and_not_at_all(drive):
