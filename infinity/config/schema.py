@@ -174,8 +174,8 @@ class Config(Section):
     """Ours. Prefetch, flush and move gradients beside the computation; false gives the same bits without overlap."""
     check_grad_overflow: Annotated[Flag, HONOURED] = True
     """Ours, for fp32 and bf16. Skip a step whose gradients are not finite, at every stage. False leaves out only the
-    elements that are not; without clipping, a sub-group on NVMe or beside an accelerator is then stepped during
-    backward, as soon as its gradients are complete."""
+    elements that are not; without clipping, a sub-group whose states and parameters are on NVMe is then stepped during
+    backward, as soon as its gradients are complete, into a second place on the drive: until step() nothing shows."""
     max_skipped_steps: Annotated[Natural, HONOURED] = 50
     """Ours. Steps skipped in a row, because a gradient is not finite, after which step() raises; 0 never does. In fp16
     the search for the first loss scale does not count."""
