@@ -1,7 +1,8 @@
 """Do all ranks mean the same? Asked at the beginning (the model and its plan) and at every step (what was gathered).
 
-Two ranks that gather different units of one size do not hang: each gets halves of both. So every step compares a digest
-of all that was submitted before it changes a weight.
+Where the backend compares nothing itself (gloo does: [Note: tags] in `group`), two ranks that gather different units of
+one size do not hang: each gets halves of both. So every step compares a digest of all that was submitted before it
+changes a weight.
 """
 
 from __future__ import annotations

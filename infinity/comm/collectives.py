@@ -1,7 +1,8 @@
 """The collectives that ZeRO needs, by one name in every supported torch, on flat tensors of the group's device.
 
 Each has a name for whoever waits for it, such as "gather of layers.1"; the same number of a group's collectives must
-have the same name on every rank.
+have the same name and size on every rank. Where it has not, gloo's ranks wait and the watchdog tells: [Note: tags] in
+`group`.
 
 torch 2.13 renamed the two single-tensor collectives and warns about the old names; 2.11 has the old names only.
 """
@@ -9,7 +10,7 @@ torch 2.13 renamed the two single-tensor collectives and warns about the old nam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infinity import record
-from infinity.comm.group import CollectiveTransfer, Group
+from infinity.comm.group import DATA, MEETING, PLACE, TAKEN, CollectiveTransfer, Group
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -49,20 +50,25 @@ def all_gather(full: Tensor, partition: Tensor, group: Group, name: str = "gathe
     members = group.process_group
     if not _is_gloo(members) or not partition.numel():
         return group.start(
-            name, lambda: _all_gather(full, partition, group=members, async_op=True), keep=(full, partition)
+            name,
+            lambda tag: _all_gather(full, partition, group=members, async_op=True),
+            keep=(full, partition),
+            nbytes=full.nbytes,
         )
-    return group.start(name, lambda: _send_to_all(full, partition, group), keep=(full, partition))
+    return group.start(
+        name, lambda tag: _send_to_all(full, partition, group, tag), keep=(full, partition), nbytes=full.nbytes
+    )
 
 
-def _send_to_all(full: Tensor, partition: Tensor, group: Group) -> _Works:
+def _send_to_all(full: Tensor, partition: Tensor, group: Group, tag: int) -> _Works:
     rank = dist.get_rank(group.process_group)
     rows = full.view(dist.get_world_size(group.process_group), -1)
     if rows[rank].data_ptr() != partition.data_ptr():
         rows[rank].copy_(partition)
-    return _swap(rows, [partition] * len(rows), group)
+    return _swap(rows, [partition] * len(rows), group, tag)
 
 
-def _swap(rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, group: Group) -> _Works:
+def _swap(rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, group: Group, tag: int) -> _Works:
     """Receive a row from each other rank and send it its part. Nearest neighbours first, so that not everybody sends to
     the same rank at once.
     """
@@ -71,10 +77,10 @@ def _swap(rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, gro
     others = [(rank + step) % ranks for step in range(1, ranks)]
     near = [other for other in others if reader is not None and reader.reads(other, rows[other])]
     far = [other for other in others if other not in near]
-    works: list[Any] = [dist.irecv(rows[other], group=members, group_src=other) for other in far]
-    works += [dist.isend(parts[other], group=members, group_dst=other) for other in far]
+    works: list[Any] = [dist.irecv(rows[other], group=members, group_src=other, tag=DATA | tag) for other in far]
+    works += [dist.isend(parts[other], group=members, group_dst=other, tag=DATA | tag) for other in far]
     if reader is not None and near:
-        works.append(reader.swap(rows, parts, near))
+        works.append(reader.swap(rows, parts, near, place_tag=PLACE | tag, taken_tag=TAKEN | tag))
     return _Works(works)
 
 
@@ -179,32 +185,68 @@ def reduce_scatter(
         return _Summed(
             group.start(
                 name,
-                lambda: _reduce_scatter(own, full, op=dist.ReduceOp.SUM, group=members, async_op=True),
+                lambda tag: _reduce_scatter(own, full, op=dist.ReduceOp.SUM, group=members, async_op=True),
                 keep=(full, own),
+                nbytes=full.nbytes,
             ),
             own,
         )
     received = full.new_empty(full.numel() - full.numel() // ranks) if workspace is None else workspace
     slices, arriving = full.view(ranks, -1), iter(received.view(ranks - 1, -1))
     rows = [row if rank == dist.get_rank(members) else next(arriving) for rank, row in enumerate(slices)]
-    moving = group.start(name, lambda: _swap(rows, slices, group), keep=(full, received))
+    moving = group.start(name, lambda tag: _swap(rows, slices, group, tag), keep=(full, received), nbytes=full.nbytes)
     return _Exchanged(moving, rows)
 
 
-def all_reduce(tensor: Tensor, group: Group, name: str = "sum") -> CollectiveTransfer:
-    """Sum `tensor` over ranks in place; returns at once."""
+class _AfterMeeting:
+    """A collective of gloo's own, which begins when somebody waits for it and all ranks have met."""
+
+    def __init__(self, submit: Callable[[], Any], group: Group, tag: int) -> None:
+        self._submit = submit
+        self._group, self._tag = group, tag
+
+    def wait(self) -> None:
+        _meet(self._group.process_group, MEETING | self._tag)
+        self._submit().wait()
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def _meet(members: Any, tag: int) -> None:
+    """Return once every rank has come here with this tag. In each round a rank hears from one that is twice as far away
+    as in the last, and so of all that this one has heard of: log2(ranks) rounds (dissemination barrier; Hensgen,
+    Finkel and Manber, 1988).
+    """
+    rank, ranks = dist.get_rank(members), dist.get_world_size(members)
+    distance, nothing = 1, torch.zeros(1, dtype=torch.uint8)
+    while distance < ranks:
+        works: list[Any] = [dist.irecv(nothing.clone(), group=members, group_src=(rank - distance) % ranks, tag=tag)]
+        works.append(dist.isend(nothing, group=members, group_dst=(rank + distance) % ranks, tag=tag))
+        _Works(works).wait()
+        distance *= 2
+
+
+def _whole(tensor: Tensor, submit: Callable[[], Any], group: Group, name: str) -> CollectiveTransfer:
+    """Submit a collective of the backend's own on one tensor, the same on every rank."""
+    gloo = _is_gloo(group.process_group)
     return group.start(
-        name,
-        lambda: dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group.process_group, async_op=True),
-        keep=(tensor,),
+        name, lambda tag: _AfterMeeting(submit, group, tag) if gloo else submit(), keep=(tensor,), nbytes=tensor.nbytes
+    )
+
+
+def all_reduce(tensor: Tensor, group: Group, name: str = "sum") -> CollectiveTransfer:
+    """Sum `tensor` over ranks in place. Where gloo does it, that happens in `wait`: wait for one before the next."""
+    members = group.process_group
+    return _whole(
+        tensor, lambda: dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=members, async_op=True), group, name
     )
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, name: str = "broadcast") -> None:
     """Make every rank's `tensor` that of rank `source`."""
-    group.start(
-        name, lambda: dist.broadcast(tensor, src=source, group=group.process_group, async_op=True), keep=(tensor,)
-    ).wait()
+    members = group.process_group
+    _whole(tensor, lambda: dist.broadcast(tensor, src=source, group=members, async_op=True), group, name).wait()
 
 
 def exchange(

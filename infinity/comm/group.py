@@ -1,8 +1,16 @@
-"""A process group whose collectives have numbers and names, so that the watchdog knows where each rank is."""
+"""A process group whose collectives have numbers and names, so that the watchdog knows where each rank is.
+
+[Note: tags] gloo ends the process when a message is longer than the buffer that waits for it. Ranks that submit
+different collectives must therefore never exchange their bytes. Every message carries a tag, made of what its
+collective is: number, name and size. A message only meets the receive of the same tag, so diverged ranks wait instead,
+the watchdog compares their names, and all raise. Nothing is sent for it. Collectives whose messages gloo makes itself
+begin with a meeting (`collectives`), which is one tagged message of no meaning.
+"""
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +21,11 @@ from infinity.comm.neighbours import Reader
 from infinity.comm.positions import Wait
 from infinity.comm.watchdog import Watchdog
 from infinity.transfer import WorkTransfer
+
+# Of a tag's 31 bits, those that say what the collective is; the ones above say which of its messages it is.
+_SAID_BITS = 28
+# Kinds of message. Tags of other uses (`sever`) are smaller than each.
+DATA, MEETING, PLACE, TAKEN = (kind << _SAID_BITS for kind in (1, 2, 3, 4))
 
 
 @dataclass(slots=True)
@@ -26,13 +39,17 @@ class Group:
     watchdog: Watchdog | None = None
     reader: Reader | None = None
 
-    def start(self, name: str, submit: Callable[[], Any], keep: Sequence[Tensor]) -> CollectiveTransfer:
-        """Submit a collective; `submit` returns a work."""
+    def start(
+        self, name: str, submit: Callable[[int], Any], keep: Sequence[Tensor], *, nbytes: int
+    ) -> CollectiveTransfer:
+        """Submit a collective of `nbytes`, the same on every rank. `submit` takes the tag of its messages, to which the
+        kind of message is added ([Note: tags]), and returns a work.
+        """
         if self.watchdog is None:
-            return CollectiveTransfer(self, submit(), keep, 0, name)
-        number = self.watchdog.submit(self.index, name)
+            return CollectiveTransfer(self, submit(_tag(0, name, nbytes)), keep, 0, name)
+        number = self.watchdog.submit(self.index, name, nbytes)
         try:
-            work = submit()
+            work = submit(_tag(number, name, nbytes))
         except RuntimeError as error:
             raise self.watchdog.explain(error) from error
         return CollectiveTransfer(self, work, keep, number, name)
@@ -50,6 +67,10 @@ class Group:
             raise watchdog.explain(error) from error
         finally:
             watchdog.wait = None
+
+
+def _tag(number: int, name: str, nbytes: int) -> int:
+    return zlib.crc32(f"{number} {nbytes} {name}".encode()) & ((1 << _SAID_BITS) - 1)
 
 
 class CollectiveTransfer(WorkTransfer):

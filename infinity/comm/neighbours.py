@@ -31,8 +31,6 @@ from infinity.log import logger
 
 # Smaller rows go through gloo: one message is sooner there than two.
 SMALLEST_NBYTES = 256 << 10
-# Tags that no other message of these groups has.
-_PLACE, _TAKEN = 0x1F1D, 0x1F1E
 # The watchdog ends a wait of this thread by breaking the group.
 _FOR_EVER = timedelta(days=365)
 _CLOSE_SECONDS = 2.0
@@ -148,9 +146,10 @@ class _Row:
 class Swap:
     """Rows on their way, like a work of torch.distributed."""
 
-    def __init__(self, members: Any, limit_seconds: float) -> None:
+    def __init__(self, members: Any, limit_seconds: float, *, place_tag: int, taken_tag: int) -> None:
         self._members = members
         self._limit_seconds = limit_seconds
+        self._place_tag, self._taken_tag = place_tag, taken_tag
         self._rows: list[_Row] = []
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -162,9 +161,9 @@ class Swap:
         self._rows.append(
             _Row(
                 member, pid, row, theirs,
-                coming=dist.irecv(theirs, group=group, group_src=member, tag=_PLACE),
-                taken=dist.irecv(torch.zeros(1, dtype=torch.int64), group=group, group_src=member, tag=_TAKEN),
-                sending=dist.isend(mine, group=group, group_dst=member, tag=_PLACE),
+                coming=dist.irecv(theirs, group=group, group_src=member, tag=self._place_tag),
+                taken=dist.irecv(torch.zeros(1, dtype=torch.int64), group=group, group_src=member, tag=self._taken_tag),
+                sending=dist.isend(mine, group=group, group_dst=member, tag=self._place_tag),
             )
         )  # fmt: skip
 
@@ -179,7 +178,7 @@ class Swap:
                     raise RuntimeError(f"rank {row.member} has {nbytes} bytes where {row.row.nbytes} are expected")
                 copy_from(row.pid, source, row.row.data_ptr(), nbytes)
                 done = torch.ones(1, dtype=torch.int64)
-                telling.append(dist.isend(done, group=self._members, group_dst=row.member, tag=_TAKEN))
+                telling.append(dist.isend(done, group=self._members, group_dst=row.member, tag=self._taken_tag))
             for row, told in zip(self._rows, telling, strict=True):
                 for work in (row.sending, row.taken, told):
                     work.wait(_FOR_EVER)
@@ -219,9 +218,14 @@ class Reader:
         """Whether a row from a member is copied from its memory; the member says the same of a row of this size."""
         return member in self.pids and row.nbytes >= SMALLEST_NBYTES
 
-    def swap(self, rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, others: Sequence[int]) -> Swap:
-        """Begin to copy `rows[other]` from each of the others, and to let it copy `parts[other]`."""
-        swap = Swap(self._members, self._limit_seconds)
+    def swap(
+        self, rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, others: Sequence[int], *,
+        place_tag: int, taken_tag: int,
+    ) -> Swap:  # fmt: skip
+        """Begin to copy `rows[other]` from each of the others, and to let it copy `parts[other]`. The tags are those of
+        the two messages about it.
+        """
+        swap = Swap(self._members, self._limit_seconds, place_tag=place_tag, taken_tag=taken_tag)
         for other in others:
             swap.add(other, self.pids[other], rows[other], parts[other])
         if self._thread is None:

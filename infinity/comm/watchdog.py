@@ -1,6 +1,6 @@
 """The watchdog: ranks that do not meet raise instead of waiting for ever, and say who waits for what.
 
-Ranks that submit different collectives wait for each other without an end, or exchange the wrong bytes. So each rank
+Ranks that submit different collectives wait for each other without an end ([Note: tags] in `group`). So each rank
 numbers and names what it submits ([Note: positions] in `positions`), and a thread reports that number twice a second to
 the job's store, on a connection of its own. While the rank waits longer than a moment, the same thread looks where the
 others are. Four things end the wait, the same way on every rank:
@@ -125,15 +125,16 @@ class Watchdog:
 
     # What the training thread calls.
 
-    def submit(self, group: int, name: str) -> int:
+    def submit(self, group: int, name: str, nbytes: int) -> int:
         """A collective is about to be submitted; returns its number in its group. Raises where it cannot happen."""
         number = self._counts[group] + 1
         verdict = self._verdict
         if verdict is not None and verdict.stops(group, number):
             raise self._error(verdict)
         self._counts[group] = number
-        self._digests[group] = zlib.crc32(name.encode(), self._digests[group])
-        self._names[group].append((number, name))
+        said = f"{name}, {nbytes} bytes"
+        self._digests[group] = zlib.crc32(said.encode(), self._digests[group])
+        self._names[group].append((number, said))
         self._latest = name
         self._failure = ""
         return number

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.comm import neighbours
+from tests.support.oracle import settings
 
 WIDTH = 16
 ODD_STEP = 2
+DROPPED_WIDTHS = (8, 16, 24, 32, 40, 48)
 
 
 class Layer(nn.Module):
@@ -48,9 +50,13 @@ class Model(nn.Module):
         else:
             self.first, self.second = Layer(widths[0]), Layer(widths[1])
         self.experts = nn.ModuleList(Layer(24) for _ in range(2)) if case == "expert" else nn.ModuleList()
+        self.dropped = nn.ModuleList(map(Layer, DROPPED_WIDTHS if case == "drops" else ()))
+        self.coins = torch.Generator()
 
     def forward(self, x: Tensor) -> Tensor:
         odd = self.step == ODD_STEP and self.rank == 1
+        if self.step == ODD_STEP and self.case == "drops":
+            self.coins.manual_seed(self.rank)
         self.step += 1
         x = self.enter(x)
         if odd and self.case == "raises":
@@ -61,18 +67,21 @@ class Model(nn.Module):
             x = self.second(self.first(x))
         if odd and self.case == "expert":
             x = self.experts[1](x)
+        for layer in self.dropped:
+            # LayerDrop, for which every rank has a seed of its own.
+            if torch.rand(1, generator=self.coins) < 0.5:
+                x = layer(x)
         return x.square().mean()
 
 
-def train(case: str, watchdog: float, parted: list[float], *, stage: int = 3) -> int:
-    """Six steps of a case; returns how many were taken. `parted` gets the time at which rank 1 leaves the others."""
+def train(case: str, watchdog: float, parted: list[float], *, stage: int = 3, drive: str = "") -> int:
+    """Six steps of a case; returns how many were taken. `parted` gets the time at which rank 1 leaves the others.
+    drive: the folder where everything lies; empty for the device's memory.
+    """
     rank = int(os.environ["RANK"])
     torch.manual_seed(0)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2, "watchdog_seconds": watchdog, "log_level": "error",
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }  # fmt: skip
+    home = "nvme" if drive else "gpu"
+    config = settings(drive or os.curdir, stage=stage, param=home, optimizer=home, watchdog_seconds=watchdog)
     if case == "order":
         parted.append(time.time())
     engine, *_ = infinity.initialize(model=Model(case, rank), config=config)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,24 +33,27 @@ SOCKETS, MEMORY = 1 << 30, 1
 WAYS = pytest.mark.parametrize("smallest", [SOCKETS, MEMORY], ids=["sockets", "memory"])
 
 
-def diverge(rank: int, world: int, case: str, watchdog: float, stage: int, smallest: int) -> tuple[str, str, float]:
+def diverge(
+    rank: int, world: int, case: str, watchdog: float, stage: int, smallest: int, drive: str = ""
+) -> tuple[str, str, float]:
     """(kind of error, its text, seconds from the parting until this rank was through and closed)."""
     torch.set_num_threads(1)
     parted: list[float] = []
     kind, text = "none", ""
     try:
         with mock.patch.object(neighbours, "SMALLEST_NBYTES", smallest):
-            train(case, watchdog, parted, stage=stage)
+            train(case, watchdog, parted, stage=stage, drive=drive)
     except Exception as error:
         kind, text = type(error).__name__, str(error)
     return kind, text, time.time() - parted[0]
 
 
 def run(
-    rank_pools: Any, case: str, watchdog: float = LONG, *, world: int = 2, stage: int = 3, smallest: int = SOCKETS
-) -> list[tuple[str, str]]:
+    rank_pools: Any, case: str, watchdog: float = LONG, *, world: int = 2, stage: int = 3, smallest: int = SOCKETS,
+    drive: str = "",
+) -> list[tuple[str, str]]:  # fmt: skip
     """(kind of error, text) of each rank, none of which was late."""
-    found = rank_pools[world].run(diverge, case, watchdog, stage, smallest, timeout=60)
+    found = rank_pools[world].run(diverge, case, watchdog, stage, smallest, drive, timeout=60)
     limit = MISMATCH_SECONDS if watchdog == LONG else watchdog + LATE_SECONDS
     assert all(seconds < limit for *_, seconds in found), found
     return [row[:2] for row in found]
@@ -75,6 +80,19 @@ def test_ranks_that_go_different_ways_name_each_others_module(rank_pools, case, 
         assert f"for {theirs} (at " in lines.pop(1), text
         assert all("for reduction of second (at " in line for line in lines.values()), text
         assert text == found[0][1], "all ranks say the same"
+
+
+@WAYS
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_ranks_that_drop_different_layers_raise_before_bytes_of_another_size_arrive(
+    rank_pools, tier, smallest, tmp_path
+):
+    found = run(rank_pools, "drops", smallest=smallest, drive=str(tmp_path) if tier == "nvme" else "")
+    for kind, text in found:
+        assert kind == "DivergenceError", text
+        ours, theirs = re.findall(r"  rank [01]: (gather of dropped\.\d, \d+ bytes) \(number \d+\)", text)
+        assert ours.split(",") != theirs.split(","), text
+        assert text == found[0][1], "both ranks say the same"
 
 
 @pytest.mark.parametrize(("stage", "smallest"), [(1, SOCKETS), (1, MEMORY), (3, SOCKETS), (3, MEMORY)])
@@ -148,12 +166,23 @@ def test_a_process_that_ends_takes_the_others_with_it(case, words, smallest):
     assert "DivergenceError" in errors and words in errors and "rank 1" in errors, errors
 
 
-def gather_other_units(rank: int, world: int) -> str:
-    """Units of one size: nobody hangs, and each rank gets halves of both."""
+def take_part(rank: int, world: int, kinds: Sequence[str], numels: Sequence[int], smallest: int) -> str:
+    """What a rank is told when one half of the ranks takes part in another collective than the other half. It comes to
+    the step if it can.
+    """
     mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
-    full, own = torch.zeros(4), torch.full((2,), float(rank))
-    collectives.all_gather(full, own, mesh.gather, f"gather of layers.{rank}").wait()
+    half = 2 * rank // world
+    kind, full, name = kinds[half], torch.zeros(numels[half]), f"{kinds[half]} of layers.{half}"
     try:
+        with mock.patch.object(neighbours, "SMALLEST_NBYTES", smallest):
+            if kind == "gather":
+                collectives.all_gather(full, torch.ones(len(full) // world), mesh.gather, name).wait()
+            elif kind == "reduction":
+                collectives.reduce_scatter(full, group=mesh.gather, name=name).wait()
+            elif kind == "sum":
+                collectives.all_reduce(full, mesh.gather, name).wait()
+            else:
+                collectives.broadcast(full, mesh.gather, name=name)
         agree_on_numbers([1.0], mesh, "exchange")
     except DivergenceError as error:
         return str(error)
@@ -163,6 +192,30 @@ def gather_other_units(rank: int, world: int) -> str:
     return ""
 
 
+@WAYS
+@pytest.mark.parametrize(
+    ("numels", "world"),
+    [
+        pytest.param((4, 12), 2, id="more"),
+        pytest.param((12, 4), 2, id="fewer", marks=pytest.mark.slow),
+        pytest.param((4, 4), 2, id="equal", marks=pytest.mark.slow),
+        pytest.param((4, 12), 4, id="halves", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    "kinds",
+    [("gather",) * 2, ("reduction",) * 2, ("sum",) * 2, ("broadcast",) * 2, ("gather", "reduction"), ("sum", "gather")],
+    ids="-".join,
+)
+def test_collectives_of_different_units_exchange_nothing_and_are_named(rank_pools, kinds, numels, world, smallest):
+    for text in rank_pools[world].run(take_part, kinds, numels, smallest):
+        # Ranks that have not waited for long say nothing yet.
+        said = re.findall(r"  rank \d: (.+) \(number 1\)", text)
+        assert set(said) == {f"{kinds[half]} of layers.{half}, {4 * numels[half]} bytes" for half in range(2)}, text
+
+
 def test_what_did_not_hang_is_found_at_the_step(rank_pools):
-    for text in rank_pools[2].run(gather_other_units):
-        assert "rank 0: gather of layers.0 (number 1)" in text and "rank 1: gather of layers.1 (number 1)" in text
+    """Units without an element: no rank waits for another."""
+    for text in rank_pools[2].run(take_part, ("gather", "gather"), (0, 0), SOCKETS):
+        assert "not taken" in text, text
+        assert all(f"rank {rank}: gather of layers.{rank}, 0 bytes (number 1)" in text for rank in range(2)), text
