@@ -39,7 +39,7 @@ from infinity.monitors import check_installed
 from infinity.ops.adam import set_threads
 from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.choose import Chosen, adam_from_params, from_name, from_torch
-from infinity.optim.lr import build_scheduler
+from infinity.optim.lr import build_scheduler, check_steps_alone
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.stepper import Stepper
 from infinity.parts import Parts
@@ -84,7 +84,7 @@ def initialize(
     others: arguments that only DeepSpeed has, each refused with the next step (`dist_init_required`: see launch).
     model_parameters: parameters or torch-style groups to train; default: all that require a gradient.
     optimizer: None (from the configuration), or a class, factory or instance of an elementwise torch optimizer.
-    lr_scheduler: None (from the configuration), a factory that takes the optimizer, or an instance.
+    lr_scheduler: None (from the configuration), a class or factory that takes the optimizer, or an instance.
     training_data: a dataset of which the loader draws batches, each rank its own, on the engine's device.
 
     Returns (engine, optimizer, dataloader, lr_scheduler); the last two are None without data or scheduler. Raises
@@ -191,6 +191,8 @@ def _resolve(source: ConfigSource, model: nn.Module, ranks: Ranks, optimizer: An
     alone = {}
     if optimizer is None:
         alone["optimizer.params.lr"] = "write the rate, such as 1e-4, or pass initialize() an optimizer"
+    if scheduler is not None and not _is_factory(scheduler):
+        check_steps_alone(scheduler)
     if scheduler is None:
         alone["scheduler.params.warmup_num_steps"] = "write the number of steps, or pass initialize() a scheduler"
     context = ResolveContext(
@@ -368,10 +370,15 @@ def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, led
 
 def _scheduler(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer) -> Any:
     if given is not None:
-        is_factory = callable(given) and not hasattr(given, "step")
-        return given(optimizer) if is_factory else given
+        scheduler = given(optimizer) if _is_factory(given) else given
+        check_steps_alone(scheduler)
+        return scheduler
     section = config.config.scheduler
     return None if section is None else build_scheduler(section.type, section.params.model_dump(), optimizer)
+
+
+def _is_factory(scheduler: Any) -> bool:
+    return isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step"))
 
 
 def _loader(

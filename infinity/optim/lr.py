@@ -6,6 +6,7 @@ any of them. Iterations count from -1, which is the time before the first `step(
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -201,6 +202,28 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: HasGroups) 
     except TypeError as error:
         known = ", ".join(field.name for field in fields(curve))
         raise ConfigError(f"scheduler.params: {error}; the keys are {known}") from error
+
+
+def check_steps_alone(scheduler: Any) -> None:
+    """ConfigError unless `scheduler.step()` works without an argument, as the engine calls it after each step."""
+    name, step = type(scheduler).__name__, getattr(scheduler, "step", None)
+    if not callable(step):
+        raise ConfigError(
+            f"lr_scheduler: {name} has no step(); pass a scheduler, or a factory that returns one for the optimizer"
+        )
+    try:
+        signature = inspect.signature(step)
+    except ValueError:
+        # Compiled code may have none.
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"lr_scheduler: engine.step() calls step() without arguments, and {name}.step{signature} does not allow "
+            f"that ({error}). Leave lr_scheduler out, make the scheduler for the optimizer that initialize() returns, "
+            "and call its step(...) after engine.step(); a checkpoint keeps its state_dict() in client_state"
+        ) from error
 
 
 def _warmup_steps(steps: int) -> int:
