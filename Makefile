@@ -5,13 +5,16 @@ STAMP := $(VENV)/.installed
 CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.10 python3
 FITS := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))
 
-.PHONY: demo test check bench sanitize clean
+.PHONY: demo test zoo check bench sanitize clean
 
 demo: $(STAMP)  ## train about 10 M parameters with parameters and optimizer states on NVMe
 	$(BIN)/python examples/train_lm.py
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+zoo: $(STAMP)  ## families of transformers against plain torch; ARGUMENTS="--compile aot_eager" and the like
+	$(BIN)/python -m tests.zoo $(ARGUMENTS)
 
 check: $(STAMP)  ## lint and types
 	$(BIN)/ruff check .

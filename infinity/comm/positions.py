@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 NAMES_MAX = 64
 ADVICE = (
     "At stage 3 every rank has to use the same modules in the same order. A module that chooses by its data (a mixture "
-    "of experts) must be one unit: name its class in zero_optimization.leaf_module.classes."
+    "of experts) must be one unit: name its class in zero_optimization.leaf_module.classes. One that chooses at random "
+    "(LayerDrop) needs the same seed on every rank."
 )
 
 

@@ -1,0 +1,74 @@
+"""Some families of the zoo, of each kind that is awkward; `python -m tests.zoo` runs all of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from infinity.comm import neighbours
+from infinity.errors import DivergenceError
+from tests.zoo.__main__ import main
+from tests.zoo.families import FAMILIES, ON_SEVERAL_RANKS
+from tests.zoo.train import BY_LAYER, ERROR_MAX, NOT_COMPILED, run, train
+
+# LayerDrop, tied weights, an encoder and a decoder, a mixture of experts.
+AWKWARD = ("bart LayerDrop", "llama tied", "t5", "mixtral")
+# Backends of engine.compile() that the suite runs; "aot_eager" belongs here once compiled modules train at stage 3.
+COMPILERS = (NOT_COMPILED,)
+SOCKETS, MEMORY = 1 << 30, 1
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("name", AWKWARD)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_family_trains_as_in_plain_torch(rank_pools, ranks, name, compiler):
+    row = rank_pools[ranks].run(run, name, compiler)[0]
+    assert row["error"] <= ERROR_MAX, row
+    assert row["moved"] > 1e-3
+    if compiler == NOT_COMPILED:
+        assert row["bits"] or row["why"] == BY_LAYER, row
+
+
+def drop(rank: int, world: int, name: str, smallest: int) -> str:
+    """What a rank is told that drops other layers than the others."""
+    with mock.patch.object(neighbours, "SMALLEST_NBYTES", smallest):
+        try:
+            train(name, rank, seed=lambda step: world * step + rank)
+        except DivergenceError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("smallest", [SOCKETS, MEMORY], ids=["sockets", "memory"])
+@pytest.mark.parametrize("name", ["bart LayerDrop", "whisper LayerDrop"])
+def test_ranks_that_drop_other_layers_of_a_stock_model_name_them(rank_pools, name, smallest):
+    texts = rank_pools[2].run(drop, name, smallest, timeout=60)
+    assert texts[0] == texts[1], "both ranks say the same"
+    ours, theirs = re.findall(r"  rank [01]: (.+) \(number \d+\)", texts[0])
+    assert ours != theirs
+    assert "layers." in ours + theirs, texts[0]
+    assert "(LayerDrop) needs the same seed on every rank" in texts[0]
+
+
+def test_the_zoo_is_as_large_as_it_says():
+    assert len({family.model_type for family in FAMILIES.values()}) >= 45
+    assert len(ON_SEVERAL_RANKS) >= 12
+    assert {*AWKWARD, *ON_SEVERAL_RANKS} <= FAMILIES.keys()
+    assert sum(FAMILIES[name].layer_drop for name in ON_SEVERAL_RANKS) >= 4
+
+
+def test_the_command_prints_and_writes_a_row_a_family(tmp_path, capsys):
+    def said(*arguments: str) -> tuple[int, list[dict[str, Any]], str]:
+        path = tmp_path / "zoo.json"
+        code = main(["--ranks", "1", "--json", str(path), *arguments])
+        return code, json.loads(path.read_text())["rows"], capsys.readouterr().out
+
+    code, (row,), text = said("--families", "gpt2")
+    assert code == 0 and row["bits"] and "1 runs, 1 equal to the last bit, 0 beyond" in text
+    with mock.patch("tests.zoo.__main__.ERROR_MAX", -1.0):
+        code, (row,), text = said("--families", "gpt2")
+    assert code == 1 and not row["ok"] and "BEYOND" in text
