@@ -8,7 +8,6 @@ refuses to go on until a load succeeds.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load
 
 from infinity.boundary import Boundary
@@ -41,7 +41,7 @@ from infinity.checkpoint.matching import Match, match, report
 from infinity.checkpoint.pieces import holdings
 from infinity.checkpoint.ranks import together
 from infinity.checkpoint.spelling import decode
-from infinity.checkpoint.state import Trainee, check_run, restore_random, restore_run
+from infinity.checkpoint.state import Trainee, check_random, check_run, restore_random, restore_run
 from infinity.checkpoint.stored import Stored
 from infinity.errors import CheckpointError, TransferError
 from infinity.log import Progress, logger
@@ -83,7 +83,7 @@ def load_checkpoint(
     path = Path(directory)
 
     def examine() -> str | None:
-        found.append(_find(trainee, parts, path, None if tag is None else str(tag), wanted))
+        found.append(_find(trainee, parts, boundary, path, None if tag is None else str(tag), wanted))
         return None if found[0] is None else str(found[0].manifest.id if found[0].manifest else found[0].folder)
 
     seen = together(parts.mesh, "what to load", examine, path=path)
@@ -154,7 +154,9 @@ def _unusable(directory: Path, tags: list[str]) -> list[tuple[str, str, bool]]:
     return found
 
 
-def _find(trainee: Trainee, parts: Parts, directory: Path, tag: str | None, wanted: Wanted) -> Found | None:
+def _find(
+    trainee: Trainee, parts: Parts, boundary: Boundary, directory: Path, tag: str | None, wanted: Wanted
+) -> Found | None:
     """The checkpoint, looked at as far as can be without reading its tensors; None where there is none."""
     folder = find(directory, tag)
     if folder is None:
@@ -167,20 +169,31 @@ def _find(trainee: Trainee, parts: Parts, directory: Path, tag: str | None, want
     indexes = check_files(folder, manifest)
     if not wanted.module_only:
         check_run(
-            trainee, manifest.engine, optimizer=wanted.optimizer and _has_states(manifest),
-            scheduler=wanted.scheduler, path=folder,
+            trainee, boundary, manifest.engine, [index.singles for index in indexes],
+            optimizer=wanted.optimizer and _has_states(manifest), scheduler=wanted.scheduler, path=folder,
         )  # fmt: skip
+        rank = parts.mesh.ranks.rank
+        if rank < len(indexes):
+            check_random(indexes[rank].rng, parts.device, path=folder)
     found = match(_tensors(parts), tied_of(parts.module), manifest.tensors, manifest.tied)
     report(found, folder, strict=wanted.strict)
     with Reader(folder, manifest, indexes) as reader:
-        for name, info in manifest.tensors.items():
-            lacking = [kind for kind in info.kinds if not reader.covered(name, kind, math.prod(info.shape))]
-            if lacking:
-                raise CheckpointError(
-                    folder, f"not all elements of {name} ({lacking[0]}) are in it", "Load another checkpoint"
-                )
-    client = load(manifest.client.read(folder)) if manifest.client is not None else {}
-    return Found(folder, found, manifest, indexes, decode(manifest.client_state, client))
+        reader.check_covered(manifest.tensors)
+    return Found(folder, found, manifest, indexes, _client_state(folder, manifest))
+
+
+def _client_state(folder: Path, manifest: Manifest) -> Any:
+    """What the program gave. Its tensors are read by the safetensors library, which trusts no header either."""
+    try:
+        tensors = load(manifest.client.read(folder)) if manifest.client is not None else {}
+        return decode(manifest.client_state, tensors)
+    except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            folder, f"its client_state cannot be read ({error})",
+            "Load another checkpoint, or load_module_only=True for the weights alone",
+        ) from error  # fmt: skip
 
 
 def _find_weights(parts: Parts, folder: Path, wanted: Wanted) -> Found:
@@ -281,7 +294,7 @@ def _fill_buffers(parts: Parts, found: Found, source: Source) -> None:
             continue
         info = source.tensors[saved]
         values = torch.empty(buffer.numel(), dtype=DTYPES[info.dtype])
-        source.read(saved, info.kinds[0], 0, buffer.numel(), values)
+        source.read(saved, BUFFER if BUFFER in info.kinds else PARAM, 0, buffer.numel(), values)
         with torch.no_grad():
             buffer.copy_(values.view(info.shape))
 
@@ -294,7 +307,7 @@ def _restore(trainee: Trainee, parts: Parts, boundary: Boundary, found: Found, w
     restore_run(
         trainee, parts.stepper, boundary, manifest.engine, [index.singles for index in indexes], found.match.source,
         optimizer=wanted.optimizer and _has_states(manifest), scheduler=wanted.scheduler,
-        accumulation=parts.config.accumulation if managed else 1,
+        accumulation=parts.config.accumulation if managed else 1, path=found.folder,
     )  # fmt: skip
     rank = parts.mesh.ranks.rank
     if rank < len(indexes):

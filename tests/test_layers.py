@@ -23,7 +23,7 @@ _EVERYTHING = {
     "infinity.engine", "infinity.preflight", "infinity.record", "infinity.timeline", "infinity.breakdown",
     "infinity.observer", "infinity.progress", "infinity.monitors", "infinity.wall_clock", "infinity.saving",
     "infinity.loading", "infinity.loader", "infinity.exporting", "infinity.boundary", "infinity.parts",
-    "infinity.signals", "infinity.rescue", "infinity.precision", "infinity.free_memory",
+    "infinity.signals", "infinity.rescue", "infinity.precision", "infinity.free_memory", "infinity.untrusted",
 }  # fmt: skip
 # What a package (or a module of the top level) may import of ours, beside itself. The highest layer comes first.
 ALLOWED: dict[str, set[str]] = {
@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     # A command may ask everything of the machine and nothing of a model; `estimate` is started by its name.
     "infinity.command": {
         "infinity.checkpoint", "infinity.config", "infinity.errors", "infinity.free_memory", "infinity.log",
-        "infinity.memory", "infinity.ops", "infinity.plan", "infinity.transfer",
+        "infinity.memory", "infinity.ops", "infinity.plan", "infinity.transfer", "infinity.untrusted",
     },
     "infinity.api": _EVERYTHING | {"infinity.building", "infinity.launch"},
     # What a script says before it trains.
@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "infinity.checkpoint": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.ops", "infinity.transfer", "infinity.record",
-        "infinity.errors", "infinity.log",
+        "infinity.errors", "infinity.log", "infinity.untrusted",
     },
     # What the engine's checkpoint verbs do.
     "infinity.saving": _EVERYTHING - {"infinity.engine"} | {"infinity"},
@@ -79,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.loader": set(),
     "infinity.zero": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.errors", "infinity.log", "infinity.transfer",
-        "infinity.record",
+        "infinity.record", "infinity.untrusted",
     },
     "infinity.optim": {
         "infinity.plan", "infinity.memory", "infinity.comm", "infinity.ops", "infinity.errors", "infinity.log",
@@ -99,6 +99,8 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.errors": set(),
     "infinity.record": set(),
     "infinity.free_memory": set(),
+    # Names and JSON that others have written.
+    "infinity.untrusted": set(),
     "estimators": {"infinity.config", "infinity.plan", "infinity.errors", "infinity.free_memory"},
     # Only what the package itself exports.
     "examples": {"infinity"},

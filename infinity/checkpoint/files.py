@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +19,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.format import ALIGNMENT, BLOCK_NBYTES, DTYPE_NBYTES, Array, Extent, Manifest, RankIndex
+from infinity.checkpoint.format import (
+    ALIGNMENT,
+    BLOCK_NBYTES,
+    DTYPE_NBYTES,
+    Array,
+    Extent,
+    Manifest,
+    RankIndex,
+    TensorInfo,
+    inside,
+)
 from infinity.errors import CheckpointError, TransferError
 from infinity.memory.pages import page_aligned
 from infinity.ops.aio import File, Queue, Request
@@ -239,7 +249,7 @@ class BlockReader:
 
     def _submit(self, extent: Extent, block: int, target: Tensor) -> Request:
         assert self._queue is not None
-        file = self._files.pop(extent.file, None) or File.open(self.folder / extent.file)
+        file = self._files.pop(extent.file, None) or File.open(inside(self.folder, extent.file))
         self._files[extent.file] = file
         if len(self._files) > _OPEN_MAX:
             # A transfer in flight keeps what it needs.
@@ -304,6 +314,15 @@ class Reader(BlockReader):
                 return False
             at += array.numel
         return at == numel
+
+    def check_covered(self, tensors: Mapping[str, TensorInfo]) -> None:
+        """CheckpointError unless every element of every kind of these is there, once."""
+        for name, info in tensors.items():
+            lacking = [kind for kind in info.kinds if not self.covered(name, kind, info.numel)]
+            if lacking:
+                raise CheckpointError(
+                    self.folder, f"not all elements of {name} ({lacking[0]}) are in it", "Load another checkpoint"
+                )
 
     def read(self, tensor: str, kind: str, start: int, numel: int, out: Tensor) -> None:
         """Elements [start, start + numel) into `out` ([numel], contiguous, of the kind's width, on any device).

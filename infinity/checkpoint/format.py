@@ -17,34 +17,51 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from infinity.checkpoint.names import (
+    LATEST,
+    MANIFEST,
+    TEMPORARY,
+    client_name,
+    data_name,
+    identity_of,
+    index_name,
+    inside,
+    is_ours,
+    is_tag,
+)
+from infinity.checkpoint.schema import (
+    ALIGNMENT,
+    BLOCK_NBYTES,
+    BUFFER,
+    MASTER,
+    PARAM,
+    REMAINDER,
+    IndexBody,
+    ManifestBody,
+    disagreement,
+    explained,
+)
 from infinity.errors import CheckpointError, TransferError
 from infinity.ops.checksum import checksum
-from infinity.plan.types import DTYPE_NBYTES as PLAN_DTYPE_NBYTES
-from infinity.plan.types import SAVE_BLOCK_NBYTES
+from infinity.plan.types import DTYPE_NBYTES
+from infinity.untrusted import parse_json, read_metadata, shortened
+
+# A reader of the format finds all of it here.
+__all__ = [
+    "ALIGNMENT", "BLOCK_NBYTES", "BUFFER", "DTYPE_NBYTES", "LATEST", "MANIFEST", "MASTER", "PARAM", "REMAINDER",
+    "client_name", "data_name", "identity_of", "index_name", "inside", "is_tag",
+]  # fmt: skip
 
 FORMAT = "infinity checkpoint"
 VERSION = 1
-# An extent begins at a multiple of this many bytes; a block of it has a checksum.
-ALIGNMENT = 4096
-BLOCK_NBYTES = SAVE_BLOCK_NBYTES
 
-MANIFEST = "manifest.json"
-LATEST = "latest"
-# Parameters, what completes them to masters, and buffers have these kinds; all others are moments.
-PARAM, REMAINDER, MASTER, BUFFER = "param", "remainder", "master", "buffer"
-DTYPE_NBYTES = {
-    **PLAN_DTYPE_NBYTES, "uint16": 2, "uint32": 4, "uint64": 8, "complex64": 8, "complex128": 16,
-}  # fmt: skip
 
-_OWN = re.compile(r"([0-9a-f]{12})\.(rank-\d{5,}\.(json|weights\.bin|frozen\.bin|states\.bin)|client\.safetensors)")
-_TEMPORARY = ".part"
 _Record = TypeVar("_Record", bound="_Written")
 
 
@@ -61,17 +78,24 @@ def seal(body: Any) -> bytes:
 
 def unseal(data: bytes, *, path: Path | str) -> Any:
     """The body of a metadata file; CheckpointError unless every byte is as it was written."""
+    # Read by position: what is between has one spelling only.
+    begin, end = len(b'{"body":'), data.rfind(b',"crc32c":')
+    text, rest = data[begin:end], data[end:]
+    if end < begin or data[:begin] != b'{"body":' or rest != b',"crc32c":%d}\n' % checksum(text):
+        raise CheckpointError(
+            path, f"its {len(data)} bytes are not those that were written (the checksum differs)",
+            "Load an older checkpoint, or copy the file again from where it is whole",
+        )  # fmt: skip
     try:
-        # Read by position: what is between has one spelling only.
-        begin, end = len(b'{"body":'), data.rindex(b',"crc32c":')
-        text, rest = data[begin:end], data[end:]
-        if data[:begin] == b'{"body":' and rest == b',"crc32c":%d}\n' % checksum(text):
-            return json.loads(text)
-    except ValueError:
-        pass
-    raise CheckpointError(
-        path, f"its {len(data)} bytes are not those that were written (the checksum differs)",
-        "Load an older checkpoint, or copy the file again from where it is whole",
+        return parse_json(text)
+    except ValueError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path | str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        path, f"it is not the metadata of a checkpoint of format version {VERSION} ({explained(error)})",
+        "Load it with the version of infinity that has written it, or load another checkpoint",
     )  # fmt: skip
 
 
@@ -87,8 +111,8 @@ class _Written:
         raise NotImplementedError
 
     @classmethod
-    def of(cls: type[_Record], body: Mapping[str, Any]) -> _Record:
-        """From `body()`."""
+    def of(cls: type[_Record], body: Any) -> _Record:
+        """From `body()`; ValueError where it is something else."""
         raise NotImplementedError
 
     @classmethod
@@ -97,20 +121,18 @@ class _Written:
         body = unseal(data, path=path)
         try:
             return cls.of(body)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                path, f"it is not the metadata of a checkpoint of format version {VERSION} ({error!r})",
-                "Load it with the version of infinity that has written it",
-            ) from error  # fmt: skip
+        except ValueError as error:
+            raise _unreadable(path, error) from error
 
     @classmethod
     def read(cls: type[_Record], path: Path) -> _Record:
         """From a file; CheckpointError where it cannot be read."""
         try:
-            data = path.read_bytes()
-        except OSError as error:
+            data = read_metadata(inside(path.parent, path.name))
+        except (OSError, ValueError) as error:
+            reason = error.strerror or error if isinstance(error, OSError) else error
             raise CheckpointError(
-                path, f"it cannot be read ({error.strerror})", "Load another checkpoint of the folder"
+                path, f"it cannot be read ({reason})", "Load another checkpoint of the folder"
             ) from error
         return cls.from_bytes(data, path=path)
 
@@ -186,11 +208,12 @@ class RankIndex(_Written):
         return self.extents[at] if held == [replace(array, extent=0) for array in arrays] else None
 
     @classmethod
-    def of(cls, body: Mapping[str, Any]) -> RankIndex:
+    def of(cls, body: Any) -> RankIndex:
         """See `_Written`."""
-        extents = tuple(Extent(name, offset, nbytes, tuple(crcs)) for name, offset, nbytes, crcs in body["extents"])
-        arrays = tuple(Array(*row) for row in body["arrays"])
-        return cls(int(body["rank"]), dict(body["files"]), extents, arrays, body["rng"], body["singles"])
+        found = IndexBody.model_validate(body)
+        extents = tuple(Extent(name, offset, nbytes, tuple(crcs)) for name, offset, nbytes, crcs in found.extents)
+        arrays = tuple(Array(*row) for row in found.arrays)
+        return cls(found.rank, found.files, extents, arrays, found.rng, found.singles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +240,14 @@ class FileInfo:
 
     def read(self, folder: Path) -> bytes:
         """Its content; CheckpointError unless it is what the manifest vouches for."""
-        path = folder / self.name
+        path = inside(folder, self.name)
         try:
-            data = path.read_bytes()
-        except OSError as error:
+            # No more than it has in fact, whatever the manifest says.
+            data = read_metadata(path, path.stat().st_size) if path.stat().st_size == self.nbytes else b""
+        except (OSError, ValueError, MemoryError) as error:
+            reason = error.strerror or error if isinstance(error, OSError) else f"{type(error).__name__} {error}"
             raise CheckpointError(
-                path, f"the manifest names it, but it cannot be read ({error.strerror})",
+                path, f"the manifest names it, but it cannot be read ({reason})",
                 "Load another checkpoint of the folder",
             ) from error  # fmt: skip
         if len(data) != self.nbytes or checksum(data) != self.crc32c:
@@ -273,49 +298,35 @@ class Manifest(_Written):
         }  # fmt: skip
 
     @classmethod
-    def of(cls, body: Mapping[str, Any]) -> Manifest:
+    def of(cls, body: Any) -> Manifest:
         """See `_Written`."""
-        values = dict(body)
-        if (values.pop("format"), values.pop("version")) != (FORMAT, VERSION):
-            raise ValueError(f"format {body['format']!r}, version {body['version']!r}")
-        values["tensors"] = {
-            name: TensorInfo(tuple(info["shape"]), info["dtype"], info["trainable"], tuple(info["kinds"]))
-            for name, info in body["tensors"].items()
-        }
-        values["ranks"] = tuple(FileInfo(**info) for info in body["ranks"])
-        values["client"] = None if body["client"] is None else FileInfo(**body["client"])
-        return cls(**values)
+        said = (body.get("format"), body.get("version")) if isinstance(body, dict) else (None, None)
+        if said != (FORMAT, VERSION) or type(said[1]) is not int:
+            raise ValueError(f"format {shortened(said[0])}, version {shortened(said[1])}")
+        found = ManifestBody.model_validate(body)
+        names = ("versions", "plan", "engine", "client_state", "module")
+        return cls(
+            id=found.id, tag=found.tag, number=found.number, time=found.time, tied=found.tied,
+            tensors={
+                name: TensorInfo(info.shape, info.dtype, info.trainable, info.kinds)
+                for name, info in found.tensors.items()
+            },
+            ranks=tuple(FileInfo(info.name, info.nbytes, info.crc32c) for info in found.ranks),
+            client=None if found.client is None else FileInfo(**found.client.model_dump()),
+            **{name: body[name] for name in names},
+        )  # fmt: skip
 
     def index(self, folder: Path, rank: int) -> RankIndex:
-        """One rank's index; CheckpointError unless it is the file that the manifest vouches for."""
+        """One rank's index; CheckpointError unless it is the file that the manifest vouches for, and suits it."""
         info = self.ranks[rank]
-        return RankIndex.from_bytes(info.read(folder), path=folder / info.name)
-
-
-def index_name(identity: str, rank: int) -> str:
-    """The name of a rank's index."""
-    return f"{identity}.rank-{rank:05}.json"
-
-
-def data_name(identity: str, rank: int, part: str) -> str:
-    """The name of one of a rank's files; `part` is "weights", "frozen" or "states"."""
-    return f"{identity}.rank-{rank:05}.{part}.bin"
-
-
-def client_name(identity: str) -> str:
-    """The name of the file of the client state's tensors."""
-    return f"{identity}.client.safetensors"
-
-
-def identity_of(name: str) -> str | None:
-    """The save that a file of this name belongs to; None for a file that no save has written."""
-    found = _OWN.fullmatch(name.removesuffix(_TEMPORARY))
-    return None if found is None else found.group(1)
-
-
-def is_ours(name: str) -> bool:
-    """Whether a save writes files of this name into a checkpoint's folder."""
-    return identity_of(name) is not None or name.removesuffix(_TEMPORARY) == MANIFEST
+        path = folder / info.name
+        index = RankIndex.from_bytes(info.read(folder), path=path)
+        wrong = disagreement(index.arrays, self.tensors)
+        if index.rank != rank:
+            wrong = f"it is rank {index.rank}'s, not rank {rank}'s"
+        if wrong:
+            raise CheckpointError(path, f"it does not suit the manifest: {wrong}", "Load another checkpoint")
+        return index
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -327,11 +338,14 @@ def latest_tag(directory: Path | str) -> str | None:
     """What DIR/latest says; None where there is no such file. CheckpointError where it says nothing of the kind."""
     path = Path(directory) / LATEST
     try:
-        tag = path.read_bytes().decode(errors="replace").removesuffix("\n")
-    except FileNotFoundError:
+        tag = read_metadata(inside(Path(directory), LATEST), 4096).decode(errors="replace").removesuffix("\n")
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    if not tag or tag != tag.strip() or not tag.isprintable() or "/" in tag or "\ufffd" in tag:
-        raise CheckpointError(path, f"it names no checkpoint, but {tag!r}", "Pass a tag, or call resume()")
+    except (OSError, ValueError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else error
+        raise CheckpointError(path, f"it cannot be read ({reason})", "Pass a tag, or call resume()") from error
+    if not is_tag(tag) or not tag.isprintable() or "\ufffd" in tag:
+        raise CheckpointError(path, f"it names no checkpoint, but {shortened(tag)}", "Pass a tag, or call resume()")
     return tag
 
 
@@ -377,7 +391,7 @@ def check_files(folder: Path, manifest: Manifest) -> list[RankIndex]:
     if manifest.client is not None:
         files.append((manifest.client.name, manifest.client.nbytes))
     for name, nbytes in files:
-        path = folder / name
+        path = inside(folder, name)
         held = path.stat().st_size if path.is_file() else None
         if held != nbytes:
             there = "it is missing" if held is None else f"it has {held} bytes"
@@ -392,7 +406,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
     TransferError where that fails.
     """
-    temporary = path.with_name(path.name + _TEMPORARY)
+    temporary = path.with_name(path.name + TEMPORARY)
     try:
         with open(temporary, "wb") as file:
             file.write(data)

@@ -31,11 +31,13 @@ from infinity.checkpoint.format import (
     folders,
     identity_of,
     is_ours,
+    is_tag,
     latest_tag,
     read_manifest,
     replace_file,
     sync_folder,
 )
+from infinity.checkpoint.schema import NUMBER_MAX
 from infinity.errors import CheckpointError
 from infinity.log import logger
 from infinity.ops.checksum import checksum
@@ -72,7 +74,7 @@ class Place:
 
 def check_tag(tag: str) -> str:
     """The tag; CheckpointError where it is no name of a folder."""
-    if not tag or tag in (".", "..", LATEST, MANIFEST) or "/" in tag or "\0" in tag or tag != tag.strip():
+    if not is_tag(tag):
         raise CheckpointError(
             repr(tag), "it cannot be the tag of a checkpoint, which is the name of a folder",
             'Give a name without "/", such as "step100"',
@@ -122,6 +124,11 @@ def prepare(directory: Path, tag: str, retention: Retention, *, latest: bool) ->
         numbers.append(manifest.number)
         if not folder.is_symlink():
             sweep(folder, keep=manifest.id)
+    if max(numbers) >= NUMBER_MAX:
+        raise CheckpointError(
+            directory, f"a checkpoint in it has the number {max(numbers)}, behind which there is none",
+            "Move away what was not saved by this run",
+        )  # fmt: skip
     (directory / tag).mkdir(exist_ok=True)
     sync_folder(directory)
     return Place(
@@ -171,7 +178,10 @@ def publish(directory: Path, manifest: Manifest, *, latest: bool, checked: bool)
         )  # fmt: skip
     if checked:
         check_files(folder, manifest)
-    replace_file(folder / MANIFEST, manifest.to_bytes())
+    written = manifest.to_bytes()
+    # What a load would refuse is not to take the place of a checkpoint: client_state may be nested without end.
+    Manifest.from_bytes(written, path=folder / MANIFEST)
+    replace_file(folder / MANIFEST, written)
     sync_folder(directory)
     if latest:
         replace_file(directory / LATEST, (manifest.tag + "\n").encode())

@@ -236,6 +236,9 @@ def _link_frozen(
                 return None
     name = data_name(identity, capture.rank, FROZEN)
     try:
+        # What is a link is a name of something else, and would be one in this checkpoint, too.
+        if (earlier / file).is_symlink():
+            return None
         os.link(earlier / file, folder / name)
     except OSError:
         return None

@@ -26,6 +26,10 @@ class Unspeakable(ValueError):
     """A value that has no spelling; the text names its path and its type."""
 
 
+class Misspelled(ValueError):
+    """JSON that no value is spelled as."""
+
+
 def encode(value: Any, tensors: dict[str, Tensor] | None = None, path: str = "") -> Any:
     """A value as JSON. Tensors and arrays of more than one element go into `tensors`, by path.
 
@@ -53,9 +57,16 @@ def encode(value: Any, tensors: dict[str, Tensor] | None = None, path: str = "")
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """What `encode` was given; `tensors` by path."""
+    """What `encode` was given; `tensors` by path. Misspelled for what `encode` never gives."""
+    try:
+        return _decode(value, tensors or {})
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise Misspelled(f"a value is spelled in no way that is known ({type(error).__name__}: {error})") from error
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
@@ -64,20 +75,27 @@ def decode(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
             case "$float":
                 return _NOT_FINITE[inner]
             case "$bytes":
-                return base64.b64decode(inner)
+                return base64.b64decode(inner, validate=True)
             case "$tuple":
-                return tuple(decode(item, tensors) for item in inner)
+                return tuple(_decode(item, tensors) for item in _of(list, inner))
             case "$pairs":
-                return {decode(name, tensors): decode(item, tensors) for name, item in inner}
+                return {_decode(name, tensors): _decode(item, tensors) for name, item in _of(list, inner)}
             case "$counter":
-                return Counter({decode(name, tensors): count for name, count in inner})
+                return Counter({_decode(name, tensors): _of(int, count) for name, count in _of(list, inner)})
             case "$scalar":
-                dtype, shape, number = inner
-                return torch.tensor(decode(number), dtype=DTYPES[dtype]).view(shape)
-            case "$tensor" | "$array":
-                assert tensors is not None
-                return tensors[inner].numpy() if key == "$array" else tensors[inner]
-    return {name: decode(item, tensors) for name, item in value.items()}
+                dtype, shape, number = _of(list, inner)
+                return torch.tensor(_decode(number, {}), dtype=DTYPES[dtype]).view(_of(list, shape))
+            case "$tensor":
+                return tensors[inner]
+            case "$array":
+                return tensors[inner].numpy()
+    return {name: _decode(item, tensors) for name, item in value.items()}
+
+
+def _of(kind: type[Any], value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__} where a {kind.__name__} is written")
+    return value
 
 
 def _encode_array(value: Tensor | np.ndarray[Any, Any], tensors: dict[str, Tensor] | None, path: str) -> Any:

@@ -6,7 +6,8 @@ All of it is JSON (see `spelling`). Everything that belongs to a parameter is ke
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.spelling import Unspeakable, decode, encode
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, InfinityError
 from infinity.log import logger
 from infinity.memory.device import Device
+from infinity.untrusted import shortened
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 
@@ -109,8 +111,11 @@ def singles_of(stepper: Steps) -> dict[str, Any]:
     return {name: encode(values) for name, values in stepper.singles().items()}
 
 
-def check_run(trainee: Trainee, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool, path: object) -> None:
-    """CheckpointError where the state is of another optimizer or scheduler than the engine's."""
+def check_run(
+    trainee: Trainee, precision: Stateful, state: Mapping[str, Any], singles: Sequence[Mapping[str, Any]], *,
+    optimizer: bool, scheduler: bool, path: object,
+) -> None:  # fmt: skip
+    """CheckpointError where the state is of another optimizer or scheduler than the engine's, or cannot be read."""
     saved, own = state["optimizer"]["kind"], trainee.optimizer.kind
     alike = {"Adam", "AdamW"}
     if optimizer and saved != own and not {saved, own} <= alike:
@@ -125,22 +130,82 @@ def check_run(trainee: Trainee, state: Mapping[str, Any], *, optimizer: bool, sc
                 path, f"it holds the state of a {saved}, and this engine's scheduler is a {own}",
                 "Give initialize() the same scheduler, or pass load_lr_scheduler_states=False",
             )  # fmt: skip
+        with _reading(path, "the scheduler"):
+            check_alike(trainee.lr_scheduler.state_dict(), decode(state["scheduler"]["state"]))
+    if optimizer:
+        with _reading(path, "the precision"):
+            check_alike(precision.state_dict(), decode(state["precision"]), complete=True)
+        groups = trainee.optimizer.param_groups
+        own_hyper = {key: value for group in groups for key, value in group.items() if key != "params"}
+        with _reading(path, "the optimizer"):
+            for group in state["optimizer"]["groups"]:
+                check_alike(own_hyper, decode(group["hyper"]))
+            for each in singles:
+                decode(each)
+    if trainee.training_dataloader is not None and state["loader"] is not None:
+        with _reading(path, "the data loader"):
+            check_alike(trainee.training_dataloader.state_dict(), decode(state["loader"]), complete=True)
+
+
+@contextmanager
+def _reading(path: object, whose: str) -> Iterator[None]:
+    """CheckpointError where the state of a part of the run is not what that part gives or takes."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            path, f"its state of {whose} is none that can be taken back ({type(error).__name__}: {error})",
+            "Load another checkpoint, or load_module_only=True for the weights alone",
+        ) from error  # fmt: skip
+
+
+def check_alike(own: Any, saved: Any, place: str = "it", *, complete: bool = False) -> None:
+    """ValueError where a saved value is of another type than the one whose place it takes; None stands for any.
+    `complete`: also where a key is missing.
+    """
+    if own is None or saved is None:
+        return
+    if _is_number(own) and _is_number(saved):
+        if isinstance(saved, int) and abs(saved) >= 2**63:
+            raise ValueError(f"{place} is {saved}, which has no place in 64 bits")
+    elif isinstance(own, dict) and isinstance(saved, dict):
+        if complete and (missing := own.keys() - saved.keys()):
+            raise ValueError(f"{place} has no {min(missing)}")
+        for key in own.keys() & saved.keys():
+            check_alike(own[key], saved[key], f"{place}.{key}", complete=complete)
+    elif type(own) is not type(saved) or (isinstance(own, tuple) and len(own) != len(saved)):
+        raise ValueError(f"{place} is {shortened(saved)}, in the place of {shortened(own)}")
+    elif isinstance(own, tuple):
+        for at, (mine, theirs) in enumerate(zip(own, saved, strict=True)):
+            check_alike(mine, theirs, f"{place}[{at}]")
+    elif isinstance(own, list) and own:
+        for at, theirs in enumerate(saved):
+            check_alike(own[0], theirs, f"{place}[{at}]")
+
+
+def _is_number(value: Any) -> bool:
+    one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return one or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def restore_run(
     trainee: Trainee, stepper: Steps, precision: Stateful, state: Mapping[str, Any],
     singles: Sequence[Mapping[str, Any]], source_of: Mapping[str, str | None], *, optimizer: bool, scheduler: bool,
-    accumulation: int,
+    accumulation: int, path: object,
 ) -> None:  # fmt: skip
-    """Give a run its state back. `singles`: every rank's. `source_of`: by what name the checkpoint has each of the
-    model's parameters, None for one that it has not. `accumulation`: calls of `step()` that make a step here.
+    """Give a run its state back, which `check_run` has seen. `singles`: every rank's. `source_of`: by what name the
+    checkpoint has each of the model's parameters, None for one that it has not. `accumulation`: calls of `step()` that
+    make a step here. CheckpointError where a part of the run refuses its state.
     """
     for name in COUNTERS:
         setattr(trainee, name, int(state["counters"][name]))
     # No gradients are in a checkpoint, so the next micro-batch begins a step, however many made one there.
     trainee.micro_steps = trainee.global_steps * accumulation
     if optimizer:
-        precision.load_state_dict(decode(state["precision"]))
+        with _reading(path, "the precision"):
+            precision.load_state_dict(decode(state["precision"]))
         saved = state["optimizer"]
         stepper.steps.update({name: saved["steps"].get(source_of[name] or "", 0) for name in stepper.steps})
         merged = {name: values for each in singles for name, values in each.items()}
@@ -148,7 +213,8 @@ def restore_run(
             {name: decode(merged[source]) for name in stepper.steps if (source := source_of[name]) in merged}
         )
     if scheduler and trainee.lr_scheduler is not None and state["scheduler"] is not None:
-        trainee.lr_scheduler.load_state_dict(decode(state["scheduler"]["state"]))
+        with _reading(path, "the scheduler"):
+            trainee.lr_scheduler.load_state_dict(decode(state["scheduler"]["state"]))
         rates: list[Any] = getattr(trainee.lr_scheduler, "get_last_lr", list)()
         for group, lr in zip(trainee.optimizer.param_groups, rates, strict=False):
             group["lr"] = lr
@@ -156,7 +222,8 @@ def restore_run(
         # After the scheduler, for the program may have changed what that has set.
         _restore_groups(trainee, saved["groups"], source_of)
     if trainee.training_dataloader is not None and state["loader"] is not None:
-        trainee.training_dataloader.load_state_dict(decode(state["loader"]))
+        with _reading(path, "the data loader"):
+            trainee.training_dataloader.load_state_dict(decode(state["loader"]))
 
 
 def _restore_groups(
@@ -200,6 +267,16 @@ def restore_random(state: Mapping[str, Any], device: Device) -> None:
     own = decode(state["device"])
     if own is not None:
         device.set_random_state(_bytes(own))
+
+
+def check_random(state: Mapping[str, Any], device: Device, *, path: object) -> None:
+    """CheckpointError unless this rank's random-number generators take the state; they are left as they are."""
+    own = random_state(device)
+    try:
+        with _reading(path, "the random-number generators"):
+            restore_random(state, device)
+    finally:
+        restore_random(own, device)
 
 
 def _bytes(data: bytes) -> torch.Tensor:

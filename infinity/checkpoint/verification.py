@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infinity.checkpoint.files import Reader
-from infinity.checkpoint.format import BLOCK_NBYTES, Extent, FileInfo, Manifest, RankIndex
+from infinity.checkpoint.format import BLOCK_NBYTES, Extent, FileInfo, Manifest, RankIndex, inside
 from infinity.errors import CheckpointError, TransferError
 from infinity.ops.checksum import checksum
 
@@ -52,7 +52,11 @@ def verify(
     for index in indexes:
         present = {}
         for name, nbytes in index.files.items():
-            found = _size_of(folder / name)
+            try:
+                found = _size_of(inside(folder, name))
+            except CheckpointError as error:
+                yield Damage(name, -1, 0, (), error.what)
+                continue
             if found != nbytes:
                 there = "it is missing" if found is None else f"it has {found:,} bytes"
                 names = _names(index, name, 0, nbytes)
@@ -126,7 +130,11 @@ def _gaps(folder: Path, manifest: Manifest, indexes: list[RankIndex]) -> Iterato
 
 
 def _client(folder: Path, client: FileInfo) -> Iterator[Damage]:
-    path = folder / client.name
+    try:
+        path = inside(folder, client.name)
+    except CheckpointError as error:
+        yield Damage(client.name, -1, 0, (), error.what)
+        return
     if _size_of(path) != client.nbytes:
         there = "it is missing" if _size_of(path) is None else f"it has {_size_of(path):,} bytes"
         yield Damage(client.name, -1, 0, (), f"{there} instead of {client.nbytes:,}")

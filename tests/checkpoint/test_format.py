@@ -75,12 +75,18 @@ def make(directory: Path, tag: str, *, number: int = 1, identity: str = IDENTITY
     index = RankIndex(0, {name: nbytes}, tuple(extents), arrays).to_bytes()
     replace_file(folder / index_name(identity, 0), index)
     manifest = Manifest(
-        id=identity, tag=tag, number=number, time="", versions={}, plan={}, tied={},
+        id=identity, tag=tag, number=number, time="", tied={},
+        versions={"infinity": "", "torch": "", "python": ""},
+        plan={"fingerprint": "", "stage": 3, "world_size": 1, "compute_dtype": "fp32"},
         tensors={
             "w": TensorInfo((3000, 1000), "fp32", True, ("param",)), "b": TensorInfo((5,), "fp32", True, ("param",)),
         },
         ranks=(FileInfo(index_name(identity, 0), len(index), checksum(index)),),
-        engine={"counters": {"global_steps": number}}, client_state={}, client=None, module={},
+        engine={
+            "counters": {"global_steps": number, "micro_steps": 0, "global_samples": 0, "skipped_steps": 0},
+            "precision": None, "scheduler": None, "optimizer": {"kind": "", "groups": [], "steps": {}}, "loader": None,
+        },
+        client_state={}, client=None, module={},
     )  # fmt: skip
     replace_file(folder / "manifest.json", manifest.to_bytes())
     return folder

@@ -1,0 +1,100 @@
+"""Files that others may have written: which names they may give, and JSON that holds no surprise.
+
+Every path that metadata names is joined to a folder only after `plain_name` has taken it. Both functions raise
+ValueError; their callers say which file it is about. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import reprlib
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+# One component of a path: it can be neither absolute nor hidden, and leads neither up nor down.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+# Containers within containers. Functions that walk values recurse once or twice a level.
+NESTING_MAX = 256
+# Bytes of a metadata file.
+METADATA_NBYTES_MAX = 128 << 20
+_brief = reprlib.Repr()
+
+
+def plain_name(name: Any) -> str:
+    """The name; ValueError unless it is a file's own: letters, digits, "._-", the first one no dot or dash."""
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise ValueError(f"{shortened(name)} is no plain file name (letters, digits, '._-', at most 200 of them)")
+    return name
+
+
+def shortened(value: object, length: int = 80) -> str:
+    """How a value is written, cut to a length that a message can bear."""
+    text = repr(value[:length]) if isinstance(value, str) else _brief.repr(value)
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def parse_json(text: bytes) -> Any:
+    """The value of a JSON text in UTF-8. ValueError for what is none, for a key that an object has twice, for NaN and
+    infinities, and where containers are nested deeper than NESTING_MAX.
+    """
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+    except (RecursionError, MemoryError):
+        raise ValueError(f"its values are nested deeper than {NESTING_MAX} levels, or do not fit the memory") from None
+    check_json(value)
+    return value
+
+
+def check_json(value: Any) -> Any:
+    """The value; ValueError where it is nested deeper than NESTING_MAX, or a number in it is not finite."""
+    level = [value]
+    for _ in range(NESTING_MAX + 1):
+        following: list[Any] = []
+        for each in level:
+            kind = type(each)
+            if kind is dict:
+                following.extend(each.values())
+            elif kind is list:
+                following.extend(each)
+            elif kind is float and not math.isfinite(each):
+                raise ValueError(f"{each} is no number of JSON")
+        if not following:
+            return value
+        level = following
+    raise ValueError(f"its values are nested deeper than {NESTING_MAX} levels")
+
+
+def read_metadata(path: Path, nbytes_max: int = METADATA_NBYTES_MAX) -> bytes:
+    """A small file's content. OSError where it cannot be read or is no regular file, ValueError where it is larger."""
+    # A pipe would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(0, "it is not a regular file")
+        if status.st_size > nbytes_max:
+            raise ValueError(f"it has {status.st_size:,} bytes, and at most {nbytes_max:,} are read")
+        return file.read(nbytes_max)
+
+
+def leaves(folder: Path, name: str) -> bool:
+    """Whether a file of a folder is a link that leads out of it."""
+    path = folder / name
+    return path.is_symlink() and Path(os.path.realpath(path)).parent != Path(os.path.realpath(folder))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"an object has the key {shortened(twice)} twice")
+    return found
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
