@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from infinity.checkpoint.describe import describe, persistent_buffers, sources_of
-from infinity.checkpoint.description import SHARD_NBYTES, Source, float_dtype
+from infinity.checkpoint.description import SHARD_NBYTES, Source, copy_files, float_dtype
 from infinity.checkpoint.ranks import together
 from infinity.checkpoint.weight_writer import (
     Shard,
@@ -67,7 +67,7 @@ def export(
         write_texts(made, description.companions(shards, chosen, stem=stem))
         if tokenizer is not None:
             tokenizer.save_pretrained(made)
-        description.copy_files(made)
+        copy_files(description.origin, made)
         WeightWriter(made, shards, create=True).close()
         return made.name
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infinity.checkpoint.description import Description, Place, Source
 from infinity.log import logger
 from infinity.plan.spec import dtype_name
+from infinity.untrusted import plain_name
 
 
 def describe(module: nn.Module) -> Description:
@@ -143,7 +144,7 @@ def _of_adapters(model: Any, name: str) -> Description:
     texts: dict[str, Any] = {}
     weights = {}
     for adapter, config in model.peft_config.items():
-        prefix = "" if adapter == "default" else f"{adapter}/"
+        prefix = "" if adapter == "default" else f"{plain_name(adapter)}/"
         base = config.base_model_name_or_path
         # "auto" would ask the hub about a base model that is not in a folder here.
         look = "auto" if not base or os.path.isdir(base) else _targets_embeddings(model, config)

@@ -2,18 +2,22 @@
 
 A checkpoint keeps it, so that an export needs neither the model's code nor the libraries that it came from: which
 tensor of the model is stored under which names (the experts of a mixture are computed with in one tensor and stored one
-by one), the configurations, and the folder that tokenizer files are copied from.
+by one), the configurations, and the folder that the model came from. Files are copied from that only where a model of
+this process says it: what a checkpoint says of folders is a message to its reader, never a path that is opened.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infinity.checkpoint.schema import ExportBody
 from infinity.checkpoint.weight_writer import DTYPES, Entry, Shard, cut_into_shards, index_of
 from infinity.errors import ConfigError
 
@@ -80,15 +84,30 @@ class Description:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Description:
-        """What `to_json` gave, also after a way through a file."""
-        weights = value["weights"]
-        if weights is not None:
-            weights = {
-                stem: [Place(**{**place, "shape": tuple(place["shape"])}) for place in places]
-                for stem, places in weights.items()
-            }
-        return cls(**{**value, "weights": weights})
+    def from_json(cls, value: Any) -> Description:
+        """What `to_json` gave, also after a way through a file. ValueError for anything else, as for names of files
+        that lead anywhere.
+        """
+        found = ExportBody.model_validate(value)
+        weights = None if found.weights is None else {
+            stem: [Place(each.name, each.source, each.start, each.shape) for each in places]
+            for stem, places in found.weights.items()
+        }  # fmt: skip
+        return cls(found.class_name, found.texts, found.origin, weights, found.aliases, found.refusal)
+
+    def misplaced(self, sources: Sequence[Source]) -> str:
+        """A stored tensor that is no range of its own of a tensor of the model; "" where there is none."""
+        numels = {source.name: math.prod(source.shape) for source in sources}
+        places = [place for group in (self.weights or {}).values() for place in group]
+        before, end = "", 0
+        for place in sorted(places, key=lambda place: (place.source, place.start)):
+            numel = math.prod(place.shape)
+            if place.start + numel > numels.get(place.source, sys.maxsize):
+                return place.name
+            if numel and place.source == before and place.start < end:
+                return place.name
+            before, end = (place.source, place.start + numel) if numel else (before, end)
+        return ""
 
     def shards(
         self, sources: Sequence[Source], dtype: str, *, stem: str = "model", nbytes_max: int | None = SHARD_NBYTES
@@ -131,15 +150,17 @@ class Description:
             texts[f"{stem}.safetensors.index.json"] = index_of(numbered)
         return texts
 
-    def copy_files(self, folder: Path) -> None:
-        """Copy tokenizer files (and the code of models that bring theirs) from the model's own folder, where it is."""
-        origin = Path(self.origin) if self.origin else None
-        if origin is None or not origin.is_dir():
-            return
-        for pattern in _COMPANIONS:
-            for path in sorted(origin.glob(pattern)):
-                if path.is_file() and not (folder / path.name).exists():
-                    shutil.copyfile(path, folder / path.name)
+
+def copy_files(origin: Path | str | None, folder: Path) -> None:
+    """Copy tokenizer files (and the code of models that bring theirs) from a model's own folder, where it is. `origin`
+    comes from the model in memory or from the user.
+    """
+    if not origin or not Path(origin).is_dir():
+        return
+    for pattern in _COMPANIONS:
+        for path in sorted(Path(origin).glob(pattern)):
+            if path.is_file() and not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
 
 
 def float_dtype(dtype: str) -> str:

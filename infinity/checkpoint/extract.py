@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.description import SHARD_NBYTES, Description, Source, float_dtype
+from infinity.checkpoint.description import SHARD_NBYTES, Description, Source, copy_files, float_dtype
 from infinity.checkpoint.files import Reader
-from infinity.checkpoint.format import BUFFER, PARAM, Manifest, TensorInfo, check_files
+from infinity.checkpoint.format import BUFFER, MANIFEST, PARAM, Manifest, TensorInfo, check_files
 from infinity.checkpoint.load import Saved
+from infinity.checkpoint.schema import explained
 from infinity.checkpoint.weight_writer import (
     WeightWriter,
     as_bytes,
@@ -25,7 +26,8 @@ from infinity.checkpoint.weight_writer import (
     publish,
     write_texts,
 )
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, InfinityError
+from infinity.untrusted import shortened
 
 # Elements that are read and converted at a time.
 _BLOCK_NUMEL = 4 << 20
@@ -38,11 +40,11 @@ def extract(
     """Write a checkpoint's model into `target`; returns it. CheckpointError where it lacks what an export needs.
 
     nbytes_max: of a weight file; None for one file. origin: folder that config.json (where the checkpoint has none) and
-    tokenizer files are copied from, instead of the one that the model came from. frozen: False leaves out parameters
-    that were not trained. tell: called with the bytes done and all of them.
+    tokenizer files are copied from; none are without it, for the folder that the checkpoint names is another's choice.
+    frozen: False leaves out parameters that were not trained. tell: called with the bytes done and all of them.
     """
     chosen = float_dtype(dtype)
-    description = Description.from_json(manifest.module["export"])
+    description = description_of(folder, manifest)
     kept = {
         name: info
         for name, info in manifest.tensors.items()
@@ -59,35 +61,57 @@ def extract(
         )  # fmt: skip
     indexes = check_files(folder, manifest)
     made = beside(target)
-    made.mkdir(parents=True)
     try:
-        _copy(description, origin, made)
-        write_texts(made, description.companions(shards, chosen))
-        total = sum(entry.nbytes for shard in shards for entry, _ in shard.entries)
-        with Reader(folder, manifest, indexes) as reader, WeightWriter(made, shards, create=True) as writer:
-            source = Saved(reader)
-            for name, dtype_stored in writer.dtypes.items():
-                for start, values in _values(source, name, kept[name], dtype_stored):
-                    writer.write(name, start, as_bytes(values, dtype_stored, name))
-                    tell(writer.written_nbytes, total)
-            writer.sync()
-            check_complete(writer.written_nbytes, shards, target)
+        with Reader(folder, manifest, indexes) as reader:
+            # Before a file is made, whose size is that of what the manifest says.
+            reader.check_covered({name: manifest.tensors[name] for name in wanted})
+            made.mkdir(parents=True)
+            _copy(origin, made)
+            write_texts(made, description.companions(shards, chosen))
+            total = sum(entry.nbytes for shard in shards for entry, _ in shard.entries)
+            with WeightWriter(made, shards, create=True) as writer:
+                source = Saved(reader)
+                for name, dtype_stored in writer.dtypes.items():
+                    for start, values in _values(source, name, kept[name], dtype_stored):
+                        writer.write(name, start, as_bytes(values, dtype_stored, name))
+                        tell(writer.written_nbytes, total)
+                writer.sync()
+                check_complete(writer.written_nbytes, shards, target)
         publish(made, target)
+    except OSError as error:
+        if isinstance(error, InfinityError):
+            raise
+        raise CheckpointError(target, f"the system refused ({error})", "Mend that, or name another folder") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return target
 
 
-def _copy(description: Description, origin: Path | None, made: Path) -> None:
-    """Files that come from a model's folder; what the checkpoint itself has is written over them."""
-    if origin is not None:
-        if not origin.is_dir():
-            raise CheckpointError(origin, "there is no such folder", "Name the folder of the model's config.json")
-        for name in ("config.json", "generation_config.json"):
-            if (origin / name).is_file():
-                shutil.copyfile(origin / name, made / name)
-        Description("", origin=str(origin)).copy_files(made)
-    description.copy_files(made)
+def description_of(folder: Path, manifest: Manifest) -> Description:
+    """What an export of a checkpoint has besides weights; CheckpointError where the manifest says nothing usable."""
+    try:
+        description = Description.from_json(manifest.module.get("export"))
+        sources = [Source(name, info.dtype, info.shape) for name, info in manifest.tensors.items()]
+        if misplaced := description.misplaced(sources):
+            raise ValueError(f"{shortened(misplaced)} is no part of a tensor of the model")
+    except ValueError as error:
+        raise CheckpointError(
+            folder / MANIFEST, f"what it says of exports (module.export) cannot be used: {explained(error)}",
+            "Load the checkpoint into an engine, and call engine.export()",
+        ) from error  # fmt: skip
+    return description
+
+
+def _copy(origin: Path | None, made: Path) -> None:
+    """Files of the model's folder that the user names; what the checkpoint itself has is written over them."""
+    if origin is None:
+        return
+    if not origin.is_dir():
+        raise CheckpointError(origin, "there is no such folder", "Name the folder of the model's config.json")
+    for name in ("config.json", "generation_config.json"):
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, made / name)
+    copy_files(origin, made)
 
 
 def _values(source: Saved, name: str, info: TensorInfo, dtype: str) -> Iterator[tuple[int, Tensor]]:

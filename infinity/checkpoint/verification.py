@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from infinity.checkpoint.extract import description_of
 from infinity.checkpoint.files import Reader
-from infinity.checkpoint.format import BLOCK_NBYTES, Extent, FileInfo, Manifest, RankIndex, inside
+from infinity.checkpoint.format import BLOCK_NBYTES, MANIFEST, Extent, FileInfo, Manifest, RankIndex, inside
 from infinity.errors import CheckpointError, TransferError
 from infinity.ops.checksum import checksum
 
@@ -73,6 +74,11 @@ def verify(
     # What a lost index held is lost with it, and told once.
     if len(indexes) == len(manifest.ranks):
         yield from _gaps(folder, manifest, indexes)
+    try:
+        if "export" in manifest.module:
+            description_of(folder, manifest)
+    except CheckpointError as error:
+        yield Damage(MANIFEST, -1, 0, (), error.what)
     if manifest.client is not None:
         yield from _client(folder, manifest.client)
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from infinity.checkpoint.extract import extract
+from infinity.checkpoint.extract import description_of, extract
 from infinity.checkpoint.format import MANIFEST, find, latest_tag, read_manifest
 from infinity.command.terminal import Meter, say
 from infinity.config.units import format_bytes, parse_bytes
 from infinity.errors import CheckpointError, ConfigError
+from infinity.untrusted import shortened
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +51,9 @@ def run(given: argparse.Namespace) -> int:
     files = sorted(path.relative_to(out) for path in out.rglob("*.safetensors"))
     nbytes = sum((out / name).stat().st_size for name in files)
     say(f"{out}: {folder.name} in {given.dtype}, {format_bytes(nbytes)} in {len(files)} file(s)")
+    origin = description_of(folder, manifest).origin
+    if given.config is None and origin is not None:
+        say(f"no tokenizer files: the run had its model from {shortened(origin, 200)}; --config FOLDER takes them")
     return 0
 
 

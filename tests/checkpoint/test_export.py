@@ -76,8 +76,9 @@ def test_from_pretrained_gives_the_engines_logits(
     theirs = load_file(tmp_path / "theirs" / "model.safetensors")
     assert {key: tensor.shape for key, tensor in stored.items()} == {key: t.shape for key, t in theirs.items()}
     assert all(tensor.dtype is TORCH[dtype] for tensor in stored.values())
-    same_files(tmp_path / "live", from_checkpoint(tmp_path, tmp_path / "again", dtype=dtype, nbytes_max=40_000))
-    same_files(tmp_path / "fp32", from_checkpoint(tmp_path, tmp_path / "whole", dtype="fp32", nbytes_max=None))
+    own = {"origin": tmp_path / "base"}
+    same_files(tmp_path / "live", from_checkpoint(tmp_path, tmp_path / "again", dtype=dtype, nbytes_max=40_000, **own))
+    same_files(tmp_path / "fp32", from_checkpoint(tmp_path, tmp_path / "whole", dtype="fp32", nbytes_max=None, **own))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,0 +1,99 @@
+"""An export of another's checkpoint writes nothing outside its folder, and copies from where the user says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.checkpoint.extract import extract
+from infinity.checkpoint.format import Manifest, read_manifest, seal
+from infinity.command.main import main
+from infinity.errors import CheckpointError
+from tests.checkpoint.hostile import hostile, hub_engine
+
+
+@pytest.mark.parametrize("name", [
+    "../pwned.json", "ABSOLUTE", "a/../../pwned.json", "pwned.json/../../pwned.json", "a.py",
+])  # fmt: skip
+def test_an_export_writes_no_text_outside_its_folder(
+    name: str, bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = str(tmp_path / "pwned.json") if name == "ABSOLUTE" else name
+    folder = hostile(bases / "hub" / "global_step1", tmp_path / "saved" / "a",
+                     lambda body: body["module"]["export"]["texts"].update({name: {}}))  # fmt: skip
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["export", str(folder), str(tmp_path / "in" / "out")]) == 2
+    assert "module.export" in capsys.readouterr().err
+    assert sorted(path for path in tmp_path.rglob("*") if path != tmp_path / "in") == before
+    assert main(["ckpt", "verify", str(folder)]) == 1
+
+
+@pytest.mark.parametrize("stem", ["../model", "ABSOLUTE", "a/../../model", "..", "a/b/c", ""])
+def test_an_export_writes_no_weights_outside_its_folder(stem: str, bases: Path, tmp_path: Path) -> None:
+    stem = str(tmp_path / "model") if stem == "ABSOLUTE" else stem
+
+    def change(body: dict[str, Any]) -> None:
+        name, info = next(each for each in body["tensors"].items() if each[1]["shape"])
+        place = {"name": name, "source": name, "start": 0, "shape": info["shape"]}
+        body["module"]["export"]["weights"] = {stem: [place]}
+
+    folder = hostile(bases / "hub" / "global_step1", tmp_path / "saved" / "a", change)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="no plain file name"):
+        extract(folder, read_manifest(folder), tmp_path / "in" / "out")
+    assert sorted(path for path in tmp_path.rglob("*") if path != tmp_path / "in") == before
+
+
+def test_a_checkpoint_chooses_no_folder_to_copy_from(
+    bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = tmp_path / "home"
+    secret.mkdir()
+    (secret / "tokenizer.json").write_text("secret")
+    folder = hostile(bases / "hub" / "global_step1", tmp_path / "saved" / "a",
+                     lambda body: body["module"]["export"].update(origin=str(secret)))  # fmt: skip
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 0
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    told = capsys.readouterr().out
+    assert str(secret) in told and "--config FOLDER" in told
+    assert main(["export", str(folder), str(tmp_path / "own"), "--config", str(secret)]) == 0
+    assert (tmp_path / "own" / "tokenizer.json").read_text() == "secret"
+
+
+def test_stored_tensors_that_share_elements_or_reach_beyond_their_source_are_refused(tmp_path: Path) -> None:
+    """Before a file is made."""
+    place = {"name": "a", "source": "w", "start": 0, "shape": [4]}
+    for places in ([place, {**place, "name": "b", "start": 2}], [{**place, "start": 1}], [place, place]):
+        with pytest.raises(CheckpointError, match=r"module\.export"):
+            extract(tmp_path, manifest_with({"a": places}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def manifest_with(weights: dict[str, Any]) -> Manifest:
+    """One that has a tensor "w" of 4 elements, and an export of these weights."""
+    body = {
+        "format": "infinity checkpoint", "version": 1, "id": "0" * 12, "tag": "a", "number": 1, "time": "",
+        "versions": {"infinity": "", "torch": "", "python": ""}, "tied": {}, "client": None, "client_state": None,
+        "plan": {"fingerprint": "", "stage": 0, "world_size": 1, "compute_dtype": "fp32"},
+        "tensors": {"w": {"shape": [4], "dtype": "fp32", "trainable": True, "kinds": ["param"]}},
+        "ranks": [{"name": "x.json", "nbytes": 0, "crc32c": 0}],
+        "engine": {
+            "counters": dict.fromkeys(("global_steps", "micro_steps", "global_samples", "skipped_steps"), 0),
+            "precision": None, "scheduler": None, "optimizer": {"kind": "", "groups": [], "steps": {}}, "loader": None,
+        },
+        "module": {"export": {
+            "class_name": "", "texts": {}, "origin": None, "weights": weights, "aliases": {}, "refusal": "",
+        }},
+    }  # fmt: skip
+    return Manifest.from_bytes(seal(body), path="x")
+
+
+def test_a_live_engine_exports_the_files_of_its_own_models_folder(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "tokenizer.json").write_text("own")
+    with hub_engine(str(tmp_path)) as made:
+        made.module.config._name_or_path = str(tmp_path / "base")
+        made.export(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "own"
