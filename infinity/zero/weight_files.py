@@ -7,6 +7,7 @@ which lies in one piece in the file, so that it is read by one system call a blo
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import stat
@@ -101,6 +102,9 @@ class SafetensorsFile:
             header = parse_json(self.header)
             if not isinstance(header, dict):
                 raise ValueError("it is not an object")
+            if b"\\u" in self.header:
+                # Half of a surrogate pair is a text of JSON, and of nothing else.
+                json.dumps(header, ensure_ascii=False).encode()
             _check_metadata(header.pop("__metadata__", {}))
             found = {name: StoredTensor.of(self, name, entry, start) for name, entry in header.items()}
             at = start
@@ -144,7 +148,6 @@ class StoredTensor:
         place = shortened(name)
         if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
             raise ValueError(f"{place} has no dtype, shape and data_offsets")
-        name.encode()
         shape, offsets = entry["shape"], entry["data_offsets"]
         if not _are_counts(shape) or len(shape) > _DIMS_MAX or math.prod(max(dim, 1) for dim in shape) >= _COUNT_END:
             raise ValueError(f"{place} has the shape {shortened(shape)}")

@@ -18,7 +18,7 @@ from infinity.checkpoint.verification import verify
 from infinity.command.main import main
 from infinity.errors import CheckpointError
 from tests.checkpoint import cells
-from tests.checkpoint.hostile import CELLS, body_of, change_index, change_manifest, copied, hostile
+from tests.checkpoint.hostile import CELLS, body_of, change_index, change_manifest, copied, hostile, save
 
 CELL = CELLS[0]
 
@@ -290,3 +290,29 @@ def test_a_save_refuses_what_a_load_would(tmp_path: Path, engine: Any) -> None:
     change_manifest(tmp_path / "a", json.dumps(body).encode())
     with pytest.raises(CheckpointError, match="has the number 4611686018427387904, behind which there is none"):
         engine.save_checkpoint(tmp_path, "c")
+
+
+def load_on_ranks(rank: int, world: int, folder: str, nvme: str) -> tuple[str, list[float]]:
+    """What a load raises, and the loss of a step behind it."""
+    cells.join(world)
+    with cells.engine_of(nvme, CELL, seed=9) as made:
+        before = cells.digest(made)
+        try:
+            made.load_checkpoint(folder, "a")
+        except CheckpointError as error:
+            assert cells.digest(made) == before
+            return str(error), list(cells.train(made, 1))
+    return "", []
+
+
+def test_what_one_ranks_index_lies_about_all_ranks_refuse(bases: Path, tmp_path: Path, two_ranks: Any) -> None:
+    two_ranks.run(save, str(tmp_path / "bases"))
+    folder = copied(tmp_path / "bases" / "bf16-2" / "global_step2", tmp_path / "saved" / "a")
+    body = body_of(folder / "manifest.json")
+    index = body_of(folder / body["ranks"][1]["name"])
+    index["rng"]["python"] = {"$tuple": [3, {"$tuple": [1]}, None]}
+    body = change_index(folder, body, 1, json.dumps(index).encode())
+    change_manifest(folder, json.dumps(body).encode())
+    first, second = two_ranks.run(load_on_ranks, str(tmp_path / "saved"), str(tmp_path / "nvme"))
+    assert "rank 1 failed with CheckpointError" in first[0] and "random-number generators" in second[0]
+    assert len(first[1]) == len(second[1]) == 1

@@ -63,6 +63,9 @@ MALFORMED = {
     "a hole at the start": file_of({"b": B}), "bytes behind the end": file_of({"a": A, "b": B}, DATA + b"x"),
     "bytes that are not there": file_of({"a": A, "b": B}, DATA[:-1]),
     "metadata that is a number": file_of({"__metadata__": 3, "a": A, "b": B}),
+    "metadata that cannot be printed": file_of(
+        b'{"__metadata__":{"a":"\\ud800"},"a":%s,"b":%s}' % (json.dumps(A).encode(), json.dumps(B).encode())
+    ),
     "metadata of numbers": file_of({"__metadata__": {"format": 3}, "a": A, "b": B}),
     "a name that cannot be printed": file_of(
         b'{"\\ud800":%s,"b":%s}' % (json.dumps(A).encode(), json.dumps(B).encode())
