@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 # Containers within containers. Functions that walk values recurse once or twice a level.
 NESTING_MAX = 256
 # Bytes of a metadata file.
-METADATA_NBYTES_MAX = 128 << 20
+METADATA_NBYTES_MAX = 64 << 20
 _brief = reprlib.Repr()
 
 
@@ -78,7 +78,12 @@ def read_metadata(path: Path, nbytes_max: int = METADATA_NBYTES_MAX) -> bytes:
             raise OSError(0, "it is not a regular file")
         if status.st_size > nbytes_max:
             raise ValueError(f"it has {status.st_size:,} bytes, and at most {nbytes_max:,} are read")
-        return file.read(nbytes_max)
+        return file.read(status.st_size)
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, without its name."""
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def leaves(folder: Path, name: str) -> bool:

@@ -27,8 +27,6 @@ from infinity.checkpoint.names import (
     LATEST,
     MANIFEST,
     TEMPORARY,
-    client_name,
-    data_name,
     identity_of,
     index_name,
     inside,
@@ -50,12 +48,12 @@ from infinity.checkpoint.schema import (
 from infinity.errors import CheckpointError, TransferError
 from infinity.ops.checksum import checksum
 from infinity.plan.types import DTYPE_NBYTES
-from infinity.untrusted import parse_json, read_metadata, shortened
+from infinity.untrusted import METADATA_NBYTES_MAX, parse_json, read_metadata, reason, shortened
 
 # A reader of the format finds all of it here.
 __all__ = [
     "ALIGNMENT", "BLOCK_NBYTES", "BUFFER", "DTYPE_NBYTES", "LATEST", "MANIFEST", "MASTER", "PARAM", "REMAINDER",
-    "client_name", "data_name", "identity_of", "index_name", "inside", "is_tag",
+    "identity_of", "index_name", "inside", "is_tag",
 ]  # fmt: skip
 
 FORMAT = "infinity checkpoint"
@@ -103,8 +101,14 @@ class _Written:
     """A record that is a metadata file."""
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
-        return seal(self.body())
+        """The file's content; CheckpointError where no load would read so much."""
+        data = seal(self.body())
+        if len(data) > METADATA_NBYTES_MAX:
+            raise CheckpointError(
+                "metadata", f"it has {len(data):,} bytes, and at most {METADATA_NBYTES_MAX:,} are read",
+                "Keep what is large in client_state as tensors or arrays",
+            )  # fmt: skip
+        return data
 
     def body(self) -> dict[str, Any]:
         """As JSON."""
@@ -130,9 +134,8 @@ class _Written:
         try:
             data = read_metadata(inside(path.parent, path.name))
         except (OSError, ValueError) as error:
-            reason = error.strerror or error if isinstance(error, OSError) else error
             raise CheckpointError(
-                path, f"it cannot be read ({reason})", "Load another checkpoint of the folder"
+                path, f"it cannot be read ({reason(error)})", "Load another checkpoint of the folder"
             ) from error
         return cls.from_bytes(data, path=path)
 
@@ -242,12 +245,10 @@ class FileInfo:
         """Its content; CheckpointError unless it is what the manifest vouches for."""
         path = inside(folder, self.name)
         try:
-            # No more than it has in fact, whatever the manifest says.
-            data = read_metadata(path, path.stat().st_size) if path.stat().st_size == self.nbytes else b""
+            data = read_metadata(path, self.nbytes)
         except (OSError, ValueError, MemoryError) as error:
-            reason = error.strerror or error if isinstance(error, OSError) else f"{type(error).__name__} {error}"
             raise CheckpointError(
-                path, f"the manifest names it, but it cannot be read ({reason})",
+                path, f"the manifest names it, but it cannot be read ({reason(error)})",
                 "Load another checkpoint of the folder",
             ) from error  # fmt: skip
         if len(data) != self.nbytes or checksum(data) != self.crc32c:
@@ -342,8 +343,7 @@ def latest_tag(directory: Path | str) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        reason = error.strerror or error if isinstance(error, OSError) else error
-        raise CheckpointError(path, f"it cannot be read ({reason})", "Pass a tag, or call resume()") from error
+        raise CheckpointError(path, f"it cannot be read ({reason(error)})", "Pass a tag, or call resume()") from error
     if not is_tag(tag) or not tag.isprintable() or "\ufffd" in tag:
         raise CheckpointError(path, f"it names no checkpoint, but {shortened(tag)}", "Pass a tag, or call resume()")
     return tag
@@ -408,16 +408,17 @@ def replace_file(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(path.name + TEMPORARY)
     try:
-        with open(temporary, "wb") as file:
+        # What a killed save has left goes; what is a link is not written through.
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        reason = error.strerror or str(error)
         raise TransferError(
-            "write", path=str(path), offset=0, nbytes=len(data), errno=error.errno or 0, reason=reason
+            "write", path=str(path), offset=0, nbytes=len(data), errno=error.errno or 0, reason=reason(error)
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -25,7 +25,6 @@ from infinity.checkpoint.format import (
     FileInfo,
     Manifest,
     check_files,
-    client_name,
     complete,
     find,
     folders,
@@ -37,6 +36,7 @@ from infinity.checkpoint.format import (
     replace_file,
     sync_folder,
 )
+from infinity.checkpoint.names import client_name
 from infinity.checkpoint.schema import NUMBER_MAX
 from infinity.errors import CheckpointError
 from infinity.log import logger

@@ -27,10 +27,10 @@ from infinity.checkpoint.format import (
     Extent,
     FileInfo,
     RankIndex,
-    data_name,
     index_name,
     replace_file,
 )
+from infinity.checkpoint.names import data_name
 from infinity.checkpoint.pieces import FROZEN, WEIGHTS, Piece
 from infinity.checkpoint.publish import remove_rank
 from infinity.checkpoint.sources import Lent, Source

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from infinity.checkpoint import format
 from infinity.checkpoint.format import check_files, find, latest_tag, read_manifest
 from infinity.checkpoint.verification import verify
 from infinity.command.main import main
@@ -267,6 +268,17 @@ def test_resume_passes_over_all_that_lies_and_takes_the_next(
         engine.resume(saved)
 
 
+def test_a_save_writes_through_no_link(tmp_path: Path, engine: Any) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    (tmp_path / "saved" / "a").mkdir(parents=True)
+    for name in ("latest", "latest.part", "a/manifest.json", "a/manifest.json.part"):
+        (tmp_path / "saved" / name).symlink_to(outside)
+    engine.save_checkpoint(tmp_path / "saved", "a")
+    assert outside.read_text() == "mine" and find(tmp_path / "saved") == tmp_path / "saved" / "a"
+    assert engine.load_checkpoint(tmp_path / "saved")[0] is not None
+
+
 def test_what_a_later_version_adds_is_passed_over(bases: Path, tmp_path: Path, engine: Any) -> None:
     def change(body: dict[str, Any]) -> None:
         for place in (body, body["engine"], body["tensors"]["norm.weight"], body["ranks"][0], body["plan"]):
@@ -276,13 +288,18 @@ def test_what_a_later_version_adds_is_passed_over(bases: Path, tmp_path: Path, e
     assert engine.load_checkpoint(tmp_path, "a")[0] == str(tmp_path / "a")
 
 
-def test_a_save_refuses_what_a_load_would(tmp_path: Path, engine: Any) -> None:
+def test_a_save_refuses_what_a_load_would(
+    tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nested: Any = []
     for _ in range(300):
         nested = [nested]
     engine.save_checkpoint(tmp_path, "a")
     with pytest.raises(CheckpointError, match="nested deeper than 256"):
         engine.save_checkpoint(tmp_path, "b", client_state={"nested": nested})
+    monkeypatch.setattr(format, "METADATA_NBYTES_MAX", 100_000)
+    with pytest.raises(CheckpointError, match=r"at most 100,000 are read.*as tensors or arrays"):
+        engine.save_checkpoint(tmp_path, "b", client_state={"long": "x" * 100_000})
     assert find(tmp_path) == tmp_path / "a" and not (tmp_path / "b").exists()
     change = put("number", value=2**62)
     body = body_of(tmp_path / "a" / "manifest.json")
