@@ -161,10 +161,19 @@ def _reading(path: object, whose: str) -> Iterator[None]:
         ) from error  # fmt: skip
 
 
-def check_alike(own: Any, saved: Any, place: str = "it", *, complete: bool = False) -> None:
-    """ValueError where a saved value is of another type than the one whose place it takes; None stands for any.
-    `complete`: also where a key is missing.
+def check_alike(own: Any, saved: Any, *, complete: bool = False) -> None:
+    """ValueError where a value that was read is of another type than the one whose place it takes. `complete`: also
+    where a key is missing.
     """
+    try:
+        # As a save would write it: a number of numpy's is a number.
+        own = decode(encode(own))
+    except Unspeakable:
+        return
+    _compare(own, saved, "it", complete=complete)
+
+
+def _compare(own: Any, saved: Any, place: str, *, complete: bool) -> None:
     if own is None or saved is None:
         return
     if _is_number(own) and _is_number(saved):
@@ -174,15 +183,15 @@ def check_alike(own: Any, saved: Any, place: str = "it", *, complete: bool = Fal
         if complete and (missing := own.keys() - saved.keys()):
             raise ValueError(f"{place} has no {min(missing)}")
         for key in own.keys() & saved.keys():
-            check_alike(own[key], saved[key], f"{place}.{key}", complete=complete)
-    elif type(own) is not type(saved) or (isinstance(own, tuple) and len(own) != len(saved)):
+            _compare(own[key], saved[key], f"{place}.{key}", complete=complete)
+    elif isinstance(own, list | tuple) and isinstance(saved, list | tuple):
+        if len(own) == len(saved):
+            for at, (mine, theirs) in enumerate(zip(own, saved, strict=True)):
+                _compare(mine, theirs, f"{place}[{at}]", complete=complete)
+        elif isinstance(own, tuple):
+            raise ValueError(f"{place} is {shortened(saved)}, in the place of {shortened(own)}")
+    elif type(own) is not type(saved):
         raise ValueError(f"{place} is {shortened(saved)}, in the place of {shortened(own)}")
-    elif isinstance(own, tuple):
-        for at, (mine, theirs) in enumerate(zip(own, saved, strict=True)):
-            check_alike(mine, theirs, f"{place}[{at}]")
-    elif isinstance(own, list) and own:
-        for at, theirs in enumerate(saved):
-            check_alike(own[0], theirs, f"{place}[{at}]")
 
 
 def _is_number(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -11,10 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from infinity.checkpoint import format
 from infinity.checkpoint.format import check_files, find, latest_tag, read_manifest
+from infinity.checkpoint.spelling import decode, encode
+from infinity.checkpoint.state import check_alike
 from infinity.checkpoint.verification import verify
 from infinity.command.main import main
 from infinity.errors import CheckpointError
@@ -333,3 +338,30 @@ def test_what_one_ranks_index_lies_about_all_ranks_refuse(bases: Path, tmp_path:
     first, second = two_ranks.run(load_on_ranks, str(tmp_path / "saved"), str(tmp_path / "nvme"))
     assert "rank 1 failed with CheckpointError" in first[0] and "random-number generators" in second[0]
     assert len(first[1]) == len(second[1]) == 1
+
+
+def test_states_that_a_save_may_hold_are_alike_whatever_their_length_and_others_are_not() -> None:
+    """Of every scheduler of torch's, fresh and after some steps."""
+    value = torch.nn.Parameter(torch.ones(1))
+    adam = torch.optim.AdamW([value])
+    schedulers = torch.optim.lr_scheduler
+    one, other = schedulers.LinearLR(adam), schedulers.CosineAnnealingLR(adam, 5)
+    for made in (
+        one, other, schedulers.MultiStepLR(adam, [2, 3]), schedulers.OneCycleLR(adam, 1.0, 9),
+        schedulers.ReduceLROnPlateau(adam), schedulers.SequentialLR(adam, [one, other], [3]),
+        schedulers.ChainedScheduler([one, other], adam), schedulers.LambdaLR(adam, lambda step: 1.0),
+    ):  # fmt: skip
+        fresh = copy.deepcopy(made.state_dict())
+        for step in range(4):
+            adam.step()
+            made.step(*([float(step)] if isinstance(made, schedulers.ReduceLROnPlateau) else []))
+        later = decode(encode(made.state_dict()))
+        check_alike(fresh, later)
+        check_alike(made.state_dict(), decode(encode(fresh)))
+        with pytest.raises(ValueError, match=r"it\.\w+ is 'x', in the place of"):
+            check_alike(fresh, {**later, "last_epoch": "x", "_schedulers": "x"})
+    check_alike({"seen": np.int64(3), "on": np.bool_(True), "betas": [0.9, 0.99]}, {"seen": 4, "betas": (0.8, 0.9)})
+    check_alike({"object": object()}, {"object": 3})
+    for own, saved in (((1, 2), (1, 2, 3)), ({"a": 1}, {"a": True}), ({"a": 1}, {"a": 2**63}), ([1], ["1"])):
+        with pytest.raises(ValueError, match="it"):
+            check_alike(own, saved)

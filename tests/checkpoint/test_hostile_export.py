@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import infinity
 from infinity.checkpoint.extract import extract
 from infinity.checkpoint.format import Manifest, read_manifest, seal
 from infinity.command.main import main
 from infinity.errors import CheckpointError
+from tests.checkpoint.exporting import config
 from tests.checkpoint.hostile import hostile, hub_engine
+from tests.support.hub import hf_model
 
 
 @pytest.mark.parametrize("name", [
@@ -97,3 +101,18 @@ def test_a_live_engine_exports_the_files_of_its_own_models_folder(tmp_path: Path
         made.module.config._name_or_path = str(tmp_path / "base")
         made.export(tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "own"
+
+
+def test_a_foreign_folder_of_weights_chooses_no_other_to_copy_from(tmp_path: Path) -> None:
+    for name in ("home", "base"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(name)
+    hf_model("llama").save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "config.json"
+    told = {"_name_or_path": str(tmp_path / "home"), "name_or_path": str(tmp_path / "home")}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **told}))
+    settings = config(str(tmp_path / "nvme"), "bf16", tier="cpu")
+    made, *_ = infinity.initialize(model=infinity.load_hf(tmp_path / "base", settings), config=settings)
+    with made:
+        made.export(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "base"
