@@ -133,7 +133,7 @@ class Parties:
         self._changed = threading.Condition(threading.Lock())
         # Leases, and those about to begin: their buffers are nobody else's to give up.
         self._claims: Counter[Key] = Counter()
-        # How many claims each party has.
+        # How many claims each party has; a party without claims has no entry, for each step is a party of its own.
         self._holds: Counter[Party] = Counter()
         # Which parties wait for another one, and for which save, when it is that.
         self._stuck: dict[Party, Snapshot | None] = {}
@@ -268,6 +268,8 @@ class Parties:
     def _unclaim(self, keys: Sequence[Key], by: Party) -> None:
         self._claims.subtract(keys)
         self._holds[by] -= len(keys)
+        if not self._holds[by]:
+            del self._holds[by]
 
     def _await_unreserved(self, keys: Iterable[Key], by: Reservation | None) -> None:
         for key in keys:
@@ -328,7 +330,7 @@ class Parties:
 
     def _others_are_stuck(self, by: Party) -> bool:
         """Whether every other party with claims waits, and not for one that goes on."""
-        return all(self._is_stuck(party) for party, count in self._holds.items() if count and party is not by)
+        return all(self._is_stuck(party) for party in self._holds if party is not by)
 
     def _is_stuck(self, party: Party) -> bool:
         if party not in self._stuck:

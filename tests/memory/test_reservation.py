@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from infinity.errors import TierMemoryError, TransferError
 from infinity.memory.parties import Reservation
 from infinity.memory.partition import State
 from infinity.plan.types import Key, Kind
-from tests.memory.conftest import param
+from tests.memory.conftest import Bench, param
 
 A, B, C = (Key(Kind.PARAM, index) for index in range(3))
 
@@ -68,6 +69,22 @@ def test_a_lease_of_what_is_reserved_waits_until_it_is_released(bench, verb):
     made.store.release(step, A)
     assert other.result() == 2
     made.store.check()
+
+
+def test_a_store_forgets_a_reservation_that_is_released(bench):
+    """Each optimizer step is a reservation: what the store kept of one would grow with the run."""
+    made = bench([param(0, 1)])
+    steps = [weakref.ref(_stepped(made)) for _ in range(3)]
+    assert [step() for step in steps] == [None] * 3
+
+
+def _stepped(made: Bench) -> Reservation:
+    step = Reservation()
+    made.store.reserve(step, A)
+    with made.store.write(A, by=step) as (partition,):
+        partition.buffer.fill_(1)
+    made.store.release(step, A)
+    return step
 
 
 def test_a_second_reservation_waits_for_the_first(bench):
