@@ -371,13 +371,13 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Finish the step that goes on behind the program, then return memory, files, threads and process groups.
 
-        Weights that are whole stay usable; call it as often as you like. Raises what went wrong with that step, once
-        everything is returned.
+        Weights that are whole stay usable; call it as often as you like, a forked child in vain. Raises what went wrong
+        with that step, once everything is returned.
         """
         self._close(at_once=False)
 
     def _close(self, *, at_once: bool) -> None:
-        if self._closed:
+        if self._closed or self.store.is_elsewhere:
             return
         self._closed = True
         with ExitStack() as stack:
@@ -431,6 +431,7 @@ class Engine(nn.Module):
         self._stepper.landed(unit.layout.index, self.gradients.arrived[unit], final=final)
 
     def _alive(self, verb: str, *, broken_is_fine: bool = False) -> None:
+        self.store.check_process(verb)
         if self._closed:
             raise StateError(f"cannot {verb}: this engine was closed")
         if self._observer.broken and not broken_is_fine:

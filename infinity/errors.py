@@ -43,6 +43,15 @@ class StateError(InfinityError, RuntimeError):
     """An illegal move of a partition, or a parameter's data touched while it is partitioned."""
 
 
+def of_another_process(what: str, owner: int) -> StateError:
+    """The error for what a forked child tries with an engine that process `owner` made."""
+    return StateError(
+        f"cannot {what}: this engine belongs to process {owner}, and a forked child has neither its memory nor its "
+        "threads. Take what the child needs out of the engine before the fork (engine.state_dict(), or a copy under "
+        "infinity.read()), or start the child with multiprocessing's 'spawn' method"
+    )
+
+
 class DivergenceError(StateError):
     """The ranks of a job no longer do the same, or one of them has failed, ended or is late; the message says where
     each of them is.

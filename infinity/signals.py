@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ class Signals:
         # The first that came.
         self.received = ""
         self._before: dict[int, Any] = {}
+        _listening.add(self)
         if names and threading.current_thread() is not threading.main_thread():
             warn_once(
                 "signals-elsewhere",
@@ -51,3 +53,15 @@ class Signals:
             os.kill(os.getpid(), number)
             return
         self.received = self.received or name
+
+
+_listening: weakref.WeakSet[Signals] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # A forked child, such as a data loader's worker, is told to end by the same signals, and has no step to finish.
+    for signals in list(_listening):
+        signals.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -9,6 +9,7 @@ all three.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from infinity.comm import collectives
 from infinity.comm.board import Board
@@ -72,7 +73,7 @@ def open_group(
         # One rank alone needs nobody to meet.
         store=dist.HashStore() if ranks.world_size == 1 else None,
     )
-    atexit.register(_end)
+    atexit.register(_end, os.getpid())
 
 
 class Mesh:
@@ -83,6 +84,7 @@ class Mesh:
     ) -> None:
         """cross_memory_attach: without an accelerator ranks of one host may read each other's memory (`neighbours`)."""
         self.ranks = ranks
+        self._process = os.getpid()
         self.gather: Any = None
         self.reduce: Any = None
         self.control: Any = None
@@ -137,8 +139,8 @@ class Mesh:
             raise
 
     def failed(self, error: BaseException) -> None:
-        """As `telling`, for an error that has been caught."""
-        if self.watchdog is not None:
+        """As `telling`, for an error that has been caught. An error of a forked child is not this rank's."""
+        if self.watchdog is not None and os.getpid() == self._process:
             self.watchdog.failed(error)
 
     def check(self) -> None:
@@ -160,7 +162,19 @@ class Mesh:
         self.gather = self.reduce = self.control = self.watchdog = None
 
 
-def _end() -> None:
+def _end(owner: int) -> None:
+    if os.getpid() != owner:
+        # A forked child ends: see `_after_fork`.
+        return
     leave()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _after_fork() -> None:
+    # Groups are the parent's, and so are the threads that their destructors wait for: a child keeps them to its end.
+    for group in list(_world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_after_fork)

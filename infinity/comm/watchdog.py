@@ -439,3 +439,12 @@ def leave() -> None:
 def _on_signal(_: int, __: FrameType | None) -> None:
     for watchdog in list(_live):
         watchdog.raise_verdict()
+
+
+def _after_fork() -> None:
+    # A forked child is no rank: how it ends is no other rank's business.
+    _live.clear()
+    _farewells.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -63,7 +63,7 @@ class Device:
         nbytes = numel * dtype.itemsize
         if self.is_accelerator or nbytes < HUGE_PAGE:
             return torch.empty(numel, dtype=dtype, device=self.torch)
-        return page_aligned(nbytes)[:nbytes].view(dtype)
+        return page_aligned(nbytes, inherited=False)[:nbytes].view(dtype)
 
     def elastic(self, numel: int, dtype: torch.dtype) -> ElasticBuffer:
         """A flat buffer on the device whose memory can be given back."""

@@ -102,7 +102,7 @@ class ElasticBuffer:
         # What of it can be had from spare pages, from its beginning on.
         self._parts_nbytes = self._nbytes // HUGE_PAGE * HUGE_PAGE
         if device.type == "cpu" and self._nbytes:
-            self._region = mapping(self._nbytes + (HUGE_PAGE if self._parts_nbytes else 0))
+            self._region = mapping(self._nbytes + (HUGE_PAGE if self._parts_nbytes else 0), inherited=False)
             whole = torch.frombuffer(self._region, dtype=torch.uint8)
             self._address = whole.data_ptr()
             offset = -self._address % HUGE_PAGE if self._parts_nbytes else 0

@@ -78,7 +78,7 @@ class HostMemory:
 
     def allocate(self, nbytes: int) -> Tensor:
         """A zeroed uint8 tensor of `nbytes` bytes that starts on a page."""
-        buffer = page_aligned(nbytes)
+        buffer = page_aligned(nbytes, inherited=False)
         if self._pin and nbytes:
             self._register(buffer)
         return buffer[:nbytes]

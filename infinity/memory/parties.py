@@ -22,13 +22,15 @@ at a time. The store's lock guards every method here.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from infinity import record
-from infinity.errors import StateError
+from infinity.errors import StateError, of_another_process
 from infinity.plan.types import Key, Kind
 
 
@@ -125,10 +127,23 @@ class Snapshot:
 Party = Reservation | Snapshot | None
 
 
+class _Elsewhere(threading.Condition):
+    """Stands in a forked child for the condition of a store, which a thread that is not there may hold for ever."""
+
+    def __init__(self, owner: int) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __enter__(self) -> bool:
+        raise of_another_process("use partitions", self._owner)
+
+
 class Parties:
     """Which party may lease what, and who waits for whom; the store's part that knows no bytes."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
+        _all.add(self)
         # Guards everything of the store; notified whenever a lease, a transfer, a reservation or a snapshot ends.
         self._changed = threading.Condition(threading.Lock())
         # Leases, and those about to begin: their buffers are nobody else's to give up.
@@ -139,6 +154,16 @@ class Parties:
         self._stuck: dict[Party, Snapshot | None] = {}
         self._reserved: dict[Key, Reservation] = {}
         self._snapshot: Snapshot | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this is a forked child, and the store another process's."""
+        return isinstance(self._changed, _Elsewhere)
+
+    def check_process(self, verb: str) -> None:
+        """StateError in a forked child, which cannot do what `verb` says."""
+        if self.is_elsewhere:
+            raise of_another_process(verb, self._process)
 
     def reserve(self, reservation: Reservation, *keys: Key) -> None:
         """Promise partitions to a step that goes on behind the caller. Waits for another reservation that has them."""
@@ -338,6 +363,21 @@ class Parties:
         saver = self._stuck[party]
         return saver is None or self._is_stuck(saver)
 
+    def _forked(self) -> None:
+        """In a child: whatever is asked of this raises StateError."""
+        self._changed = _Elsewhere(self._process)
+
     def _forget_parties(self) -> None:
         self._reserved.clear()
         self._changed.notify_all()
+
+
+_all: weakref.WeakSet[Parties] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for parties in list(_all):
+        parties._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

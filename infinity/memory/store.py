@@ -263,8 +263,11 @@ class TieredStore(Parties):
     def close(self) -> None:
         """Return every buffer and remove the swap file, whatever state the partitions are in.
 
-        A transfer that fails only now is logged: nobody can read what it moved any more.
+        A transfer that fails only now is logged: nobody can read what it moved any more. In a forked child this does
+        nothing.
         """
+        if self.is_elsewhere:
+            return
         with self._changed, ExitStack() as stack:
             # Backwards: what is in flight ends first, then memory is unpinned, then buffers go.
             stack.callback(self._let_go)

@@ -13,6 +13,8 @@ that are whole for good, where the step would undo what the program has written 
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
@@ -23,10 +25,11 @@ from torch import Tensor, nn
 from infinity import record
 from infinity.comm.collectives import all_gather
 from infinity.comm.mesh import Mesh
-from infinity.errors import StateError
+from infinity.errors import StateError, of_another_process
 from infinity.log import warn_once
 from infinity.memory.device import Device
 from infinity.memory.ledger import Ledger
+from infinity.memory.pages import let_inherit
 from infinity.memory.partition import DTYPES
 from infinity.memory.store import TieredStore
 from infinity.plan.layout import UnitLayout
@@ -92,6 +95,7 @@ class Unit:
             self.full = self._elastic.tensor
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.own_shape) for slot in layout.slots]
         self._placeholders = [parameter.placeholder(slot.own_shape, self._dtype, device.torch) for slot in layout.slots]
+        _open[self] = os.getpid()
         if placed.whole:
             self.full.zero_()
             if placed.aliased:
@@ -269,6 +273,15 @@ class Unit:
                 )
             parameter.release(param, stand_in)
 
+    def disown(self, owner: int) -> None:
+        """In a forked child of process `owner`: the parameters say so where their data is used. See [Note: forks]."""
+        keeper = _Elsewhere(owner)
+        for param, stand_in in zip(self.params, self._placeholders, strict=True):
+            for each in {id(each): each for each in (param, parameter.whole_of(param))}.values():
+                parameter.adopt(each, keeper)
+            if not parameter.is_released(param):
+                parameter.release(param, stand_in)
+
     def refresh(self) -> None:
         """Bring a whole unit up to date with the partitions that the optimizer has written."""
         self.state = Gathered.GATHERING
@@ -279,8 +292,12 @@ class Unit:
         """Drop the partition's lease and stop booking; parameters that are whole keep their values."""
         self.leasing = False
         self._lease.close()
+        _open.pop(self, None)
         if self.has_bytes:
             self._return()
+        if self.placed.whole:
+            # From now on the parameters are the program's, in its children too.
+            let_inherit(self.full)
 
     def _fill(self) -> Transfer:
         """Put this rank's partition into its place in the full buffer and gather the others'."""
@@ -303,3 +320,26 @@ class Unit:
     def _return(self) -> None:
         for kind, nbytes in self.kinds.items():
             self._ledger.add(Tier.GPU, kind, -nbytes)
+
+
+class _Elsewhere:
+    """The keeper of parameters whose engine is another process's: this one is a forked child."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
+
+    def touch(self, params: list[nn.Parameter], use: str) -> None:
+        raise of_another_process(f"use {parameter.name_of(params[0])} ({use})", self._owner)
+
+
+# Units that are not closed, and the process that made each. See [Note: forks] in `infinity.memory.pages`.
+_open: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
+
+
+def _after_fork() -> None:
+    for unit, owner in list(_open.items()):
+        unit.disown(owner)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
