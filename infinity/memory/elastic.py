@@ -90,18 +90,23 @@ class SparePages:
 class ElasticBuffer:
     """`tensor` is flat, [numel] of `dtype` on `device`; it has no bytes at first. In CPU memory it takes its pages from
     `spare` first, if that is given.
+
+    mapped: whether it is a mapping (by default in CPU memory) or a storage that is resized. Views of the latter can be
+    cut only while it has bytes; they then live as long as it does.
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, spare: SparePages | None = None
-    ) -> None:
+        self, numel: int, dtype: torch.dtype, device: torch.device, spare: SparePages | None = None,
+        *, mapped: bool | None = None,
+    ) -> None:  # fmt: skip
         self.has_bytes = False
+        self.mapped = device.type == "cpu" if mapped is None else mapped
         self._spare = spare
         self._nbytes = numel * dtype.itemsize
         self._region: mmap.mmap | None = None
         # What of it can be had from spare pages, from its beginning on.
         self._parts_nbytes = self._nbytes // HUGE_PAGE * HUGE_PAGE
-        if device.type == "cpu" and self._nbytes:
+        if self.mapped and self._nbytes:
             self._region = mapping(self._nbytes + (HUGE_PAGE if self._parts_nbytes else 0), inherited=False)
             whole = torch.frombuffer(self._region, dtype=torch.uint8)
             self._address = whole.data_ptr()

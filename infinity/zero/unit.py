@@ -93,7 +93,7 @@ class Unit:
                 self.full = device.empty(layout.numel, self._dtype)
         else:
             self.full = self._elastic.tensor
-        self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.own_shape) for slot in layout.slots]
+        self._views = self._cut()
         self._placeholders = [parameter.placeholder(slot.own_shape, self._dtype, device.torch) for slot in layout.slots]
         _open[self] = os.getpid()
         if placed.whole:
@@ -298,6 +298,16 @@ class Unit:
         if self.placed.whole:
             # From now on the parameters are the program's, in its children too.
             let_inherit(self.full)
+
+    def _cut(self) -> list[Tensor]:
+        """The parameters' places in the full buffer. One whose storage is resized needs its bytes for that."""
+        with ExitStack() as stack:
+            if self._elastic is not None and not self._elastic.mapped:
+                with self._taking():
+                    self._elastic.take()
+                stack.callback(self.free)
+            slots = self.layout.slots
+            return [self.full[slot.offset : slot.offset + slot.numel].view(slot.own_shape) for slot in slots]
 
     def _fill(self) -> Transfer:
         """Put this rank's partition into its place in the full buffer and gather the others'."""
