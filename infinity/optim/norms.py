@@ -37,7 +37,7 @@ class Norms:
         """Measure units, on behalf of the reservation that has their gradients, which then lets go of them."""
         keys = [Key(Kind.GRAD, unit) for unit in units]
         with self._store.read(*keys, by=reservation) as partitions, record.span(record.COMPUTE, "gradient norm"):
-            found = grad_stats([partition.view(Kind.GRAD) for partition in partitions])
+            found = _stats([partition.view(Kind.GRAD) for partition in partitions])
         self._found.update((unit, (stats[0], stats[1])) for unit, stats in zip(units, found, strict=True))
         if reservation is not None:
             self._store.release(reservation, *keys)
@@ -56,18 +56,28 @@ class Norms:
 
     def by_parameter(self, behind: Reservation | None) -> dict[tuple[int, Slot], GradStats]:
         """By (unit, slot). `behind`: a step that may go on, which reads them, too, and is not waited for."""
-        pieces: dict[bool, list[tuple[int, Slot, Tensor]]] = {True: [], False: []}
+        pieces: list[tuple[int, Slot, Tensor]] = []
         keys = [Key(Kind.GRAD, layout.index) for layout in self._trained]
         with self._store.read(*keys, by=behind) as partitions:
             for layout, partition in zip(self._trained, partitions, strict=True):
                 held = partition.view(Kind.GRAD)
                 first = layout.partition_start(self._plan.placement.units[layout.index].parts, self._index)
-                pieces[held.is_cpu] += [
+                pieces += [
                     (layout.index, overlap.slot, held[overlap.range_start : overlap.range_start + overlap.numel])
                     for overlap in layout.overlaps(first, first + held.numel())
                 ]
-            return {
-                (unit, slot): stats
-                for found in pieces.values()
-                for (unit, slot, _), stats in zip(found, grad_stats([each[2] for each in found]), strict=True)
-            }
+            found = _stats([tensor for *_, tensor in pieces])
+            return {(unit, slot): stats for (unit, slot, _), stats in zip(pieces, found, strict=True)}
+
+
+def _stats(tensors: Sequence[Tensor]) -> list[GradStats]:
+    """`grad_stats` of gradients that may have different homes (a `ratio` below 1, "auto"), by one call a home."""
+    homes: dict[bool, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        homes.setdefault(tensor.is_cpu, []).append(index)
+    found = {
+        index: stats
+        for indices in homes.values()
+        for index, stats in zip(indices, grad_stats([tensors[index] for index in indices]), strict=True)
+    }
+    return [found[index] for index in range(len(tensors))]
