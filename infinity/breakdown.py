@@ -140,7 +140,7 @@ def baseline_nbytes(model: nn.Module) -> int:
     about to take over.
     """
     # What torch loads with its first optimizer, some 70 MB, comes now and not as if it were the engine's.
-    torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    torch.optim.SGD([nn.Parameter(torch.zeros(1, device="cpu"))])
     storages = {
         param.untyped_storage().data_ptr(): param.untyped_storage().nbytes()
         for param in model.parameters()

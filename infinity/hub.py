@@ -225,7 +225,7 @@ def _adopt(model: Any, spool: Spool, found: _Found) -> None:
         dtype = found.dtypes[stored] if stored is not None else old.dtype
         trains = old.requires_grad and dtype.is_floating_point
         if stored is None:
-            param = nn.Parameter(torch.empty(old.shape, dtype=dtype), requires_grad=trains)
+            param = nn.Parameter(torch.empty(old.shape, dtype=dtype, device="cpu"), requires_grad=trains)
             spool.adopt(param, name)
             unknown = True
         else:

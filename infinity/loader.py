@@ -34,7 +34,7 @@ class Order(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self._count, generator=generator).tolist()
+        order = torch.randperm(self._count, generator=generator, device="cpu").tolist()
         mine = order[self.start :]
         missing = -len(mine) % self._ranks
         if self._drop_last and missing:
@@ -73,7 +73,10 @@ class Loader(DataLoader[Any]):
             self._epochs, self._drawn = self._epochs + 1, 0
         self._goes_on = False
         self._order.epoch, self._order.start = self._epochs - 1, self._drawn
-        return self._counted(self._epochs, super().__iter__())
+        # torch draws a seed for its workers on the default device, which may be another than its generator's.
+        with torch.device("cpu"):
+            batches = super().__iter__()
+        return self._counted(self._epochs, batches)
 
     def _counted(self, epoch: int, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:

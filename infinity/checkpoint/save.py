@@ -204,7 +204,7 @@ def _fetch(lent: Lent, piece: Piece, begin: int, room: Tensor) -> Transfer:
 def _bytes_of(values: Tensor) -> Tensor:
     """[n] uint8 of a tensor of any shape and place, in CPU memory."""
     flat = values.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _link_frozen(

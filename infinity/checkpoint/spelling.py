@@ -84,7 +84,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
                 return Counter({_decode(name, tensors): _of(int, count) for name, count in _of(list, inner)})
             case "$scalar":
                 dtype, shape, number = _of(list, inner)
-                return torch.tensor(_decode(number, {}), dtype=DTYPES[dtype]).view(_of(list, shape))
+                return torch.tensor(_decode(number, {}), dtype=DTYPES[dtype], device="cpu").view(_of(list, shape))
             case "$tensor":
                 return tensors[inner]
             case "$array":

@@ -38,7 +38,8 @@ class Stored:
     def masters(self, name: str, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel), in fp32 where they are floating."""
         stored = self._stored[name]
-        values = torch.empty(numel, dtype=torch.float32 if stored.dtype.is_floating_point else stored.dtype)
+        dtype = torch.float32 if stored.dtype.is_floating_point else stored.dtype
+        values = torch.empty(numel, dtype=dtype, device="cpu")
         stored.read(start, values)
         return values
 

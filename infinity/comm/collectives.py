@@ -219,7 +219,7 @@ def _meet(members: Any, tag: int) -> None:
     Finkel and Manber, 1988).
     """
     rank, ranks = dist.get_rank(members), dist.get_world_size(members)
-    distance, nothing = 1, torch.zeros(1, dtype=torch.uint8)
+    distance, nothing = 1, torch.zeros(1, dtype=torch.uint8, device="cpu")
     while distance < ranks:
         works: list[Any] = [dist.irecv(nothing.clone(), group=members, group_src=(rank - distance) % ranks, tag=tag)]
         works.append(dist.isend(nothing, group=members, group_dst=(rank + distance) % ranks, tag=tag))
@@ -255,8 +255,8 @@ def exchange(
     """Every rank's list of numbers (same length everywhere, float64), by rank. Blocks; meant for small decisions."""
     if group is None:
         return [values]
-    mine = torch.tensor(values, dtype=torch.float64)
-    everyone = torch.empty(world_size * len(values), dtype=torch.float64)
+    mine = torch.tensor(values, dtype=torch.float64, device="cpu")
+    everyone = torch.empty(world_size * len(values), dtype=torch.float64, device="cpu")
     with record.span(record.WAIT, "other ranks", nbytes=everyone.nbytes):
         all_gather(everyone, mine, group, name).wait()
     return everyone.view(world_size, len(values)).tolist()
@@ -266,9 +266,9 @@ def exchange_texts(text: str, group: Group, world_size: int, name: str = "exchan
     """Every rank's text, of any length, by rank. Blocks."""
     mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
     sizes = [int(row[0]) for row in exchange([float(mine.numel())], group, world_size, name)]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     padded[: mine.numel()] = mine
-    everyone = torch.empty(world_size * max(sizes), dtype=torch.uint8)
+    everyone = torch.empty(world_size * max(sizes), dtype=torch.uint8, device="cpu")
     all_gather(everyone, padded, group, name).wait()
     rows = everyone.view(world_size, -1)
     return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]

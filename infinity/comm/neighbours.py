@@ -156,13 +156,13 @@ class Swap:
 
     def add(self, member: int, pid: int, row: Tensor, part: Tensor) -> None:
         """Tell a member where its `part` lies, and expect to hear where this rank's `row` does."""
-        group, theirs = self._members, torch.zeros(2, dtype=torch.int64)
-        mine = torch.tensor([part.data_ptr(), part.nbytes])
+        group, theirs = self._members, torch.zeros(2, dtype=torch.int64, device="cpu")
+        mine = torch.tensor([part.data_ptr(), part.nbytes], device="cpu")
         self._rows.append(
             _Row(
                 member, pid, row, theirs,
                 coming=dist.irecv(theirs, group=group, group_src=member, tag=self._place_tag),
-                taken=dist.irecv(torch.zeros(1, dtype=torch.int64), group=group, group_src=member, tag=self._taken_tag),
+                taken=dist.irecv(torch.zeros_like(theirs[:1]), group=group, group_src=member, tag=self._taken_tag),
                 sending=dist.isend(mine, group=group, group_dst=member, tag=self._place_tag),
             )
         )  # fmt: skip
@@ -177,7 +177,7 @@ class Swap:
                 if nbytes != row.row.nbytes:
                     raise RuntimeError(f"rank {row.member} has {nbytes} bytes where {row.row.nbytes} are expected")
                 copy_from(row.pid, source, row.row.data_ptr(), nbytes)
-                done = torch.ones(1, dtype=torch.int64)
+                done = torch.ones(1, dtype=torch.int64, device="cpu")
                 telling.append(dist.isend(done, group=self._members, group_dst=row.member, tag=self._taken_tag))
             for row, told in zip(self._rows, telling, strict=True):
                 for work in (row.sending, row.taken, told):

@@ -27,7 +27,7 @@ def _sever_gloo(group: Any) -> None:
     for peer in dist.get_process_group_ranks(group):
         if peer != dist.get_rank():
             try:
-                receiving = dist.irecv(torch.empty(1), src=peer, group=group, tag=_TAG)
+                receiving = dist.irecv(torch.empty(1, device="cpu"), src=peer, group=group, tag=_TAG)
                 assert receiving is not None
                 receiving.wait(timedelta(milliseconds=1))
             except RuntimeError as error:

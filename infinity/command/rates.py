@@ -82,10 +82,12 @@ class TransformerBlock(nn.Module):
     def __init__(self, hidden: int, intermediate: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norms = nn.ParameterList(torch.ones(hidden) for _ in range(2))
-        self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(hidden, intermediate, bias=False) for _ in range(2))
-        self.down = nn.Linear(intermediate, hidden, bias=False)
+        self.norms = nn.ParameterList(torch.ones(hidden, device="cpu") for _ in range(2))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(hidden, hidden, bias=False, device="cpu") for _ in range(4)
+        )
+        self.gate, self.up = (nn.Linear(hidden, intermediate, bias=False, device="cpu") for _ in range(2))
+        self.down = nn.Linear(intermediate, hidden, bias=False, device="cpu")
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         normed = _rms_norm(x, self.norms[0])

@@ -61,7 +61,7 @@ class Buffers:
         if not partition.on_nvme:
             return self._allocate(partition)
         if not partition.spec.nbytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         name = arena_name(partition.key)
         buffer = self.arenas[name].take(partition.spec.nbytes)
         if buffer is not None:

@@ -142,8 +142,8 @@ def split(values: Tensor, native: bool | None = None) -> tuple[Tensor, Tensor]:
     _check_tensor("values", values, (torch.float32,), values.numel())
     if not _runtime.uses_native(native):
         return reference.split(values)
-    param = torch.empty(values.shape, dtype=torch.bfloat16)
-    remainder = torch.empty(values.shape, dtype=torch.int16)
+    param = torch.empty(values.shape, dtype=torch.bfloat16, device=_CPU)
+    remainder = torch.empty(values.shape, dtype=torch.int16, device=_CPU)
     numel = ctypes.c_uint64(values.numel())
     _runtime.call("infinity_adam_split", _address(values), _address(param), _address(remainder), numel)
     return param, remainder
@@ -155,7 +155,7 @@ def join(param: Tensor, remainder: Tensor, native: bool | None = None) -> Tensor
     _check_tensor("remainder", remainder, (torch.int16,), param.numel())
     if not _runtime.uses_native(native):
         return reference.join(param, remainder)
-    values = torch.empty(param.shape, dtype=torch.float32)
+    values = torch.empty(param.shape, dtype=torch.float32, device=_CPU)
     numel = ctypes.c_uint64(param.numel())
     _runtime.call("infinity_adam_join", _address(param), _address(remainder), _address(values), numel)
     return values

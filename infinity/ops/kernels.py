@@ -79,7 +79,7 @@ def cast_stats(sources: Sequence[Tensor], targets: Sequence[Tensor] | None, scal
             if target.numel() != source.numel():
                 raise ValueError(f"targets[{index}] has {target.numel()} elements, its source {source.numel()}")
     if not pairs:
-        return DeviceStats(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64))
+        return DeviceStats(*(torch.zeros(0, dtype=kind, device="cpu") for kind in (torch.float64, torch.int64)))
     device = sources[0].device
     if not available(device):
         return _twin(pairs, scale)

@@ -90,7 +90,7 @@ def grad_stats(tensor: Tensor) -> tuple[float, int]:
         values = torch.where(finite, values, 0.0)
         values = torch.nn.functional.pad(values, (0, -values.numel() % _BLOCK_NUMEL))
         squares = values.view(-1, _BLOCK_NUMEL // _SUM_LANES, _SUM_LANES).square_()
-        lanes = torch.zeros(squares.shape[0], _SUM_LANES, dtype=torch.float64)
+        lanes = torch.zeros(squares.shape[0], _SUM_LANES, dtype=torch.float64, device=squares.device)
         for row in range(squares.shape[1]):
             lanes += squares[:, row]
         while lanes.shape[1] > 1:
@@ -117,8 +117,8 @@ def round_ties_away(values: Tensor) -> Tensor:
 
 def fma(a: Tensor | float, b: Tensor | float, c: Tensor) -> Tensor:
     """a * b + c rounded once to fp32. Floats must be fp32 values."""
-    product = torch.as_tensor(a, dtype=torch.float64) * torch.as_tensor(b, dtype=torch.float64)
-    addend = c.double()
+    first, second = (torch.as_tensor(factor, dtype=torch.float64, device=c.device) for factor in (a, b))
+    product, addend = first * second, c.double()
     total = product + addend
     # TwoSum: total + error is the exact sum.
     back = total - product

@@ -44,7 +44,7 @@ def from_name(name: str, params: Mapping[str, Any]) -> Chosen:
     """The method of one of the configuration's types. `params` are its hyper-parameters, complete."""
     if name == "Lion":
         return Chosen(name, method.lion(), dict(params))
-    template = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(1))], **params)
+    template = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **params)
     template.state.clear()
     native = method.native_method_of(template)
     return Chosen(name, native if native is not None else TorchMethod(template), dict(template.defaults))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class TorchMethod:
             kept = dict(zip(self._names, (moment[at] for moment in cut.moments), strict=True))
             optimizer.state[param] = {**copy.deepcopy(singles), **kept}
         with torch.no_grad():
-            type(self._template).step(optimizer)
+            _call_step(optimizer)
             state = optimizer.state[param]
             for name, moment in zip(self._names, cut.moments, strict=True):
                 if state[name].data_ptr() != moment[at].data_ptr():
@@ -85,6 +86,13 @@ class TorchMethod:
         }
         # Another stretch of this step starts where the one before it did; nobody asks for what is older.
         self._singles.pop((run.name, run.step - 2), None)
+
+
+def _call_step(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer of torch's. Its counters of steps belong on the CPU, whatever the program's default device."""
+    elsewhere = torch.get_default_device().type != "cpu"
+    with torch.device("cpu") if elsewhere else nullcontext():
+        type(optimizer).step(optimizer)
 
 
 def _clone(
@@ -122,8 +130,8 @@ def _probe(template: torch.optim.Optimizer) -> tuple[str, ...]:
     """Names of the states that have a value for each element; ConfigError where the optimizer is not elementwise."""
     kind = type(template).__name__
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(8, 6, generator=generator)
-    grads = [torch.randn(8, 6, generator=generator) for _ in range(_PROBE_STEPS)]
+    weight = torch.randn(8, 6, generator=generator, device="cpu")
+    grads = [torch.randn(8, 6, generator=generator, device="cpu") for _ in range(_PROBE_STEPS)]
     hyper = {key: value for key, value in template.param_groups[0].items() if key != "params"}
 
     def run(parts: list[Tensor], pieces: list[list[Tensor]]) -> tuple[Tensor, dict[str, Any]]:
@@ -132,7 +140,7 @@ def _probe(template: torch.optim.Optimizer) -> tuple[str, ...]:
         for step in pieces:
             for param, grad in zip(params, step, strict=True):
                 param.grad = grad.clone()
-            type(template).step(optimizer)
+            _call_step(optimizer)
         return torch.cat([param.detach().flatten() for param in params]), optimizer.state[params[0]]
 
     try:

@@ -91,7 +91,7 @@ def _put_rows(whole: dict[int, Tensor], tile: nn.Parameter, slot: Slot) -> None:
     """Copy a gathered tile into the tensor of the parameter's whole shape in CPU memory."""
     key = id(whole_of(tile))
     if key not in whole:
-        whole[key] = torch.empty(slot.shape, dtype=tile.dtype)
+        whole[key] = torch.empty(slot.shape, dtype=tile.dtype, device="cpu")
     whole[key].view(-1)[slot.start : slot.start + slot.numel].copy_(tile.detach().view(-1))
 
 

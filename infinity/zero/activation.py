@@ -204,7 +204,7 @@ def _input(tensor: Tensor, fakes: FakeTensorMode) -> Tensor:
     """A fake of a floating-point input; others keep their values, zeros on the meta device."""
     if tensor.is_floating_point():
         return _fake(tensor, fakes)
-    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
 
 
 def _loss(output: Any) -> Tensor:

@@ -107,7 +107,7 @@ class Materializer:
             return
         for begin in range(0, piece.numel, FILL_NUMEL):
             numel = min(FILL_NUMEL, piece.numel - begin)
-            values = torch.empty(numel, dtype=torch.float32)
+            values = torch.empty(numel, dtype=torch.float32, device="cpu")
             self._read(unit, piece.start + begin, values)
             encode(values, target[begin : begin + numel], states, at + begin)
 

@@ -229,7 +229,7 @@ class Spool:
 
     def _load(self, place: _Place) -> Tensor:
         if place.extent is None or place.tier is None:
-            fresh = torch.empty(place.shape, dtype=place.dtype)
+            fresh = torch.empty(place.shape, dtype=place.dtype, device="cpu")
             if place.origin is not None:
                 place.origin.read(0, fresh.view(-1))
             return fresh

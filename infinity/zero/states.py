@@ -84,7 +84,8 @@ class ParameterState:
     def local(self, kind: str) -> Tensor:
         """This rank's elements of one kind ("master", "grad", "exp_avg", ...): [n] in fp32 on the CPU; n may be 0."""
         owns = [(part, part.own(kind)) for part in self._parts]
-        return torch.cat([piece for part, own in owns for piece in part.pieces_of(own)] or [torch.zeros(0)])
+        pieces = [piece for part, own in owns for piece in part.pieces_of(own)]
+        return torch.cat(pieces) if pieces else torch.zeros(0, device="cpu")
 
     def set_local(self, kind: str, value: Tensor) -> None:
         """Set what `local` gives. Only this rank's: where every rank has everything, all must be given the same."""
@@ -175,7 +176,7 @@ class _Part:
         for states_key, start, at, numel in states_of(self._owner.plan, self._unit):
             with store.read(key, states_key) as (partition, states):
                 pieces.append(decode(partition.view(Kind.PARAM)[start : start + numel], states, at))
-        return torch.cat(pieces) if pieces else torch.zeros(0)
+        return torch.cat(pieces) if pieces else torch.zeros(0, device="cpu")
 
     def _write_master(self, own: Tensor) -> None:
         store, key = self._owner.store, self._unit.key
@@ -198,7 +199,7 @@ class _Part:
         for key, _, at, numel in states_of(self._owner.plan, self._unit):
             with self._owner.store.read(key) as (states,):
                 pieces.append(states.view(kind)[at : at + numel].cpu().clone())
-        return torch.cat(pieces) if pieces else torch.zeros(0)
+        return torch.cat(pieces) if pieces else torch.zeros(0, device="cpu")
 
     def _write_states(self, kind: Kind, own: Tensor) -> None:
         for key, start, at, numel in states_of(self._owner.plan, self._unit):

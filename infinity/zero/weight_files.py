@@ -176,7 +176,7 @@ class StoredTensor:
             raise ValueError(f"{self.name} has {self.numel} elements, asked were {numel} from {start} on")
         direct = target.dtype is self.dtype and target.device.type == "cpu" and target.is_contiguous()
         block = max(_BLOCK_NBYTES // itemsize, 1)
-        staging = None if direct else torch.empty(min(block, numel), dtype=self.dtype)
+        staging = None if direct else torch.empty(min(block, numel), dtype=self.dtype, device="cpu")
         for at in range(0, numel, block):
             piece = target[at : at + block]
             into = piece if staging is None else staging[: piece.numel()]
@@ -186,7 +186,7 @@ class StoredTensor:
 
     def whole(self) -> Tensor:
         """The tensor, in memory."""
-        values = torch.empty(self.shape, dtype=self.dtype)
+        values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read(0, values.view(-1))
         return values
 
