@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from infinity.config.bounds import TEXT_LENGTH_MAX, check_structure, check_text, shown
 from infinity.config.conflicts import conflicts
 from infinity.config.names import unknown_key
 from infinity.config.schema import Config, Provenance
@@ -31,6 +33,8 @@ from infinity.config.section import (
 from infinity.config.values import read_flag
 from infinity.errors import ConfigError
 
+# Problems that one error lists.
+_LISTED = 50
 _TUNES_HEAP = re.compile("MALLOC_(MMAP|TRIM|TOP)_")
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -41,6 +45,7 @@ def load_config(source: Source) -> Config:
     if isinstance(source, Config):
         return source
     origin, raw = _read(source)
+    check_structure(origin, raw)
     found = _Found()
     found.problems += _repeated(raw)
     values = _walk(Config, raw, "", found)
@@ -57,7 +62,10 @@ def complaint(origin: str, problems: list[str]) -> ConfigError:
     """One error for all problems, one line each."""
     if len(problems) == 1:
         return ConfigError(f"{origin}: {problems[0]}")
-    return ConfigError(f"{origin}: {len(problems)} problems:" + "".join(f"\n  {problem}" for problem in problems))
+    listed = problems[:_LISTED]
+    more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+    lines = "".join(f"\n  {line}" for line in [*listed, *more])
+    return ConfigError(f"{origin}: {len(problems)} problems:{lines}")
 
 
 # A section that could not be read leaves nothing behind; its problem is on the list.
@@ -74,8 +82,7 @@ class _Object(dict[str, Any]):
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
-        names = [name for name, _ in pairs]
-        self.repeated = tuple(name for name in self if names.count(name) > 1)
+        self.repeated = tuple(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
 
 
 @dataclass
@@ -93,10 +100,17 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[st
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"configuration: expected a path, a dictionary or a JSON text, not {type(source).__name__}")
     if isinstance(source, str) and source.lstrip().startswith(("{", "[")):
+        check_text("configuration", len(source))
         return "configuration", _parse("configuration", source)
     origin = os.fspath(source)
     try:
-        text = Path(origin).read_text(encoding="utf-8-sig")
+        with Path(origin).open(encoding="utf-8-sig") as file:
+            # Of a device or a pipe nobody knows the size.
+            check_text(origin, os.fstat(file.fileno()).st_size)
+            text = file.read(TEXT_LENGTH_MAX + 1)
+        check_text(origin, len(text))
+    except ConfigError:
+        raise
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(
@@ -112,6 +126,11 @@ def _parse(origin: str, text: str) -> Mapping[str, Any]:
         raise ConfigError(
             f"{origin}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}{_more_than_json(error)}"
         ) from error
+    except RecursionError:
+        raise ConfigError(f"{origin}: objects or lists are nested too deeply: no key of the configuration is") from None
+    except ValueError:
+        # Python's bound against slow conversions.
+        raise ConfigError(f"{origin}: a number has thousands of digits: no setting of the configuration has") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{origin}: the configuration is a JSON object {{...}}, not {type(raw).__name__}")
     return raw
@@ -182,7 +201,7 @@ def _section(sections: tuple[type[Section], ...], value: Any, path: str, found: 
         found.problems.append(f"{path}: {error}")
         return _NOTHING
     if not isinstance(value, Mapping):
-        found.problems.append(f"{path}: {value!r} is not a section: expected an object {{...}}")
+        found.problems.append(f"{path}: {shown(value)} is not a section: expected an object {{...}}")
         return _NOTHING
     if len(sections) == 1:
         return _walk(sections[0], value, path, found)
@@ -194,7 +213,7 @@ def _section(sections: tuple[type[Section], ...], value: Any, path: str, found: 
     if isinstance(kind, str) and kind.lower() == "auto":
         found.problems.append(f'{path}.type: "auto" is refused: name the type, one of {expected}')
     elif "type" in value:
-        found.problems.append(f"{path}.type: {kind!r} is not one of {expected}")
+        found.problems.append(f"{path}.type: {shown(kind)} is not one of {expected}")
     else:
         # Without a type only the keys beside it can be checked.
         _walk(sections[0], {key: None for key in value if key != "params"}, path, _Found(found.problems))
@@ -215,8 +234,8 @@ def _absent(field_info: FieldInfo, absent: Absent, value: Any, path: str, found:
         return
     found.given[path] = value
     if isinstance(reply, Refused):
-        shown = f"{absent.switch} = {keys[absent.switch]!r}" if absent.switch in keys else value
-        found.problems.append(f"{path}: {shown} is refused: {reply.why}. {reply.instead}")
+        said = f"{absent.switch} = {shown(keys[absent.switch])}" if absent.switch in keys else shown(value)
+        found.problems.append(f"{path}: {said} is refused: {reply.why}. {reply.instead}")
 
 
 def _switched_on(absent: Absent, value: Any, accepted: tuple[Any, ...]) -> bool:
@@ -247,7 +266,7 @@ def _sentence(problem: dict[str, Any]) -> str:
     path = ".".join(location)
     if problem["type"] == "missing":
         return f"{path} is required"
-    return f"{path}: {problem['input']!r} is not usable: {problem['msg'].removeprefix('Value error, ')}"
+    return f"{path}: {shown(problem['input'])} is not usable: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def _refusals(config: Config) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
+from typing import get_args
 
 from infinity.config.section import Section, dotted, names_of, sections_of
 
@@ -16,8 +18,13 @@ def unknown_key(path: str, key: str, known: Iterable[str], schema: type[Section]
     section = path.removesuffix(key).rstrip(".")
     candidates = sorted(set(known))
     meant = [dotted(section, name) for name in _meant(key, candidates)]
-    elsewhere = [place for place in _places(schema) if place.rpartition(".")[2] == key]
+    places = _places(schema)
+    elsewhere = [place for place in places if place.rpartition(".")[2] == key]
     near = [name for name in candidates if _one_edit_apart(key, name)]
+    if path in places:
+        # What chooses the section by its type has the key in another one of its types.
+        kinds = " or ".join(_types_with(schema, path.split("."), ()))
+        return f"{path}: unknown key for this type: it is one of {kinds}; the keys here are {', '.join(candidates)}"
     if elsewhere and not near:
         return f"{path}: unknown key here; it belongs at {_either(elsewhere[:3])}"
     if meant:
@@ -47,6 +54,20 @@ def _one_edit_apart(left: str, right: str) -> bool:
     return left[1:] == right[1:] or left[1:] == right or left == right[1:] or swapped
 
 
+def _types_with(schema: type[Section], path: list[str], types: tuple[str, ...]) -> list[str]:
+    """The types of a section, of those that choose it, that have the key at a path. `types`: where it begins."""
+    name, *rest = path
+    if name not in (names := names_of(schema)):
+        return []
+    sections = sections_of(schema.model_fields[names[name]])
+    if not rest:
+        return [*types]
+    chosen = {section: get_args(section.model_fields["type"].annotation) for section in sections[1:] and sections}
+    found = [kind for section in sections for kind in _types_with(section, rest, chosen.get(section, types))]
+    return list(dict.fromkeys(found))
+
+
+@functools.cache
 def _places(schema: type[Section], path: str = "") -> list[str]:
     """Every dotted path of a schema."""
     places = []

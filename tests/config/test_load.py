@@ -205,6 +205,16 @@ def test_a_wrong_value_is_one_sentence_with_its_path(raw: dict[Any, Any], senten
         ),
         ({"bf16": {}, "bfloat16": {}}, "bfloat16: the same key as bf16", "keep one"),
         ({"stage": 3}, "it belongs at 'zero_optimization.stage'", "belongs"),
+        (
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_max_lr": 1e-3}}},
+            "scheduler.params.warmup_max_lr: unknown key for this type: it is one of WarmupLR or WarmupDecayLR",
+            "the keys here are cos_min_ratio, total_num_steps",
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 1, "betas": [0.9, 0.9]}}},
+            "optimizer.params.betas: unknown key for this type: it is one of AdamW or Adam or Lion or",
+            "the keys here are dampening, lr",
+        ),
     ],
 )
 def test_keys_that_contradict_each_other_come_with_a_way_out(raw: dict[str, Any], sentence: str, way_out: str) -> None:
