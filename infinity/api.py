@@ -158,6 +158,12 @@ class _Trained:
 def _checked(model: nn.Module | None) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize(model=...) needs a torch.nn.Module, got {type(model).__name__}")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{path or 'the model'} is a ScriptModule (torch.jit), whose weights cannot be taken away between its "
+                "calls: pass the Python module that was scripted or traced"
+            )
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise ConfigError(f"{name} is a lazy parameter: run one forward to give it a shape before initialize()")

@@ -34,7 +34,7 @@ from infinity.progress import Progress
 from infinity.rescue import Rescue
 from infinity.timeline import Timeline
 from infinity.wall_clock import StepTimes
-from infinity.zero import access
+from infinity.zero import access, guards
 from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
 
@@ -45,6 +45,8 @@ class Engine(nn.Module):
     Made by `infinity.initialize`. It behaves as the module that it trains: calling it runs forward and returns what the
     module returns. `close()` (or leaving a `with engine:` block) returns everything that it holds.
     """
+
+    __reduce_ex__ = guards.refuse_pickle
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
@@ -64,8 +66,7 @@ class Engine(nn.Module):
         # What the program wants back from checkpoints: a mapping, or a function that returns one when asked.
         self.client_state: Any = None
         self._device = parts.device
-        self._hooks = parts.hooks
-        self._stepper = parts.stepper
+        self._hooks, self._stepper = parts.hooks, parts.stepper
         self._checkpointing = parts.checkpointing
         self._parts = parts
         checkpoint, alone = parts.config.config.checkpoint, parts.mesh.ranks.world_size == 1
@@ -74,12 +75,11 @@ class Engine(nn.Module):
         self._boundary = Boundary(parts, self._rescue.says)
         # Of the micro-steps since the latest boundary, unscaled; looked at when somebody asks.
         self._losses: list[Tensor] = []
-        self._applied = False
+        self._applied = self._closed = False
         place = {"rank": parts.mesh.ranks.rank, "world_size": parts.mesh.ranks.world_size}
         self._observer = Observer(
             Breakdown(parts.plan, parts.ledger, parts.store, parts.units, parts.device), parts.config.config, **place
         )
-        self._closed = False
         self._progress = Progress(parts.config.config, parts.ledger, **place)
         self.gradients.landed = self._on_landed
         for unit in self.units:
@@ -425,7 +425,7 @@ class Engine(nn.Module):
         self._boundary.apply(self.optimizer.param_groups)
 
     def _on_landed(self, unit: Unit) -> None:
-        # What was copied out of its partition has arrived before its gradients have: a step may begin to write it.
+        # What was copied out of its partition arrived before its gradients: a step may begin to write it.
         unit.let_go(wait=True)
         final = self.is_gradient_accumulation_boundary()
         self._stepper.landed(unit.layout.index, self.gradients.arrived[unit], final=final)

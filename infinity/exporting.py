@@ -43,6 +43,7 @@ def export(
     one_file: bool = False, tokenizer: Any = None, stem: str = "model", frozen: bool = True,
 ) -> Path:  # fmt: skip
     """See `Engine.export`. stem: name of the weights' file. frozen: with parameters that are not trained."""
+    parts.hooks.check_tree()
     target, chosen = Path(folder), float_dtype(dtype)
     description, sources = describe(parts.module), sources_of(parts.module)
     if not frozen:

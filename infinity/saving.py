@@ -84,6 +84,7 @@ def save(
     exclude_frozen: bool = False, behind: bool = False,
 ) -> str:  # fmt: skip
     """See `Engine.save_checkpoint`. `behind`: return when the state is captured, and leave the rest to `background`."""
+    parts.hooks.check_tree()
     order = Order(Path(directory), "", latest, not exclude_frozen, behind)
     asked = f"global_step{trainee.global_steps}" if tag is None else str(tag)
     ask = partial(together, parts.mesh, path=order.directory)

@@ -20,7 +20,8 @@ from infinity.comm.agreement import on_any_rank
 from infinity.comm.mesh import Mesh
 from infinity.errors import StateError
 from infinity.zero.coordinator import Coordinator, Scope
-from infinity.zero.parameter import whole_of
+from infinity.zero.guards import ModelGuards
+from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.unit import Unit
 
 
@@ -36,7 +37,8 @@ class ModuleHooks:
     ) -> None:
         self._model = model
         self._coordinator = coordinator
-        self._known = {id(whole_of(param)) for unit in units for param in unit.params}
+        self._known = {id(whole_of(param)): name_of(whole_of(param)) for unit in units for param in unit.params}
+        self._guards = ModelGuards(model)
         self._stack: list[tuple[nn.Module, Scope]] = []
         wanted: dict[str, list[Unit]] = {"": []}
         for unit in units:
@@ -60,15 +62,27 @@ class ModuleHooks:
             model.generate = SyncedGenerate(model)  # type: ignore[assignment]
 
     def check_tree(self) -> None:
-        """StateError when a parameter has joined the model since the engine was made: it would not be trained."""
+        """StateError when a parameter has joined the model since the engine was made, or left it: it would not be
+        trained, or trained without a gradient.
+        """
+        left = dict(self._known)
         for name, param in self._model.named_parameters():
+            left.pop(id(param), None)
             if id(param) not in self._known:
                 raise StateError(
                     f"{name} has joined the model after infinity.initialize() and is not in its plan (embeddings "
                     "resized, an adapter added?): change the model before, or close the engine and make a new one"
                 )
+        if left:
+            names = ", ".join([*left.values()][:3])
+            raise StateError(
+                f"{names}{' and others' if len(left) > 3 else ''} left the model after infinity.initialize() (a module "
+                "deleted or replaced?); the engine still has their values. Put the module back and go on; or save with "
+                "it in its place, close the engine and make a new one of the changed model"
+            )
 
     def remove(self) -> None:
+        self._guards.remove()
         if isinstance(self._model.__dict__.get("generate"), SyncedGenerate):
             del self._model.generate
         for handle in self._handles:

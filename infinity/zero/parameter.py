@@ -8,7 +8,9 @@ model is being built) or raises an error that names the parameter and the fix. `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +32,11 @@ class ReleasedParameter(nn.Parameter):
         # The copy is an ordinary parameter: this one has to be whole before its class is looked at.
         keeper_of(self).touch([self], "copy.deepcopy")
         return nn.Parameter.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As a copy: the data has to be there first, or the keeper says why it is not.
+        keeper_of(self).touch([self], "pickle")
+        return nn.Parameter.__reduce_ex__(self, protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,9 +90,30 @@ def adopt(param: nn.Parameter, keeper: Keeper, name: str = "") -> None:
 
 
 def forget(param: nn.Parameter) -> None:
-    """Undo `adopt`."""
-    param.__dict__.pop("_infinity_keeper", None)
-    param.__dict__.pop("_infinity_name", None)
+    """Undo `adopt`: the parameter is the program's, and ordinary."""
+    for name in ("_infinity_keeper", "_infinity_name", "_infinity_owner"):
+        param.__dict__.pop(name, None)
+
+
+@contextmanager
+def writable(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """What is written into `params` during the block is kept: see `is_writable`."""
+    _writable.update(map(id, params))
+    try:
+        yield
+    finally:
+        _writable.subtract(map(id, params))
+        for key in map(id, params):
+            if not _writable[key]:
+                del _writable[key]
+
+
+def is_writable(param: nn.Parameter) -> bool:
+    """Whether a block that keeps what is written into the parameter is open."""
+    return id(param) in _writable
+
+
+_writable: Counter[int] = Counter()
 
 
 def is_released(param: nn.Parameter) -> bool:

@@ -298,6 +298,8 @@ class Unit:
         if self.placed.whole:
             # From now on the parameters are the program's, in its children too.
             let_inherit(self.full)
+            for param in map(parameter.whole_of, self.params):
+                parameter.forget(param)
 
     def _cut(self) -> list[Tensor]:
         """The parameters' places in the full buffer. One whose storage is resized needs its bytes for that."""

@@ -1,0 +1,85 @@
+"""What a program may do to a model that an engine trains without the engine's noticing: pickle it, load values into it.
+
+Both look as if they worked. A pickle would hold placeholders and the engine's hooks; loaded values would go with the
+next step, which writes the weights from their masters. So both raise a StateError that says what to do instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import nn
+
+from infinity.errors import StateError
+from infinity.zero.parameter import is_writable, name_of
+
+_NAME = "_infinity_engine"
+
+
+class ModelGuards:
+    """Guards of one model, until `remove`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # Before all else of it: a pickler meets the guard first, and has written nothing.
+        rest = dict(model.__dict__)
+        model.__dict__.clear()
+        model.__dict__.update({_NAME: _NotPickled(model), **rest})
+        self._handles = [
+            module.register_load_state_dict_pre_hook(_before_load)
+            for module in model.modules()
+            if module._parameters
+        ]  # fmt: skip
+
+    def remove(self) -> None:
+        """The model is the program's."""
+        self._model.__dict__.pop(_NAME, None)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _NotPickled:
+    """Stands in the model's attributes. In a deep copy, which is free of the engine, stands None."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_pickle(self._model, protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leave the engine's hooks out of the copy: what is in `memo` is not copied again."""
+        for module in self._model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                others = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
+                if len(others) < len(hooks):
+                    memo[id(hooks)] = OrderedDict(copy.deepcopy(others, memo))
+
+
+def refuse_pickle(module: nn.Module, protocol: Any) -> NoReturn:
+    """The `__reduce_ex__` of an engine, and of the model that it trains."""
+    raise StateError(
+        f"cannot pickle {type(module).__name__}: its values lie in the partitions of an engine. Save "
+        "engine.state_dict(), call engine.export(folder) or engine.save_checkpoint(folder); or pickle a copy of the "
+        "model (`with infinity.read(model): twin = copy.deepcopy(model)`)"
+    )
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("infinity.zero.")
+
+
+def _before_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    for name, param in module._parameters.items():
+        engine = None if param is None else param.__dict__.get("_infinity_owner")
+        if param is None or engine is None or f"{prefix}{name}" not in state or is_writable(param):
+            continue
+        raise StateError(
+            f"{name_of(param)} belongs to an engine, whose next step would undo what load_state_dict puts there; "
+            "nothing of this module was loaded: use `with infinity.modify(model): model.load_state_dict(...)`, or "
+            "engine.load_checkpoint(folder)"
+        )
