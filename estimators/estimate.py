@@ -131,7 +131,11 @@ class Estimate:
         peak = {tier: self.peak(tier) for tier in Tier}
         allowed = _capacity(self.config, self.machine, self.plan.topology.local_size)
         found: dict[Tier, int] = {}
-        for held, room in ((peak, self.capacity), (self.plan.nbytes_by_tier(), allowed)):
+        held_by_limit = dict(self.plan.nbytes_by_tier())
+        if self.offloaded is not None:
+            # The engine books them under the same limit.
+            held_by_limit[self.offloaded.tier] += self.offloaded.nbytes
+        for held, room in ((peak, self.capacity), (held_by_limit, allowed)):
             needed = [(tier, held[tier], own) for tier, own in zip(Tier, (room.gpu, room.cpu, room.nvme), strict=True)]
             for tier, nbytes, limit in [*needed, (Tier.CPU, held[Tier.GPU] + held[Tier.CPU], room.process)]:
                 if limit is not None and nbytes > limit:

@@ -47,7 +47,7 @@ from infinity.plan.checkpoints import repeated_blocks
 from infinity.plan.plan import Plan
 from infinity.plan.spec import describe, dtype_name
 from infinity.plan.types import Kind
-from infinity.preflight import pinning, preflight
+from infinity.preflight import preflight, remarks
 from infinity.zero import parameter, tiling
 from infinity.zero.access import modify, read
 from infinity.zero.activation import measure_activations
@@ -119,7 +119,7 @@ def initialize(
         loader = engine.training_dataloader = _loader(resolved, training_data, collate_fn, groups, device)
         undo.pop_all()
     trim()
-    for line in [*resolved.report(), *pinning(plan, device), _headline(resolved, plan, trained)]:
+    for line in [*remarks(resolved, model, plan, limits, device), _headline(resolved, plan, trained)]:
         logger.info(line)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 

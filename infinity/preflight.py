@@ -15,16 +15,19 @@ from torch import nn
 from infinity.comm import collectives
 from infinity.comm.mesh import Mesh
 from infinity.config import ResolvedConfig
-from infinity.errors import ConfigError
+from infinity.config.units import format_bytes
+from infinity.errors import CapacityError, ConfigError
+from infinity.memory import slabs
 from infinity.memory.capacity import capacity, free_nvme_nbytes, lockable_nbytes
 from infinity.memory.device import Device
 from infinity.plan.capacity import Capacity
+from infinity.plan.checkpoints import repeated_blocks
 from infinity.plan.plan import Plan
 from infinity.plan.refusal import refuse
 from infinity.plan.request import Question
 from infinity.plan.spec import describe
 from infinity.plan.topology import Topology
-from infinity.plan.types import Kind, Tier
+from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
 from infinity.zero import parameter
 
 
@@ -58,7 +61,51 @@ def preflight(
                 f"{name} is on the meta device and has no values: build the model under `with "
                 f"infinity.Init(config=...):` instead"
             )
+    checkpoint_room(config, model, plan, question.limits, rank=ranks.rank)
     return plan, question.limits
+
+
+def remarks(config: ResolvedConfig, model: nn.Module, plan: Plan, limits: Capacity, device: Device) -> list[str]:
+    """What the program should know of its configuration, and of a plan that fits."""
+    return [*config.report(), *pinning(plan, device), *checkpoint_room(config, model, plan, limits)]
+
+
+def checkpoint_room(
+    config: ResolvedConfig, model: nn.Module, plan: Plan, limits: Capacity, *, rank: int = 0
+) -> list[str]:
+    """A line that says how many tokens' activation checkpoints NVMe takes beside the plan, where they go there.
+
+    How many there will be only the batch says. CapacityError where not even the least has room: the first file, or one
+    token of each sequence of a micro-batch.
+    """
+    held = plan.nbytes_by_tier()
+    room = limits.room(Tier.NVME, held)
+    if config.checkpoint_tier != Tier.NVME.value or room is None:
+        return []
+    tree = describe(model, compute_dtype=config.compute_dtype)
+    classes = tuple(getattr(model, "_no_split_modules", None) or ())
+    every = max(config.config.activation_checkpointing.every, 1)
+    blocks = len(repeated_blocks(tree, classes=classes, every=every))
+    shape = getattr(model, "config", None)
+    hidden, longest = (getattr(shape, name, None) for name in ("hidden_size", "max_position_embeddings"))
+    token_nbytes = blocks * (hidden if isinstance(hidden, int) else 0) * DTYPE_NBYTES[config.compute_dtype]
+    least = max(slabs.FILE_NBYTES, config.micro_batch * token_nbytes)
+    if room < least:
+        raise CapacityError(
+            f"rank {rank} has {format_bytes(room)} on nvme for activation checkpoints beside the plan's "
+            f"{format_bytes(held[Tier.NVME])}, but they take at least {format_bytes(least)}: raise "
+            "memory.nvme.max_bytes or free space on the drive, or keep them in CPU memory "
+            '(activation_checkpointing.offload.device = "cpu")'
+        )
+    line = f"activation checkpoints on nvme have {format_bytes(room)} beside the plan"
+    if not token_nbytes:
+        return [line]
+    tokens = room // token_nbytes
+    line += f": {tokens:,} tokens of {blocks} blocks a micro-batch"
+    sequence = tokens // config.micro_batch
+    if isinstance(longest, int) and sequence < longest:
+        line += f", which is {sequence:,} for each of {config.micro_batch} sequences; the model takes up to {longest:,}"
+    return [line]
 
 
 def pinning(plan: Plan, device: Device) -> list[str]:
@@ -84,6 +131,8 @@ def _own(config: ResolvedConfig, model: nn.Module, device: Device, local_size: i
     drives = None
     if config.nvme_path is not None:
         drives = free_nvme_nbytes(config.nvme_path, config.config.aio.drive_weights)
+    elif config.checkpoint_nvme_path is not None:
+        drives = free_nvme_nbytes(config.checkpoint_nvme_path)
     limits, fillable = (
         capacity(
             config.config.memory,

@@ -153,12 +153,12 @@ def file_slabs(open_file: Callable[[int], NvmeTier], *, ledger: Ledger) -> Slabs
         return Slab(Arena("checkpoints", torch.empty(nbytes, dtype=torch.uint8, device="meta")), nvme)
 
     return Slabs(
-        Tier.NVME, make, ledger=ledger, holds_values=True, owner="activation checkpoints", least_nbytes=_FILE_NBYTES
+        Tier.NVME, make, ledger=ledger, holds_values=True, owner="activation checkpoints", least_nbytes=FILE_NBYTES
     )
 
 
 # The least size of a file: the first ones of a first step would be many and small.
-_FILE_NBYTES = 64 << 20
+FILE_NBYTES = 64 << 20
 
 
 class _HostArena(Arena):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import infinity.api
 from infinity.errors import CapacityError, ConfigError
+from infinity.memory.slabs import FILE_NBYTES
 from tests.support.clock import usual_seconds
+from tests.support.models import tiny_llama
 
 LLAMA_70B = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -39,3 +46,49 @@ def test_a_model_that_would_fit_is_refused_for_having_no_values():
         model = torch.nn.Linear(8, 8)
     with pytest.raises(ConfigError, match="meta device"):
         infinity.api.initialize(model=model, config={})
+
+
+def offloading(folder: Path, limit: int | None, **more: Any) -> dict[str, Any]:
+    """Optimizer states and activation checkpoints on one drive; `limit` is what NVMe may hold."""
+    return {
+        "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "log_level": "info",
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}},
+        "activation_checkpointing": {"every": 1, "offload": {"device": "nvme", "nvme_path": str(folder)}},
+        **({} if limit is None else {"memory": {"nvme": {"max_bytes": limit}}}), **more,
+    }  # fmt: skip
+
+
+def planned_nvme_nbytes(folder: Path) -> int:
+    engine, *_ = infinity.api.initialize(model=tiny_llama(), config=offloading(folder, None))
+    with engine:
+        return engine.plan.nvme_nbytes
+
+
+def test_checkpoints_that_have_no_room_beside_the_plan_are_refused(tmp_path):
+    """By the byte, before anything is written."""
+    least = planned_nvme_nbytes(tmp_path) + FILE_NBYTES
+    said = r"rank 0 has 67\.1 MB on nvme for activation checkpoints .*max_bytes"
+    with pytest.raises(CapacityError, match=said) as error:
+        infinity.api.initialize(model=tiny_llama(), config=offloading(tmp_path, least - 1))
+    assert "activation_checkpointing.offload.device" in str(error.value)
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".bin"]
+    infinity.api.initialize(model=tiny_llama(), config=offloading(tmp_path, least))[0].close()
+
+
+def test_a_token_of_each_sequence_is_the_least_of_a_large_model(tmp_path):
+    """3 blocks x 4 sequences x 2^24 x 2 bytes."""
+    model, limit = tiny_llama(), planned_nvme_nbytes(tmp_path) + 3 * 4 * 2 * 2**24
+    model.config = SimpleNamespace(hidden_size=2**24)
+    with pytest.raises(CapacityError, match="they take at least 403 MB"):
+        infinity.api.initialize(model=model, config=offloading(tmp_path, limit - 1))
+
+
+def test_the_room_for_checkpoints_is_said_in_tokens(tmp_path, caplog):
+    model, limit = tiny_llama(), planned_nvme_nbytes(tmp_path) + 2 * FILE_NBYTES
+    model.config = SimpleNamespace(hidden_size=4096, max_position_embeddings=8192)
+    with caplog.at_level(logging.INFO, "infinity"):
+        infinity.api.initialize(model=model, config=offloading(tmp_path, limit))[0].close()
+    tokens = 2 * FILE_NBYTES // (3 * 4096 * 2)
+    said = f"{tokens:,} tokens of 3 blocks a micro-batch, which is {tokens // 4:,} for each of 4 sequences"
+    assert said in caplog.text and "takes up to 8,192" in caplog.text

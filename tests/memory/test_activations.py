@@ -223,7 +223,7 @@ def test_memory_is_not_given_back_while_a_copy_from_it_is_queued():
 
 def test_a_pass_reuses_the_space_of_the_one_before(monkeypatch):
     """The first pass finds out how much there is; then there is one slab of that size, and no pass adds to it."""
-    monkeypatch.setattr(slabs, "_FILE_NBYTES", 4 * PAGE)
+    monkeypatch.setattr(slabs, "FILE_NBYTES", 4 * PAGE)
     for home in ("cpu", "nvme"):
         bench = Bench(home)
         sizes = []

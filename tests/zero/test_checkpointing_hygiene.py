@@ -17,6 +17,7 @@ from torch import nn
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, StateError, TierMemoryError
+from infinity.memory import slabs
 from infinity.plan.checkpoints import repeated_blocks
 from infinity.plan.spec import describe
 from tests.support.hub import hf_model
@@ -127,8 +128,10 @@ def test_what_a_closed_engine_had_is_a_clear_error(tmp_path):
     assert not swap_files(tmp_path)
 
 
-def test_a_limit_is_kept(tmp_path):
-    limit = {"memory": {"nvme": {"max_bytes": 1 << 20}}}
+def test_a_limit_is_kept(tmp_path, monkeypatch):
+    """By the step that exceeds it, where the batch alone can tell."""
+    monkeypatch.setattr(slabs, "FILE_NBYTES", 4096)
+    limit = {"memory": {"nvme": {"max_bytes": LAYERS * INPUT_NBYTES // 2}}}
     with start(tmp_path, wish("nvme", tmp_path), **limit) as engine:
         with pytest.raises(TierMemoryError, match="activation checkpoints"):
             engine(batch())
