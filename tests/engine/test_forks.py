@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import infinity
+from infinity.comm.watchdog import leave
 from infinity.engine import Engine
 from infinity.errors import StateError
 from infinity.memory.parties import Reservation
@@ -199,3 +200,27 @@ def test_a_reservation_in_a_child_is_refused(tmp_path):
         keys = list(engine.store.keys())
         with pytest.raises(StateError, match="belongs to process"):
             in_child(lambda: engine.store.reserve(Reservation(), keys[0]))
+
+
+def of_two_ranks(rank: int, world: int, folder: str) -> list[float]:
+    """Children of rank 0 that end in every way, between steps of both ranks."""
+    losses = []
+    with trained(Path(folder), 3, "nvme") as engine:
+        for number in range(1, 4):
+            if rank == 0:
+                error = RuntimeError("the child's own")
+                in_child(engine.close)
+                in_child(lambda error=error: engine.__exit__(RuntimeError, error, None))
+                in_child(lambda error=error: engine.mesh.failed(error))
+                in_child(leave)
+            loss = engine(**vector_batch(rank, number))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def test_a_child_is_no_rank(rank_pools, tmp_path):
+    """Whatever becomes of it, the other ranks are told nothing, and go on."""
+    found = rank_pools[2].run(of_two_ranks, str(tmp_path), timeout=100)
+    assert [len(losses) for losses in found] == [3, 3]
