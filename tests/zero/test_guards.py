@@ -68,6 +68,16 @@ def test_a_model_with_an_engine_is_not_pickled(tmp_path, stage, home, pickler):
 
 
 @places
+def test_neither_is_a_part_of_one(tmp_path, stage, home):
+    with trained(tmp_path, stage, home) as engine:
+        for what in (engine.module.enter, engine.module.enter.weight, {"weight": engine.module.leave.bias}):
+            with pytest.raises(StateError, match=r"infinity\.read"):
+                pickle.dumps(what)
+        torch.save(engine.state_dict(), io.BytesIO())
+        step(engine, 1)
+
+
+@places
 def test_a_copy_of_a_model_is_pickled_and_runs_without_an_engine(tmp_path, stage, home):
     with trained(tmp_path, stage, home) as engine:
         with infinity.read(engine.module):
