@@ -293,7 +293,7 @@ def _fill_buffers(parts: Parts, found: Found, source: Source) -> None:
         if saved is None or not buffer.numel():
             continue
         info = source.tensors[saved]
-        values = torch.empty(buffer.numel(), dtype=DTYPES[info.dtype])
+        values = torch.empty(buffer.numel(), dtype=DTYPES[info.dtype], device="cpu")
         source.read(saved, BUFFER if BUFFER in info.kinds else PARAM, 0, buffer.numel(), values)
         with torch.no_grad():
             buffer.copy_(values.view(info.shape))
