@@ -21,7 +21,7 @@ from infinity import exporting, loading, precision, saving
 from infinity.boundary import Boundary, Verdict
 from infinity.breakdown import Breakdown
 from infinity.checkpoint.background import Background
-from infinity.errors import ConfigError, StateError
+from infinity.errors import StateError
 from infinity.loading import Wanted
 from infinity.log import logger
 from infinity.memory.host import trim
@@ -60,8 +60,7 @@ class Engine(nn.Module):
         self.units = parts.units
         self.optimizer: TieredOptimizer
         self.lr_scheduler: Any = None
-        # The one that `initialize` has made of training data.
-        self.training_dataloader: Any = None
+        self.training_dataloader: Any = None  # made of `initialize`'s training data
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         # What the program wants back from checkpoints: a mapping, or a function that returns one when asked.
         self.client_state: Any = None
@@ -195,9 +194,8 @@ class Engine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` will apply the gradients."""
-        if not self.config.config.managed_gradient_accumulation:
-            return True
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        managed = self.config.config.managed_gradient_accumulation
+        return not managed or (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def was_step_applied(self) -> bool:
         """Whether the latest `step()` changed the weights: false between boundaries and for a skipped step."""
@@ -331,10 +329,7 @@ class Engine(nn.Module):
         (None, {}) where there is none. CheckpointError where there are some and none can be loaded.
         """
         self._alive("resume", broken_is_fine=True)
-        directory = self.config.config.checkpoint.path if load_dir is None else os.fspath(load_dir)
-        if directory is None:
-            raise ConfigError("resume() needs a folder: pass one, or set checkpoint.path")
-        return loading.resume(lambda tag: self.load_checkpoint(directory, tag), self._parts, Path(directory))
+        return loading.resume(self.load_checkpoint, self._parts, load_dir)
 
     def export(
         self, folder: str | os.PathLike[str], dtype: str = "bf16", *, max_shard_size: int | str = "5GB",
@@ -359,11 +354,7 @@ class Engine(nn.Module):
     ) -> bool:  # fmt: skip
         """DeepSpeed's name for `export` in 16 bits. Nothing is pickled: "pytorch_model.bin" is "model.safetensors"."""
         self._alive("export")
-        stem = Path(save_filename).stem
-        exporting.export(
-            self._parts, os.fspath(save_dir), dtype="fp16" if self.config.compute_dtype == "fp16" else "bf16",
-            stem="model" if stem == "pytorch_model" else stem, frozen=not exclude_frozen_parameters,
-        )  # fmt: skip
+        exporting.export_16bit(self._parts, save_dir, save_filename, frozen=not exclude_frozen_parameters)
         return True
 
     # The end.

@@ -6,6 +6,7 @@ straight to their places in the files. So the folder must be one that all ranks 
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,6 +87,13 @@ def export(
         for folder in hidden:
             shutil.rmtree(folder, ignore_errors=True)
     return target
+
+
+def export_16bit(parts: Parts, folder: str | os.PathLike[str], filename: str, *, frozen: bool) -> None:
+    """See `Engine.save_16bit_model`."""
+    stem = Path(filename).stem
+    dtype = "fp16" if parts.config.compute_dtype == "fp16" else "bf16"
+    export(parts, os.fspath(folder), dtype=dtype, stem="model" if stem == "pytorch_model" else stem, frozen=frozen)
 
 
 def _write(parts: Parts, sources: Sequence[Source], shards: Sequence[Shard], made: Path) -> int:

@@ -43,7 +43,7 @@ from infinity.checkpoint.ranks import together
 from infinity.checkpoint.spelling import decode
 from infinity.checkpoint.state import Trainee, check_random, check_run, restore_random, restore_run
 from infinity.checkpoint.stored import Stored
-from infinity.errors import CheckpointError, TransferError
+from infinity.errors import CheckpointError, ConfigError, TransferError
 from infinity.log import Progress, logger
 from infinity.memory.partition import DTYPES
 from infinity.observer import Observer
@@ -104,9 +104,13 @@ def load_checkpoint(
 
 
 def resume(
-    load: Callable[[str], tuple[str | None, Any]], parts: Parts, directory: Path
+    load: Callable[[Path, str], tuple[str | None, Any]], parts: Parts, load_dir: str | os.PathLike[str] | None
 ) -> tuple[str | None, Any]:
-    """See `Engine.resume`. `load` loads a tag of `directory`; it raises alike on all ranks."""
+    """See `Engine.resume`. `load` loads a tag of a folder; it raises alike on all ranks."""
+    chosen = parts.config.config.checkpoint.path if load_dir is None else load_dir
+    if chosen is None:
+        raise ConfigError("resume() needs a folder: pass one, or set checkpoint.path")
+    directory = Path(chosen)
 
     def look() -> tuple[list[str], list[tuple[str, str, bool]]]:
         if parts.mesh.ranks.rank != 0:
@@ -121,7 +125,7 @@ def resume(
         failures += [why] if was_whole else []
     for tag in tags:
         try:
-            return load(tag)
+            return load(directory, tag)
         except CheckpointError as error:
             logger.warning("not resumed from %s: %s", directory / tag, error)
             failures.append(str(error))
