@@ -52,6 +52,7 @@ from infinity.zero import parameter, tiling
 from infinity.zero.access import modify, read
 from infinity.zero.activation import measure_activations
 from infinity.zero.checkpointing import Checkpointing
+from infinity.zero.compiled import CompiledModules, unwrapped
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
@@ -93,7 +94,7 @@ def initialize(
     """
     source, ranks = configuration_of(config, config_params, args), detect()
     check_arguments({"mesh": mesh, **others}, dist_init_required, ranks)
-    model = _checked(model)
+    model = unwrapped(_checked(model))
     resolved = _resolve(source, model, ranks, optimizer, lr_scheduler)
     start(ranks.rank, resolved.config.log_level)
     device = Device.detect(ranks.local_rank)
@@ -298,11 +299,14 @@ def _build(
     undo.callback(hooks.remove)
     checkpointing = _checkpointing(config, model, ranks, device, ledger)
     undo.callback(checkpointing.close)
+    compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
+    undo.callback(compiled.close)
     stepper = _stepper(config, plan, store, ranks, device, trained)
     undo.callback(stepper.close)
     return Parts(
         module=model, config=config, plan=plan, device=device, mesh=mesh, ledger=ledger, store=store, units=units,
         gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper, checkpointing=checkpointing,
+        compiled=compiled,
     )  # fmt: skip
 
 

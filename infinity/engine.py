@@ -35,6 +35,7 @@ from infinity.rescue import Rescue
 from infinity.timeline import Timeline
 from infinity.wall_clock import StepTimes
 from infinity.zero import access, guards
+from infinity.zero.compiled import eager_backward, untraced
 from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
 
@@ -96,6 +97,7 @@ class Engine(nn.Module):
 
     # The loop.
 
+    @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; returns what it returns."""
         self._alive("run forward")
@@ -106,6 +108,7 @@ class Engine(nn.Module):
         with self._observer.phase("forward", self._abandon), under:
             return self.module(*args, **kwargs)
 
+    @eager_backward
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Run backward of a scalar loss, scaled for gradient accumulation and for fp16. Returns the unscaled loss.
 
@@ -126,6 +129,7 @@ class Engine(nn.Module):
         self._losses.append(loss.detach())
         return loss
 
+    @untraced
     def step(self) -> None:
         """At the accumulation boundary: average, check, clip and apply the gradients; otherwise only count."""
         self._alive("step")
@@ -200,6 +204,11 @@ class Engine(nn.Module):
     def was_step_applied(self) -> bool:
         """Whether the latest `step()` changed the weights: false between boundaries and for a skipped step."""
         return self._applied
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile the module with `torch.compile`'s arguments; block by block where weights are gathered inside."""
+        self._alive("compile")
+        self._parts.compiled.compile_model(*args, **options)
 
     # What it knows.
 
@@ -375,6 +384,7 @@ class Engine(nn.Module):
             # Backwards.
             stack.callback(self._return_everything)
             stack.callback(self._checkpointing.close)
+            stack.callback(self._parts.compiled.close)
             stack.callback(self._observer.close)
             stack.callback(self._progress.close)
             stack.callback(lambda: self._stepper.close(at_once=at_once))

@@ -14,6 +14,7 @@ from infinity.memory.store import TieredStore
 from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
 from infinity.zero.checkpointing import Checkpointing
+from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
@@ -37,3 +38,4 @@ class Parts:
     hooks: ModuleHooks
     stepper: Stepper
     checkpointing: Checkpointing
+    compiled: CompiledModules

@@ -312,7 +312,7 @@ class Config(Section):
     """Training and generation in one engine."""
     compile: Annotated[
         None,
-        Refused("training runs eagerly", "Remove the section"),
+        Refused("its graph passes are DeepSpeed's own", "Remove the section and call engine.compile()"),
         Absent(
             switch="deepcompile",
             keys=(

@@ -87,9 +87,15 @@ class Replaced:
         self._module = module
         # An instance may have one of its own already, from a library.
         self._own = module.__dict__.get("forward")
+        # What is run, and what that was before it was compiled.
         self._forward: Callable[..., Any] = module.forward
+        self._eager = self._forward
         functools.update_wrapper(cast(Callable[..., Any], self), self._forward, updated=())
         module.forward = self  # type: ignore[assignment]
+
+    def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Compile what lies beneath."""
+        self._forward = compiler(self._eager)
 
     def restore(self) -> None:
         """Take it away again."""

@@ -3,6 +3,11 @@
 A forward pre-hook gathers. An identity function on the module's inputs runs backward after everything inside the
 module: it releases and lets gradients be collected. Hooks on the output tensors run before anything inside: they
 gather again. A module none of whose inputs needs a gradient is closed when backward ends.
+
+[Note: compiled regions] Inside a compiled region there is no gathering and no releasing: the compiler moves what it
+sees across both. So the region is a module's `forward` (`infinity.zero.compiled`), beneath the hooks, and everything
+inside it is whole while it runs. Where a program's own compiled function calls a hooked module all the same, the hooks
+break its graph: the call is right, and the graph is in pieces.
 """
 
 from __future__ import annotations
@@ -11,10 +16,11 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from infinity.comm.agreement import on_any_rank
 from infinity.comm.mesh import Mesh
@@ -23,6 +29,8 @@ from infinity.zero.coordinator import Coordinator, Scope
 from infinity.zero.guards import ModelGuards
 from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.unit import Unit
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class ModuleHooks:
@@ -45,7 +53,7 @@ class ModuleHooks:
             # Tiles are gathered one after the other while the module runs: see `infinity.zero.tiling`.
             for path in () if unit.layout.is_tile else unit.layout.modules:
                 wanted.setdefault(path, []).append(unit)
-        self._handles = []
+        self._standing: dict[nn.Module, _Standing] = {}
         modules = [model.get_submodule(path) for path in wanted]
         lookups = [_looks_up(module) for module in modules]
         if synced:
@@ -53,11 +61,7 @@ class ModuleHooks:
             others = on_any_rank([not lookup for lookup in lookups], mesh, "what backward needs of embeddings")
             lookups = [not other for other in others]
         for module, needed, lookup in zip(modules, wanted.values(), lookups, strict=True):
-            before = self._before(module, needed, lookup=lookup)
-            self._handles += [
-                module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-                module.register_forward_hook(self._after(module), always_call=True),
-            ]
+            self._stand(module, needed, lookup=lookup)
         if synced and hasattr(model, "generation_config") and hasattr(model, "generate"):
             model.generate = SyncedGenerate(model)  # type: ignore[assignment]
 
@@ -81,19 +85,55 @@ class ModuleHooks:
                 "it in its place, close the engine and make a new one of the changed model"
             )
 
+    def units_at(self, module: nn.Module) -> set[Unit]:
+        """The units that the module's hooks gather, when they are not whole, and whose gradients they collect."""
+        return set(self._standing[module].units) if module in self._standing else set()
+
+    def stands_at(self, module: nn.Module) -> bool:
+        """Whether the module has hooks."""
+        return module in self._standing
+
+    def fuse(self, module: nn.Module) -> None:
+        """Let the module's hooks stand for those of all modules inside it, whose own units are whole all the time."""
+        inside = [inner for inner in module.modules() if inner is not module and inner in self._standing]
+        if not inside:
+            return
+        units = {unit: None for inner in inside for unit in self._leave(inner).units}
+        own = self._leave(module)
+        self._stand(module, [*own.units, *(unit for unit in units if unit not in own.units)], lookup=own.lookup)
+
     def remove(self) -> None:
         self._guards.remove()
         if isinstance(self._model.__dict__.get("generate"), SyncedGenerate):
             del self._model.generate
-        for handle in self._handles:
+        for module in [*self._standing]:
+            self._leave(module)
+
+    def _stand(self, module: nn.Module, units: list[Unit], *, lookup: bool) -> None:
+        before = self._before(module, units, lookup=lookup)
+        handles = [
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            module.register_forward_hook(self._after(module), always_call=True),
+        ]
+        self._standing[module] = _Standing(units, lookup, handles)
+
+    def _leave(self, module: nn.Module) -> _Standing:
+        """Take a module's hooks away, and return what they were; those of none where it has none."""
+        standing = self._standing.pop(module, None) or _Standing([], False, [])
+        for handle in standing.handles:
             handle.remove()
-        self._handles.clear()
+        return standing
 
     def _before(self, hooked: nn.Module, units: list[Unit], *, lookup: bool) -> Callable[..., Any]:
         def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if module is not hooked:
                 # A deep copy of the model has its own parameters, and the original's hooks.
                 return None
+            if torch.compiler.is_compiling():
+                return _outside_compiled_regions(enter, module, args, kwargs)
+            return enter(module, args, kwargs)
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if module is self._model:
                 self._coordinator.begin_pass(_mode(module))
             scope = self._coordinator.open_scope(units, lookup=lookup)
@@ -107,7 +147,15 @@ class ModuleHooks:
     def _after(self, hooked: nn.Module) -> Callable[..., None]:
         # Not a bound method: copying one would copy the engine.
         def after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if module is hooked and any(entry is module for entry, _ in self._stack):
+            if module is not hooked:
+                return
+            if torch.compiler.is_compiling():
+                _outside_compiled_regions(leave, module, output)
+            else:
+                leave(module, output)
+
+        def leave(module: nn.Module, output: Any) -> None:
+            if any(entry is module for entry, _ in self._stack):
                 self._close(module, output)
 
         return after_forward
@@ -126,6 +174,40 @@ class ModuleHooks:
             self._coordinator.end_forward()
         if module is self._model and not carrying and not self._stack and not raised:
             self._coordinator.end_pass(_mode(module))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Standing:
+    """The hooks of one module: the units that it needs, and what takes the hooks away."""
+
+    units: list[Unit]
+    lookup: bool
+    handles: list[Any]
+
+
+def not_compiled(reason: str) -> Callable[[_Function], _Function]:
+    """Have compilers not look into a function, and give a reason where they have to (`fullgraph=True`). Unlike
+    `torch.compiler.disable` this does not load the compiler, which takes a second and 100 MB.
+    """
+
+    def mark(function: _Function) -> _Function:
+        outside = _disable_dynamo(function)
+        outside.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+        return outside  # type: ignore[return-value]
+
+    return mark
+
+
+_gathered_outside = not_compiled(
+    "infinity gathers and releases weights here: compile the modules that it gathers instead of a function that calls "
+    "them, as engine.compile() does, also with fullgraph=True"
+)
+
+
+@_gathered_outside
+def _outside_compiled_regions(hook: Callable[..., Any], *args: Any) -> Any:
+    """Call a hook: it breaks the graph here. See [Note: compiled regions]."""
+    return hook(*args)
 
 
 def _looks_up(module: nn.Module) -> bool:

@@ -1,0 +1,286 @@
+"""What of a model is compiled: whole modules, between gathering and releasing.
+
+A program compiles its model as in plain torch, before `infinity.initialize` or after. What torch compiles of a module
+is its call with all hooks; here it is the module's `forward`, beneath the hooks that gather and release: see [Note:
+compiled regions] in `infinity.zero.hooks`. A module inside which others gather for themselves, or whose gradients would
+be too many at once, is not compiled as one. The outermost modules below it that can be are compiled instead, each for
+itself and with the same options, and what lies between them runs eagerly. Modules of torch.nn with no others inside are
+left out then: they are one operator.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.log import logger, warn_once
+from infinity.plan.plan import Plan
+from infinity.zero.checkpointing import Offloaded, Recomputed, Replaced
+from infinity.zero.hooks import ModuleHooks, not_compiled
+from infinity.zero.tiling import TiledParameter
+
+# Compiles a function, with the options that a program has given.
+Compiler = Callable[[Callable[..., Any]], Any]
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+
+
+class CompiledModules:
+    """The compiled modules of one model. Made when its hooks stand, and what replaces a `forward` is in place.
+
+    accelerator: whether it runs on one. `close` leaves every module compiled as plain torch would have done it.
+    """
+
+    def __init__(self, model: nn.Module, hooks: ModuleHooks, plan: Plan, *, accelerator: bool) -> None:
+        self._model = model
+        self._hooks = hooks
+        self._accelerator = accelerator
+        # The gradients of a region come at once: where they leave as they arrive, there is room for a unit's.
+        largest = max((layout.numel for layout in plan.layouts), default=0)
+        self._grad_numel_max = sys.maxsize if plan.placement.grad_whole else largest
+        self._paths = {module: path for path, module in model.named_modules()}
+        # What stands in for whose `forward`, and who is compiled again when the engine is closed.
+        self._replaced: list[Replaced] = []
+        self._asked: dict[nn.Module, Compiler] = {}
+        self._later = {module: None for module in self._paths if any(map(hooks.stands_at, module.modules()))}
+        found = {module: compiler for module in self._paths if (compiler := self._take_off(module)) is not None}
+        for module, compiler in found.items():
+            self._compile(module, compiler, leave=found)
+        for module in self._later:
+            module.compile = _Compile(self, module)
+
+    def compile_model(
+        self, *args: Any, compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
+        compiled_autograd_enabled: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """`Engine.compile`, with torch's arguments, or with DeepSpeed's, which has the others in `compile_kwargs`."""
+        if schedule is not None or compiled_autograd_enabled:
+            name = "schedule" if schedule is not None else "compiled_autograd_enabled"
+            raise ConfigError(
+                f"engine.compile({name}=...) is not supported: weights are gathered by hooks, outside of what is "
+                "compiled. Leave it out"
+            )
+        self.compile(self._model, *args, **{**(compile_kwargs or {}), **kwargs})
+
+    def compile(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """What `module.compile` does while the engine trains it; torch's arguments."""
+
+        def compiler(function: Callable[..., Any]) -> Any:
+            # torch takes entries out of the options that it is given.
+            own: dict[str, Any] = {name: copy.copy(value) for name, value in kwargs.items()}
+            return torch.compile(function, *args, **own)
+
+        self._compile(module, compiler, leave=())
+        self._asked[module] = compiler
+
+    def close(self) -> None:
+        """Give the modules their own `forward` back, and compile them with all their hooks."""
+        for module in self._later:
+            if isinstance(module.__dict__.get("compile"), _Compile):
+                del module.compile
+        while self._replaced:
+            self._replaced.pop().restore()
+        for module, compiler in self._asked.items():
+            module._compiled_call_impl = compiler(module._call_impl)
+        self._asked.clear()
+
+    def _take_off(self, module: nn.Module) -> Compiler | None:
+        """How the program has compiled a module's call or its `forward`, which runs eagerly from now on."""
+        call = module.__dict__.get("_compiled_call_impl")
+        if call is not None:
+            compiler = self._compiler_of(module, call)
+            if compiler is not None:
+                module._compiled_call_impl = None
+                self._asked[module] = compiler
+            return compiler
+        if module in self._later and hasattr(module.forward, "_torchdynamo_orig_callable"):
+            compiler = self._compiler_of(module, getattr(module.forward, "__func__", module.forward))
+            if compiler is not None:
+                self._replaced.append(_Eager(module))
+            return compiler
+        return None
+
+    def _compiler_of(self, module: nn.Module, compiled: Any) -> Compiler | None:
+        """What has compiled a function; None where that was `torch.compiler.disable`."""
+        if getattr(compiled, "_torchdynamo_disable", False):
+            return None
+        cells = [cell.cell_contents for cell in getattr(compiled, "__closure__", None) or ()]
+        compiler = next((value for value in cells if hasattr(value, "compiler_config")), None)
+        if compiler is None:
+            raise ConfigError(
+                f"{self._name(module)} was compiled in a way that infinity does not recognize: give initialize() the "
+                "model as it was, and call engine.compile(...), or module.compile(...) of a block, after it"
+            )
+        return compiler
+
+    def _compile(self, module: nn.Module, compiler: Compiler, *, leave: Collection[nn.Module]) -> None:
+        """Compile a module, or the parts of it that can be. `leave`: modules that have a compiler of their own."""
+        self._refuse_graphs(module, compiler)
+        parts = [*self._outermost(module, leave)] if self._is_open(module) else [module]
+        for part in () if _is_off(module) else parts:
+            self._hooks.fuse(part)
+            region = part.__dict__.get("forward")
+            if not isinstance(region, Replaced):
+                region = _Region(part)
+                self._replaced.append(region)
+            region.compile(compiler)
+        if parts != [module]:
+            names = ", ".join(self._name(part) for part in parts[:3]) + (", ..." if len(parts) > 3 else "")
+            logger.info(
+                "%s is compiled in parts, because weights or gradients come and go inside: %s; the rest runs eagerly",
+                self._name(module), f"{len(parts)} modules ({names})" if parts else "no module inside can be compiled",
+            )  # fmt: skip
+
+    def _outermost(self, module: nn.Module, leave: Collection[nn.Module]) -> Iterator[nn.Module]:
+        """The outermost modules below one that can be compiled as they are, each once."""
+        seen = {module}
+        pending = [*module.children()][::-1]
+        while pending:
+            part = pending.pop()
+            if part in seen or part in leave or _is_off(part):
+                continue
+            seen.add(part)
+            children = [*part.children()]
+            if self._is_open(part) or isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+                pending += children[::-1]
+            elif children or not type(part).__module__.startswith("torch.nn."):
+                yield part
+
+    def _is_open(self, module: nn.Module) -> bool:
+        """Whether a module cannot be one region: others inside gather for themselves, the plan has no room for their
+        gradients all at once, others are computed again, weights lie in tiles, or checkpoints made inside have a tier.
+        """
+        inside = [inner for inner in module.modules() if inner is not module]
+        own, theirs = self._hooks.units_at(module), {unit for inner in inside for unit in self._hooks.units_at(inner)}
+        grad_numel = sum(unit.layout.numel for unit in own | theirs if unit.layout.trainable)
+        return (
+            any(not unit.placed.whole for unit in theirs - own)
+            or (bool(theirs - own) and grad_numel > self._grad_numel_max)
+            or any(isinstance(inner.__dict__.get("forward"), Recomputed) for inner in inside)
+            or any(isinstance(param, TiledParameter) for param in module.parameters())
+            or isinstance(module.__dict__.get("forward"), Offloaded)
+        )
+
+    def _refuse_graphs(self, module: nn.Module, compiler: Compiler) -> None:
+        """ConfigError for CUDA graphs, which read weights where they lay when they were recorded."""
+        units = [unit for inner in module.modules() for unit in self._hooks.units_at(inner)]
+        if not self._accelerator or all(unit.placed.whole for unit in units) or _is_off(module):
+            return
+        if (compiler(_nothing).get_compiler_config() or {}).get("triton.cudagraphs"):
+            raise ConfigError(
+                f"{self._name(module)} is compiled with CUDA graphs, which need weights that never move, and stage 3 "
+                'gathers them anew for each use: leave mode="reduce-overhead" out, take "max-autotune-no-cudagraphs" '
+                "for \"max-autotune\", or set zero_optimization.stage to 2"
+            )
+
+    def _name(self, module: nn.Module) -> str:
+        return self._paths.get(module) or type(module).__name__
+
+
+class _Region(Replaced):
+    """A module's `forward`, compiled."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+class _Eager(_Region):
+    """A module's `forward` before the program compiled it, for the whole class or for this module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        plain = self._forward._torchdynamo_orig_callable  # type: ignore[attr-defined]
+        self._forward = self._eager = plain if self._own is not None else MethodType(plain, module)
+
+
+class _Compile:
+    """Stands in for a module's `compile`. A deep copy of the module has its class's own."""
+
+    def __init__(self, modules: CompiledModules, module: nn.Module) -> None:
+        self._modules = modules
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._modules.compile(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = memo[id(self._module)]
+        return MethodType(type(module).compile, module)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model with what `torch.compile(module)` has put around it or around modules inside taken away, each module
+    compiled in place (`module.compile`) instead: parameters have their own names again.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return model
+
+    def opened(module: Any) -> Any:
+        if not isinstance(module, dynamo.OptimizedModule):
+            return module
+        inner = opened(module._orig_mod)
+        if inner.__dict__.get("_compiled_call_impl") is None:
+            inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
+        return inner
+
+    model = opened(model)
+    for parent in [*model.modules()]:
+        for name, child in parent._modules.items():
+            parent._modules[name] = opened(child)
+    return model
+
+
+def untraced(verb: _Verb) -> _Verb:
+    """A method of an engine that compilers do not look into: a program's compiled function that calls it is cut there,
+    and the verb runs as without it.
+    """
+
+    @functools.wraps(verb)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _outside(verb, *args, **kwargs) if torch.compiler.is_compiling() else verb(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def eager_backward(verb: _Verb) -> _Verb:
+    """`untraced`, for the verb that runs backward: ConfigError where backward itself is compiled."""
+
+    @functools.wraps(verb)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+        if autograd is not None and autograd.compiled_autograd_enabled:
+            raise ConfigError(
+                "backward is compiled (compiled autograd), which would read weights before hooks have gathered them: "
+                "switch it off around engine.backward(); engine.compile() compiles what backward computes, too"
+            )
+        return verb(*args, **kwargs)
+
+    return untraced(call)  # type: ignore[return-value]
+
+
+@not_compiled("an engine's verbs are not compiled: call engine.compile() instead of compiling what calls the engine")
+def _outside(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    warn_once(
+        "traced",
+        "torch.compile was given the engine, or a function that calls it: that compiles nothing of the model. Call "
+        "engine.compile(...) with the same options",
+    )
+    return verb(*args, **kwargs)
+
+
+def _is_off(module: nn.Module) -> bool:
+    """Whether the program has asked that a module is never compiled."""
+    functions = (module.__dict__.get("_compiled_call_impl"), module.forward)
+    return any(getattr(function, "_torchdynamo_disable", False) for function in functions)
+
+
+def _nothing() -> None:
+    """What a compiler is asked about its options with."""
