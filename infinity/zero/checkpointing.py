@@ -93,6 +93,11 @@ class Replaced:
         functools.update_wrapper(cast(Callable[..., Any], self), self._forward, updated=())
         module.forward = self  # type: ignore[assignment]
 
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """What lies beneath, before it was compiled."""
+        return self._eager
+
     def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Compile what lies beneath."""
         self._forward = compiler(self._eager)

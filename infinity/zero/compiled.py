@@ -50,9 +50,13 @@ class CompiledModules:
         self._replaced: list[Replaced] = []
         self._asked: dict[nn.Module, Compiler] = {}
         self._later = {module: None for module in self._paths if any(map(hooks.stands_at, module.modules()))}
-        found = {module: compiler for module in self._paths if (compiler := self._take_off(module)) is not None}
-        for module, compiler in found.items():
-            self._compile(module, compiler, leave=found)
+        try:
+            found = {module: compiler for module in self._paths if (compiler := self._take_off(module)) is not None}
+            for module, compiler in found.items():
+                self._compile(module, compiler, leave=found)
+        except ConfigError:
+            self.close()
+            raise
         for module in self._later:
             module.compile = _Compile(self, module)
 
@@ -92,9 +96,12 @@ class CompiledModules:
         self._asked.clear()
 
     def _take_off(self, module: nn.Module) -> Compiler | None:
-        """How the program has compiled a module's call or its `forward`, which runs eagerly from now on."""
+        """How the program has compiled a module's call or its `forward`, which runs eagerly from now on.
+
+        None, too, for a call that is the module's own: `torch.compile` gives that where it is switched off.
+        """
         call = module.__dict__.get("_compiled_call_impl")
-        if call is not None:
+        if call is not None and call != module._call_impl:
             compiler = self._compiler_of(module, call)
             if compiler is not None:
                 module._compiled_call_impl = None
@@ -173,7 +180,8 @@ class CompiledModules:
         units = [unit for inner in module.modules() for unit in self._hooks.units_at(inner)]
         if not self._accelerator or all(unit.placed.whole for unit in units) or _is_off(module):
             return
-        if (compiler(_nothing).get_compiler_config() or {}).get("triton.cudagraphs"):
+        settings: dict[str, Any] = getattr(compiler(_nothing), "get_compiler_config", dict)() or {}
+        if settings.get("triton.cudagraphs"):
             raise ConfigError(
                 f"{self._name(module)} is compiled with CUDA graphs, which need weights that never move, and stage 3 "
                 'gathers them anew for each use: leave mode="reduce-overhead" out, take "max-autotune-no-cudagraphs" '
@@ -278,7 +286,8 @@ def _outside(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _is_off(module: nn.Module) -> bool:
     """Whether the program has asked that a module is never compiled."""
-    functions = (module.__dict__.get("_compiled_call_impl"), module.forward)
+    forward = module.forward
+    functions = (module.__dict__.get("_compiled_call_impl"), getattr(forward, "eager", forward))
     return any(getattr(function, "_torchdynamo_disable", False) for function in functions)
 
 

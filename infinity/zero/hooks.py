@@ -187,7 +187,7 @@ class _Standing:
 
 def not_compiled(reason: str) -> Callable[[_Function], _Function]:
     """Have compilers not look into a function, and give a reason where they have to (`fullgraph=True`). Unlike
-    `torch.compiler.disable` this does not load the compiler, which takes a second and 100 MB.
+    `torch.compiler.disable` this loads the compiler when the function is first called, not with this module.
     """
 
     def mark(function: _Function) -> _Function:

@@ -48,6 +48,7 @@ AT_STAGE_3 = (
 def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    torch._dynamo.utils.counters.clear()
     yield
     torch.set_num_threads(threads)
     torch._dynamo.reset()
@@ -72,7 +73,7 @@ def _on_two_ranks(rank: int, world: int, folder: str) -> list[tuple[int, float]]
     """(graphs, difference from a run that is not compiled) for stages 1 and 3."""
     join(world)
     found = []
-    for stage in (1, 3):
+    for stage, backend in ((1, "eager"), (3, "aot_eager")):
         weights = []
         for compiled in (False, True):
             config = settings(folder, stage=stage, param="nvme", optimizer="nvme", accumulation=2)
@@ -80,7 +81,7 @@ def _on_two_ranks(rank: int, world: int, folder: str) -> list[tuple[int, float]]
             with engine:
                 torch._dynamo.utils.counters.clear()
                 if compiled:
-                    engine.compile(backend="aot_eager")
+                    engine.compile(backend=backend)
                 for micro in range(4):
                     engine.backward(engine(**token_batch(rank, micro)))
                     engine.step()
@@ -221,11 +222,23 @@ def test_cuda_graphs_are_refused_where_weights_move(tmp_path: Path, options: dic
         modules.compile(engine.module, mode="max-autotune-no-cudagraphs")
 
 
-def test_a_compiler_that_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_a_compiler_that_is_not_known_is_refused_and_the_model_left_as_it_was(tmp_path: Path) -> None:
     model = tiny_llama()
+    model.compile(backend="eager")
     model.blocks[0]._compiled_call_impl = lambda x: x
     with pytest.raises(ConfigError, match=r"blocks\.0 was compiled in a way.*engine\.compile"):
         _engine(tmp_path, model)
+    assert model._compiled_call_impl is not None
+    assert model._compiled_call_impl._torchdynamo_orig_callable == model._call_impl  # type: ignore[attr-defined]
+
+
+def test_a_compiler_that_is_switched_off_is_none(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.compile(disable=True)
+    with _engine(tmp_path, model) as engine:
+        engine.module.blocks[0].compile(disable=True)
+        engine.backward(engine(**token_batch(0, 0)))
+    assert not torch._dynamo.utils.counters["frames"]
 
 
 @pytest.mark.slow
