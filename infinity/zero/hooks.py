@@ -54,6 +54,8 @@ class ModuleHooks:
             for path in () if unit.layout.is_tile else unit.layout.modules:
                 wanted.setdefault(path, []).append(unit)
         self._standing: dict[nn.Module, _Standing] = {}
+        # Modules that are compiled as one region: see [Note: compiled regions].
+        self._regions: set[nn.Module] = set()
         modules = [model.get_submodule(path) for path in wanted]
         lookups = [_looks_up(module) for module in modules]
         if synced:
@@ -95,6 +97,7 @@ class ModuleHooks:
 
     def fuse(self, module: nn.Module) -> None:
         """Let the module's hooks stand for those of all modules inside it, whose own units are whole all the time."""
+        self._regions.add(module)
         inside = [inner for inner in module.modules() if inner is not module and inner in self._standing]
         if not inside:
             return
@@ -168,6 +171,10 @@ class ModuleHooks:
         carrying = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         returns = announce_begin(carrying, self._coordinator, scope)
         self._coordinator.close_scope(scope, will_return=returns)
+        if module in self._regions and module in self._standing:
+            # A weight that it borrows is whole from now on when it begins: a compiler looks again at whatever changes.
+            units = self._standing[module].units
+            units += [unit for unit in scope.units if unit not in units and not unit.placed.whole]
         # A forward that raised has no output, and is abandoned: what it still gathers may never come.
         raised = output is None and sys.exc_info()[0] is not None
         if module is self._model and not self._stack and not raised:

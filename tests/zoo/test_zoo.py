@@ -17,8 +17,8 @@ from tests.zoo.train import BY_LAYER, ERROR_MAX, NOT_COMPILED, run, train
 
 # LayerDrop, tied weights, an encoder and a decoder, a mixture of experts.
 AWKWARD = ("bart LayerDrop", "llama tied", "t5", "mixtral")
-# Backends of engine.compile() that the suite runs; "aot_eager" belongs here once compiled modules train at stage 3.
-COMPILERS = (NOT_COMPILED,)
+# Backends of engine.compile() that the suite runs; the script runs inductor, too.
+COMPILERS = (NOT_COMPILED, "aot_eager")
 SOCKETS, MEMORY = 1 << 30, 1
 
 
