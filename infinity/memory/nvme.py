@@ -116,8 +116,9 @@ class NvmeTier:
         queues = [queue] if isinstance(queue, Queue) else list(queue)
         self._stripes = Stripes(nbytes, weights or (1.0,) * len(directories))
         shares = self._stripes.nbytes_by_drive
-        # Checksums of what was written, by drive, offset and bytes; a request knows its own once it is done.
-        self._written: dict[tuple[int, int, int], Request | int] | None = {} if checksum else None
+        # How many bytes were written last, and their checksum, by drive and offset; a request knows its own once it is
+        # done.
+        self._written: dict[tuple[int, int], tuple[int, Request | int]] | None = {} if checksum else None
         self._sampled = checksum == "sampled"
         for path in directories:
             path.mkdir(parents=True, exist_ok=True)
@@ -249,22 +250,23 @@ class NvmeTier:
         if self._written is None:
             submit = drive.queue.write if write else drive.queue.read
             return submit(drive.file, piece.offset, part, priority=priority)
-        key = (piece.drive, piece.offset, piece.nbytes)
+        key = (piece.drive, piece.offset)
         if write:
             request = drive.queue.write(
                 drive.file, piece.offset, part, priority=priority, checksum=True, sampled=self._sampled
             )
-            self._written[key] = request
+            self._written[key] = piece.nbytes, request
             return request
-        written = self._written.get(key)
+        nbytes, written = self._written.get(key, (0, None))
         if isinstance(written, Request) and written.done():
             # Unknown after a failure; else the number is all that is kept.
             written = written.checksum
             if written is None:
                 del self._written[key]
             else:
-                self._written[key] = written
-        expected = written if isinstance(written, int) else None
+                self._written[key] = nbytes, written
+        # A part of what was written has no checksum of its own.
+        expected = written if isinstance(written, int) and nbytes == piece.nbytes else None
         return drive.queue.read(
             drive.file, piece.offset, part, priority=priority, expected=expected, sampled=self._sampled
         )

@@ -18,6 +18,10 @@ the second place, is *pending*, the first place holds the committed one, which i
 change roles, `forget` goes back to the committed value, from wherever the pending one is. At most one version is
 pending, and a version becomes pending only where the committed one is on NVMe.
 
+[Note: zero tails] Moments begin as zero, and most of a model's states are moments. So a value may be zero from some
+byte on (`prefix_nbytes`): what is behind is neither written nor read until somebody writes to it, and in memory it
+becomes zero when the buffer is first lent. A value that is zero from its first byte on takes no transfer at all.
+
 A partition whose home is GPU or CPU is ABSENT or RESIDENT only. Invariants, in `check`: (1) a value that exists is in
 at least one place; (3) no drop, flush or discard under a writer, no drop or discard under readers; (4) READING or
 WRITING exactly when a transfer is set; (5) SPILLED has no buffer. The store holds (2), one buffer one partition, and
@@ -34,7 +38,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import StateError
-from infinity.plan.types import Extent, Key, Kind, PartitionSpec, Tier
+from infinity.plan.types import EXTENT_ALIGNMENT, Extent, Key, Kind, PartitionSpec, Tier, align_up
 from infinity.transfer import Transfer
 
 DTYPES = {
@@ -74,8 +78,8 @@ class Partition:
     """Guards every move of one slice. `buffer` is uint8, [spec.nbytes], while memory holds the value."""
 
     __slots__ = (
-        "_turned", "_views", "awaited", "buffer", "checksums", "kept", "pending", "rank", "readers", "spec", "state",
-        "transfer", "used", "writer",
+        "_prefixes", "_turned", "_views", "awaited", "buffer", "checksums", "kept", "pending", "rank", "readers",
+        "spec", "state", "transfer", "unset", "used", "writer",
     )  # fmt: skip
 
     def __init__(self, spec: PartitionSpec, rank: int = 0) -> None:
@@ -96,6 +100,10 @@ class Partition:
         self.used = 0
         # Whether the value is one that may still be forgotten, and whether the spare extent has the committed one.
         self.pending = self._turned = False
+        # From which byte on the value is zero, by extent; of the value in memory where that is newer.
+        self._prefixes = [spec.nbytes, spec.nbytes]
+        # Whether memory does not have those zeros yet.
+        self.unset = False
         # Made at the first use of a buffer.
         self._views: dict[Kind, Tensor] = {}
 
@@ -113,6 +121,11 @@ class Partition:
         return self.spec.spare if self._turned is not self.pending else self.spec.extent
 
     @property
+    def prefix_nbytes(self) -> int:
+        """How much of its extent the value takes: behind that it is zero. See [Note: zero tails]."""
+        return self._prefixes[self._turned is not self.pending]
+
+    @property
     def leased(self) -> bool:
         return self.writer or self.readers > 0
 
@@ -128,18 +141,34 @@ class Partition:
             view = self._views[kind] = self._make_view(kind)
         return view
 
-    def materialize(self, buffer: Tensor) -> None:
-        """Give an absent partition a buffer whose content is its new value."""
+    def materialize(self, buffer: Tensor, *, prefix_nbytes: int | None = None) -> None:
+        """Give an absent partition a buffer whose content is its new value, or the first `prefix_nbytes` of it: all
+        behind is zero, whatever the buffer has there.
+        """
         # RESIDENT -> DIRTY is a legal move, too, but a writer's.
         self._forbid(self.state is not State.ABSENT, "materialize")
         self._move(State.DIRTY if self.on_nvme else State.RESIDENT, "materialize")
         self.buffer, self.checksums = buffer, ()
+        self._set_prefix(prefix_nbytes)
+
+    def fill(self) -> None:
+        """Give memory the zeros that the value has: before it is lent."""
+        if self.unset:
+            assert self.buffer is not None
+            self.buffer[self.prefix_nbytes :].zero_()
+            self.unset = False
+
+    def _set_prefix(self, nbytes: int | None) -> None:
+        nbytes = self.spec.nbytes if nbytes is None else align_up(nbytes, EXTENT_ALIGNMENT)
+        self._prefixes[self._turned is not self.pending] = nbytes
+        self.unset = nbytes < self.spec.nbytes
 
     def begin_fetch(self, buffer: Tensor, submit: Callable[[], Transfer]) -> None:
         """Fill `buffer` from NVMe. When `submit` raises nothing has changed."""
         self._allow(State.READING, "fetch")
         self.transfer = submit()
         self.buffer = buffer
+        self.unset = self.prefix_nbytes < self.spec.nbytes
         self._move(State.READING, "fetch")
 
     def begin_flush(self, submit: Callable[[], Transfer]) -> None:
@@ -202,14 +231,19 @@ class Partition:
     def end_read(self) -> None:
         self.readers -= 1
 
-    def begin_write(self, *, pending: bool = False) -> None:
-        """pending: the value that is written may be forgotten; the one before it must be on NVMe."""
+    def begin_write(self, *, pending: bool = False, starts: bool = False) -> None:
+        """pending: the value that is written may be forgotten; the one before it must be on NVMe. starts: the writer
+        fills what `materialize` was told, and nothing behind it.
+        """
         if self.state not in (State.RESIDENT, State.DIRTY) or self.leased:
             raise self.error("write")
         if pending and not self.pending:
             self._forbid(self.spec.spare is None or self.state is not State.RESIDENT, "write a pending version")
             self.pending = True
         self._forbid(self.pending and not pending, "write over a pending version")
+        self._forbid(self.unset and not starts, "write")
+        if not starts:
+            self._set_prefix(None)
         if self.on_nvme and self.state is State.RESIDENT:
             self._move(State.DIRTY, "write")
         self.writer, self.checksums = True, ()
@@ -242,6 +276,7 @@ class Partition:
             not self.on_nvme and self.state not in (State.ABSENT, State.RESIDENT),
             self.readers < 0,
             self.pending and (self.spec.spare is None or self.state is State.ABSENT),
+            self.unset and (self.buffer is None or self.readers > 0),
         ]
         if any(broken):
             raise self.error(f"pass invariant {broken.index(True) + 1}")
@@ -273,6 +308,7 @@ class Partition:
 
     def _take_buffer(self) -> Tensor:
         buffer, self.buffer = self.buffer, None
+        self.unset = False
         self._views.clear()
         if buffer is None:
             raise self.error("give up a buffer")

@@ -13,7 +13,7 @@ Nobody holds the store's lock while waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -32,7 +32,7 @@ from infinity.memory.partition import Partition, State
 from infinity.memory.report import PoolUse
 from infinity.plan.plan import Pools
 from infinity.plan.types import Extent, Key, PartitionSpec
-from infinity.transfer import Transfer
+from infinity.transfer import Completed, Transfer
 
 
 class TieredStore(Parties):
@@ -90,23 +90,27 @@ class TieredStore(Parties):
                         self._reclaim(partition)
 
     @contextmanager
-    def write(self, *keys: Key, fresh: bool = False, by: Reservation | None = None) -> Iterator[list[Partition]]:
-        """Lend partitions to one writer. With `fresh` the old value is not fetched: the writer replaces all of it.
+    def write(
+        self, *keys: Key, fresh: bool = False, prefix_nbytes: int | None = None, by: Reservation | None = None
+    ) -> Iterator[list[Partition]]:
+        """Lend partitions to one writer. With `fresh` the old value is not fetched: the writer replaces all of it, or
+        its first `prefix_nbytes`, and the rest is zero: see [Note: zero tails].
 
-        A partition that was ABSENT comes zeroed. by: as in `read`.
+        A partition that was ABSENT comes zeroed, as far as it is the writer's. by: as in `read`.
         """
         held: list[Partition] = []
         with self._claimed(keys, by, writes=True):
             try:
                 with self._changed:
-                    for partition in self._acquire(keys, by, fresh=fresh):
+                    for partition in self._acquire(keys, by, fresh=fresh, prefix_nbytes=prefix_nbytes):
                         if not partition.leased:
                             self._settle(partition)
                         if by is not None and by.pending and not partition.pending:
                             # What the step begins from stays on NVMe. Meanwhile it may be wanted after all.
                             self._flush([partition.key])
                             self._settle(partition)
-                        partition.begin_write(pending=by is not None and by.pending)
+                        starts = partition.on_nvme and prefix_nbytes is not None
+                        partition.begin_write(pending=by is not None and by.pending, starts=starts)
                         held.append(partition)
                 yield [*held]
             finally:
@@ -129,6 +133,7 @@ class TieredStore(Parties):
                 self._settle(partition)
             lent = partition if partition.state is not State.SPILLED else None
             if lent is not None:
+                lent.fill()
                 lent.begin_read()
                 self._claim([key], snapshot)
             if last:
@@ -155,9 +160,13 @@ class TieredStore(Parties):
 
         For the saver: behind all other traffic.
         """
-        extent = self._partitions[key].extent
+        partition = self._partitions[key]
+        extent = partition.extent
         assert self._nvme is not None and extent is not None
-        return self._nvme.read(Extent(extent.offset + begin, buffer.nbytes), buffer, priority=-1)
+        held = min(max(partition.prefix_nbytes - begin, 0), buffer.nbytes)
+        buffer[held:].zero_()
+        read = partial(self._nvme.read, priority=-1)
+        return _moved(read, Extent(extent.offset + begin, buffer.nbytes), buffer, held)
 
     # Moves.
 
@@ -284,7 +293,9 @@ class TieredStore(Parties):
 
     # Everything below runs under the lock; what waits gives it up meanwhile.
 
-    def _acquire(self, keys: Sequence[Key], by: Reservation | None, fresh: bool = False) -> list[Partition]:
+    def _acquire(
+        self, keys: Sequence[Key], by: Reservation | None, fresh: bool = False, prefix_nbytes: int | None = None
+    ) -> list[Partition]:
         """Bring all partitions into memory. Largest first, so that what is left fits into what is left of the arena."""
         partitions = [self._partitions[key] for key in keys]
         self._clock += 1
@@ -293,19 +304,21 @@ class TieredStore(Parties):
         by_size = sorted(partitions, key=lambda partition: -partition.spec.nbytes)
         try:
             for partition in by_size:
-                self._bring(partition, fresh, by)
+                self._bring(partition, fresh, by, prefix_nbytes)
         except TierMemoryError:
             # Earlier buffers may lie in the middle of the free space: start from an empty arena, once.
             self._clear(keys)
             for partition in by_size:
-                self._bring(partition, fresh, by)
+                self._bring(partition, fresh, by, prefix_nbytes)
         for partition in by_size:
             if partition.state is State.READING:
                 self._settle(partition)
             partition.awaited = False
+            if prefix_nbytes is None:
+                partition.fill()
         return partitions
 
-    def _bring(self, partition: Partition, fresh: bool, by: Reservation | None) -> None:
+    def _bring(self, partition: Partition, fresh: bool, by: Reservation | None, prefix_nbytes: int | None) -> None:
         """Make sure that a partition has its value, or a fetch under way."""
         buffer = self._take(partition, by)
         if partition.state is State.FAILED:
@@ -317,14 +330,17 @@ class TieredStore(Parties):
         else:
             # Not before there is room: the old value is lost now.
             partition.discard()
-            partition.materialize(buffer.zero_())
+            prefix_nbytes = prefix_nbytes if partition.on_nvme else None
+            partition.materialize(buffer, prefix_nbytes=prefix_nbytes)
+            buffer[: partition.prefix_nbytes].zero_()
 
     def _submit_fetch(self, partition: Partition, buffer: Tensor, by: Reservation | None) -> None:
         assert self._nvme is not None and partition.extent is not None
         # What the program reads ahead it needs soon; what a step behind it reads and writes has time.
         priority = 1 if by is None else 0
+        read = partial(self._nvme.read, priority=priority)
         try:
-            partition.begin_fetch(buffer, partial(self._nvme.read, partition.extent, buffer, priority=priority))
+            partition.begin_fetch(buffer, partial(_moved, read, partition.extent, buffer, partition.prefix_nbytes))
         except BaseException:
             self._buffers.give(partition, buffer)
             raise
@@ -406,7 +422,7 @@ class TieredStore(Parties):
             extent, buffer = partition.extent, partition.buffer
             if partition.state is State.DIRTY and extent is not None and buffer is not None:
                 assert self._nvme is not None
-                partition.begin_flush(partial(self._nvme.write, extent, buffer))
+                partition.begin_flush(partial(_moved, self._nvme.write, extent, buffer, partition.prefix_nbytes))
                 if not self._overlap:
                     self._settle(partition)
 
@@ -462,3 +478,8 @@ class TieredStore(Parties):
         buffer = partition.surrender()
         if buffer is not None:
             self._buffers.give(partition, buffer)
+
+
+def _moved(move: Callable[[Extent, Tensor], Transfer], extent: Extent, buffer: Tensor, nbytes: int) -> Transfer:
+    """Submit a move of the first `nbytes` of an extent; nothing is done at once."""
+    return move(Extent(extent.offset, nbytes), buffer[:nbytes]) if nbytes else Completed()
