@@ -311,6 +311,12 @@ class _Joined:
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
         self._tensors = list(tensors)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Origin`; fp32 of tensors that differ."""
+        found = {tensor.dtype for tensor in self._tensors}
+        return found.pop() if len(found) == 1 else torch.float32
+
     def read(self, start: int, target: Tensor) -> None:
         """See `Origin.read`."""
         stop = start + target.numel()
@@ -337,6 +343,11 @@ class _Converted:
     conversion: _Conversion
     name: str
     latest: _Latest
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Origin`: what a conversion gives is known when it has run."""
+        return torch.float32
 
     def read(self, start: int, target: Tensor) -> None:
         """See `Origin.read`."""

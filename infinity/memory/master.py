@@ -20,9 +20,12 @@ def encode(values: Tensor, param: Tensor, states: Partition | None, at: int) -> 
         return
     span = slice(at, at + values.numel())
     if param.dtype is torch.bfloat16:
-        rounded, remainder = split(values)
-        param.copy_(rounded)
-        states.view(Kind.REMAINDER)[span].copy_(remainder)
+        remainder = states.view(Kind.REMAINDER)[span]
+        if param.is_cpu and remainder.is_cpu:
+            split(values, out=(param, remainder))
+            return
+        for target, part in zip((param, remainder), split(values), strict=True):
+            target.copy_(part)
     else:
         param.copy_(values)
         states.view(Kind.MASTER)[span].copy_(values)

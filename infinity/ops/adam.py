@@ -133,17 +133,25 @@ def grad_stats(tensors: Sequence[Tensor], native: bool | None = None) -> list[Gr
     return [GradStats(*pair) for pair in zip(sums, nonfinite, strict=True)]
 
 
-def split(values: Tensor, native: bool | None = None) -> tuple[Tensor, Tensor]:
-    """fp32 [numel] -> (bf16 [numel] nearest with ties away from zero, int16 [numel] remainder).
+def split(
+    values: Tensor, native: bool | None = None, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """fp32 [numel] -> (bf16 [numel] nearest with ties away from zero, int16 [numel] remainder), into `out` if given.
 
     `join` gives back the very bits of every fp32, NaN payloads included. A finite value that is nearest to a bf16
     infinity shows as infinity in the bf16 part alone, and a NaN whose upper fraction bits are all ones as a zero.
     """
     _check_tensor("values", values, (torch.float32,), values.numel())
+    if out is None:
+        param = torch.empty(values.shape, dtype=torch.bfloat16, device=_CPU)
+        out = param, torch.empty(values.shape, dtype=torch.int16, device=_CPU)
+    param, remainder = out
+    _check_tensor("out[0]", param, (torch.bfloat16,), values.numel())
+    _check_tensor("out[1]", remainder, (torch.int16,), values.numel())
     if not _runtime.uses_native(native):
-        return reference.split(values)
-    param = torch.empty(values.shape, dtype=torch.bfloat16, device=_CPU)
-    remainder = torch.empty(values.shape, dtype=torch.int16, device=_CPU)
+        for target, made in zip(out, reference.split(values), strict=True):
+            target.copy_(made)
+        return out
     numel = ctypes.c_uint64(values.numel())
     _runtime.call("infinity_adam_split", _address(values), _address(param), _address(remainder), numel)
     return param, remainder

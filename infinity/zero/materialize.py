@@ -8,7 +8,8 @@ as soon as its unit has its partitions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from infinity.memory.host import trim
 from infinity.memory.master import encode
 from infinity.memory.partition import DTYPES, Partition
 from infinity.memory.store import TieredStore
-from infinity.plan.layout import Slice, SubGroup
+from infinity.plan.layout import Overlap, Slice, SubGroup
 from infinity.plan.phases import FILL_NUMEL
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
@@ -54,6 +55,9 @@ class Materializer:
         self._trim_nbytes = sum(param.nbytes for unit in self._units for param in unit.params) // _TRIM_COUNT
         # Parameters that every rank reads from the same files.
         self._alike: set[int] = set()
+        # In the order in which they are taken in, with what follows each.
+        wholes = {id(whole): whole for unit in self._units for whole in map(parameter.whole_of, unit.params)}
+        self._following = {id(one): other for one, other in pairwise(wholes.values())}
         own = sum(unit.layout.nbytes // unit.placed.parts for unit in self._units)
         self._progress = Progress("taking the model in", own)
 
@@ -66,9 +70,12 @@ class Materializer:
                 self._taken(unit)
         last = {piece.unit: group.index for group in self._plan.sub_groups for piece in group.slices}
         for group in self._plan.sub_groups:
-            for unit in self._fill_group(group):
-                if last[unit.layout.index] == group.index:
-                    self._taken(unit)
+            units = self._fill_group(group)
+            # A unit has several sub-groups, and is written once.
+            whole = [unit for unit in units if last[unit.layout.index] == group.index]
+            self._store.flush(Key(Kind.STATES, group.index), *(unit.key for unit in whole))
+            for unit in whole:
+                self._taken(unit)
         for unit in self._units:
             # Units without elements belong to no sub-group.
             self._taken(unit)
@@ -87,46 +94,86 @@ class Materializer:
         units = [self._units[piece.unit] for piece in group.slices]
         states_key = Key(Kind.STATES, group.index)
         with (
-            self._store.write(states_key, fresh=True) as (states,),
+            self._store.write(states_key, fresh=True, prefix_nbytes=self._prefix_nbytes(group, units)) as (states,),
             self._store.write(*(u.key for u in units)) as params,
         ):
             at = 0
             for piece, unit, partition in zip(group.slices, units, params, strict=True):
                 self._fill_slice(unit, piece, partition, states, at)
                 at += piece.numel
-            for kind in self._plan.request.moments:
-                states.view(kind).fill_(self._moments_start)
-        self._store.flush(states_key, *(unit.key for unit in units))
+            if self._moments_start:
+                for kind in self._plan.request.moments:
+                    states.view(kind).fill_(self._moments_start)
         return units
+
+    def _prefix_nbytes(self, group: SubGroup, units: Sequence[Unit]) -> int | None:
+        """Bytes of a sub-group's states that are not zero when they begin: what completes PARAM to the fp32 master, and
+        not even that where the model came in PARAM's own precision. None: all of them.
+        """
+        if self._moments_start:
+            return None
+        sections = self._plan.partition(Key(Kind.STATES, group.index)).sections
+        moments = min((section.offset for section in sections if section.kind in self._plan.request.moments), default=0)
+        exact = all(DTYPES[unit.layout.dtype] is torch.bfloat16 and self._is_exact(unit) for unit in units)
+        return 0 if exact else moments
+
+    def _is_exact(self, unit: Unit) -> bool:
+        """Whether the unit's values come in bf16, so that masters have nothing beyond it."""
+        return all(
+            (self._spool.dtype(param) if self._spool.holds(param) else param.dtype) is torch.bfloat16
+            for param in map(parameter.whole_of, unit.params)
+        )
 
     def _fill_slice(self, unit: Unit, piece: Slice, partition: Partition, states: Partition, at: int) -> None:
         """One slice of a trainable partition: PARAM, and what completes it to the fp32 master."""
         target = partition.view(Kind.PARAM)[piece.start : piece.start + piece.numel]
-        if target.dtype is torch.float32:
+        if target.dtype is torch.float32 or (target.dtype is torch.bfloat16 and self._is_exact(unit)):
+            # What completes it to the master is nothing, and stays zero.
             self._read(unit, piece.start, target)
             return
-        for begin in range(0, piece.numel, FILL_NUMEL):
-            numel = min(FILL_NUMEL, piece.numel - begin)
-            values = torch.empty(numel, dtype=torch.float32, device="cpu")
-            self._read(unit, piece.start + begin, values)
-            encode(values, target[begin : begin + numel], states, at + begin)
+        # Padding between parameters is zero as it comes.
+        for overlap, param in self._parameters(unit, piece.start, piece.numel):
+            for begin in range(0, overlap.numel, FILL_NUMEL):
+                numel = min(FILL_NUMEL, overlap.numel - begin)
+                first = overlap.range_start + begin
+                values = self._values(param, overlap.tensor_start + begin, numel)
+                encode(values, target[first : first + numel], states, at + first)
+            self._advance(unit, param, overlap.numel)
 
     def _read(self, unit: Unit, start: int, target: Tensor) -> None:
-        """Copy the elements of this rank's partition from `start` on into `target`; padding becomes zero."""
-        target.zero_()
-        self._agree(unit)
-        first = unit.rank_in_parts * unit.layout.partition_numel(unit.placed.parts) + start
-        wholes = map(parameter.whole_of, unit.params)
-        by_name = dict(zip((slot.name for slot in unit.layout.slots), wholes, strict=True))
-        for overlap in unit.layout.overlaps(first, first + target.numel()):
-            param = by_name[overlap.slot.name]
+        """Copy the elements of this rank's partition from `start` on into `target`, whose padding is zero already."""
+        for overlap, param in self._parameters(unit, start, target.numel()):
             piece = target[overlap.range_start : overlap.range_start + overlap.numel]
             if self._spool.holds(param):
                 self._spool.read(param, overlap.tensor_start, piece)
             else:
-                flat = param.detach().reshape(-1)
-                piece.copy_(flat[overlap.tensor_start : overlap.tensor_start + overlap.numel])
-            self._progress.advance(overlap.numel * DTYPES[unit.layout.dtype].itemsize)
+                piece.copy_(param.detach().reshape(-1)[overlap.tensor_start :][: overlap.numel])
+            self._advance(unit, param, overlap.numel)
+
+    def _parameters(self, unit: Unit, start: int, numel: int) -> Iterator[tuple[Overlap, nn.Parameter]]:
+        """The parameters of some elements of this rank's partition, with where they overlap them."""
+        self._agree(unit)
+        first = unit.rank_in_parts * unit.layout.partition_numel(unit.placed.parts) + start
+        wholes = map(parameter.whole_of, unit.params)
+        by_name = dict(zip((slot.name for slot in unit.layout.slots), wholes, strict=True))
+        for overlap in unit.layout.overlaps(first, first + numel):
+            yield overlap, by_name[overlap.slot.name]
+
+    def _values(self, param: nn.Parameter, start: int, numel: int) -> Tensor:
+        """Elements of a parameter in fp32 in CPU memory, where they lie if they lie so."""
+        if not self._spool.holds(param):
+            values = param.detach().reshape(-1)[start : start + numel]
+        elif self._spool.at_origin(param):
+            values = torch.empty(numel, dtype=torch.float32, device="cpu")
+            self._spool.read(param, start, values)
+        else:
+            values = self._spool.values(param)[start : start + numel]
+        return values.to("cpu", torch.float32)
+
+    def _advance(self, unit: Unit, param: nn.Parameter, numel: int) -> None:
+        if (following := self._following.get(id(param))) is not None:
+            self._spool.prefetch(following)
+        self._progress.advance(numel * DTYPES[unit.layout.dtype].itemsize)
 
     def _find_alike(self) -> None:
         """Which parameters need no agreement: untouched on every rank since their files were opened."""

@@ -10,7 +10,7 @@ values that an ordinary construction would give, in bounded memory.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from infinity.memory.host import trim
 from infinity.memory.nvme import NvmeTier, QueueOptions
 from infinity.memory.pages import page_aligned
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up
+from infinity.transfer import Transfer
 from infinity.zero import parameter
 
 # Values in memory at once, in bytes, besides the parameter being worked on.
@@ -32,12 +33,22 @@ WINDOW_NBYTES = 256 << 20
 # Swap files of the spool grow by whole files of at least this many bytes.
 _FILE_NBYTES = 1 << 30
 
-# What is written at a time.
+# What is written at a time, and how many such parts are in flight.
 _PART_NBYTES = 8 << 20
+_PARTS_MAX = 8
+
+
+# What replaces every value of the only parameter among its arguments, so that the old ones need not come back.
+_OVERWRITES = {"normal_", "uniform_", "zero_"}
 
 
 class Origin(Protocol):
-    """Where a parameter's values come from as long as nobody has touched them; the same on every rank."""
+    """Where a parameter's values come from as long as nobody has touched them; the same on every rank. dtype: in which
+    they lie there.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def read(self, start: int, target: Tensor) -> None:
         """Copy the parameter's elements from `start` on into `target` ([n], any floating dtype: converted)."""
@@ -71,6 +82,11 @@ class Spool:
         self._recent: OrderedDict[int, None] = OrderedDict()
         self._files: list[tuple[NvmeTier, int]] = []
         self._freed_nbytes = 0
+        # Parts on their way to the drive, with the memory that they lie in, and memory for others.
+        self._writing: deque[tuple[Transfer, Tensor]] = deque()
+        self._rooms: list[Tensor] = []
+        # A parameter's values on their way back.
+        self._coming: dict[int, tuple[Tensor, list[Transfer]]] = {}
         # Keys of parameters that the model has let go of (one that was tied to another), not yet forgotten.
         self._dead: list[int] = []
         # Whether the model is still being built: then touching a parameter makes it whole.
@@ -108,7 +124,9 @@ class Spool:
         for param in params:
             place = self._places[id(param)]
             if parameter.is_released(param):
-                place.data = self._load(place)
+                replaced = use in _OVERWRITES and len(params) == 1 and id(param) not in self._coming
+                fresh = torch.empty(place.shape, dtype=place.dtype, device="cpu") if replaced else None
+                place.data = self._load(place) if fresh is None else fresh
                 parameter.restore(param, place.data)
             self._recent.pop(id(param), None)
             self._recent[id(param)] = None
@@ -117,6 +135,11 @@ class Spool:
     def holds(self, param: nn.Parameter) -> bool:
         self._forget_dead()
         return id(param) in self._places
+
+    def dtype(self, param: nn.Parameter) -> torch.dtype:
+        """The dtype that a parameter's values have where they come from."""
+        place = self._places[id(param)]
+        return place.origin.dtype if place.origin is not None and self.at_origin(param) else place.dtype
 
     def at_origin(self, param: nn.Parameter) -> bool:
         """Whether nobody has touched a parameter whose values come from an origin."""
@@ -143,6 +166,13 @@ class Spool:
         assert place.data is not None
         return place.data.detach().view(-1)
 
+    def prefetch(self, param: nn.Parameter) -> None:
+        """Begin to read the values of a parameter that is wanted next, if they lie in a swap file."""
+        place = self._places.get(id(param))
+        if place is not None and place.data is None and place.extent is not None and not self._coming:
+            self._drain()
+            self._coming[id(param)] = self._submit_reads(place)
+
     def forget(self, param: nn.Parameter) -> None:
         """The engine has taken the values over: free them here."""
         self._forget(id(param))
@@ -155,12 +185,17 @@ class Spool:
     def _forget(self, key: int) -> None:
         place = self._places.pop(key, None)
         self._recent.pop(key, None)
+        if (coming := self._coming.pop(key, None)) is not None:
+            for read in coming[1]:
+                read.wait()
         if place is not None and not any(other.tier is place.tier for other in self._places.values()):
             self._close_file(place.tier)
 
     def seal(self) -> None:
         """The model is built: from now on only the engine is answered."""
         self.open = False
+        self._drain()
+        self._rooms.clear()
 
     def __del__(self) -> None:
         # A model that was built and never trained: its files go with it.
@@ -168,9 +203,13 @@ class Spool:
 
     def close(self) -> None:
         """Remove every file and forget every value."""
+        # Their queues end what is in flight.
         for tier, _ in self._files:
             tier.close()
         self._files.clear()
+        self._writing.clear()
+        self._coming.clear()
+        self._rooms.clear()
         self.resources.close()
         self._places.clear()
         self._recent.clear()
@@ -217,15 +256,31 @@ class Spool:
             self._freed_nbytes = 0
             trim()
 
-    @staticmethod
-    def _write(tier: NvmeTier, extent: Extent, values: Tensor) -> None:
-        """Write `values` (uint8, flat) a part at a time, by way of a buffer that direct I/O takes."""
-        buffer = page_aligned(min(_PART_NBYTES, extent.nbytes))
+    def _write(self, tier: NvmeTier, extent: Extent, values: Tensor) -> None:
+        """Write `values` (uint8, flat) by parts, from buffers that direct I/O takes, beside what comes next."""
         for begin in range(0, values.numel(), _PART_NBYTES):
             part = values[begin : begin + _PART_NBYTES]
-            buffer[: part.numel()].copy_(part)
+            room = self._room()
+            room[: part.numel()].copy_(part)
             nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
-            tier.write(Extent(extent.offset + begin, nbytes), buffer[:nbytes]).wait()
+            self._writing.append((tier.write(Extent(extent.offset + begin, nbytes), room[:nbytes]), room))
+
+    def _room(self) -> Tensor:
+        """Memory for a part: new, or what the oldest in flight leaves."""
+        if self._rooms:
+            return self._rooms.pop()
+        if len(self._writing) < _PARTS_MAX:
+            return page_aligned(_PART_NBYTES)
+        transfer, room = self._writing.popleft()
+        transfer.wait()
+        return room
+
+    def _drain(self) -> None:
+        """Return when every part is on the drive."""
+        while self._writing:
+            transfer, room = self._writing.popleft()
+            transfer.wait()
+            self._rooms.append(room)
 
     def _load(self, place: _Place) -> Tensor:
         if place.extent is None or place.tier is None:
@@ -233,14 +288,23 @@ class Spool:
             if place.origin is not None:
                 place.origin.read(0, fresh.view(-1))
             return fresh
+        coming = self._coming.pop(id(place.param()), None)
+        if coming is None:
+            self._drain()
+            coming = self._submit_reads(place)
+        buffer, reads = coming
+        for read in reads:
+            read.wait()
+        numel = place.shape.numel()
+        return buffer.view(place.dtype)[:numel].view(place.shape)
+
+    def _submit_reads(self, place: _Place) -> tuple[Tensor, list[Transfer]]:
+        assert place.extent is not None and place.tier is not None
         offset, nbytes = place.extent.offset, place.extent.nbytes
         buffer = page_aligned(nbytes)
         # Cut as it was written: of each part the tier knows a checksum.
-        for begin in range(0, nbytes, _PART_NBYTES):
-            part = buffer[begin : begin + _PART_NBYTES]
-            place.tier.read(Extent(offset + begin, part.numel()), part).wait()
-        numel = place.shape.numel()
-        return buffer.view(place.dtype)[:numel].view(place.shape)
+        parts = [(begin, buffer[begin : begin + _PART_NBYTES]) for begin in range(0, nbytes, _PART_NBYTES)]
+        return buffer, [place.tier.read(Extent(offset + begin, part.numel()), part) for begin, part in parts]
 
     def _allocate(self, nbytes: int) -> tuple[NvmeTier, Extent]:
         """A place in the newest swap file, or in a new one."""
