@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -442,7 +443,10 @@ def _on_signal(_: int, __: FrameType | None) -> None:
 
 
 def _after_fork() -> None:
-    # A forked child is no rank: how it ends is no other rank's business.
+    # A forked child is no rank: how it ends is no other rank's business. It keeps the latest watchdog to its end, whose
+    # connections' destructors wait for threads of the parent, or fail without them.
+    for watchdog in _farewells:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(watchdog))
     _live.clear()
     _farewells.clear()
 
