@@ -44,7 +44,8 @@ DeepSpeed. Every key has one of three answers:
 An unknown key, at any level, is an error that says which key was meant. `"auto"` is accepted wherever no reason against
 it is given, and is resolved from the model, the arguments and the number of ranks; a learning rate or a number of
 warm-up steps that nothing in the program says is refused by `initialize()`. `infinity config explain FILE` prints every
-value with its source. Numbers and booleans may be written as strings, whole numbers as `5e8`.
+value that `initialize()` takes, with its source; what only the program or its model says is shown as `auto`. Numbers
+and booleans may be written as strings, whole numbers as `5e8`.
 """
 
 _TABLE = "| key | type | default | answer | meaning |\n|---|---|---|---|---|\n"

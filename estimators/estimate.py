@@ -19,7 +19,7 @@ from estimators.architectures import completed, known
 from estimators.compute import step_flops
 from estimators.machine import Machine
 from estimators.model import Described, described
-from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
+from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve, unfilled
 from infinity.errors import ConfigError
 from infinity.plan.activation import Activations, Offloaded
 from infinity.plan.capacity import Capacity, within
@@ -285,9 +285,11 @@ def estimate(
 
 
 def _resolved(model: Described, config: Any, ranks: int) -> ResolvedConfig:
-    return resolve(
-        load_config(config), ResolveContext(world_size=ranks, hidden_size=model.hidden_size, model_dtype=model.dtype)
+    # A rate or a number of steps that the program fills in does not change any size.
+    context = ResolveContext(
+        world_size=ranks, hidden_size=model.hidden_size, model_dtype=model.dtype, no_auto=unfilled(), program=False
     )
+    return resolve(load_config(config), context)
 
 
 def _rates(profile: HardwareProfile | str | os.PathLike[str] | None, machine: Machine) -> HardwareProfile:

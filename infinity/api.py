@@ -21,7 +21,7 @@ from infinity.building import ConfigSource, mesh_of
 from infinity.comm.agreement import agree_on_plan
 from infinity.comm.collectives import exchange
 from infinity.comm.mesh import Mesh, Ranks, detect
-from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
+from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve, unfilled
 from infinity.config.optimizer import Adam
 from infinity.engine import Engine
 from infinity.errors import ConfigError
@@ -194,18 +194,12 @@ def _resolve(source: ConfigSource, model: nn.Module, ranks: Ranks, optimizer: An
     dtypes = [dtype_name(param.dtype) for param in model.parameters() if param.is_floating_point()]
     known = dtypes[0] if dtypes and dtypes[0] in ("fp32", "bf16", "fp16") else None
     lr = optimizer.defaults.get("lr") if isinstance(optimizer, torch.optim.Optimizer) else None
-    # What a program that brings neither can know from the file alone.
-    alone = {}
-    if optimizer is None:
-        alone["optimizer.params.lr"] = "write the rate, such as 1e-4, or pass initialize() an optimizer"
     if scheduler is not None and not _is_factory(scheduler):
         check_steps_alone(scheduler)
-    if scheduler is None:
-        alone["scheduler.params.warmup_num_steps"] = "write the number of steps, or pass initialize() a scheduler"
     context = ResolveContext(
         world_size=ranks.world_size, detected=True, hidden_size=hidden if isinstance(hidden, int) else None,
         model_dtype=known, optimizer_lr=float(lr) if lr is not None else None,  # type: ignore[arg-type]
-        no_auto=alone,
+        no_auto=unfilled(optimizer=optimizer is not None, scheduler=scheduler is not None),
     )  # fmt: skip
     resolved = resolve(load_config(source), context)
     check_installed(resolved.config)
@@ -231,7 +225,7 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
         optimizer._opt_called = True  # type: ignore[attr-defined]
         found = from_torch(optimizer)
     else:
-        section = config.config.optimizer or load_config({"optimizer": {"type": "AdamW"}}).optimizer
+        section = config.config.optimizer
         assert section is not None
         params = section.params.model_dump()
         if isinstance(section, Adam):

@@ -5,7 +5,7 @@ the batch sizes, and what it returns is what the rest of the engine reads.
 """
 
 from infinity.config.load import Source, load_config
-from infinity.config.resolve import DtypeName, ResolveContext, ResolvedConfig, TierName, drives, resolve
+from infinity.config.resolve import DtypeName, ResolveContext, ResolvedConfig, TierName, drives, resolve, unfilled
 from infinity.config.schema import Config
 from infinity.config.units import Share, format_bytes, parse_bytes
 
@@ -22,4 +22,5 @@ __all__ = [
     "load_config",
     "parse_bytes",
     "resolve",
+    "unfilled",
 ]

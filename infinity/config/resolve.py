@@ -6,13 +6,15 @@ The result says for each value where it came from: the file, the schema's defaul
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
 from infinity.config.batch import Unsolvable, solve_batch
 from infinity.config.conflicts import conflicts
 from infinity.config.idle import idle
 from infinity.config.load import complaint
+from infinity.config.meanings import meanings, notes
+from infinity.config.optimizer import Adam
 from infinity.config.schema import Config, Provenance
 from infinity.config.section import Absent, NoEffect, Section, leaves, mark, reply_of, sections_of
 from infinity.config.zero import OffloadOptimizer, OffloadParam, ZeroOptimization
@@ -36,6 +38,18 @@ class ResolveContext:
     warmup_num_steps: int | None = None
     # Keys whose "auto" is refused, because nothing but the file says what they are: path -> the next step.
     no_auto: Mapping[str, str] = field(default_factory=dict)
+    # False where a command looks at a file: what a program or its model will say stays open, and is shown as "auto".
+    program: bool = True
+
+
+def unfilled(*, optimizer: bool = False, scheduler: bool = False) -> Mapping[str, str]:
+    """Keys whose "auto" nothing fills in a program that does not bring its own: dotted path -> the next step."""
+    steps, found = "write the number of steps, or pass initialize() a scheduler", {}
+    if not optimizer:
+        found["optimizer.params.lr"] = "write the rate, such as 1e-4, or pass initialize() an optimizer"
+    if not scheduler:
+        found |= {f"scheduler.params.{name}": steps for name in ("warmup_num_steps", "total_num_steps")}
+    return found
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,8 @@ class ResolvedConfig:
     config: Config
     # Dotted path -> "file", "default" or "auto: reason", for every value.
     sources: Mapping[str, str]
+    # Keys that a program or its model will fill, where none was there to ask; `config` has their defaults meanwhile.
+    open: frozenset[str] = frozenset()
 
     @property
     def zero(self) -> ZeroOptimization:
@@ -96,8 +112,7 @@ class ResolvedConfig:
     def param_cpu_numel(self) -> int:
         """Elements of the parameters that stay in CPU memory when their device is NVMe: only what the file says."""
         section = self.zero.offload_param
-        written = self.sources.get("zero_optimization.offload_param.max_in_cpu") == "file"
-        return section.max_in_cpu if section is not None and written and section.device == "nvme" else 0
+        return section.max_in_cpu if section is not None and section.device == "nvme" else 0
 
     @property
     def state_buffers(self) -> int:
@@ -175,12 +190,22 @@ class ResolvedConfig:
     def explain(self) -> str:
         """Every value with its source, one a line; features that infinity does not have are left out."""
         lines, beside_others = [], idle(self.config)
+        compute = "the model's type" if self.open & _PRECISIONS else self.compute_dtype
+        absent, more = meanings(self.config, compute), notes(self.config)
         for leaf in leaves(self.config):
             if mark(leaf.field, Absent):
                 continue
+            source = self.sources[leaf.path]
             never = not sections_of(leaf.field) and isinstance(reply_of(leaf.field), NoEffect)
-            note = "; no effect here" if never or leaf.path in beside_others else ""
-            lines.append(f"{leaf.path} = {_shown(leaf.value)}  ({self.sources[leaf.path]}{note})")
+            if never or leaf.path in beside_others:
+                source += "; no effect here"
+            elif leaf.value in (None, ()) and leaf.path in absent:
+                source = source.removesuffix(f": {_LATER}")
+                source += f": {absent[leaf.path]}" if source in ("file", "default", "auto") else ""
+            elif leaf.path in more and source != "file":
+                source += f"; {more[leaf.path]}"
+            value = "auto" if leaf.path in self.open else _shown(leaf.value)
+            lines.append(f"{leaf.path} = {value}  ({source})")
         return "\n".join(lines)
 
 
@@ -198,32 +223,55 @@ def drives(config: Config) -> tuple[str, ...]:
 def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
     """Settles every "auto" and the batch sizes, or says what cannot be settled."""
     provenance = config.provenance
+    still_open = {} if context.program else _open(config, context)
     reasons: dict[str, str] = {}
-    settled = config.from_source(Provenance(provenance.origin, provenance.given))
+    settled = config.from_source(Provenance(provenance.origin, provenance.given, frozenset(still_open)))
     # A rule may look at keys that are "auto" themselves, and those stand earlier in the schema.
     for leaf in [leaf for leaf in leaves(config) if leaf.path in provenance.autos]:
         value, reason = _RULES.get(leaf.path, _default)(settled, context, leaf.value)
         settled = _with(settled, leaf.path, value)
-        reasons[leaf.path] = f"auto: {reason}"
+        reasons[leaf.path] = f"auto: {still_open.get(leaf.path, reason)}"
     settled, derived = _settle_batch(settled, context)
-    open_still = [
-        f'{path}: "auto" is refused: {why}' for path, why in context.no_auto.items() if path in provenance.autos
-    ]
-    if problems := open_still + conflicts(settled) + _ranks(settled, context):
+    settled, chosen = _settle_defaults(settled)
+    refused = {path: why for path, why in context.no_auto.items() if path in provenance.autos - still_open.keys()}
+    # What is refused as "auto" need not be asked for as well.
+    problems = conflicts(settled.from_source(replace(settled.provenance, autos=frozenset({*still_open, *refused}))))
+    problems = [f'{path}: "auto" is refused: {why}' for path, why in refused.items()] + problems
+    if problems := problems + _ranks(settled, context):
         raise complaint(provenance.origin, problems)
     sources = {
-        leaf.path: derived.get(leaf.path) or reasons.get(leaf.path) or _written(leaf.path, provenance)
+        leaf.path: derived.get(leaf.path) or reasons.get(leaf.path) or chosen.get(leaf.path)
+        or _written(leaf.path, provenance)
         for leaf in leaves(settled)
+    }  # fmt: skip
+    return ResolvedConfig(settled, sources, frozenset(still_open))
+
+
+def _open(config: Config, context: ResolveContext) -> dict[str, str]:
+    """Keys that are "auto" and that a program or its model will fill -> who does, and what happens where none does."""
+    autos = config.provenance.autos
+    left = dict(context.no_auto)
+    if "optimizer.params.lr" not in config.provenance.given:
+        # Where a schedule's peak may be the optimizer's own rate, it needs no number; a cycle does.
+        left["scheduler.params.cycle_max_lr"] = "give a number"
+    found = {
+        path: f"for the program that trains to fill; initialize() refuses it otherwise: {why}"
+        for path, why in left.items()
     }
-    return ResolvedConfig(settled, sources)
+    if context.model_dtype is None:
+        found |= {path: f"true where the model's weights are {path[:4]}: --dtype says it" for path in _PRECISIONS}
+    if context.hidden_size is None:
+        found |= {path: f"{words} of the model's hidden size: --hidden says it" for path, words in _SIZES.items()}
+    return {path: why for path, why in found.items() if path in autos}
 
 
+_LATER = "chosen from the machine or the model at run time"
 # A rule for one key: (the configuration so far, the context, the default) -> (value, reason).
 _Rule = Callable[[Config, ResolveContext, Any], tuple[Any, str]]
 
 
 def _default(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
-    return default, "chosen from the machine or the model at run time" if default is None else "the default"
+    return default, _LATER if default is None else "the default"
 
 
 def _known(name: str, words: str) -> _Rule:
@@ -262,6 +310,12 @@ def _by_budget(config: Config, context: ResolveContext, default: Any) -> tuple[A
     return "auto", "filled by budget when the plan is made: docs/memory.md"
 
 
+_PRECISIONS = frozenset({"bf16.enabled", "fp16.enabled"})
+_SIZES = {
+    "zero_optimization.reduce_bucket_size": "square",
+    "zero_optimization.stage3_prefetch_bucket_size": "0.9 times the square",
+    "zero_optimization.stage3_param_persistence_threshold": "10 times",
+}
 _RULES: dict[str, _Rule] = {
     "zero_optimization.offload_param.device": _by_budget,
     "zero_optimization.offload_optimizer.device": _by_budget,
@@ -273,12 +327,23 @@ _RULES: dict[str, _Rule] = {
     "scheduler.params.warmup_num_steps": _known("warmup_num_steps", "the program's number of warm-up steps"),
     "scheduler.params.total_num_steps": _known("total_num_steps", "the program's number of steps"),
     # The sizes that Hugging Face's integration takes for the same word.
-    "zero_optimization.reduce_bucket_size": _from_hidden_size(lambda size: size * size, "square"),
-    "zero_optimization.stage3_prefetch_bucket_size": _from_hidden_size(
-        lambda size: int(0.9 * size * size), "0.9 times the square"
-    ),
-    "zero_optimization.stage3_param_persistence_threshold": _from_hidden_size(lambda size: 10 * size, "10 times"),
+    **{
+        path: _from_hidden_size(formula, _SIZES[path])
+        for path, formula in zip(
+            _SIZES, (lambda size: size * size, lambda size: int(0.9 * size * size), lambda size: 10 * size), strict=True
+        )
+    },
 }
+
+
+def _settle_defaults(config: Config) -> tuple[Config, dict[str, str]]:
+    """With the optimizer that no file names, and without what counts only where a file says it; and why."""
+    if config.optimizer is None:
+        config = config.model_copy(update={"optimizer": Adam(type="AdamW")})
+    path, section = "zero_optimization.offload_param.max_in_cpu", config.zero_optimization.offload_param
+    if section is None or path in config.provenance.given:
+        return config, {}
+    return _with(config, path, 0), {path: "default: only a number that is written counts"}
 
 
 def _settle_batch(config: Config, context: ResolveContext) -> tuple[Config, dict[str, str]]:
