@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from estimators.architectures import block_classes, model_tree
-from estimators.presets import PRESETS, preset
+from estimators.presets import preset, preset_name
 from infinity.config import DtypeName
+from infinity.config.load import hub_cache
 from infinity.errors import ConfigError
 from infinity.plan.spec import ModuleNode, describe, dtype_name
 
+_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PRECISIONS: dict[str, DtypeName] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -79,8 +82,12 @@ def described(source: Any) -> Described:
         return Described(str(source.get("_name_or_path") or source.get("model_type")), values=source)
     if isinstance(source, str | os.PathLike):
         path = Path(source)
-        if isinstance(source, str) and source.lower() in PRESETS and not path.exists():
-            return Described(source.lower(), values=preset(source))
+        known = preset_name(source) if isinstance(source, str) and (_is_id(source) or os.sep not in source) else None
+        if known is not None and not path.exists():
+            return Described(known, values=preset(known))
+        if isinstance(source, str) and _is_id(source) and not path.parent.exists():
+            path = _cached(source)
+            return Described(source.rpartition("/")[2], values=_read(path))
         return Described(_name(path), values=_read(path))
     if hasattr(source, "named_modules"):
         config = getattr(source, "config", None)
@@ -89,6 +96,30 @@ def described(source: Any) -> Described:
     raise ConfigError(
         f"a model is sized from a name, a config.json, its values or a module, not from {type(source).__name__}"
     )
+
+
+def _is_id(text: str) -> bool:
+    """Whether a text may be the id of a model on the hub: an owner and a name."""
+    return _ID.fullmatch(text) is not None and not text.endswith(".json") and not Path(text).exists()
+
+
+def _cached(model_id: str) -> Path:
+    """The config.json of a model that Hugging Face's tools have downloaded before; ConfigError says how to get it."""
+    folder = hub_cache() / f"models--{model_id.replace('/', '--')}"
+    try:
+        newest = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        newest = folder
+    files = [newest / "config.json", *sorted(folder.glob("snapshots/*/config.json"))]
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
+        name = model_id.rpartition("/")[2]
+        raise ConfigError(
+            f"{model_id} is not a known model (--list), and the hub's cache here ({hub_cache()}) does not have it. Get "
+            f"its config.json, a few kB: `hf download {model_id} config.json --local-dir {name}`, and give the folder "
+            f"{name}. Nothing is downloaded for you"
+        )
+    return found
 
 
 def _name(path: Path) -> str:

@@ -9,17 +9,35 @@ from typing import Any
 from infinity.errors import ConfigError
 
 
+# What a published name adds without another shape, at either end.
+_BEGINNINGS = ("meta-",)
+_ENDS = ("-instruct", "-chat", "-hf", "-base", "-it", "-pt", "-v0.1")
+
+
 def preset(name: str) -> dict[str, Any]:
     """The values of a model's config.json by its name, in any case; ConfigError for an unknown one."""
-    wanted = name.lower()
-    if wanted not in PRESETS:
-        near = get_close_matches(wanted, PRESETS, n=3, cutoff=0.5)
+    known = preset_name(name)
+    if known is None:
+        near = get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5)
         raise ConfigError(
             f"{name} is neither a file, nor a folder with a config.json, nor the name of a known model. "
             + (f"Did you mean {' or '.join(near)}? " if near else "")
             + "--list shows the names"
         )
-    return dict(PRESETS[wanted])
+    return dict(PRESETS[known])
+
+
+def preset_name(name: str) -> str | None:
+    """The known model that a name means: in any case, with the owner of a Hugging Face id, as a chat model or not."""
+    wanted = name.lower().rpartition("/")[2]
+    for beginning in _BEGINNINGS:
+        wanted = wanted.removeprefix(beginning)
+    while wanted not in PRESETS:
+        shorter = next((wanted.removesuffix(end) for end in _ENDS if wanted.endswith(end)), None)
+        if shorter is None:
+            return None
+        wanted = shorter
+    return wanted
 
 
 def family(name: str) -> str:

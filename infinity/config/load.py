@@ -77,6 +77,15 @@ def heap_is_tuned() -> bool:
     return any(map(_TUNES_HEAP.match, os.environ)) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
 
 
+def hub_cache() -> Path:
+    """The folder in which Hugging Face's tools keep what they have downloaded."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(name):
+            return Path(os.environ[name]).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser() / "hub"
+
+
 class _Object(dict[str, Any]):
     """A JSON object that remembers the keys it held twice."""
 

@@ -182,6 +182,58 @@ def test_what_cannot_be_answered_is_one_sentence(arguments, words, capsys):
     assert words in captured.err
 
 
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-70B-Instruct", "llama-3.1-70b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2.5-0.5b"),
+        ("openai-community/gpt2", "gpt2"),
+        ("Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+    ],
+)
+def test_an_id_finds_the_preset_of_its_last_part(name, preset, capsys):
+    assert answer([name, "--config", CPU_FILE], capsys) == answer([preset, "--config", CPU_FILE], capsys)
+
+
+def test_an_id_is_found_in_the_hubs_cache(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--somebody--Else-8B"
+    for revision, layers in (("0" * 40, 2), ("1" * 40, 32), ("2" * 40, 3)):
+        (folder / "snapshots" / revision).mkdir(parents=True)
+        (folder / "snapshots" / revision / "config.json").write_text(
+            json.dumps({**LLAMA_8B, "num_hidden_layers": layers})
+        )
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("1" * 40)
+    assert answer(["somebody/Else-8B"], capsys).startswith("Else-8B: 8.03 B parameters")
+
+
+def test_an_id_that_nobody_has_is_answered_with_the_way_to_get_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert main(["somebody/Else-8B"]) == 2
+    said = capsys.readouterr().err
+    assert "`hf download somebody/Else-8B config.json --local-dir Else-8B`" in said
+    assert str(tmp_path / "hub") in said
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--gpu", "24"], "24: did you mean 24GB?"),
+        (["--ram", "1.5"], "1.5: did you mean 1.5GB?"),
+        (["--nvme", "2kB"], "2kB: say how much"),
+        (["--ram", "0"], "0: say how much"),
+    ],
+)
+def test_a_size_without_its_unit_is_refused(option, words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["gpt2", *option])
+    assert left.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "bert"}'])
 def test_a_file_that_is_no_known_model_is_refused(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)
