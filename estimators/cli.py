@@ -34,6 +34,8 @@ _PLAIN = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "intermediate": "intermediate_size",
     "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocab": "vocab_size",
 }  # fmt: skip
+# No machine has so little: a smaller number is one without its unit.
+_NBYTES_MIN = 10**6
 _REQUIRED = ("layers", "hidden", "intermediate", "heads", "vocab")
 
 
@@ -155,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="infinity-estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a known model's name, a Hugging Face config.json, or its folder"
+        "model", nargs="?", metavar="MODEL", help="a known model's name or Hugging Face id, a config.json, or its folder"
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--config", help="the training configuration (JSON) to look at")
@@ -201,9 +203,13 @@ def _positive(text: str) -> int:
 
 def _bytes(text: str) -> int:
     try:
-        return parse_bytes(text)
+        nbytes = parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if nbytes < _NBYTES_MIN:
+        meant = f"did you mean {text}GB?" if text.replace(".", "").isdigit() and nbytes else "say how much: 24GB, 2TB"
+        raise argparse.ArgumentTypeError(f"{text}: {meant}")
+    return nbytes
 
 
 def _machine(args: argparse.Namespace) -> Machine:
