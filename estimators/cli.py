@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from estimators.estimate import Estimate, estimate
 from estimators.machine import Machine
 from estimators.picture import picture
 from estimators.presets import PRESETS
-from estimators.report import as_json, chosen, compare, headline, largest_found, report
+from estimators.report import WIDTH, as_json, chosen, compare, folded, headline, largest_found, report
 from estimators.search import Choice, Wish, fit, largest, usual
 from infinity.config import parse_bytes
 from infinity.errors import ConfigError
@@ -34,6 +35,7 @@ _PLAIN = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "intermediate": "intermediate_size",
     "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocab": "vocab_size",
 }  # fmt: skip
+_WIDTH_MIN = 60
 # No machine has so little: a smaller number is one without its unit.
 _NBYTES_MIN = 10**6
 _REQUIRED = ("layers", "hidden", "intermediate", "heads", "vocab")
@@ -56,12 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"infinity-estimate: {error}", file=sys.stderr)
         return 2
     try:
-        print(json.dumps(data, indent=2) if args.json else text, flush=True)
+        print(json.dumps(data, indent=2) if args.json else folded(text, _width()), flush=True)
     except BrokenPipeError:
         # Whoever read has seen enough; nothing more may be flushed at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0 if fits else 1
+
+
+def _width() -> int:
+    """Columns of the terminal, as far as sentences are read easily; of a file or a pipe, the widest."""
+    return min(WIDTH, max(shutil.get_terminal_size().columns, _WIDTH_MIN)) if sys.stdout.isatty() else WIDTH
 
 
 def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
@@ -88,7 +95,8 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
     if args.config is None:
         rows = _compared(args, wish)
         data = [{"name": name, **found.as_dict()} for name, found in rows] if args.json else None
-        text = "\n".join([*headline(rows[0][1])[:1], "", compare(rows), *_hints(args)])
+        title = "" if args.compare else "parameters, optimizer"
+        text = "\n".join([_compared_model(args, rows), "", compare(rows, title=title, width=_width()), *_hints(args)])
         return text, data, rows[0][1], all(found.fits for _, found in rows)
     single = estimate(model, args.config, machine=machine, checkpointing=bool(args.checkpointing), **options)
     return report(single), single.as_dict() if args.json else None, single, single.fits
@@ -96,6 +104,8 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
 
 def _refuse_idle(args: argparse.Namespace, searches: bool) -> None:
     """ConfigError for an option that would do nothing."""
+    if args.mixed and not args.compare:
+        raise ConfigError("--mixed belongs to --compare")
     if args.save is not None and not searches:
         raise ConfigError("--save writes what a search has found: give --gpu and --ram, --fit or --max")
     if args.dtype is not None and (args.config is not None or args.compare):
@@ -126,13 +136,35 @@ def _compared(args: argparse.Namespace, wish: Wish) -> list[tuple[str, Estimate]
     ]  # fmt: skip
 
 
+def _compared_model(args: argparse.Namespace, rows: Sequence[tuple[str, Estimate]]) -> str:
+    """What is compared; ConfigError where the rows are different work and nobody has asked for that."""
+    title = headline(rows[0][1])[0]
+    if not args.compare:
+        return title
+    if not args.mixed:
+        for what, own in (
+            ("precision", lambda found: found.config.compute_dtype),
+            ("batch of a step", lambda found: found.config.train_batch),
+            ("micro-batch", lambda found: found.work.batch),
+        ):
+            values = [own(found) for _, found in rows]
+            if len(set(values)) > 1:
+                each = ", ".join(f"{value} in {name}" for (name, _), value in zip(rows, values, strict=True))
+                raise ConfigError(
+                    f"--compare: the {what} differs ({each}), so that bytes and tokens/s are of different work: make "
+                    "it the same in all files, or say --mixed"
+                )
+    return title.partition(":")[0] + ":" + title.partition(":")[2].partition(",")[0]
+
+
 def _hints(args: argparse.Namespace) -> list[str]:
     if args.compare:
         return []
+    machine = "--ram 64GB --nvme 1TB" if args.no_gpu else "--gpu 24GB --ram 64GB --nvme 1TB"
     return [
         "",
-        "GPU, CPU and NVMe: the most that a rank holds there. Say what there is (--gpu 24GB --ram 64GB --nvme 1TB) to",
-        "have the best one chosen, or give --config FILE to see one in detail. Rates are "
+        f"{'memory' if args.no_gpu else 'GPU, CPU'} and NVMe: the most that a rank holds there. Say what there is "
+        f"({machine}) to have the best one chosen, or give --config FILE to see one in detail. Rates are "
         + (f"those of {args.profile}." if args.profile else "assumed: see --profile."),
     ]
 
@@ -157,11 +189,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="infinity-estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a known model's name or Hugging Face id, a config.json, or its folder"
+        "model", nargs="?", metavar="MODEL", help="a name, a Hugging Face id, a config.json, or its folder"
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--config", help="the training configuration (JSON) to look at")
     what.add_argument("--compare", nargs="+", metavar="FILE", help="several configurations side by side")
+    parser.add_argument("--mixed", action="store_true", help="let --compare mix batches and precisions")
     what.add_argument("--fit", action="store_true", help="search a configuration, for this machine unless said")
     what.add_argument("--max", action="store_true", help="search the largest model of the family that fits")
     what.add_argument("--list", action="store_true", help="names of known models")

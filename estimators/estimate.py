@@ -113,10 +113,23 @@ class Estimate:
         buffers = self.config.config.activation_checkpointing.offload.buffer_count if tier is Tier.NVME else 0
         return Offloaded(tier, found.inputs, found.input_nbytes, buffers)
 
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Those that are apart: where ranks compute on the CPU, the device's memory is the CPU's."""
+        return tuple(Tier) if self.machine.accelerator else (Tier.CPU, Tier.NVME)
+
+    def shown(self, table: Table) -> Table:
+        """A table by the tiers that are apart; what is one memory is counted once, as the CPU's."""
+        if self.machine.accelerator:
+            return table
+        near, far = table[Tier.GPU], table[Tier.CPU]
+        memory = {kind: near.get(kind, 0) + far.get(kind, 0) for kind in Kind if kind in near or kind in far}
+        return {Tier.CPU: memory, Tier.NVME: table[Tier.NVME]}
+
     def peak(self, tier: Tier) -> int:
-        """The most bytes that any phase holds on a tier, and no less than what the plan reserves there."""
-        reserved = sum(self.plan.bytes_by_tier()[tier].values())
-        return max(reserved, *(sum(table[tier].values()) for table in self.phases.values()))
+        """The most bytes that any phase holds on one of `tiers`, and no less than what the plan reserves there."""
+        reserved, *held = (self.shown(table) for table in (self.plan.bytes_by_tier(), *self.phases.values()))
+        return max(sum(table.get(tier, {}).values()) for table in (reserved, *held))
 
     @property
     def capacity(self) -> Capacity:
@@ -128,18 +141,19 @@ class Estimate:
         """Bytes by which each tier is too small, as far as anything is known of it: for the peak on the machine, and
         for the plan within the configuration's own limits. What is one memory counts as the CPU's.
         """
-        peak = {tier: self.peak(tier) for tier in Tier}
-        allowed = _capacity(self.config, self.machine, self.plan.topology.local_size)
-        found: dict[Tier, int] = {}
-        held_by_limit = dict(self.plan.nbytes_by_tier())
+        plan = {tier: sum(kinds.values()) for tier, kinds in self.plan.bytes_by_tier().items()}
         if self.offloaded is not None:
             # The engine books them under the same limit.
-            held_by_limit[self.offloaded.tier] += self.offloaded.nbytes
-        for held, room in ((peak, self.capacity), (held_by_limit, allowed)):
-            needed = [(tier, held[tier], own) for tier, own in zip(Tier, (room.gpu, room.cpu, room.nvme), strict=True)]
-            for tier, nbytes, limit in [*needed, (Tier.CPU, held[Tier.GPU] + held[Tier.CPU], room.process)]:
-                if limit is not None and nbytes > limit:
-                    found[tier] = max(found.get(tier, 0), nbytes - limit)
+            plan[self.offloaded.tier] += self.offloaded.nbytes
+        allowed = _capacity(self.config, self.machine, self.plan.topology.local_size)
+        needed = [(tier, self.peak(tier), self.capacity.of(tier)) for tier in self.tiers]
+        needed += [(Tier.GPU, plan[Tier.GPU], allowed.gpu), (Tier.CPU, plan[Tier.CPU], allowed.cpu)]
+        needed += [(Tier.CPU, plan[Tier.GPU] + plan[Tier.CPU], allowed.process)]
+        needed += [(Tier.NVME, plan[Tier.NVME], allowed.nvme)]
+        found: dict[Tier, int] = {}
+        for tier, nbytes, limit in needed:
+            if limit is not None and nbytes > limit:
+                found[tier] = max(found.get(tier, 0), nbytes - limit)
         return found
 
     @property
@@ -228,7 +242,8 @@ class Estimate:
             "activations_otherwise": _activations_as_dict(self.activations_otherwise),
             "gathered_nbytes_max": plan.schedule.peak_nbytes,
             "nvme_file_nbytes": plan.nvme_nbytes,
-            "limits": {tier.value: self.capacity.of(tier) for tier in Tier},
+            "nbytes_peak": {tier.value: self.peak(tier) for tier in self.tiers},
+            "limits": {tier.value: self.capacity.of(tier) if tier in self.tiers else None for tier in Tier},
             "fits": self.fits,
             "traffic_nbytes": {link.value: self.traffic.total(link) for link in Link},
             "step": {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 from estimators.estimate import Estimate, Table
-from estimators.report import KINDS, TIERS, headline
+from estimators.report import KINDS, folded, headline, tier_name
 from infinity.config.units import format_bytes
 from infinity.plan.types import Kind, Tier
 
@@ -54,14 +54,15 @@ class _Panel:
 def picture(found: Estimate) -> str:
     """The SVG of one estimate."""
     columns: dict[str, Table] = {"at rest": found.at_rest, **{p.value: table for p, table in found.phases.items()}}
-    tiers = [tier for tier in Tier if any(table[tier] for table in columns.values())]
+    columns = {name: found.shown(table) for name, table in columns.items()}
+    tiers = [tier for tier in found.tiers if any(table[tier] for table in columns.values())]
     width = (_WIDTH - 2 * _MARGIN - (len(tiers) - 1) * _GAP) / max(len(tiers), 1)
     kinds = [kind for kind in _COLOURS if any(table[tier].get(kind) for table in columns.values() for tier in tiers)]
     body = []
     for index, tier in enumerate(tiers):
         left = _MARGIN + index * (width + _GAP)
         body += _panel(tier, {name: table[tier] for name, table in columns.items()}, found, left, width)
-    title, *rest = headline(found)
+    title, *rest = folded("\n".join(headline(found))).splitlines()
     rows = -(-len(kinds) // _LEGEND_COLUMNS)
     height = _TOP + _HEIGHT + 80 + rows * _LEGEND_ROW
     return "\n".join(
@@ -92,7 +93,7 @@ def _panel(
     panel = _Panel(left + _AXIS, width - _AXIS, int(step * (reach * 1.08 // step + 1)))
     dashed = "dashed: " if near else ""
     known = "" if limit is None else f" ({dashed}a rank may have {format_bytes(limit)})"
-    lines = [_text(left, _TOP - 12, f"{TIERS[tier]}{known}", size=13, weight="bold")]
+    lines = [_text(left, _TOP - 12, f"{tier_name(found, tier)}{known}", size=13, weight="bold")]
     at = 0
     while at <= panel.nbytes_max:
         y = panel.y(at)

@@ -8,7 +8,6 @@ from typing import Any
 
 from infinity.errors import ConfigError
 
-
 # What a published name adds without another shape, at either end.
 _BEGINNINGS = ("meta-",)
 _ENDS = ("-instruct", "-chat", "-hf", "-base", "-it", "-pt", "-v0.1")

@@ -1,9 +1,9 @@
-"""An estimate, a choice or a comparison as text for people: aligned, at most 100 columns wide."""
+"""An estimate, a choice or a comparison as text for people: aligned, and as wide as the page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from textwrap import wrap
 
 from estimators.estimate import Estimate, Table
@@ -17,12 +17,11 @@ from infinity.plan.types import Kind, Tier
 
 WIDTH = 100
 TIERS = {Tier.GPU: "GPU", Tier.CPU: "CPU memory", Tier.NVME: "NVMe"}
+SHORT = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
 KINDS = {**{kind: in_words(kind) for kind in Kind}, Kind.MODEL: "the model being built"}
 _PLACES = {Tier.GPU: "on the GPU", Tier.CPU: "in CPU memory", Tier.NVME: "on NVMe"}
 _OTHERS = (Kind.PARAM, Kind.GRAD, Kind.FULL, Kind.FULL_GRAD, Kind.ACTIVATION, Kind.MODEL, Kind.POOL)
 _STATES = tuple(kind for kind in Kind if kind not in _OTHERS)
-_LABEL = 24
-_COLUMN = 12
 
 
 def duration(seconds: float) -> str:
@@ -31,6 +30,18 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
+
+
+def folded(text: str, width: int = WIDTH) -> str:
+    """The text with its sentences broken to a width; tables and JSON are left as they are."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if len(line) <= width or line.lstrip().startswith(('"', "{", "}")):
+            lines.append(line)
+        else:
+            lines += wrap(line, width, subsequent_indent=" " * (indent + 2), break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def report(found: Estimate) -> str:
@@ -47,58 +58,84 @@ def headline(found: Estimate) -> list[str]:
     where = f"{ranks} on {nodes} nodes" if nodes > 1 else ranks
     checkpointed = ", activations recomputed" if work.checkpointing else ""
     accumulated = f" x {found.accumulation} accumulated" if found.accumulation > 1 else ""
-    lines = [
+    return [
         f"{found.model.name}: {plan.numel / 1e9:.2f} B parameters, {request.compute_dtype}, stage {request.stage}, "
         f"{where}; {work.batch} x {work.sequence:,} tokens{accumulated}{checkpointed}",
         f"parameters {_where(found, Kind.PARAM, Kind.FULL)}, optimizer states {_where(found, *_STATES)}, gradients "
         f"({request.grad_dtype}) {_where(found, Kind.GRAD)}; {len(plan.layouts)} units, "
         f"{len(plan.sub_groups):,} sub-groups",
     ]
-    return [part for line in lines for part in wrap(line, WIDTH, break_on_hyphens=False)]
 
 
 def tables(found: Estimate) -> list[str]:
     """A table for each tier that holds anything: kinds by phases, in GB."""
     columns: dict[str, Table] = {"at rest": found.at_rest, **{p.value: t for p, t in found.phases.items()}}
-    lines: list[str] = []
-    for tier in Tier:
+    columns = {name: found.shown(table) for name, table in columns.items()}
+    rows: list[list[str]] = []
+    for tier in found.tiers:
         kinds = [kind for kind in Kind if any(table[tier].get(kind) for table in columns.values())]
         if not kinds:
             continue
-        lines += [] if not lines else [""]
-        lines.append(f"{TIERS[tier] + ', GB a rank':<{_LABEL}}" + "".join(f"{name:>{_COLUMN}}" for name in columns))
-        for kind in kinds:
-            cells = "".join(f"{_gb(table[tier].get(kind, 0)):>{_COLUMN}}" for table in columns.values())
-            lines.append(f"  {KINDS[kind]:<{_LABEL - 2}}{cells}")
+        rows += [[]] if rows else []
+        rows.append([f"{tier_name(found, tier)}, GB a rank", *columns])
+        rows += [[f"  {KINDS[kind]}", *(_gb(table[tier].get(kind, 0)) for table in columns.values())] for kind in kinds]
         totals = [sum(table[tier].values()) for table in columns.values()]
-        lines.append(f"  {'total':<{_LABEL - 2}}" + "".join(f"{_gb(nbytes):>{_COLUMN}}" for nbytes in totals))
+        rows.append(["  total", *map(_gb, totals)])
         ranks = found.plan.topology.local_size
         if ranks > 1 and tier is not Tier.GPU:
-            node = [totals[0] * ranks, *(found.of_node(phase)[tier] for phase in found.phases)]
-            of_node = "".join(f"{_gb(nbytes):>{_COLUMN}}" for nbytes in node)
-            lines.append(f"  {f'of a node ({ranks} ranks)':<{_LABEL - 2}}{of_node}")
+            rows.append([f"  of a node ({ranks} ranks)", *(_gb(ranks * total) for total in totals)])
         limit = found.capacity.of(tier)
         if limit is not None:
             verdict = "too much by " + format_bytes(found.excess[tier]) if tier in found.excess else "fits"
-            lines.append(f"  {'a rank may have':<{_LABEL - 2}}{_gb(limit):>{_COLUMN}}  {verdict}")
-    return lines
+            rows.append(["  a rank may have", _gb(limit), "  " + verdict])
+    return _aligned(rows)
 
 
-def compare(rows: Sequence[tuple[str, Estimate]]) -> str:
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines: the first column to the left, the others to the right; words at the end stand as they are."""
+    full = max(map(len, rows))
+    whole = [row for row in rows if len(row) == full]
+    widths = [max(len(row[0]) for row in rows if row), *(max(len(row[i]) for row in whole) + 2 for i in range(1, full))]
+    return [
+        "".join(
+            f"{cell:<{width}}" if index == 0 or cell.startswith("  ") else f"{cell:>{width}}"
+            for index, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def compare(rows: Sequence[tuple[str, Estimate]], *, title: str = "", width: int = WIDTH) -> str:
     """Several estimates side by side, one a line: the most that each tier holds, and the step."""
-    widest = max(len(name) for name, _ in rows)
-    lines = [f"{'':<{widest}}  {'GPU':>10}{'CPU':>10}{'NVMe':>10}{'step':>10}{'tokens/s':>10}  bound by"]
+    first = rows[0][1]
+    differing = _differing([found for _, found in rows])
+    cells = [[title, *(tier_name(first, tier, short=True) for tier in first.tiers), "step", "tokens/s", *differing]]
+    bounds = ["bound by"]
     for name, found in rows:
-        peaks = "".join(
-            f"{(format_bytes(peak) if (peak := found.peak(tier)) else '-') + ('!' if tier in found.excess else ''):>10}"
-            for tier in Tier
-        )
         time = found.outline
+        peaks = (
+            (format_bytes(peak) if (peak := found.peak(tier)) else "-") + ("!" if tier in found.excess else "")
+            for tier in found.tiers
+        )
         speed = f"{time.tokens_a_second * found.plan.topology.world_size:,.0f}"
-        lines.append(f"{name:<{widest}}  {peaks}{duration(time.seconds):>10}{speed:>10}  {time.bound_by.value}")
+        cells.append([name, *peaks, duration(time.seconds), speed, *(own(found) for own in differing.values())])
+        bounds.append(time.bound_by.value.partition(" (")[0])
+    lines = _aligned(cells)
+    if max(map(len, lines)) + 2 + max(map(len, bounds)) <= width:
+        widest = max(map(len, lines))
+        lines = [f"{line:<{widest}}  {bound}" for line, bound in zip(lines, bounds, strict=True)]
     if any(found.excess for _, found in rows):
         lines.append("! more than a rank may have there")
     return "\n".join(lines)
+
+
+def _differing(found: Sequence[Estimate]) -> dict[str, Callable[[Estimate], str]]:
+    """Columns for what a comparison mixes."""
+    columns: dict[str, Callable[[Estimate], str]] = {
+        "batch": lambda each: f"{each.work.batch} x {each.accumulation}",
+        "precision": lambda each: each.config.compute_dtype,
+    }
+    return {name: own for name, own in columns.items() if len({own(each) for each in found}) > 1}
 
 
 def chosen(choice: Choice) -> str:
@@ -107,12 +144,12 @@ def chosen(choice: Choice) -> str:
     lines = headline(found)
     if found.fits:
         known = "It fits." if found.activations else "It fits as far as is known: activations are not counted."
-        lines += ["", *wrap(f"{known} {_summary(found)}", WIDTH), "", "Configuration:", as_json(choice.config)]
+        lines += ["", f"{known} {_summary(found)}", "", "Configuration:", as_json(choice.config)]
     else:
         lines += ["", "It does not fit, and no other placement that was tried does. What lacks the least is shown.", ""]
         lines += _missing(found)
-    reserved = wrap(_reserved(found), WIDTH)
-    return "\n".join([*lines, "", *tables(found), "", *reserved, *_activations(found), *_step(found), *_notes(found)])
+    lines += ["", *tables(found), "", _reserved(found)]
+    return "\n".join([*lines, *_activations(found), *_step(found), *_notes(found)])
 
 
 def largest_found(member: Choice | None, deepest: Choice) -> str:
@@ -144,8 +181,8 @@ def as_json(value: object, indent: int = 0) -> str:
 
 def _summary(found: Estimate) -> str:
     parts = [
-        f"{format_bytes(found.peak(tier))} of {format_bytes(found.capacity.of(tier) or 0)} {_PLACES[tier]}"
-        for tier in Tier
+        f"{format_bytes(found.peak(tier))} of {format_bytes(found.capacity.of(tier) or 0)} {_place(found, tier)}"
+        for tier in found.tiers
         if found.peak(tier) and found.capacity.of(tier) is not None
     ]
     return "At the peak a rank holds " + ", ".join(parts) + "."
@@ -155,22 +192,23 @@ def _missing(found: Estimate) -> list[str]:
     """What the machine would need."""
     ranks = found.plan.topology.local_size
     needed = []
-    if Tier.GPU in found.excess:
+    if Tier.GPU in found.excess and not found.machine.accelerator:
+        needed.append(f"memory.gpu.max_bytes of at least {format_bytes(found.plan.nbytes_by_tier()[Tier.GPU])}")
+    elif Tier.GPU in found.excess:
         needed.append(f"accelerators of {format_bytes((found.peak(Tier.GPU) + CONTEXT_NBYTES) / (1 - GAPS))}")
     if Tier.CPU in found.excess:
-        own = found.peak(Tier.CPU) + (0 if found.plan.request.accelerator else found.peak(Tier.GPU))
+        own = found.peak(Tier.CPU)
         needed.append(f"{format_bytes((own + PROCESS_NBYTES) * ranks + SYSTEM_NBYTES)} of CPU memory a node")
     if Tier.NVME in found.excess:
         needed.append(f"{format_bytes(found.peak(Tier.NVME) * ranks / (1 - DRIVE_SHARE))} of NVMe a node")
-    line = f"It takes {' and '.join(needed)}, more ranks, or a smaller model: --max says which would fit."
-    return wrap(line, WIDTH)
+    return [f"It takes {' and '.join(needed)}, more ranks, or a smaller model: --max says which would fit."]
 
 
 def _reserved(found: Estimate) -> str:
+    device = f"{format_bytes(CONTEXT_NBYTES)} and {100 * GAPS:.0f} % of an accelerator for its context and allocator, "
     return (
-        f"Set aside: {format_bytes(CONTEXT_NBYTES)} and {100 * GAPS:.0f} % of an accelerator for its context and "
-        f"allocator, {format_bytes(SYSTEM_NBYTES)} of a node's memory and {format_bytes(PROCESS_NBYTES)} for each "
-        f"process, {100 * DRIVE_SHARE:.0f} % of a drive."
+        f"Set aside: {device if found.machine.accelerator else ''}{format_bytes(SYSTEM_NBYTES)} of a node's memory and "
+        f"{format_bytes(PROCESS_NBYTES)} for each process, {100 * DRIVE_SHARE:.0f} % of a drive."
     )
 
 
@@ -186,7 +224,7 @@ def _activations(found: Estimate) -> list[str]:
     )
     if (away := found.offloaded) is not None:
         line += f"; inputs of {away.count} layers, {format_bytes(away.nbytes)}, lie on {away.tier.value} until backward"
-    return wrap(line, WIDTH, subsequent_indent="  ")
+    return [line]
 
 
 def _step(found: Estimate) -> list[str]:
@@ -210,18 +248,17 @@ def _step(found: Estimate) -> list[str]:
                 f"{format_bytes(time.endurance_nbytes)} reached in {duration(days * 86_400)}"
             )
     machine = "an assumed machine" if found.profile.source == "assumed" else f"{found.profile.host}, measured"
-    lines += wrap(
-        f"rates of {machine}: {found.profile.accelerator or 'no accelerator'}; {found.profile.processor}. "
-        + ("Measure yours with `infinity bench` and give --profile." if found.profile.source == "assumed" else ""),
-        WIDTH, initial_indent="  ", subsequent_indent="  ",
-    )  # fmt: skip
+    lines.append(
+        f"  rates of {machine}: {found.profile.accelerator or 'no accelerator'}; {found.profile.processor}. "
+        + ("Measure yours with `infinity bench` and give --profile." if found.profile.source == "assumed" else "")
+    )
     return lines
 
 
 def _notes(found: Estimate) -> list[str]:
     """What would surprise later."""
     notes = []
-    saved = sum(found.phases[Phase.STEP][Tier.CPU].values()) + state_dict_nbytes(found.plan)
+    saved = sum(found.shown(found.phases[Phase.STEP])[Tier.CPU].values()) + state_dict_nbytes(found.plan)
     limit = found.capacity.of(Tier.CPU)
     if limit is not None and saved > limit and Tier.CPU not in found.excess:
         notes.append(
@@ -233,20 +270,32 @@ def _notes(found: Estimate) -> list[str]:
             "Build the model under infinity.Init(config=...), or load a folder with its weights by "
             "infinity.load_hf(folder, config): then it never lies in memory as a whole."
         )
-    return [line for note in notes for line in wrap("note: " + note, WIDTH, subsequent_indent="  ")]
+    return ["note: " + note for note in notes]
 
 
 def _list(label: str, parts: Sequence[str]) -> list[str]:
-    return wrap(label + ", ".join(parts), WIDTH, subsequent_indent=" " * len(label)) if parts else []
+    return [label + ", ".join(parts)] if parts else []
 
 
 def _where(found: Estimate, *kinds: Kind) -> str:
     """The tiers of what lies between two steps, with shares where it is divided."""
-    held = {tier: sum(found.at_rest[tier].get(kind, 0) for kind in kinds) for tier in Tier}
+    at_rest = found.shown(found.at_rest)
+    held = {tier: sum(at_rest[tier].get(kind, 0) for kind in kinds) for tier in found.tiers}
     total = sum(held.values())
     shares = {tier: round(100 * nbytes / total) for tier, nbytes in held.items() if total and nbytes >= total / 100}
-    names = [_PLACES[tier] + (f" ({share} %)" if len(shares) > 1 else "") for tier, share in shares.items()]
-    return " and ".join(names) or _PLACES[Tier.GPU]
+    names = [_place(found, tier) + (f" ({share} %)" if len(shares) > 1 else "") for tier, share in shares.items()]
+    return " and ".join(names) or _place(found, found.tiers[0])
+
+
+def tier_name(found: Estimate, tier: Tier, *, short: bool = False) -> str:
+    """A tier's name; memory is memory where ranks compute on the CPU."""
+    if tier is Tier.CPU and not found.machine.accelerator:
+        return "memory"
+    return SHORT[tier] if short else TIERS[tier]
+
+
+def _place(found: Estimate, tier: Tier) -> str:
+    return "in memory" if tier is Tier.CPU and not found.machine.accelerator else _PLACES[tier]
 
 
 def _gb(nbytes: int) -> str:

@@ -138,11 +138,16 @@ def fit(wish: Wish) -> Choice:
 
 
 def usual(wish: Wish) -> Iterator[tuple[str, Estimate]]:
-    """The usual placements by name, whether they fit or not."""
+    """The usual placements of parameters and of optimizer states by name, whether they fit or not."""
+    names, seen = NAMES if wish.machine.accelerator else {**NAMES, Tier.GPU: "memory", Tier.CPU: "memory"}, set()
     for stage, param, states in _PLACEMENTS:
+        name = f"{names[param]}, {names[states]}"
+        if name in seen:
+            # One memory, called by both of its names.
+            continue
+        seen.add(name)
         config = _config(wish, (stage, param, states), Capacity(), None)
         found = estimate(wish.model, config, machine=wish.machine, **wish.options)
-        name = f"parameters {NAMES[param]}, optimizer {NAMES[states]}"
         yield name, found.with_checkpointing(bool(wish.checkpointing))
 
 
@@ -300,5 +305,3 @@ def _states_nbytes(
         found[Tier.CPU] += found[Tier.GPU]
         found[Tier.GPU] = 0
     return found
-
-

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -104,7 +109,7 @@ def test_what_is_saved_is_all_that_it_takes(model, machine, words, tmp_path, cap
     assert json.dumps(saved["zero_optimization"]["stage"]) in text
     machine = machine.replace(" --checkpointing", "")
     again = answer([model, "--config", str(file), *machine.split()], capsys)
-    for line in text[text.index("GPU, GB a rank") :].splitlines():
+    for line in text[text.index(", GB a rank") :].splitlines():
         if "Set aside" in line:
             break
         assert line in again
@@ -137,8 +142,10 @@ def test_a_configuration_that_does_not_fit_is_said_and_told_by_the_exit_code(cap
 
 def test_without_a_machine_the_usual_placements_stand_side_by_side(capsys):
     text = answer(["gpt2-medium"], capsys)
-    assert text.count("\nparameters ") == 6
-    assert "bound by" in text
+    rows = text.split("bound by\n")[1].split("\n\n")[0].splitlines()
+    assert [row.split("  ")[0] for row in rows] == [
+        "GPU, GPU", "GPU, CPU", "GPU, NVMe", "CPU, CPU", "CPU, NVMe", "NVMe, NVMe",
+    ]  # fmt: skip
 
 
 def test_configurations_are_compared_by_name(capsys):
@@ -271,6 +278,78 @@ def test_a_profile_of_another_kind_of_machine_is_refused(profile, machine, words
     save_profile(profile, tmp_path / "profile.json")
     assert main(["gpt2", "--config", CPU_FILE, *machine, "--profile", str(tmp_path / "profile.json")]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["llama-3.2-1b", "--ram", "64GB", "--nvme", "200GB"],
+        ["gpt2"],
+        ["gpt2", "--config", CPU_FILE, "--ram", "8GB"],
+        ["llama-3.1-8b", "--ram", "20GB"],
+    ],
+)
+def test_without_an_accelerator_nothing_is_called_one(arguments, tmp_path, capsys):
+    picture = tmp_path / "made.svg"
+    main([*arguments, "--no-gpu", "--picture", str(picture)])
+    shown = capsys.readouterr().out + picture.read_text()
+    assert "GPU" not in shown
+    assert "an accelerator" not in shown.replace("no accelerator", "")
+
+
+def test_one_memory_is_counted_once(capsys):
+    text = answer(["gpt2", "--no-gpu", "--config", CPU_FILE, "--ram", "64GB"], capsys)
+    assert text.count("a rank may have") == 1
+    told = json.loads(answer(["gpt2", "--no-gpu", "--config", CPU_FILE, "--ram", "64GB", "--json"], capsys))
+    assert told["limits"] == {"gpu": None, "cpu": 61 * 10**9, "nvme": None}
+    together = [sum(tiers["gpu"].values()) + sum(tiers["cpu"].values()) for tiers in told["nbytes_by_phase"].values()]
+    assert told["nbytes_peak"]["cpu"] == max(together)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_sentences_are_as_wide_as_the_terminal(columns):
+    """On a pseudo-terminal; a file and a pipe get the widest."""
+    primary, secondary = pty.openpty()
+    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    done = subprocess.run(
+        [sys.executable, "-m", "estimators", "gpt2", *SMALL_MACHINE], stdout=secondary, check=True, cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"}, timeout=60,
+    )  # fmt: skip
+    os.close(secondary)
+    shown = b""
+    while part := _read(primary):
+        shown += part
+    os.close(primary)
+    assert done.returncode == 0
+    prose, _, rest = shown.decode().partition("GPU, GB a rank")
+    lines = (prose + rest[rest.index("Set aside") :]).splitlines()
+    assert min(columns, 100) - 20 < max(map(len, lines)) <= min(columns, 100)
+    assert columns < 80 or max(map(len, shown.decode().splitlines())) <= columns
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:
+        # The end, as Linux says it.
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}, "the precision differs (bf16 in"),
+        ({"bf16": {"enabled": True}}, "the batch of a step differs (16 in cpu_offload, 1 in other)"),
+        ({"bf16": {"enabled": True}, "train_batch_size": 16}, "the micro-batch differs (4 in cpu_offload, 16 in"),
+    ],
+)
+def test_a_comparison_does_not_mix_work_unless_it_is_asked_to(other, words, tmp_path, capsys):
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    files = [CPU_FILE, str(tmp_path / "other.json")]
+    assert main(["gpt2", "--compare", *files]) == 2
+    assert words in capsys.readouterr().err
+    head = answer(["gpt2", "--mixed", "--compare", *files], capsys).splitlines()[2]
+    assert "batch" in head or "precision" in head
 
 
 def test_a_limit_of_what_computes_holds_on_the_cpu_too(capsys):
