@@ -25,7 +25,7 @@ from estimators.machine import Machine
 from estimators.picture import picture
 from estimators.presets import PRESETS
 from estimators.report import WIDTH, as_json, chosen, compare, folded, headline, largest_found, report
-from estimators.search import Choice, Wish, fit, largest, usual
+from estimators.search import Choice, Wish, fit, largest, nearest, usual
 from infinity.config import parse_bytes
 from infinity.errors import ConfigError
 from infinity.plan.hardware import load_profile
@@ -99,7 +99,11 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
         text = "\n".join([_compared_model(args, rows), "", compare(rows, title=title, width=_width()), *_hints(args)])
         return text, data, rows[0][1], all(found.fits for _, found in rows)
     single = estimate(model, args.config, machine=machine, checkpointing=bool(args.checkpointing), **options)
-    return report(single), single.as_dict() if args.json else None, single, single.fits
+    near = None if single.fits or not machine.known else nearest(single, wish)
+    told = single.as_dict() if args.json else None
+    if told is not None and not single.fits:
+        told["nearest"] = None if near is None else near.keys
+    return report(single, near), told, single, single.fits
 
 
 def _refuse_idle(args: argparse.Namespace, searches: bool) -> None:

@@ -50,6 +50,16 @@ class Hyper:
         """A whole number that may be 0."""
         return self.size(name) if self._values.get(name) else 0
 
+    def divides(self, name: str, whole: int, what: str) -> None:
+        """ConfigError where a size does not divide another, named in words: such a model cannot be built."""
+        parts = self.size(name)
+        if whole % parts:
+            near = sorted((n for n in range(1, whole + 1) if not whole % n), key=lambda n: abs(n - parts))[:2]
+            raise ConfigError(
+                f"no such model can be: {name} is {parts:,}, which does not divide {what}, {whole:,}: "
+                f"{' or '.join(map(str, near))} would"
+            )
+
     def flag(self, name: str) -> bool:
         return bool(self._values.get(name))
 
@@ -125,6 +135,11 @@ def _language_model(
 
 def _attention(hyper: Hyper, prefix: str, hidden: int, norm_class: str, style: Style) -> Module:
     heads = hyper.size("num_attention_heads")
+    if hyper.absent("head_dim"):
+        hyper.divides("num_attention_heads", hidden, "the hidden size")
+    # More of them than heads is what a class's own default leaves in a file that names few heads.
+    if hyper.size("num_key_value_heads", heads) < heads:
+        hyper.divides("num_key_value_heads", heads, "the number of heads")
     head_dim = hyper.size("head_dim", hidden // heads)
     key_width = hyper.size("num_key_value_heads", heads) * head_dim
     biased = hyper.flag(style.input_bias) if isinstance(style.input_bias, str) else style.input_bias
@@ -243,6 +258,7 @@ def _latent_attention(hyper: Hyper, prefix: str, hidden: int) -> Module:
 def gpt2(hyper: Hyper, prefix: str) -> Module:
     """GPT-2: learned positions, norms with biases, weights of (inputs, outputs)."""
     width = hyper.size("n_embd")
+    hyper.divides("n_head", width, "the width")
     inner = hyper.size("n_inner", 4 * width)
     norm = _affine("LayerNorm", (width,), width)
 

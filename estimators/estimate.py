@@ -220,6 +220,7 @@ class Estimate:
         return {
             "model": self.model.name,
             "parameters": plan.numel,
+            "quantized": self.model.quantized,
             "ranks": plan.topology.world_size,
             "ranks_per_node": plan.topology.local_size,
             "stage": plan.request.stage,

@@ -67,6 +67,15 @@ class Described:
         return _PRECISIONS.get(dtype_name(named)) if isinstance(named, str) else None
 
     @property
+    def quantized(self) -> str | None:
+        """How the file says that the weights are stored quantized: "gptq, 4 bits"; None where it does not."""
+        found = (self.values or {}).get("quantization_config")
+        if not isinstance(found, Mapping):
+            return None
+        bits = found.get("bits") or next((n for n in (4, 8) if found.get(f"load_in_{n}bit")), None)
+        return f"{found.get('quant_method') or 'quantized'}" + (f", {bits} bits" if bits else "")
+
+    @property
     def positions_max(self) -> int | None:
         """The longest sequence that the model takes, where that is known."""
         values = self.values or {}

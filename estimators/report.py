@@ -8,7 +8,7 @@ from textwrap import wrap
 
 from estimators.estimate import Estimate, Table
 from estimators.machine import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES
-from estimators.search import Choice
+from estimators.search import Choice, Near
 from infinity.config.units import format_bytes
 from infinity.plan.capacity import in_words
 from infinity.plan.phases import Phase, state_dict_nbytes
@@ -44,9 +44,31 @@ def folded(text: str, width: int = WIDTH) -> str:
     return "\n".join(lines)
 
 
-def report(found: Estimate) -> str:
-    """Everything that one estimate says."""
-    return "\n".join([*headline(found), "", *tables(found), "", *_activations(found), *_step(found), *_notes(found)])
+def report(found: Estimate, near: Near | None = None) -> str:
+    """Everything that one estimate says; `near`: of one that does not fit, the nearest configuration that does."""
+    lines = headline(found)
+    if found.excess:
+        lines += ["", f"It does not fit: {_excess(found)}.", *_missing(found), *(_nearest(near) if near else [])]
+    elif found.machine.known:
+        lines += ["", f"It fits{'' if found.activations else ' as far as is known'}. {_summary(found)}"]
+    return "\n".join([*lines, "", *tables(found), "", *_activations(found), *_step(found), *_notes(found)])
+
+
+def _excess(found: Estimate) -> str:
+    return ", ".join(
+        f"{format_bytes(nbytes)} too much {_place(found, tier)}" for tier, nbytes in found.excess.items()
+    )
+
+
+def _nearest(near: Near) -> list[str]:
+    time = near.estimate.outline
+    return [
+        "",
+        f"The nearest that fits takes {duration(time.seconds)} a step, "
+        f"{time.tokens_a_second * near.estimate.plan.topology.world_size:,.0f} tokens/s, with these keys changed. "
+        + _summary(near.estimate),
+        as_json(near.keys),
+    ]
 
 
 def headline(found: Estimate) -> list[str]:
@@ -58,13 +80,19 @@ def headline(found: Estimate) -> list[str]:
     where = f"{ranks} on {nodes} nodes" if nodes > 1 else ranks
     checkpointed = ", activations recomputed" if work.checkpointing else ""
     accumulated = f" x {found.accumulation} accumulated" if found.accumulation > 1 else ""
-    return [
+    lines = [
         f"{found.model.name}: {plan.numel / 1e9:.2f} B parameters, {request.compute_dtype}, stage {request.stage}, "
         f"{where}; {work.batch} x {work.sequence:,} tokens{accumulated}{checkpointed}",
         f"parameters {_where(found, Kind.PARAM, Kind.FULL)}, optimizer states {_where(found, *_STATES)}, gradients "
         f"({request.grad_dtype}) {_where(found, Kind.GRAD)}; {len(plan.layouts)} units, "
         f"{len(plan.sub_groups):,} sub-groups",
     ]
+    if found.model.quantized:
+        lines.append(
+            f"its config.json says that the weights are quantized ({found.model.quantized}): sized are plain ones in "
+            f"{request.compute_dtype}, which is what trains here. Take the model that was quantized"
+        )
+    return lines
 
 
 def tables(found: Estimate) -> list[str]:

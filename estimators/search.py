@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from estimators.estimate import RANKS_PER_NODE, Estimate, estimate
 from estimators.machine import Machine
 from estimators.model import described
 from estimators.presets import PRESETS, family
+from infinity.config.resolve import changed
 from infinity.errors import ConfigError
 from infinity.plan.capacity import Capacity
 from infinity.plan.types import SAVE_BLOCK_NBYTES, SAVE_BLOCKS, Tier
@@ -24,6 +26,8 @@ from infinity.plan.types import SAVE_BLOCK_NBYTES, SAVE_BLOCKS, Tier
 # Of an accelerator, what whole units may take: the less, the more often they are gathered.
 _LIVE_SHARES = (8, 32)
 _LIVE_DEFAULT = 10**9
+# Plans that a search for a nearby configuration makes at most.
+_PLANS_MAX = 20
 _LAYERS_MAX = 1 << 16
 _DEVICES = {Tier.GPU: "none", Tier.CPU: "cpu", Tier.NVME: "nvme"}
 NAMES = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
@@ -64,6 +68,26 @@ class Choice:
         """By what part of itself the scarcest tier is too small; 0 where all fits."""
         limits, excess = self.estimate.capacity, self.estimate.excess
         return max((nbytes / max(limits.of(tier) or 0, 1) for tier, nbytes in excess.items()), default=0.0)
+
+
+@dataclass(frozen=True)
+class Near:
+    """A configuration that fits, by its differences from one that does not: dotted path -> value."""
+
+    changes: Mapping[str, Any]
+    estimate: Estimate
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The differences as they stand in a file."""
+        tree: dict[str, Any] = {}
+        for path, value in self.changes.items():
+            *sections, key = path.split(".")
+            place = tree
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[key] = value
+        return tree
 
 
 @dataclass(frozen=True)
@@ -135,6 +159,73 @@ def fit(wish: Wish) -> Choice:
         # All were left out for their states alone: the one that needs least nearby says what is missing.
         others = [*_varied(_planned(wish, [_outermost(wish)]), wish.near)]
     return min(others, key=lambda choice: choice.lacking)
+
+
+def nearest(found: Estimate, wish: Wish) -> Near | None:
+    """Of configurations that differ from one that does not fit and that do fit, the one that differs the least."""
+    best: tuple[int, Near] | None = None
+    for cost, moved in sorted(_moves(found, wish), key=lambda item: item[0])[:_PLANS_MAX]:
+        if best is not None and best[0] <= cost:
+            break
+        planned = estimate(wish.model, changed(found.config, moved).config, machine=wish.machine, **wish.options)
+        for more, varied in _sparing(planned, wish):
+            under = planned.under(changed(planned.config, varied).config) if varied else planned
+            if under.fits and (best is None or cost + more < best[0]):
+                best = cost + more, Near({**moved, **varied}, under)
+    return None if best is None else best[1]
+
+
+def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
+    """States farther out, and less gathered at a time: how much each changes, and the keys."""
+    config, zero = found.config, "zero_optimization"
+    micro, steps, batches = config.micro_batch, config.accumulation, [(0, dict[str, Any]())]
+    while micro % 2 == 0 and wish.options.get("batch") is None:
+        micro, steps = micro // 2, 2 * steps
+        sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+        batches.append((2 + len(batches), sizes))
+    if "auto" in (config.param_tier, config.optimizer_tier):
+        yield from batches
+        return
+    ranks, numel = found.plan.topology.world_size, found.plan.numel
+    order = {tier: place for place, tier in enumerate(Tier)}
+    tiers = [tier for tier in Tier if tier is not Tier.NVME or wish.limits.nvme is not None]
+    start = {"offload_optimizer": Tier(config.optimizer_tier), "offload_param": Tier(config.param_tier)}
+    path = (config.nvme_path or config.checkpoint_nvme_path or ("nvme",))[0]
+    for states, param in product(tiers, tiers):
+        moved: dict[str, Any] = {}
+        cost = 0
+        for (name, tier), to in zip(start.items(), (states, param), strict=True):
+            cost += 2 * (order[to] - order[tier])
+            if order[to] < order[tier]:
+                break
+            if to is not tier:
+                moved[f"{zero}.{name}.device"] = _DEVICES[to]
+                moved |= {f"{zero}.{name}.nvme_path": path} if to is Tier.NVME else {}
+        else:
+            if param is not Tier.GPU and config.stage != 3:
+                moved, cost = {f"{zero}.stage": 3, **moved}, cost + 1
+            stage = moved.get(f"{zero}.stage", config.stage)
+            needed = _states_nbytes(numel, ranks, config.compute_dtype, (stage, param, states), wish.machine)
+            if any(nbytes > (wish.limits.of(tier) or nbytes) for tier, nbytes in needed.items()):
+                continue
+            for more, sizes in batches:
+                yield cost + more, {**sizes, **moved}
+            if config.stage == 3 or f"{zero}.stage" in moved:
+                live = {"stage3_max_live_parameters": 100_000_000, "stage3_prefetch_bucket_size": 25_000_000}
+                tight = {**moved, **{f"{zero}.{name}": bound for name, bound in live.items()}}
+                for more, sizes in batches:
+                    yield cost + more + 1, {**sizes, **tight}
+
+
+def _sparing(planned: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Less of activations: how much each changes, and the keys. The plan stays."""
+    yield 0, {}
+    section = "activation_checkpointing"
+    again = {} if planned.work.checkpointing else {f"{section}.every": 1}
+    if again:
+        yield 1, again
+    if planned.offloaded is None and wish.machine.accelerator:
+        yield 2, {**again, f"{section}.offload.device": "cpu"}
 
 
 def usual(wish: Wish) -> Iterator[tuple[str, Estimate]]:
@@ -285,7 +376,7 @@ def _config(
     return {"train_micro_batch_size_per_gpu": micro, **precision, "zero_optimization": zero}
 
 
-def _offload(tier: Tier) -> dict[str, str]:
+def _offload(tier: Tier) -> dict[str, Any]:
     """The section of what lies on a tier."""
     return {"device": _DEVICES[tier], **({"nvme_path": "nvme"} if tier is Tier.NVME else {})}
 

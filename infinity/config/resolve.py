@@ -400,7 +400,7 @@ def _shown(value: Any) -> str:
 
 
 def changed(config: ResolvedConfig, values: Mapping[str, Any]) -> ResolvedConfig:
-    """The configuration with other values under some dotted paths of zero_optimization: a plan can be made of it."""
+    """The configuration with other values under some dotted paths: a plan can be made of it."""
     made = config.config
     zero = made.zero_optimization
     for name, section in (("offload_param", OffloadParam()), ("offload_optimizer", OffloadOptimizer())):

@@ -58,7 +58,7 @@ def test_a_file_a_folder_and_plain_numbers_are_one_model(tmp_path, capsys):
 def test_json_says_what_the_estimate_says(capsys):
     told = json.loads(answer(["gpt2", "--config", NVME_FILE, "--ranks", "4", "--json"], capsys))
     found = estimate("gpt2", NVME_FILE, ranks=4)
-    assert told == json.loads(json.dumps(found.as_dict()))
+    assert told == json.loads(json.dumps(found.as_dict())), "a nearest one only where it does not fit"
     assert set(told["nbytes_by_phase"]) == {"initialise", "forward", "backward", "step", "save"}
     assert told["nbytes"]["nvme"]["exp_avg"] == found.plan.bytes_by_tier()[Tier.NVME][Kind.EXP_AVG]
 
@@ -350,6 +350,63 @@ def test_a_comparison_does_not_mix_work_unless_it_is_asked_to(other, words, tmp_
     assert words in capsys.readouterr().err
     head = answer(["gpt2", "--mixed", "--compare", *files], capsys).splitlines()[2]
     assert "batch" in head or "precision" in head
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"num_attention_heads": 30}, "num_attention_heads is 30, which does not divide the hidden size, 4,096: 32"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads is 5, which does not divide the number of heads, 32: 4"),
+        ({"model_type": "gpt2", "n_embd": 100, "n_head": 12}, "n_head is 12, which does not divide the width, 100: 10"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(sizes, words, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, **sizes}))
+    assert main([str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err
+    if "n_head" not in sizes:
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "num_attention_heads": 48, "head_dim": 128}))
+        assert "B parameters" in answer([str(tmp_path)], capsys)
+
+
+def test_a_quantized_model_is_said_to_be_one(tmp_path, capsys):
+    stored = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, **stored}))
+    text = " ".join(answer([str(tmp_path), "--config", CPU_FILE], capsys).split())
+    assert "the weights are quantized (gptq, 4 bits): sized are plain ones in bf16" in text
+
+
+@pytest.mark.parametrize(
+    ("machine", "keys"),
+    [
+        ("--ram 512GB --gpu 24GB", {"train_micro_batch_size_per_gpu", "activation_checkpointing"}),
+        ("--ram 64GB --gpu 24GB --nvme 1TB", {"zero_optimization", "activation_checkpointing"}),
+        ("--ram 16GB --gpu 4GB", set()),
+    ],
+)
+def test_what_does_not_fit_has_a_headline_and_the_nearest_that_does(machine, keys, tmp_path, capsys):
+    said = ["llama-3.1-8b", *machine.split(), "--config"]
+    told = json.loads(answer([*said, CPU_FILE, "--json"], capsys, code=1))
+    assert set(told["nearest"] or {}) >= keys
+    text = answer([*said, CPU_FILE], capsys, code=1)
+    assert text.index("It does not fit: ") < text.index("GPU, GB a rank")
+    assert ("The nearest that fits takes" in text) == bool(keys)
+    if keys:
+        raw, near = json.loads(Path(CPU_FILE).read_text()), told["nearest"]
+        for section, values in near.items():
+            for name, value in values.items() if isinstance(values, dict) else ():
+                place = raw.setdefault(section, {})
+                place[name] = {**place.get(name, {}), **value} if isinstance(value, dict) else value
+            if not isinstance(values, dict):
+                raw[section] = values
+        (tmp_path / "near.json").write_text(json.dumps(raw))
+        assert "It fits." in answer([*said, str(tmp_path / "near.json")], capsys)
+
+
+def test_a_model_that_nothing_near_fits_is_answered_quickly():
+    with usual_seconds() as taken:
+        assert main(["llama-3.1-405b", "--config", CPU_FILE, "--ram", "64GB", "--gpu", "24GB", "--nvme", "4TB"]) == 1
+    assert taken.seconds < 5
 
 
 def test_a_limit_of_what_computes_holds_on_the_cpu_too(capsys):
