@@ -24,7 +24,7 @@ from estimators.estimate import Estimate, estimate
 from estimators.machine import Machine
 from estimators.picture import picture
 from estimators.presets import PRESETS
-from estimators.report import WIDTH, as_json, chosen, compare, folded, headline, largest_found, report
+from estimators.report import WIDTH, as_json, chosen, compare, folded, headline, largest_found, report, to_choose
 from estimators.search import Choice, Wish, fit, largest, nearest, usual
 from infinity.config import parse_bytes
 from infinity.errors import ConfigError
@@ -80,7 +80,10 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
         "ranks": args.ranks, "ranks_per_node": args.ranks_per_node, "batch": args.batch, "sequence": args.sequence,
         "profile": load_profile(args.profile) if args.profile else None,
     }  # fmt: skip
-    wish = Wish(model, machine, options, dtype=args.dtype or "bf16", checkpointing=args.checkpointing)
+    wish = Wish(
+        model, machine, options, dtype=args.dtype or "bf16", checkpointing=args.checkpointing,
+        nvme_path=os.path.abspath(args.nvme_path) if args.nvme_path else "nvme",
+    )  # fmt: skip
     if args.max:
         member, deepest = largest(wish)
         found = [choice for choice in (member, deepest) if choice is not None]
@@ -112,6 +115,8 @@ def _refuse_idle(args: argparse.Namespace, searches: bool) -> None:
         raise ConfigError("--mixed belongs to --compare")
     if args.save is not None and not searches:
         raise ConfigError("--save writes what a search has found: give --gpu and --ram, --fit or --max")
+    if args.nvme_path is not None and not searches:
+        raise ConfigError("--nvme-path is for a search: a configuration names its own drive")
     if args.dtype is not None and (args.config is not None or args.compare):
         raise ConfigError("--dtype is for placements that are searched: a configuration names its own, as bf16.enabled")
 
@@ -120,6 +125,7 @@ def _save(choice: Choice, path: str | None, *, found: bool) -> None:
     """Write a configuration that fits; where none was found, no file may look like one."""
     if path is not None and found:
         _write(path, as_json(choice.config) + "\n")
+        print(f"infinity-estimate: {path} is written. {' '.join(to_choose(choice))}", file=sys.stderr)
     elif path is not None:
         print(f"infinity-estimate: nothing fits, and {path} is not written", file=sys.stderr)
 
@@ -227,6 +233,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--gpu", type=_bytes, metavar="SIZE", help="memory of each rank's accelerator: 24GB")
     group.add_argument("--ram", type=_bytes, metavar="SIZE", help="memory of each node: 128GB")
     group.add_argument("--nvme", type=_bytes, metavar="SIZE", help="room on the drives of each node: 2TB")
+    group.add_argument("--nvme-path", metavar="FOLDER", help="a folder on that drive, for the configuration found")
     group.add_argument("--no-gpu", action="store_true", help="ranks compute on the CPU")
     group.add_argument("--profile", metavar="FILE", help="rates that `infinity bench` has measured (default: assumed)")
 
@@ -254,7 +261,9 @@ def _machine(args: argparse.Namespace) -> Machine:
     if args.no_gpu and args.gpu is not None:
         raise ConfigError("--gpu and --no-gpu are both given: keep one")
     said = Machine(args.gpu, args.ram, args.nvme, accelerator=not args.no_gpu)
-    return Machine.here(Path(), accelerator=not args.no_gpu) if (args.fit or args.max) and not said.known else said
+    if said.known or not (args.fit or args.max):
+        return said
+    return Machine.here(Path(args.nvme_path or ""), accelerator=not args.no_gpu)
 
 
 def _model(args: argparse.Namespace) -> str | Mapping[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import wrap
 
 from estimators.estimate import Estimate, Table
 from estimators.machine import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES
-from estimators.search import Choice, Near
+from estimators.search import LR, Choice, Near
 from infinity.config.units import format_bytes
 from infinity.plan.capacity import in_words
 from infinity.plan.phases import Phase, state_dict_nbytes
@@ -20,6 +22,7 @@ TIERS = {Tier.GPU: "GPU", Tier.CPU: "CPU memory", Tier.NVME: "NVMe"}
 SHORT = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
 KINDS = {**{kind: in_words(kind) for kind in Kind}, Kind.MODEL: "the model being built"}
 _PLACES = {Tier.GPU: "on the GPU", Tier.CPU: "in CPU memory", Tier.NVME: "on NVMe"}
+_UNIT = re.compile(r"(\d) ([kMGT]?B\b|%|s\b|ms\b|days\b|min\b)")
 _OTHERS = (Kind.PARAM, Kind.GRAD, Kind.FULL, Kind.FULL_GRAD, Kind.ACTIVATION, Kind.MODEL, Kind.POOL)
 _STATES = tuple(kind for kind in Kind if kind not in _OTHERS)
 
@@ -40,8 +43,10 @@ def folded(text: str, width: int = WIDTH) -> str:
         if len(line) <= width or line.lstrip().startswith(('"', "{", "}")):
             lines.append(line)
         else:
+            # A number stays beside its unit.
+            line = _UNIT.sub("\\1\xa0\\2", line)
             lines += wrap(line, width, subsequent_indent=" " * (indent + 2), break_on_hyphens=False)
-    return "\n".join(lines)
+    return "\n".join(lines).replace("\xa0", " ")
 
 
 def report(found: Estimate, near: Near | None = None) -> str:
@@ -172,12 +177,20 @@ def chosen(choice: Choice) -> str:
     lines = headline(found)
     if found.fits:
         known = "It fits." if found.activations else "It fits as far as is known: activations are not counted."
-        lines += ["", f"{known} {_summary(found)}", "", "Configuration:", as_json(choice.config)]
+        lines += ["", f"{known} {_summary(found)}", "", "Configuration:", as_json(choice.config), *to_choose(choice)]
     else:
         lines += ["", "It does not fit, and no other placement that was tried does. What lacks the least is shown.", ""]
         lines += _missing(found)
     lines += ["", *tables(found), "", _reserved(found)]
     return "\n".join([*lines, *_activations(found), *_step(found), *_notes(found)])
+
+
+def to_choose(choice: Choice) -> list[str]:
+    """What a search cannot know of its own configuration."""
+    lines = [f"Choose optimizer.params.lr yourself: {LR:g} stands there so that the file trains as it is."]
+    if choice.estimate.plan.nvme_nbytes and not os.path.isabs((choice.estimate.config.nvme_path or ("",))[0]):
+        lines.append("nvme_path is a folder beside the program: --nvme-path FOLDER puts one on your fast drive there.")
+    return lines
 
 
 def largest_found(member: Choice | None, deepest: Choice) -> str:

@@ -29,6 +29,8 @@ _LIVE_DEFAULT = 10**9
 # Plans that a search for a nearby configuration makes at most.
 _PLANS_MAX = 20
 _LAYERS_MAX = 1 << 16
+# A cautious start for tuning a model that is trained already: the one number that no search can find.
+LR = 1e-5
 _DEVICES = {Tier.GPU: "none", Tier.CPU: "cpu", Tier.NVME: "nvme"}
 NAMES = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
 # Stage 3, parameters, optimizer states: from near to far.
@@ -100,6 +102,8 @@ class Wish:
     dtype: str = "bf16"
     # Whether activations are computed again in backward; None: where it is needed.
     checkpointing: bool | None = None
+    # The folder on the drive.
+    nvme_path: str = "nvme"
 
     @property
     def limits(self) -> Capacity:
@@ -120,8 +124,12 @@ class Wish:
         """And off it. Without an accelerator CPU memory is the device's."""
         if self.checkpointing is False:
             return ()
-        cpu, nvme = ({**_RECOMPUTED, "offload": _offload(tier)} for tier in (Tier.CPU, Tier.NVME))
+        cpu, nvme = ({**_RECOMPUTED, "offload": self.offload(tier)} for tier in (Tier.CPU, Tier.NVME))
         return (*([cpu] if self.machine.accelerator else []), *([nvme] if self.limits.nvme is not None else []))
+
+    def offload(self, tier: Tier) -> dict[str, Any]:
+        """The section of what lies on a tier."""
+        return {"device": _DEVICES[tier], **({"nvme_path": self.nvme_path} if tier is Tier.NVME else {})}
 
     def of(self, model: Any) -> Wish:
         """The same wish about another model."""
@@ -190,7 +198,7 @@ def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
     order = {tier: place for place, tier in enumerate(Tier)}
     tiers = [tier for tier in Tier if tier is not Tier.NVME or wish.limits.nvme is not None]
     start = {"offload_optimizer": Tier(config.optimizer_tier), "offload_param": Tier(config.param_tier)}
-    path = (config.nvme_path or config.checkpoint_nvme_path or ("nvme",))[0]
+    path = (config.nvme_path or config.checkpoint_nvme_path or (wish.nvme_path,))[0]
     for states, param in product(tiers, tiers):
         moved: dict[str, Any] = {}
         cost = 0
@@ -308,7 +316,7 @@ def _by_budget(wish: Wish) -> Iterator[Choice]:
     assert nearest is not None and cpu is not None
     # The blocks that a checkpoint passes through are no partition's.
     cpu = max(cpu - SAVE_BLOCKS * SAVE_BLOCK_NBYTES, 0)
-    drive = {"nvme_path": "nvme"} if room.nvme is not None else {}
+    drive = {"nvme_path": wish.nvme_path} if room.nvme is not None else {}
     plain = _config(wish, (3, Tier.GPU, Tier.GPU), room, None)
     (anywhere,) = _planned(wish, [plain])
     for section in wish.near:
@@ -364,7 +372,7 @@ def _config(
     zero: dict[str, Any] = {"stage": stage}
     for name, tier in (("offload_param", param), ("offload_optimizer", states)):
         if tier is not Tier.GPU:
-            zero[name] = _offload(tier)
+            zero[name] = wish.offload(tier)
     if share is not None:
         assert limits.gpu is not None
         live = max(limits.gpu // share // (4 if wish.dtype == "fp32" else 2), 1_000_000)
@@ -373,12 +381,10 @@ def _config(
             zero |= {"stage3_max_live_parameters": live, "stage3_prefetch_bucket_size": min(live // 4, 50_000_000)}
     precision = {} if wish.dtype == "fp32" else {wish.dtype: {"enabled": True}}
     micro = wish.options.get("batch") or 1
-    return {"train_micro_batch_size_per_gpu": micro, **precision, "zero_optimization": zero}
-
-
-def _offload(tier: Tier) -> dict[str, Any]:
-    """The section of what lies on a tier."""
-    return {"device": _DEVICES[tier], **({"nvme_path": "nvme"} if tier is Tier.NVME else {})}
+    optimizer = {"type": "AdamW", "params": {"lr": LR}}
+    return {
+        "train_micro_batch_size_per_gpu": micro, **precision, "optimizer": optimizer, "zero_optimization": zero,
+    }  # fmt: skip
 
 
 def _states_nbytes(
