@@ -19,12 +19,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from estimators.advice import Advice, advise
 from estimators.architectures import known
 from estimators.estimate import Estimate, estimate
 from estimators.machine import Machine
 from estimators.picture import picture
 from estimators.presets import PRESETS
-from estimators.report import WIDTH, as_json, chosen, compare, folded, headline, largest_found, report, to_choose
+from estimators.report import (
+    WIDTH,
+    advised,
+    as_json,
+    chosen,
+    compare,
+    folded,
+    headline,
+    largest_found,
+    report,
+    to_choose,
+)
 from estimators.search import Choice, Wish, fit, largest, nearest, usual
 from infinity.config import parse_bytes
 from infinity.errors import ConfigError
@@ -92,9 +104,11 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
         both = {"known": _choice(member), "deepest": _choice(deepest)} if args.json else None
         return largest_found(member, deepest), both, best.estimate, deepest.estimate.fits
     if searches:
-        choice = fit(wish)
+        advice = advise(wish) if args.fit else Advice([fit(wish)], lasting=True)
+        choice = advice.best
         _save(choice, args.save, found=choice.estimate.fits)
-        return chosen(choice), _choice(choice) if args.json else None, choice.estimate, choice.estimate.fits
+        text, data = advised(advice) if args.fit else chosen(choice), _choice(choice) if args.json else None
+        return text, data, choice.estimate, choice.estimate.fits
     if args.config is None:
         rows = _compared(args, wish)
         data = [{"name": name, **found.as_dict()} for name, found in rows] if args.json else None
@@ -205,7 +219,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--config", help="the training configuration (JSON) to look at")
     what.add_argument("--compare", nargs="+", metavar="FILE", help="several configurations side by side")
     parser.add_argument("--mixed", action="store_true", help="let --compare mix batches and precisions")
-    what.add_argument("--fit", action="store_true", help="search a configuration, for this machine unless said")
+    what.add_argument(
+        "--fit", action="store_true", help="search the best batch and placement, for this machine unless one is said"
+    )
     what.add_argument("--max", action="store_true", help="search the largest model of the family that fits")
     what.add_argument("--list", action="store_true", help="names of known models")
     _add_machine(parser.add_argument_group("the machine"))

@@ -8,6 +8,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import wrap
 
+from estimators.advice import (
+    DAYS_MIN,
+    HOURS_A_DAY,
+    PARAMETERS,
+    STATES,
+    Advice,
+    days_of_training,
+    places,
+    tokens_a_second,
+)
 from estimators.estimate import Estimate, Table
 from estimators.machine import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES
 from estimators.search import LR, Choice, Near
@@ -23,8 +33,6 @@ SHORT = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
 KINDS = {**{kind: in_words(kind) for kind in Kind}, Kind.MODEL: "the model being built"}
 _PLACES = {Tier.GPU: "on the GPU", Tier.CPU: "in CPU memory", Tier.NVME: "on NVMe"}
 _UNIT = re.compile(r"(\d) ([kMGT]?B\b|%|s\b|ms\b|days\b|min\b)")
-_OTHERS = (Kind.PARAM, Kind.GRAD, Kind.FULL, Kind.FULL_GRAD, Kind.ACTIVATION, Kind.MODEL, Kind.POOL)
-_STATES = tuple(kind for kind in Kind if kind not in _OTHERS)
 
 
 def duration(seconds: float) -> str:
@@ -88,7 +96,7 @@ def headline(found: Estimate) -> list[str]:
     lines = [
         f"{found.model.name}: {plan.numel / 1e9:.2f} B parameters, {request.compute_dtype}, stage {request.stage}, "
         f"{where}; {work.batch} x {work.sequence:,} tokens{accumulated}{checkpointed}",
-        f"parameters {_where(found, Kind.PARAM, Kind.FULL)}, optimizer states {_where(found, *_STATES)}, gradients "
+        f"parameters {_where(found, *PARAMETERS)}, optimizer states {_where(found, *STATES)}, gradients "
         f"({request.grad_dtype}) {_where(found, Kind.GRAD)}; {len(plan.layouts)} units, "
         f"{len(plan.sub_groups):,} sub-groups",
     ]
@@ -183,6 +191,33 @@ def chosen(choice: Choice) -> str:
         lines += _missing(found)
     lines += ["", *tables(found), "", _reserved(found)]
     return "\n".join([*lines, *_activations(found), *_step(found), *_notes(found)])
+
+
+def advised(advice: Advice) -> str:
+    """The best configuration as a search shows it, under the three best with what each gives for what."""
+    if not advice.best.estimate.fits:
+        return chosen(advice.best)
+    near = advice.best.estimate.tiers[:-1]
+    names = [tier_name(advice.best.estimate, tier, short=True) for tier in near]
+    rows = [["parameters, optimizer", "tokens/s", "batch", "recompute", *names, "drive lasts"]]
+    for choice in advice.choices:
+        found, days = choice.estimate, days_of_training(choice)
+        homes = ("+".join(tier_name(found, t, short=True) for t in places(choice, *k)) for k in (PARAMETERS, STATES))
+        held = (format_bytes(found.peak(tier)) if found.peak(tier) else "-" for tier in near)
+        batch, again = f"{found.work.batch} x {found.accumulation}", "yes" if found.work.checkpointing else "no"
+        row = [", ".join(homes), f"{tokens_a_second(choice):,.0f}", batch, again, *held]
+        rows.append([*row, duration(days * 86_400) if days else "-"])
+    lines = ["The best for this machine, and the next that differ (batch: sequences at a time x accumulated):", ""]
+    lines += [*_aligned(rows), ""]
+    year = f"{DAYS_MIN} days of {HOURS_A_DAY} hours"
+    if not advice.lasting:
+        lines.append(
+            f"None lets the drive last {year}: these last the longest. More memory, or a larger endurance "
+            "(`infinity bench --tbw`), would help."
+        )
+    elif advice.best.estimate.plan.nvme_nbytes:
+        lines.append(f"Faster ones that wear the drive out within {year} are left out.")
+    return "\n".join([*lines, "", chosen(advice.best)])
 
 
 def to_choose(choice: Choice) -> list[str]:

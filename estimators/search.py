@@ -169,6 +169,19 @@ def fit(wish: Wish) -> Choice:
     return min(others, key=lambda choice: choice.lacking)
 
 
+def fitting(wish: Wish, configs: Sequence[Mapping[str, Any]] | None = None) -> list[Choice]:
+    """All that fits: of these configurations with the wish's micro-batch, or of all that `fit` would try."""
+    wish.check()
+    if configs is None:
+        tried = [*_varied([*_planned(wish, _candidates(wish))], wish.near), *_by_budget(wish)]
+    else:
+        micro = {"train_micro_batch_size_per_gpu": wish.options["batch"]}
+        plain = [{key: each[key] for key in each if key != "activation_checkpointing"} | micro for each in configs]
+        apart = [config for index, config in enumerate(plain) if config not in plain[:index]]
+        tried = [*_varied(_planned(wish, apart), wish.near)]
+    return [choice for choice in tried if choice.estimate.fits]
+
+
 def nearest(found: Estimate, wish: Wish) -> Near | None:
     """Of configurations that differ from one that does not fit and that do fit, the one that differs the least."""
     best: tuple[int, Near] | None = None
@@ -293,7 +306,7 @@ def _numel(name: str) -> int:
     return described(name).tree("bf16").numel
 
 
-def _planned(wish: Wish, candidates: Iterable[dict[str, Any]]) -> Iterator[Choice]:
+def _planned(wish: Wish, candidates: Iterable[Mapping[str, Any]]) -> Iterator[Choice]:
     """Estimates of candidates that keep all activations."""
     for config in candidates:
         yield Choice(config, estimate(wish.model, config, machine=wish.machine, **wish.options))

@@ -1,0 +1,85 @@
+"""`--fit` advises as a friend would: the most tokens a second that fit, and that the drive bears."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from estimators.advice import TOKENS_MAX, advise, days_of_training, lasts, tokens_a_second
+from estimators.cli import main
+from estimators.machine import Machine
+from estimators.report import advised
+from estimators.search import Wish, fit
+from infinity.plan.hardware import ASSUMED
+
+GB = 10**9
+
+
+def wish(gpu: float, ram: float, nvme: float | None, **options: object) -> Wish:
+    machine = Machine(int(gpu * GB), int(ram * GB), None if nvme is None else int(nvme * GB))
+    return Wish("qwen2.5-0.5b", machine, {"sequence": 512, **options})
+
+
+def test_batches_grow_as_far_as_they_fit():
+    asked = wish(24, 64, None)
+    advice, plain = advise(asked), fit(asked)
+    best = advice.best.estimate
+    assert best.fits
+    assert best.work.batch > 1
+    assert best.accumulation > 1
+    assert best.work.tokens * best.accumulation <= TOKENS_MAX
+    assert tokens_a_second(advice.best) > 2 * tokens_a_second(plain)
+
+
+def test_a_batch_that_is_asked_for_is_kept():
+    assert {choice.estimate.work.batch for choice in advise(wish(24, 64, None, batch=2)).choices} == {2}
+
+
+def test_the_choices_fit_differ_and_are_the_fastest_first():
+    choices = advise(wish(6, 8, None)).choices
+    assert 1 < len(choices) <= 3
+    assert all(choice.estimate.fits for choice in choices)
+    speeds = [tokens_a_second(choice) for choice in choices]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_a_drive_that_wears_out_is_not_used_where_anything_else_fits():
+    """States on NVMe are written at every step; in memory they are slower here, and last."""
+    advice = advise(wish(3, 16, 500))
+    assert advice.lasting
+    assert all(lasts(choice) for choice in advice.choices)
+
+
+def test_what_cannot_last_is_said():
+    drives = tuple(drive.model_copy(update={"endurance_nbytes": 5 * 10**12}) for drive in ASSUMED.drives)
+    weak = ASSUMED.model_copy(update={"drives": drives})
+    asked = wish(4, 5, 100)
+    asked = dataclasses.replace(asked, options={**asked.options, "profile": weak})
+    advice = advise(asked)
+    days = [days_of_training(choice) or 0 for choice in advice.choices]
+    assert not advice.lasting
+    assert max(days) < 365
+    assert days[0] == max(days)
+    assert "None lets the drive last 365 days of 8 hours" in advised(advice)
+
+
+def test_fit_shows_the_three_best_and_saves_the_first(tmp_path, capsys):
+    file = tmp_path / "found.json"
+    machine = ["--gpu", "6GB", "--ram", "8GB", "--sequence", "512"]
+    assert main(["qwen2.5-0.5b", "--fit", *machine, "--save", str(file)]) == 0
+    text = capsys.readouterr().out
+    table = text.split("\n\n")[1].splitlines()
+    assert table[0].split()[:3] == ["parameters,", "optimizer", "tokens/s"]
+    assert 2 < len(table) <= 4
+    saved = json.loads(file.read_text())
+    batch = f"{saved['train_micro_batch_size_per_gpu']} x {saved['gradient_accumulation_steps']}"
+    assert batch in table[1]
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("options", [["--gpu", "1GB", "--ram", "4GB"]])
+def test_advice_where_nothing_fits_says_what_it_takes(options, capsys):
+    assert main(["llama-3.1-8b", "--fit", *options]) == 1
+    assert "It takes accelerators of" in capsys.readouterr().out
