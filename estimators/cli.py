@@ -107,8 +107,8 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
         advice = advise(wish) if args.fit else Advice([fit(wish)], lasting=True)
         choice = advice.best
         _save(choice, args.save, found=choice.estimate.fits)
-        text, data = advised(advice) if args.fit else chosen(choice), _choice(choice) if args.json else None
-        return text, data, choice.estimate, choice.estimate.fits
+        text = advised(advice) if args.fit else chosen(choice)
+        return text, _choice(choice) if args.json else None, choice.estimate, choice.estimate.fits
     if args.config is None:
         rows = _compared(args, wish)
         data = [{"name": name, **found.as_dict()} for name, found in rows] if args.json else None

@@ -62,7 +62,7 @@ def picture(found: Estimate) -> str:
     for index, tier in enumerate(tiers):
         left = _MARGIN + index * (width + _GAP)
         body += _panel(tier, {name: table[tier] for name, table in columns.items()}, found, left, width)
-    title, *rest = folded("\n".join(headline(found))).splitlines()
+    title, *rest = map(str.strip, folded("\n".join(headline(found))).splitlines())
     rows = -(-len(kinds) // _LEGEND_COLUMNS)
     height = _TOP + _HEIGHT + 80 + rows * _LEGEND_ROW
     return "\n".join(
