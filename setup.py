@@ -1,14 +1,21 @@
-"""Puts the native libraries (compiled, where a compiler is) and their sources into the wheel."""
+"""Puts into the wheel what pyproject.toml cannot: the native libraries, compiled if a compiler is there, their sources,
+and the README with absolute links.
+"""
 
+import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# A Markdown link or picture whose target is neither absolute nor on the same page.
+RELATIVE_LINK = re.compile(r"(!?)(\[[^\]]*\]\()(?![a-z]+:|#)([^)\s]+\))")
 # A build front end does not put the project on the path; the builder and what it imports need no dependency.
 sys.path.insert(0, str(ROOT))
 
@@ -43,11 +50,31 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+def with_absolute_links(text: str, source: str) -> str:
+    """Markdown whose links to files of the tree lead to the public repository: the package index has no tree."""
+
+    def absolute(link: re.Match[str]) -> str:
+        picture, opening, target = link.groups()
+        return f"{picture}{opening}{source}/{'raw' if picture else 'blob'}/main/{target}"
+
+    return RELATIVE_LINK.sub(absolute, text)
+
+
 class PlatformDistribution(Distribution):
     """A distribution that belongs where a platform's packages go, although setuptools sees no extension module."""
+
+    def parse_config_files(self, *args: Any, **kwargs: Any) -> None:
+        """Read pyproject.toml, then turn the README's relative links into links below its `Source` URL."""
+        super().parse_config_files(*args, **kwargs)
+        self.metadata.long_description = with_absolute_links(README, self.metadata.project_urls["Source"])
 
     def has_ext_modules(self) -> bool:
         return True
 
 
-setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildWithNative, "bdist_wheel": PlatformWheel})
+setup(
+    long_description=README,
+    long_description_content_type="text/markdown",
+    distclass=PlatformDistribution,
+    cmdclass={"build_py": BuildWithNative, "bdist_wheel": PlatformWheel},
+)

@@ -1,8 +1,11 @@
-"""The wheel carries the native libraries, their sources and a platform tag, and can be built without a compiler."""
+"""The wheel: its name and metadata, the native libraries and sources it carries, and a build without a compiler."""
 
 from __future__ import annotations
 
+import email
+import email.message
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,13 +14,16 @@ from pathlib import Path
 
 import pytest
 
+import infinity
 from infinity.ops import build as build_module
 from tests.support.clock import usual_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "infinity", "estimators", "csrc")
+SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "infinity", "estimators", "csrc")
 # Those of an accelerator where nvcc is at hand.
 NAMES = build_module.NAMES if build_module._compiler("kernels") else build_module.HOST_NAMES
+# The distribution's name is not the import name: `infinity` on the package index is another project.
+INFO = f"infinity_engine-{infinity.__version__}.dist-info"
 LIBRARIES = {f"infinity/_native/lib{name}.so" for name in NAMES}
 
 # With nvcc at hand and other tests beside it, a slow machine takes minutes.
@@ -113,7 +119,7 @@ def bare_wheel(tmp_path_factory):
 
 
 def test_a_wheel_is_for_every_python_of_one_platform(wheel):
-    assert wheel.name.startswith("infinity-0.1.0-py3-none-")
+    assert wheel.name.startswith("infinity_engine-0.1.0-py3-none-")
     assert not wheel.name.endswith("-any.whl")
 
 
@@ -121,7 +127,39 @@ def test_a_wheel_carries_libraries_sources_and_packages_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {f"infinity/_csrc/{file.relative_to(ROOT / 'csrc')}" for file in (ROOT / "csrc").rglob("*.c*")}
     assert names >= LIBRARIES | sources | {"infinity/py.typed", "infinity/timeline.html", "infinity/api.py"}
-    assert {name.partition("/")[0] for name in names} == {"infinity", "estimators", "infinity-0.1.0.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {"infinity", "estimators", INFO}
+
+
+def metadata(wheel: Path) -> email.message.Message:
+    return email.message_from_bytes(zipfile.ZipFile(wheel).read(f"{INFO}/METADATA"))
+
+
+def test_the_metadata_says_what_the_index_shows(wheel):
+    told = metadata(wheel)
+    assert (told["Name"], told["Version"]) == ("infinity-engine", infinity.__version__)
+    assert (told["License-Expression"], told["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert told["Author"] == "The infinity authors"
+    urls = dict(url.split(", ") for url in told.get_all("Project-URL"))
+    assert urls.keys() == {"Source", "Documentation", "Changelog", "Issues"}
+    # A checkout is the repository: what a URL names below it must be there.
+    for url in urls.values():
+        assert url.startswith(urls["Source"])
+        assert (ROOT / url.partition("blob/main/")[2]).exists()
+    assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(told.get_all("Classifier"))
+    assert b"Apache License" in zipfile.ZipFile(wheel).read(f"{INFO}/licenses/LICENSE")
+
+
+def test_the_description_has_absolute_links_to_files_of_the_tree(wheel):
+    told = metadata(wheel)
+    assert told["Description-Content-Type"] == "text/markdown"
+    source = dict(url.split(", ") for url in told.get_all("Project-URL"))["Source"]
+    page = str(told.get_payload())
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", page)
+    assert len(links) > 10
+    for picture, link in links:
+        assert link.startswith(f"{source}/{'raw' if picture else 'blob'}/main/"), link
+        assert (ROOT / link.split("/main/")[1].partition("#")[0]).is_file(), link
+    assert "raw/main/docs/pictures/estimate.svg" in page
 
 
 def test_an_installed_wheel_uses_the_libraries_that_it_carries(wheel, tmp_path):
