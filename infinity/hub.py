@@ -38,7 +38,7 @@ try:
     )
     from transformers.initialization import no_init_weights
 except ImportError as error:
-    raise ImportError("infinity.load_hf needs transformers 5: pip install 'transformers>=5'") from error
+    raise ImportError("infinity.load_hf needs transformers 5: pip install 'infinity-engine[hf]'") from error
 
 # Names that one message lists of each kind.
 _NAMES_SHOWN = 20

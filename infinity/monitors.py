@@ -85,10 +85,10 @@ class Monitors:
 
 def check_installed(config: Config) -> None:
     """ConfigError where a monitor needs a package that is not there: on every rank, before anything is built."""
-    for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
-        if getattr(config, name).enabled and importlib.util.find_spec(package) is None:
+    for name, extra in (("tensorboard", "infinity-engine[tensorboard]"), ("wandb", "infinity-engine[wandb]")):
+        if getattr(config, name).enabled and importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"{name}.enabled is true, but the package {package} is not installed: run `pip install {package}`, or "
+                f"{name}.enabled is true, but the package {name} is not installed: run `pip install '{extra}'`, or "
                 "use the section csv_monitor, which needs nothing"
             )
 

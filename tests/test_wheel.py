@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import email
 import email.message
+import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import infinity
 from infinity.ops import build as build_module
+from tests.support import bare
+from tests.support.bare import check_told
 from tests.support.clock import usual_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,6 +171,49 @@ def test_the_description_has_absolute_links_to_files_of_the_tree(wheel):
 def test_an_installed_wheel_uses_the_libraries_that_it_carries(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     assert words_of(sys.executable, WITHOUT_TORCH, tmp_path)
+
+
+def fresh_environment(folder: Path, requirements: list[Requirement]) -> Path:
+    """The interpreter of a new environment that holds what pip would install for some requirements, and no more.
+
+    Links to what is installed here take the place of downloads, which would be gigabytes.
+    """
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for name in bare.closure(requirements):
+        distribution = importlib.metadata.distribution(name)
+        if distribution.files is None:
+            pytest.skip(f"{name} does not say which files it has installed")
+        for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
+    return python
+
+
+def test_a_wheel_without_extras_does_everything_in_a_fresh_environment(wheel, tmp_path):
+    """pip finds each declared dependency there; then steps on NVMe, save, load, export and every command."""
+    if importlib.util.find_spec("pip") is None:
+        pytest.skip("this Python has no pip")
+    python = fresh_environment(tmp_path / "env", bare.declared())
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    outside |= {"PIP_CONFIG_FILE": os.devnull, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    for command in ([*pip, "install", "--quiet", "--no-index", str(wheel)], [*pip, "check"]):
+        reply = subprocess.run(command, capture_output=True, text=True, env=outside, timeout=120, check=False)
+        if "no such option: --python" in reply.stderr:
+            pytest.skip("pip is older than 22.3 and cannot install into another environment")
+        assert reply.returncode == 0, reply.stdout + reply.stderr
+    script = shutil.copy(ROOT / "tests" / "support" / "bare_run.py", tmp_path)
+    reply = subprocess.run(
+        [python, script, str(tmp_path)], capture_output=True, text=True, env=outside, cwd=tmp_path, timeout=120,
+        check=False,
+    )  # fmt: skip
+    told = check_told(reply)
+    assert Path(told["from"]).is_relative_to(tmp_path / "env")
+    for name in ("infinity", "infinity-ckpt", "infinity-estimate", "infinity-export"):
+        command = [python.with_name(name), "--help"]
+        assert b"usage" in subprocess.run(command, check=True, capture_output=True, env=outside, timeout=60).stdout
 
 
 def test_one_wheel_serves_other_versions_of_python(wheel, tmp_path):

@@ -129,7 +129,7 @@ def test_wandb_gets_a_row_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_package_is_named_before_anything_is_built(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda package: None)
-    with pytest.raises(ConfigError, match=rf"{name}\.enabled is true, but .*pip install {name}"):
+    with pytest.raises(ConfigError, match=rf"{name}\.enabled is true, but .*pip install 'infinity-engine\[{name}\]'"):
         train(1, **{name: {"enabled": True}})
 
 
