@@ -21,7 +21,8 @@ from infinity.checkpoint.comparison import Comparison, compare
 from infinity.checkpoint.format import MANIFEST, Manifest, RankIndex, check_files, read_manifest
 from infinity.checkpoint.verification import verify
 from infinity.command.export import locate
-from infinity.command.terminal import Meter, say, table
+from infinity.command.meter import Meter
+from infinity.command.terminal import say, table
 from infinity.config.units import format_bytes
 from infinity.errors import CheckpointError
 

@@ -1,4 +1,5 @@
 """`infinity doctor`: what is installed, built and chosen on this machine, and what would be better and how to get it.
+Every package that it names was imported.
 
     infinity doctor [--folder FOLDER ...] [--config FILE]
 
@@ -9,13 +10,13 @@ something stops a run.
 from __future__ import annotations
 
 import argparse
+import importlib
 from dataclasses import dataclass
 
 from infinity.command.examination import Facts, examine
 from infinity.command.folder import IN_MEMORY
+from infinity.command.packages import Package
 from infinity.command.terminal import say, table
-from infinity.config import drives, load_config
-from infinity.ops.aio import BACKENDS
 
 # File systems whose bytes are on another machine.
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre", "virtiofs")
@@ -43,10 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Print what was found and what to do; 1 where something stops a run."""
     folders = list(given.folder or [])
+    left_out = ""
     if given.config:
-        folders += drives(load_config(given.config))
+        try:
+            # Loaded by its name, for it needs pydantic, which the doctor does not.
+            config = importlib.import_module("infinity.config")
+        except ImportError as error:
+            left_out = f"{given.config} was not looked at: {error}"
+        else:
+            folders += config.drives(config.load_config(given.config))
     facts = examine(dict.fromkeys([*folders, "."]), named=set(folders))
     say(show(facts))
+    if left_out:
+        say(f"\n{left_out}")
     found = advise(facts)
     say()
     for advice in found:
@@ -59,13 +69,16 @@ def run(given: argparse.Namespace) -> int:
 def show(facts: Facts) -> str:
     """What is there, as two tables."""
     rows = [
-        ["Python", facts.python], ["torch", facts.torch], ["accelerator", facts.accelerator or "none"],
-        ["compiler", facts.compiler or "none"], ["optimizer", f"{facts.adam}; {facts.simd}"],
-        ["I/O back end", f"{facts.backend}; {'; '.join(_backend_words(facts))}"], ["cores", _core_words(facts)],
-        ["memory", f"{facts.free_nbytes / 1e9:.1f} GB of {facts.memory_nbytes / 1e9:.1f} GB free within the limits"],
+        ["Python", facts.python], ["packages", _package_words(facts)], ["extras", _extra_words(facts)],
+        ["accelerator", facts.accelerator or ("none" if facts.backend else "")], ["compiler", facts.compiler or "none"],
+        ["optimizer", f"{facts.adam}; {facts.simd}"],
+        ["I/O back end", f"{facts.backend}; {'; '.join(_backend_words(facts))}" if facts.backend else ""],
+        ["cores", _core_words(facts)], ["memory", _memory_words(facts)],
         ["locked memory", _limit_words(facts.memlock_nbytes)],
         ["large pages", facts.huge_pages or "not known"],
     ]  # fmt: skip
+    # What needs a package that is missing is not shown.
+    rows = [[name, words] for name, words in rows if words]
     lines = [table(rows, right=False)]
     if facts.folders:
         drives = [["folder", "file system", "drive", "free", "O_DIRECT"]]
@@ -80,8 +93,29 @@ def show(facts: Facts) -> str:
 
 def advise(facts: Facts) -> list[Advice]:
     """What would be better, most important first."""
-    found = [*_about_folders(facts), *_about_native(facts), *_about_io(facts), *_about_machine(facts)]
+    asked = (_about_packages, _about_folders, _about_native, _about_io, _about_machine)
+    found = [advice for about in asked for advice in about(facts)]
     return sorted(found, key=lambda advice: not advice.stops)
+
+
+def _about_packages(facts: Facts) -> list[Advice]:
+    found = []
+    missing = [each.name for each in facts.packages if not each.extra and not each.version and each.trouble]
+    if missing:
+        found.append(
+            Advice(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and every run needs "
+                   f"{'it' if len(missing) == 1 else 'them'}", f"Run pip install {' '.join(missing)}", True)
+        )  # fmt: skip
+    for package in facts.packages:
+        if package.version and package.trouble:
+            again = f"--force-reinstall {package.name}"
+            if package.extra:
+                again = f"--upgrade 'infinity-engine[{package.extra}]'"
+            found.append(
+                Advice(f"{_named(package)} is installed and cannot be imported: {package.trouble}",
+                       f"Run pip install {again}", not package.extra)
+            )  # fmt: skip
+    return found
 
 
 def _about_folders(facts: Facts) -> list[Advice]:
@@ -164,13 +198,34 @@ def _about_machine(facts: Facts) -> list[Advice]:
     return found
 
 
+def _named(package: Package) -> str:
+    return f"{package.name} {package.version}".strip()
+
+
+def _package_words(facts: Facts) -> str:
+    return ", ".join(_named(package) for package in facts.packages if not package.extra and not package.trouble)
+
+
+def _extra_words(facts: Facts) -> str:
+    there = [f"{each.extra} ({_named(each)})" for each in facts.packages if each.extra and not each.trouble]
+    missing = [each.extra for each in facts.packages if each.extra and not each.version]
+    words = [", ".join(there), f"not installed: {', '.join(missing)}" if missing else ""]
+    return "; ".join(filter(None, words))
+
+
 def _backend_words(facts: Facts) -> list[str]:
-    return [f"{name} {facts.backends.get(name) or 'works'}" for name in BACKENDS if name in facts.backends]
+    return [f"{name} {trouble or 'works'}" for name, trouble in facts.backends.items()]
 
 
 def _core_words(facts: Facts) -> str:
     quota = "" if facts.quota_cores is None else f", a quota of {facts.quota_cores:g}"
-    return f"{facts.cores} allowed{quota}: {facts.threads} threads for the optimizer, {facts.torch_threads} for torch"
+    torch = f", {facts.torch_threads} for torch" if facts.torch_threads else ""
+    return f"{facts.cores} allowed{quota}: {facts.threads} threads for the optimizer{torch}"
+
+
+def _memory_words(facts: Facts) -> str:
+    free = f"{facts.free_nbytes / 1e9:.1f} GB of " if facts.free_nbytes else ""
+    return f"{free}{facts.memory_nbytes / 1e9:.1f} GB{' free within the limits' if free else ''}"
 
 
 def _limit_words(nbytes: int | None) -> str:

@@ -1,7 +1,11 @@
-"""What the doctor looks at, as a value: versions, libraries, back ends, limits and folders."""
+"""What the doctor looks at, as a value: versions, packages, libraries, back ends, limits and folders.
+
+Imports the standard library only, and looks at what needs torch where torch works.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import resource
@@ -10,16 +14,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-import torch
-
 from infinity.command.folder import Place, look
-from infinity.errors import ExtensionError, InfinityError
-from infinity.free_memory import free_cpu_nbytes
-from infinity.memory.device import Device
+from infinity.command.packages import Package, look_at_packages
+from infinity.errors import InfinityError
 from infinity.ops import build
-from infinity.ops.aio import BACKENDS, File, Queue
 from infinity.ops.cores import allowed_cores, quota_cores, thread_count
+from infinity.ops.file import File
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class FolderFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One machine as a run would find it."""
+    """One machine as a run would find it. What needs torch is empty or 0 where a package is missing."""
 
     python: str
-    torch: str
+    packages: tuple[Package, ...]
     accelerator: str
     compiler: str
     # Path of a library and where it came from, or "plain twin".
@@ -63,37 +63,26 @@ class Facts:
 
 def examine(folders: Iterable[str], named: Collection[str] = ()) -> Facts:
     """Look at this machine. `named` are those of the folders that somebody means to offload to."""
-    device = Device.detect(0)
-    built = build.describe(cuda=device.is_accelerator)
+    packages = tuple(look_at_packages())
+    works = not any(package.trouble for package in packages if not package.extra)
+    # Loaded by its name, for it needs torch.
+    seen = importlib.import_module("infinity.command.engine_facts").see() if works else None
+    built = build.describe(cuda=seen is not None and seen.is_accelerator)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cores = len(allowed_cores())
-    free = device.free_nbytes()
     return Facts(
-        python=platform.python_version(), torch=torch.__version__,
-        accelerator="" if free is None else f"{device.torch}, {free / 1e9:.1f} GB free",
+        python=platform.python_version(), packages=packages, accelerator=seen.accelerator if seen else "",
         compiler="" if built["compiler"] == "none" else built["compiler"], adam=built["adam"], aio=built["aio"],
-        simd=built.get("simd", "reference"), backend=_chosen(), backends={name: _trouble(name) for name in BACKENDS},
+        simd=built.get("simd", "reference"), backend=seen.backend if seen else "",
+        backends=seen.backends if seen else {},
         io_uring_disabled=_first_word("/proc/sys/kernel/io_uring_disabled") not in ("", "0"), cores=cores,
-        quota_cores=quota_cores(), threads=thread_count(cores), torch_threads=torch.get_num_threads(),
-        memory_nbytes=int(psutil.virtual_memory().total), free_nbytes=free_cpu_nbytes(),
+        quota_cores=quota_cores(), threads=thread_count(cores), torch_threads=seen.torch_threads if seen else 0,
+        memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        free_nbytes=seen.free_nbytes if seen else 0,
         memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,
         huge_pages=_selected("/sys/kernel/mm/transparent_hugepage/enabled"),
         folders=tuple(_folder(folder, folder in named) for folder in folders),
     )  # fmt: skip
-
-
-def _chosen() -> str:
-    with Queue() as queue:
-        return queue.backend
-
-
-def _trouble(backend: str) -> str:
-    """Why a back end does not work here."""
-    try:
-        Queue(backend).close()
-    except ExtensionError as error:
-        return " ".join(str(error).split())
-    return ""
 
 
 def _folder(folder: str, named: bool) -> FolderFacts:

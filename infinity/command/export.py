@@ -15,7 +15,8 @@ from pathlib import Path
 
 from infinity.checkpoint.extract import description_of, extract
 from infinity.checkpoint.format import MANIFEST, find, latest_tag, read_manifest
-from infinity.command.terminal import Meter, say
+from infinity.command.meter import Meter
+from infinity.command.terminal import say
 from infinity.config.units import format_bytes, parse_bytes
 from infinity.errors import CheckpointError, ConfigError
 from infinity.untrusted import shortened

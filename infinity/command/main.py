@@ -37,6 +37,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else ""
+    try:
+        return _run(name, words)
+    except InfinityError as error:
+        complain(name, str(error))
+        return 2
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] in ("", "infinity", "estimators"):
+            # Ours, and no package that is missing.
+            raise
+        complain(name, f"{error}. `infinity doctor` says what is missing")
+        return 2
+    except KeyboardInterrupt:
+        complain(name, "interrupted")
+        return 130
+    except BrokenPipeError:
+        # Whoever read has seen enough; nothing more may be flushed at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(name: str, words: Sequence[str]) -> int:
     if name == "estimate":
         return int(importlib.import_module(COMMANDS[name][0]).main(words[1:]))
     if name not in COMMANDS:
@@ -50,18 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     module.add_arguments(parser)
     given = parser.parse_args(words[1:])
-    try:
-        return int(module.run(given))
-    except InfinityError as error:
-        complain(name, str(error))
-        return 2
-    except KeyboardInterrupt:
-        complain(name, "interrupted")
-        return 130
-    except BrokenPipeError:
-        # Whoever read has seen enough; nothing more may be flushed at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    return int(module.run(given))
 
 
 def export() -> int:

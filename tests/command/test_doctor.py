@@ -15,14 +15,17 @@ from infinity.command.doctor import advise, show
 from infinity.command.examination import Facts, FolderFacts, examine
 from infinity.command.folder import Place, look
 from infinity.command.main import main
+from infinity.command.packages import EXTRAS, REQUIRED, Package, look_at_packages
+from tests.support import bare
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD_PLACE = Place(
     path=Path("drive"), device=1, file_system="ext4", free_nbytes=10**12, capacity_nbytes=2 * 10**12, model="a drive",
     writable=True,
 )  # fmt: skip
+WORKS = (Package("torch", "2.13"), Package("transformers", "5.24", extra="hf"))
 GOOD = Facts(
-    python="3.11", torch="2.13", accelerator="cuda:0", compiler="g++ 12", adam="libadam.so (checkout)",
+    python="3.11", packages=WORKS, accelerator="cuda:0", compiler="g++ 12", adam="libadam.so (checkout)",
     aio="libaio.so (checkout)", simd="avx512", backend="io_uring",
     backends=dict.fromkeys(("io_uring", "libaio", "threads", "python"), ""), io_uring_disabled=False, cores=16,
     quota_cores=None, threads=16, torch_threads=16, memory_nbytes=10**11, free_nbytes=9 * 10**10, memlock_nbytes=None,
@@ -38,6 +41,16 @@ def with_folder(**changes: object) -> dict[str, object]:
 
 # Cause -> (what differs from a good machine, words of the advice, whether it stops a run).
 ADVICE = {
+    "packages that are missing": (
+        {"packages": (Package("torch", "", "No module named 'torch'"), Package("ninja", "", "no ninja"))},
+        "pip install torch ninja", True,
+    ),
+    "a package that fails": (
+        {"packages": (Package("numpy", "2.4", "libblas.so: cannot open"),)}, "--force-reinstall numpy", True,
+    ),
+    "an extra that fails": (
+        {"packages": (Package("transformers", "4.1", "needs transformers 5", "hf"),)}, "'infinity-engine[hf]'", False,
+    ),
     "no compiler": ({"compiler": "", "adam": "plain twin", "aio": "plain twin"}, "Install g++ or clang++", False),
     "a compiler that fails": ({"adam": "plain twin"}, "infinity.ops.build", False),
     "io_uring blocked": ({"backends": {"io_uring": "EPERM"}, "backend": "libaio"}, "seccomp", False),
@@ -65,6 +78,41 @@ def test_each_cause_has_its_remedy(cause):
     (advice,) = advise(replace(GOOD, **changes))
     assert words in advice.remedy
     assert advice.stops is stops
+
+
+def test_an_extra_that_is_not_installed_is_shown_and_not_complained_about():
+    facts = replace(GOOD, packages=(*WORKS, Package("wandb", "", "not installed", "wandb")))
+    assert advise(facts) == []
+    assert "hf (transformers 5.24); not installed: wandb" in show(facts)
+
+
+def test_it_vouches_for_what_is_declared_and_imports_it():
+    assert {*REQUIRED} == {requirement.name for requirement in bare.declared()}
+    extras = bare.project()["optional-dependencies"]
+    assert {*EXTRAS} == extras.keys() - {"dev", "examples"}
+    for extra, (name, _) in EXTRAS.items():
+        assert extras[extra][0].startswith(name)
+    found = {package.name: package for package in look_at_packages()}
+    assert all(found[name].version and not found[name].trouble for name in REQUIRED)
+    assert {*REQUIRED.values()} <= {*sys.modules}
+
+
+@pytest.mark.parametrize("missing", [["safetensors"], ["torch"], ["torch", "numpy", "psutil", "pydantic"]])
+def test_it_works_without_a_package_and_says_what_to_install(missing, tmp_path):
+    """Without torch it ended with a traceback, without safetensors nothing to improve was found."""
+    (tmp_path / "ds.json").write_text("{}")
+    options = [word for name in missing for word in ("--without", name)]
+    command = [sys.executable, "-m", "tests.support.bare", *options, str(ROOT / "infinity" / "__main__.py"), "doctor"]
+    reply = subprocess.run([*command, "--config", str(tmp_path / "ds.json")], capture_output=True, text=True, cwd=ROOT,
+                           timeout=60, check=False)  # fmt: skip
+    assert (reply.returncode, reply.stderr) == (1, "")
+    be, needs = ("is", "it") if len(missing) == 1 else ("are", "them")
+    assert reply.stdout.splitlines()[-1] == (
+        f"PROBLEM: {' and '.join(missing)} {be} not installed, and every run needs {needs}. "
+        f"Run pip install {' '.join(missing)}."
+    )
+    assert ("was not looked at: No module named 'pydantic'" in reply.stdout) == ("pydantic" in missing)
+    assert "compiler" in reply.stdout and "O_DIRECT" in reply.stdout
 
 
 def test_a_folder_that_nobody_means_to_use_is_shown_and_not_complained_about():

@@ -103,6 +103,14 @@ def test_estimate_and_explain_load_no_torch(tmp_path):
                    stdout=subprocess.DEVNULL)  # fmt: skip
 
 
+@pytest.mark.parametrize("words", [["bench"], ["export", "a", "b"], ["ckpt", "inspect", "a"]])
+def test_without_torch_a_command_is_refused_in_one_line(words):
+    command = [sys.executable, "-m", "tests.support.bare", "--without", "torch", str(ROOT / "infinity" / "__main__.py")]
+    reply = subprocess.run([*command, *words], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert (reply.returncode, reply.stdout) == (2, "")
+    assert reply.stderr == f"infinity {words[0]}: No module named 'torch'. `infinity doctor` says what is missing\n"
+
+
 def test_the_module_is_the_command():
     reply = subprocess.run(
         [sys.executable, "-m", "infinity", "config", "explain", "nowhere.json"], capture_output=True, text=True,

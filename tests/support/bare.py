@@ -1,9 +1,10 @@
 """An interpreter in which only what pyproject.toml declares can be found, whatever else is installed.
 
-    python -m tests.support.bare [--extra NAME ...] SCRIPT [ARGUMENT ...]
+    python -m tests.support.bare [--extra NAME ...] [--without NAME ...] SCRIPT [ARGUMENT ...]
 
 Declared are the project's dependencies, those of the extras that are named, and all that these depend on themselves. An
-import of anything else fails as it does where it is not installed, and `importlib.metadata` does not know it either.
+import of anything else, or of what `--without` names, fails as it does where it is not installed, and
+`importlib.metadata` does not know it either.
 """
 
 from __future__ import annotations
@@ -135,10 +136,11 @@ def main() -> None:
     """Run a script as `python SCRIPT` would, in the bare interpreter."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--extra", action="append", default=[])
+    parser.add_argument("--without", action="append", default=[])
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args()
-    finder = DeclaredOnly(closure(declared(*given.extra)))
+    finder = DeclaredOnly(closure(declared(*given.extra)) - set(given.without))
     sys.meta_path[:] = [finder if each is PathFinder else each for each in sys.meta_path]
     for name in [*sys.modules]:
         if name.partition(".")[0] in finder.refused:
