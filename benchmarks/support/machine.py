@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import cpuinfo
+
 MIB, _GIB = 1 << 20, 1 << 30
 # What fio returns when SIGINT has ended it.
 _FIO_STOPPED = 128
@@ -98,8 +100,7 @@ def _rates(process: subprocess.Popen[str], *, stopped: bool = False) -> dict[str
 
 def describe() -> str:
     """The machine and the day, in one line."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
+    model = cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
     cores = len(os.sched_getaffinity(0))
     return f"{time.strftime('%Y-%m-%d')}, {cores} cores of {model}, {memory:.0f} GiB, Linux {platform.release()}"

@@ -7,8 +7,6 @@ estimator use.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import signal
 import socket
 import time
@@ -20,6 +18,7 @@ import psutil
 
 from infinity.command import rates
 from infinity.command.drive_rates import measure_drive
+from infinity.command.processor import processor
 from infinity.command.terminal import Progress, say, table
 from infinity.errors import ConfigError
 from infinity.memory.device import Device
@@ -97,7 +96,7 @@ def measure(
         share = min(_DRIVE_SHARE * seconds / len(folders), max(left / (len(folders) - index), 1.0))
         drives.append(measure_drive(folder, seconds=share, endurance_nbytes=endurance, tell=progress.task))
     return HardwareProfile(
-        host=socket.gethostname(), date=time.strftime("%Y-%m-%d %H:%M"), processor=_processor(),
+        host=socket.gethostname(), date=time.strftime("%Y-%m-%d %H:%M"), processor=processor(),
         accelerator=str(device.torch) if device.is_accelerator else None, cores=thread_count(len(cores)),
         memory_nbytes=int(psutil.virtual_memory().total), drives=tuple(drives), copy_rate=copied,
         adam_seconds={dtype: step for dtype, (step, _) in steps.items()},
@@ -140,15 +139,6 @@ def show(profile: HardwareProfile) -> str:
 
 def _rate(value: float) -> str:
     return f"{value / 1e9:.2f} GB/s"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine() or os.name
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

@@ -73,7 +73,7 @@ def show(facts: Facts) -> str:
         ["accelerator", facts.accelerator or ("none" if facts.backend else "")], ["compiler", facts.compiler or "none"],
         ["optimizer", f"{facts.adam}; {facts.simd}"],
         ["I/O back end", f"{facts.backend}; {'; '.join(_backend_words(facts))}" if facts.backend else ""],
-        ["cores", _core_words(facts)], ["memory", _memory_words(facts)],
+        ["processor", facts.processor], ["cores", _core_words(facts)], ["memory", _memory_words(facts)],
         ["locked memory", _limit_words(facts.memlock_nbytes)],
         ["large pages", facts.huge_pages or "not known"],
     ]  # fmt: skip

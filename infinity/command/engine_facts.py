@@ -1,4 +1,4 @@
-"""What a run's own modules see of this machine: everything in the doctor's answer that needs torch."""
+"""What a run's own modules see of this machine: everything in the doctor's answer that needs a package."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.command.processor import processor
 from infinity.errors import ExtensionError
 from infinity.free_memory import free_cpu_nbytes
 from infinity.memory.device import Device
@@ -21,6 +22,7 @@ class EngineFacts:
     # What a queue takes by itself; and by back end why it does not work (empty: it does).
     backend: str
     backends: dict[str, str]
+    processor: str
     torch_threads: int
     free_nbytes: int
 
@@ -34,8 +36,8 @@ def see() -> EngineFacts:
     return EngineFacts(
         is_accelerator=device.is_accelerator,
         accelerator="" if free is None else f"{device.torch}, {free / 1e9:.1f} GB free", backend=backend,
-        backends={name: _trouble(name) for name in BACKENDS}, torch_threads=torch.get_num_threads(),
-        free_nbytes=free_cpu_nbytes(),
+        backends={name: _trouble(name) for name in BACKENDS}, processor=processor(),
+        torch_threads=torch.get_num_threads(), free_nbytes=free_cpu_nbytes(),
     )  # fmt: skip
 
 

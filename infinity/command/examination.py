@@ -49,6 +49,7 @@ class Facts:
     backend: str
     backends: dict[str, str]
     io_uring_disabled: bool
+    processor: str
     cores: int
     quota_cores: float | None
     threads: int
@@ -75,8 +76,9 @@ def examine(folders: Iterable[str], named: Collection[str] = ()) -> Facts:
         compiler="" if built["compiler"] == "none" else built["compiler"], adam=built["adam"], aio=built["aio"],
         simd=built.get("simd", "reference"), backend=seen.backend if seen else "",
         backends=seen.backends if seen else {},
-        io_uring_disabled=_first_word("/proc/sys/kernel/io_uring_disabled") not in ("", "0"), cores=cores,
-        quota_cores=quota_cores(), threads=thread_count(cores), torch_threads=seen.torch_threads if seen else 0,
+        io_uring_disabled=_first_word("/proc/sys/kernel/io_uring_disabled") not in ("", "0"),
+        processor=seen.processor if seen else "", cores=cores, quota_cores=quota_cores(),
+        threads=thread_count(cores), torch_threads=seen.torch_threads if seen else 0,
         memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         free_nbytes=seen.free_nbytes if seen else 0,
         memlock_nbytes=None if soft == resource.RLIM_INFINITY else soft,

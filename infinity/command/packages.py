@@ -13,7 +13,7 @@ from importlib import metadata
 # Distribution -> what must be importable of it.
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "psutil": "psutil", "pydantic": "pydantic", "safetensors": "safetensors",
-    "ninja": "ninja",
+    "ninja": "ninja", "py-cpuinfo": "cpuinfo",
 }  # fmt: skip
 # Extra -> the distribution that it brings, and the module that infinity uses it through.
 EXTRAS = {

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import cpuinfo
 import pytest
 
+from benchmarks.support import machine
 from infinity.command.doctor import advise, show
 from infinity.command.examination import Facts, FolderFacts, examine
 from infinity.command.folder import Place, look
 from infinity.command.main import main
 from infinity.command.packages import EXTRAS, REQUIRED, Package, look_at_packages
+from infinity.command.processor import processor
 from tests.support import bare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +31,8 @@ WORKS = (Package("torch", "2.13"), Package("transformers", "5.24", extra="hf"))
 GOOD = Facts(
     python="3.11", packages=WORKS, accelerator="cuda:0", compiler="g++ 12", adam="libadam.so (checkout)",
     aio="libaio.so (checkout)", simd="avx512", backend="io_uring",
-    backends=dict.fromkeys(("io_uring", "libaio", "threads", "python"), ""), io_uring_disabled=False, cores=16,
+    backends=dict.fromkeys(("io_uring", "libaio", "threads", "python"), ""), io_uring_disabled=False,
+    processor="a processor", cores=16,
     quota_cores=None, threads=16, torch_threads=16, memory_nbytes=10**11, free_nbytes=9 * 10**10, memlock_nbytes=None,
     huge_pages="madvise", folders=(FolderFacts("drive", True, GOOD_PLACE, direct=True),),
 )  # fmt: skip
@@ -139,6 +144,15 @@ def test_it_sees_this_machine(tmp_path):
     assert folder.place.free_nbytes > 0
     assert not folder.trouble
     assert not list(tmp_path.iterdir())
+
+
+def test_the_processor_has_the_name_that_its_maker_gave_it(monkeypatch):
+    """Read by hand it was `model name` of /proc/cpuinfo, which an ARM processor does not have."""
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", lambda: {"brand_raw": "Neoverse-V2"})
+    assert processor() == machine.describe().split("cores of ")[1].split(",")[0] == "Neoverse-V2"
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", dict)
+    assert processor() == platform.machine()
+    assert "Neoverse-V2" in show(replace(GOOD, processor="Neoverse-V2"))
 
 
 def test_a_file_for_several_ranks_is_looked_at_for_its_folders(tmp_path, capsys):

@@ -40,7 +40,8 @@ def config(folder: Path) -> dict[str, object]:
     drive = {"device": "nvme", "nvme_path": str(folder / "drive")}
     return {
         "train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "gradient_clipping": 1.0, "bf16": {"enabled": True}, "csv_monitor": {"enabled": True, "output_path": str(folder / "csv")},
+        "gradient_clipping": 1.0, "bf16": {"enabled": True},
+        "csv_monitor": {"enabled": True, "output_path": str(folder / "csv")},
         "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive},
     }  # fmt: skip
 
