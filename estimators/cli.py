@@ -41,6 +41,7 @@ from estimators.search import Choice, Wish, fit, largest, nearest, usual
 from infinity.config import parse_bytes
 from infinity.errors import ConfigError
 from infinity.plan.hardware import load_profile
+from infinity.usage import Parser
 
 # Command-line option -> the key of a config.json.
 _PLAIN = {
@@ -58,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     1 where a search finds nothing that fits, or where a given configuration does not fit the given machine.
     """
-    args = _parser().parse_args(argv)
+    parser = Parser(prog="infinity-estimate", description=__doc__)
+    add_arguments(parser)
+    args = parser.parse_args(argv)
     try:
         if args.list:
             print("\n".join([*PRESETS, "", "and any config.json of these types:", "  " + ", ".join(known())]))
@@ -208,15 +211,13 @@ def _write(path: str, text: str) -> None:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="infinity-estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a name, a Hugging Face id, a config.json, or its folder"
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--config", help="the training configuration (JSON) to look at")
+    what.add_argument("--config", metavar="FILE", help="the training configuration (JSON) to look at")
     what.add_argument("--compare", nargs="+", metavar="FILE", help="several configurations side by side")
     parser.add_argument("--mixed", action="store_true", help="let --compare mix batches and precisions")
     what.add_argument(
@@ -240,11 +241,10 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--json", action="store_true", help="numbers for programs instead of words")
     output.add_argument("--picture", metavar="FILE", help="write an SVG of the (first) estimate")
     output.add_argument("--save", metavar="FILE", help="write the configuration that a search has found")
-    return parser
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--ranks", type=_positive, default=1, help="data-parallel ranks (default: 1)")
+    group.add_argument("--ranks", type=_positive, default=1, metavar="N", help="data-parallel ranks (default: 1)")
     group.add_argument("--ranks-per-node", type=_positive, metavar="N", help="default: all, at most 8")
     group.add_argument("--gpu", type=_bytes, metavar="SIZE", help="memory of each rank's accelerator: 24GB")
     group.add_argument("--ram", type=_bytes, metavar="SIZE", help="memory of each node: 128GB")
@@ -255,7 +255,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value

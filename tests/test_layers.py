@@ -34,8 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.__main__": {"infinity.command"},
     # A command may ask everything of the machine and nothing of a model; `estimate` is started by its name.
     "infinity.command": {
-        "infinity.checkpoint", "infinity.config", "infinity.errors", "infinity.free_memory", "infinity.log",
-        "infinity.memory", "infinity.ops", "infinity.plan", "infinity.transfer", "infinity.untrusted",
+        "infinity", "infinity.checkpoint", "infinity.config", "infinity.errors", "infinity.free_memory", "infinity.log",
+        "infinity.memory", "infinity.ops", "infinity.plan", "infinity.transfer", "infinity.untrusted", "infinity.usage",
     },
     "infinity.api": _EVERYTHING | {"infinity.building", "infinity.launch"},
     # What a script says before it trains.
@@ -101,7 +101,9 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.free_memory": set(),
     # Names and JSON that others have written.
     "infinity.untrusted": set(),
-    "estimators": {"infinity.config", "infinity.plan", "infinity.errors", "infinity.free_memory"},
+    # What every command line refuses, and how.
+    "infinity.usage": set(),
+    "estimators": {"infinity.config", "infinity.plan", "infinity.errors", "infinity.free_memory", "infinity.usage"},
     # Only what the package itself exports.
     "examples": {"infinity"},
 }  # fmt: skip

@@ -38,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tbw", action="append", type=float, metavar="TB",
                         help="terabytes that the drive is rated to take, in the order of --drive")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=60.0, help="time limit in all (default: 60)")
-    parser.add_argument("--output", default="profile.json", help="where the profile goes (default: profile.json)")
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="N", help="time limit in all (default: 60)")
+    parser.add_argument("--output", default="profile.json", metavar="FILE",
+                        help="where the profile goes (default: profile.json)")  # fmt: skip
 
 
 def run(given: argparse.Namespace) -> int:

@@ -37,8 +37,9 @@ class Advice:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--folder", action="append", help="a folder meant for offloading; again for each drive")
-    parser.add_argument("--config", help="a configuration whose nvme_path is looked at")
+    parser.add_argument("--folder", action="append", metavar="FOLDER",
+                        help="a folder meant for offloading; again for each drive")  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help="a configuration whose nvme_path is looked at")
 
 
 def run(given: argparse.Namespace) -> int:

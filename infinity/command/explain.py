@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("action", choices=["explain"], help="what is wanted of the configuration")
     parser.add_argument("file", metavar="FILE", help="a configuration (JSON)")
-    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks (default: 1)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel ranks (default: 1)")
     parser.add_argument("--hidden", type=int, metavar="N", help="the model's hidden size, which some sizes follow")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="type of the model's weights")
     parser.add_argument("--only", metavar="KEY", help="a key or section, instead of all")

@@ -6,6 +6,7 @@
     infinity estimate ...              what a training run will hold and take, as infinity-estimate
     infinity export CHECKPOINT OUT     a Hugging Face folder from a checkpoint, as infinity-export
     infinity ckpt inspect|verify|diff  what is in a checkpoint, and whether it is whole, as infinity-ckpt
+    infinity completion SHELL          a script by which bash, zsh or tcsh completes all of these
 
 Exit codes: 0; 1 where the doctor has found what stops a run, verify damage or diff a difference; 2 and one sentence for
 what cannot be answered; 130 when it was interrupted.
@@ -13,14 +14,15 @@ what cannot be answered; 130 when it was interrupted.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
+import infinity
 from infinity.command.terminal import complain
 from infinity.errors import InfinityError
+from infinity.usage import Parser
 
 # Command -> (module, its line in the help). A module is loaded when its command is asked for: torch takes seconds.
 COMMANDS = {
@@ -29,6 +31,7 @@ COMMANDS = {
     "config": ("infinity.command.explain", "every key of a configuration with its value and its source"),
     "export": ("infinity.command.export", "a Hugging Face folder from a checkpoint"),
     "ckpt": ("infinity.command.ckpt", "what is in a checkpoint, whether it is whole, and how two differ"),
+    "completion": ("infinity.command.completion", "a script by which a shell completes commands and options"),
     "estimate": ("estimators.cli", "what a training run will hold on each tier, and how long a step takes"),
 }
 
@@ -43,10 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(name, str(error))
         return 2
     except ImportError as error:
-        if (error.name or "").partition(".")[0] in ("", "infinity", "estimators"):
+        if error.name is not None and error.name.partition(".")[0] in ("infinity", "estimators"):
             # Ours, and no package that is missing.
             raise
-        complain(name, f"{error}. `infinity doctor` says what is missing")
+        # Without a name it is an extra that is missing, and the message names it.
+        complain(name, f"{error}. `infinity doctor` says what is missing" if error.name else str(error))
         return 2
     except KeyboardInterrupt:
         complain(name, "interrupted")
@@ -61,14 +65,12 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name == "estimate":
         return int(importlib.import_module(COMMANDS[name][0]).main(words[1:]))
     if name not in COMMANDS:
-        parser = _overview()
-        # Prints the help or a sentence and leaves.
+        parser, _ = _overview()
+        # Prints the help, the version or a sentence and leaves.
         parser.parse_args(words or ["--help"])
         return 2
     module = importlib.import_module(COMMANDS[name][0])
-    parser = argparse.ArgumentParser(
-        prog=f"infinity {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=f"infinity {name}", description=module.__doc__)
     module.add_arguments(parser)
     given = parser.parse_args(words[1:])
     return int(module.run(given))
@@ -84,11 +86,17 @@ def ckpt() -> int:
     return main(["ckpt", *sys.argv[1:]])
 
 
-def _overview() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="infinity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, text) in COMMANDS.items():
-        commands.add_parser(name, help=text)
+def whole_parser() -> Parser:
+    """All commands with all of their options in one parser, for a shell's completion."""
+    parser, commands = _overview()
+    for name, (module, _) in COMMANDS.items():
+        importlib.import_module(module).add_arguments(commands[name])
     return parser
+
+
+def _overview() -> tuple[Parser, dict[str, Parser]]:
+    """What is shown where no command is named, and the commands in it."""
+    parser = Parser(prog="infinity", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"infinity {infinity.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    return parser, {name: commands.add_parser(name, help=text) for name, (_, text) in COMMANDS.items()}

@@ -18,7 +18,7 @@ REQUIRED = {
 # Extra -> the distribution that it brings, and the module that infinity uses it through.
 EXTRAS = {
     "hf": ("transformers", "infinity.hub"), "tensorboard": ("tensorboard", "torch.utils.tensorboard"),
-    "wandb": ("wandb", "wandb"),
+    "wandb": ("wandb", "wandb"), "completion": ("shtab", "shtab"),
 }  # fmt: skip
 # What `infinity.initialize`, the checkpoint commands and the estimator load.
 _OURS = ("infinity.api", "infinity.command.ckpt", "estimators.cli")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import infinity
 from infinity.command.main import COMMANDS, main
 from infinity.command.terminal import table
 
@@ -25,7 +26,7 @@ def test_every_command_is_in_the_help(capsys):
     assert all(name in shown for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", ["bench", "doctor", "config", "estimate", "export", "ckpt"])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "completion"])
 def test_every_command_explains_itself(name, capsys):
     with pytest.raises(SystemExit) as left:
         main([name, "--help"])
@@ -33,11 +34,64 @@ def test_every_command_explains_itself(name, capsys):
     assert len(capsys.readouterr().out.splitlines()) > 8
 
 
-def test_an_unknown_command_is_refused(capsys):
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("bensch", "infinity: COMMAND: unknown: bensch; did you mean bench?"),
+        ("xyz", f"infinity: COMMAND: unknown: xyz, which is none of {', '.join(COMMANDS)}"),
+        ("--verison", "infinity: --verison: unknown option; did you mean --version?"),
+        ("bench --second 5", "infinity bench: --second: unknown option; did you mean --seconds?"),
+        ("bench --secunds=5", "infinity bench: --secunds: unknown option; did you mean --seconds?"),
+        ("bench --seconds x", "infinity bench: --seconds: invalid float value: 'x'"),
+        ("bench here", "infinity bench: here: not expected here; see infinity bench --help"),
+        ("ckpt inpect a", "infinity ckpt: inspect|verify|diff: unknown: inpect; did you mean inspect?"),
+        ("ckpt diff a b --al", "infinity ckpt: --al: unknown option; did you mean --all?"),
+        ("ckpt", "infinity ckpt: the following arguments are required: inspect|verify|diff; see infinity ckpt --help"),
+        ("config expalin a", "infinity config: action: unknown: expalin; did you mean explain?"),
+        ("estimate gpt2 --rank 2", "infinity-estimate: --rank: unknown option; did you mean --ranks?"),
+        ("estimate gpt2 --ranks x", "infinity-estimate: --ranks: x is not a positive number"),
+        ("estimate gpt2 --dtype bf61", "infinity-estimate: --dtype: unknown: bf61; did you mean bf16?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_refused_in_one_line_with_what_was_meant(capsys, line, sentence):
     with pytest.raises(SystemExit) as left:
-        main(["bensch"])
+        main(line.split())
     assert left.value.code == 2
-    assert "bensch" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", sentence + "\n")
+
+
+def test_it_tells_its_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"infinity {infinity.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("infinity do", {"doctor"}), ("infinity bench --se", {"--seconds"}), ("infinity ckpt v", {"verify"}),
+        ("infinity estimate --dtype b", {"bf16"}),
+    ],
+)  # fmt: skip
+def test_a_shell_completes_commands_and_options(typed, completed, capsys, tmp_path):
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    words = typed.split()
+    script = f"source ./script; COMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _shtab_infinity; "
+    script += "echo ${COMPREPLY[*]}"
+    command = ["bash", "-c", script]
+    reply = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=30, check=True)
+    assert {*reply.stdout.split()} == completed
+
+
+def test_completion_without_its_extra_names_it():
+    command = [sys.executable, "-m", "tests.support.bare", str(ROOT / "infinity" / "__main__.py"), "completion", "bash"]
+    reply = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert reply.returncode == 2
+    assert reply.stderr == "infinity completion: this needs shtab: pip install 'infinity-engine[completion]'\n"
 
 
 def test_explain_says_each_value_and_its_source(tmp_path, capsys):

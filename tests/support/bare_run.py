@@ -21,7 +21,9 @@ import estimators
 import infinity
 from infinity.command.main import COMMANDS, main
 
-HELP = [[], *([name] for name in COMMANDS), *(["ckpt", question] for question in ("inspect", "verify", "diff"))]
+# `completion` needs an extra.
+HELP = [[], *([name] for name in COMMANDS if name != "completion")]
+HELP += [["ckpt", question] for question in ("inspect", "verify", "diff")]
 
 
 class Regression(nn.Module):
