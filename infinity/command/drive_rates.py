@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infinity.command.folder import look
+from infinity.command.folder import Place, look
 from infinity.errors import ConfigError
 from infinity.memory.pages import page_aligned
 from infinity.ops.aio import File, Queue, Request
@@ -39,17 +39,33 @@ def measure_drive(
     folder: str | os.PathLike[str], *, seconds: float, endurance_nbytes: int | None = None,
     tell: Callable[[str], None] = lambda text: None, settings: tuple[tuple[int, int], ...] = SETTINGS,
 ) -> Drive:  # fmt: skip
-    """Measure one drive for about `seconds`; `folder` is made where it is not there. ConfigError where it cannot be."""
+    """Measure one drive for about `seconds`. ConfigError where `folder` is not there or cannot be measured."""
     path = Path(folder)
-    made = not path.exists()
+    check_drive(path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
         return _measure(path, seconds, endurance_nbytes, tell, settings)
     except OSError as error:
         raise ConfigError(f"{path} cannot be measured: {error.strerror or error}") from error
-    finally:
-        if made and path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
+
+
+def check_drive(folder: str | os.PathLike[str]) -> None:
+    """ConfigError where a drive cannot be measured: nothing is made but the nameless file in a folder that is there."""
+    path = Path(folder)
+    if not path.is_dir():
+        what = "is no folder" if path.exists() else "there is no such folder"
+        raise ConfigError(f"{path}: {what}; name one that is on the drive to measure")
+    place = look(path)
+    if not place.writable:
+        raise ConfigError(f"{path}: the folder cannot be written to; name another, or change its owner")
+    if _file_nbytes(place) < _FILE_NBYTES_MIN:
+        raise ConfigError(
+            f"{path}: {place.free_nbytes / 1e6:.0f} MB are free, and a measurement takes a quarter of that, at least "
+            f"{_FILE_NBYTES_MIN / 1e6:.0f} MB: free some space, or choose another folder"
+        )
+
+
+def _file_nbytes(place: Place) -> int:
+    return min(FILE_NBYTES, place.free_nbytes // 4) // _REQUEST_NBYTES * _REQUEST_NBYTES
 
 
 def _measure(
@@ -57,12 +73,8 @@ def _measure(
     settings: tuple[tuple[int, int], ...],
 ) -> Drive:  # fmt: skip
     place = look(path)
-    nbytes = min(FILE_NBYTES, place.free_nbytes // 4) // _REQUEST_NBYTES * _REQUEST_NBYTES
-    if nbytes < _FILE_NBYTES_MIN:
-        raise ConfigError(
-            f"{path}: {place.free_nbytes / 1e6:.0f} MB are free, and a measurement takes a quarter of that, at least "
-            f"{_FILE_NBYTES_MIN / 1e6:.0f} MB: free some space, or choose another folder"
-        )
+    nbytes = _file_nbytes(place)
+    ends = time.monotonic() + seconds
     file = _nameless(path, nbytes)
     with file:
         # What cannot be squeezed: some drives compress.
@@ -71,13 +83,17 @@ def _measure(
         tell(f"{path}: writing {nbytes / 1e9:.1f} GB to measure on")
         nbytes = _fill(file, nbytes, buffer, _FILL_SHARE * seconds)
         turn = _SEARCH_SHARE * seconds / (len(settings) * len(_PATTERNS))
-        found = {}
+        found: dict[tuple[int, int], tuple[float, float, float]] = {}
+        searched = time.monotonic() + _SEARCH_SHARE * seconds
         for setting in settings:
+            if found and time.monotonic() + turn > searched:
+                # A slow drive: a few settings are all that the time allows.
+                break
             tell(f"{path}: blocks of {setting[0] >> 10} KiB, {setting[1]} in flight")
             found[setting] = _rates(file, nbytes, buffer, setting, turn)
         best = max(found, key=lambda setting: 1 / sum(1 / rate for rate in found[setting]))
         tell(f"{path}: once more with the best, {best[0] >> 10} KiB and {best[1]} in flight")
-        rest = (1 - _FILL_SHARE - _SEARCH_SHARE) * seconds / len(_PATTERNS)
+        rest = max(ends - time.monotonic(), 0.0) / len(_PATTERNS)
         read, write, mixed = _rates(file, nbytes, buffer, best, rest)
     return Drive(
         folder=os.path.abspath(path), read_rate=read, write_rate=write, mixed_rate=mixed, block_nbytes=best[0],
@@ -127,7 +143,7 @@ def _rate(queue: Queue, file: File, nbytes: int, buffer: Tensor, pattern: str, s
     in_flight: deque[Request] = deque()
     began = time.perf_counter()
     count = 0
-    while time.perf_counter() - began < seconds or count < len(pieces):
+    while time.perf_counter() - began < seconds or count < 2:
         if len(in_flight) == len(pieces):
             in_flight.popleft().wait()
         write = pattern == "write" or (pattern == "mixed" and count % 2 == 1)

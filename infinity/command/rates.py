@@ -24,50 +24,61 @@ _PIECE_NUMEL, _PIECES = 1 << 21, 16
 _VOCABULARY = 32_000
 # Enough for their weights not to stay in a cache from one pass to the next.
 _BLOCKS = 6
-_HOPELESS = 3
+# Passes of a block at few tokens that the measurements of n blocks take about as long as: n times the first, and the
+# second, which is the head's.
+_PASSES_A_BLOCK, _PASSES_OF_HEAD = 10, 28
 _HYPER = AdamHyper(
     lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, adamw=True, bias_correction=True
 )
 
 
-def repeat(body: Callable[[], object], seconds: float, least: int = 2) -> float:
-    """Median seconds of a call, over as many as fit into `seconds` after one to warm up; at least `least`.
+def repeat(body: Callable[[], object], seconds: float) -> float:
+    """Median seconds of a call, over as many as fit into `seconds` after one to warm up.
 
-    The first call, which may compile and take memory, is the answer only where it takes several times as long.
+    The first call, which may compile and take memory, is the answer only where no second one fits.
     """
+    ends = time.perf_counter() + seconds
+    taken: list[float] = []
+    first = last = _timed(body)
+    while time.perf_counter() + last <= ends:
+        last = _timed(body)
+        taken.append(last)
+    return statistics.median(taken) if taken else first
+
+
+def _timed(body: Callable[[], object]) -> float:
     began = time.perf_counter()
     body()
-    first = time.perf_counter() - began
-    if first > _HOPELESS * seconds:
-        return first
-    taken: list[float] = []
-    ends = time.monotonic() + seconds - first
-    while len(taken) < least or time.monotonic() < ends:
-        began = time.perf_counter()
-        body()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+    return time.perf_counter() - began
 
 
 def copy_rate(seconds: float) -> float:
     """Bytes copied a second within CPU memory."""
-    source, target = page_aligned(_COPY_NBYTES).fill_(1), page_aligned(_COPY_NBYTES)
-    return _COPY_NBYTES / repeat(lambda: target.copy_(source), seconds)
+    ends = time.perf_counter() + seconds
+    # Beyond any cache, and made in a part of the time.
+    nbytes = _COPY_NBYTES if seconds > 1 else _COPY_NBYTES // 4
+    source, target = page_aligned(nbytes).fill_(1), page_aligned(nbytes)
+    return nbytes / repeat(lambda: target.copy_(source), ends - time.perf_counter())
 
 
 def adam_seconds(dtype: str, seconds: float) -> tuple[float, float]:
     """Seconds a parameter of an Adam step, and of the gradients' norm, on the CPU."""
-    pieces = [_piece(_DTYPES[dtype]) for _ in range(_PIECES)]
-    numel = _PIECES * _PIECE_NUMEL
-    norm = repeat(lambda: [grad_stats([piece.grad]) for piece in pieces], seconds / 3)
-    step = repeat(lambda: [adam_step([piece], step=1, grad_scale=1.0) for piece in pieces], 2 * seconds / 3)
+    ends = time.perf_counter() + seconds
+    pieces = [_piece(_DTYPES[dtype])]
+    # Where memory is slow to be had, fewer serve.
+    while len(pieces) < _PIECES and time.perf_counter() < ends - 2 * seconds / 3:
+        pieces.append(_piece(_DTYPES[dtype]))
+    numel = len(pieces) * _PIECE_NUMEL
+    norm = repeat(lambda: [grad_stats([piece.grad]) for piece in pieces], (ends - time.perf_counter()) / 3)
+    step = repeat(lambda: [adam_step([piece], step=1, grad_scale=1.0) for piece in pieces], ends - time.perf_counter())
     return step / numel, norm / numel
 
 
 def _piece(dtype: torch.dtype) -> Piece:
     def make(kind: torch.dtype) -> Tensor:
         tensor = page_aligned(_PIECE_NUMEL * kind.itemsize).view(kind)
-        return tensor.fill_(1e-3) if kind.is_floating_point else tensor
+        # Touched, so that no first step takes the memory.
+        return tensor.fill_(1e-3) if kind.is_floating_point else tensor.zero_()
 
     return Piece(
         param=make(dtype), grad=make(dtype), exp_avg=make(torch.float32), exp_avg_sq=make(torch.float32),
@@ -117,31 +128,48 @@ def compute(dtype: str, device: Device, seconds: float) -> Compute:
 
     What does not grow with the tokens (reading weights, making gradients) is kept apart.
     """
+    ends = time.perf_counter() + seconds
     large = device.is_accelerator
     # As wide as models that are trained on such a device: the wider, the less element-wise work and attention weigh.
     hidden, intermediate, heads = (4096, 11008, 32) if large else (768, 2048, 12)
     positions, few, many = (1024, 1024, 8192) if large else (256, 256, 1024)
-    blocks = nn.ModuleList(TransformerBlock(hidden, intermediate, heads) for _ in range(_BLOCKS))
-    blocks.to(device.torch, _DTYPES[dtype])
-    numel = sum(param.numel() for param in blocks.parameters())
-    taken = {}
-    for tokens in (few, many):
+    blocks = nn.ModuleList()
+
+    def passes(tokens: int, seconds: float) -> float:
+        """Seconds of a pass of all blocks, forward and backward."""
         x = torch.randn(tokens // positions, positions, hidden, device=device.torch, dtype=_DTYPES[dtype])
         angles = torch.randn(2, positions, hidden // heads, device=device.torch).to(_DTYPES[dtype])
 
-        def run(x: Tensor = x, angles: Tensor = angles) -> None:
+        def run() -> None:
+            y = x
             for block in blocks:
-                x = block(x, *angles)
-            x.sum().backward()
+                y = block(y, *angles)
+            y.sum().backward()
             blocks.zero_grad(set_to_none=True)
             device.synchronize()
 
-        taken[tokens] = repeat(run, seconds / 3)
-        if tokens == few and taken[few] * many / few > seconds:
-            # Too slow for the rest: one rate is all that the time allows.
-            return Compute(rate=3 * (2 * numel + 4 * _BLOCKS * positions * hidden) * few / taken[few])
-    found = fit(numel, {tokens: 3 * (2 * numel + 4 * _BLOCKS * positions * hidden) * tokens for tokens in taken}, taken)
-    head = repeat(_head(many, hidden, _DTYPES[dtype], device), seconds / 3)
+        return repeat(run, seconds)
+
+    def add_block() -> None:
+        blocks.append(TransformerBlock(hidden, intermediate, heads).to(device.torch, _DTYPES[dtype]))
+
+    def flops(tokens: int) -> float:
+        numel = sum(param.numel() for param in blocks.parameters())
+        return 3.0 * (2 * numel + 4 * len(blocks) * positions * hidden) * tokens
+
+    add_block()
+    one = passes(few, seconds / 20)
+    left = ends - time.perf_counter()
+    fitting = int((left / one - _PASSES_OF_HEAD) / _PASSES_A_BLOCK)
+    if fitting < 1:
+        # Too slow for the rest: one rate is all that the time allows.
+        return Compute(rate=flops(few) / one)
+    while len(blocks) < min(fitting, _BLOCKS):
+        add_block()
+    taken = {tokens: passes(tokens, (ends - time.perf_counter()) / share) for tokens, share in ((few, 4), (many, 2))}
+    numel = sum(param.numel() for param in blocks.parameters())
+    found = fit(numel, {tokens: flops(tokens) for tokens in taken}, taken)
+    head = repeat(_head(many, hidden, _DTYPES[dtype], device), ends - time.perf_counter())
     operations = 6 * many * hidden * _VOCABULARY
     beyond = head - operations / found.rate - hidden * _VOCABULARY * found.parameter_seconds
     return found.model_copy(update={"logit_seconds": max(beyond, 0.0) / (many * _VOCABULARY)})

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from infinity.command import drive_rates, rates
+from infinity.command import bench, drive_rates, rates
 from infinity.command.bench import show
 from infinity.command.drive_rates import measure_drive
 from infinity.command.folder import look
+from infinity.command.main import main
 from infinity.errors import ConfigError
-from infinity.plan.hardware import ASSUMED, HardwareProfile, load_profile, save_profile
+from infinity.memory.device import Device
+from infinity.plan.hardware import ASSUMED, ASSUMED_CPU, Compute, HardwareProfile, load_profile, save_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,9 +100,111 @@ def test_a_drive_without_room_is_refused_with_the_numbers(tmp_path, monkeypatch)
     tiny = type(place)(**{name: getattr(place, name) for name in place.__slots__} | {"free_nbytes": 1 << 20})
     monkeypatch.setattr(drive_rates, "look", lambda path: tiny)
     with pytest.raises(ConfigError, match="1 MB are free"):
-        measure_drive(tmp_path / "made", seconds=0.5)
-    # The folder that was made for it is gone again.
-    assert not (tmp_path / "made").exists()
+        measure_drive(tmp_path, seconds=0.5)
+    assert not list(tmp_path.iterdir())
+
+
+class Clock:
+    """Time that passes only where something slow is done: a machine that is as slow as a test wants it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(rates, "time", clock)
+    monkeypatch.setattr(drive_rates, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize(("each", "seconds"), [(1.0, 2.5), (0.4, 1.0), (0.9, 1.0)])
+def test_a_measurement_ends_in_its_time(clock, each, seconds):
+    assert rates.repeat(lambda: clock.spend(each), seconds) == pytest.approx(each)
+    assert clock.now <= seconds
+
+
+def test_computation_on_a_slow_machine_keeps_to_its_time(clock, monkeypatch):
+    real = rates.TransformerBlock.forward
+
+    def slow(self, *tensors):
+        clock.spend(1.0)
+        return real(self, *tensors)
+
+    monkeypatch.setattr(rates.TransformerBlock, "forward", slow)
+    assert rates.compute("fp32", Device.detect(0), 2.0).rate > 0
+    assert clock.now <= 2.0
+
+
+def test_a_slow_drive_keeps_to_its_time_with_fewer_settings(clock, monkeypatch, tmp_path):
+    tried = []
+
+    def slow(file, nbytes, buffer, setting, seconds):
+        tried.append(setting)
+        clock.spend(1.0)
+        return 1e8, 1e8, 1e8
+
+    monkeypatch.setattr(drive_rates, "_rates", slow)
+    monkeypatch.setattr(drive_rates, "FILE_NBYTES", 64 << 20)
+    measured = measure_drive(tmp_path, seconds=4.0)
+    assert clock.now <= 4.0
+    # The best is measured once more.
+    assert tried[-1] == tried[0] == (measured.block_nbytes, measured.queue_depth)
+
+
+@pytest.mark.parametrize("text", ["", "weights", '{"train_batch_size": 8}', None])
+def test_what_is_no_profile_is_never_overwritten(tmp_path, text, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: ASSUMED)
+    output = tmp_path / "model.json"
+    if text is None:
+        output.symlink_to("nowhere")
+    else:
+        output.write_text(text)
+    assert main(["bench", "--output", str(output)]) == 2
+    assert "is no profile and is not overwritten; name another file" in capsys.readouterr().err
+    assert output.is_symlink() if text is None else output.read_text() == text
+
+
+def test_an_older_profile_gives_way_to_the_new_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: ASSUMED)
+    output = tmp_path / "profile.json"
+    save_profile(ASSUMED.model_copy(update={"host": "older"}), output)
+    assert main(["bench", "--output", str(output)]) == 0
+    assert load_profile(output) == ASSUMED
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("drive", "there is no such folder; name one"), ("file", "is no folder; name one")]
+)
+def test_no_folder_is_made_to_be_measured(tmp_path, name, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: ASSUMED)
+    (tmp_path / "file").write_text("")
+    assert main(["bench", "--drive", str(tmp_path / name), "--output", str(tmp_path / "profile.json")]) == 2
+    assert sentence in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(ConfigError, match=sentence.split(";")[0]):
+        measure_drive(tmp_path / name, seconds=0.5)
+    assert not (tmp_path / "drive").exists()
+
+
+def test_a_person_can_read_a_profile():
+    profile = ASSUMED_CPU.model_copy(update={"assumptions": ("network_rate",), "compute": {
+        "fp32": Compute(rate=152e9, parameter_seconds=0.25e-9), "bf16": Compute(rate=1288e9)}})  # fmt: skip
+    lines = show(profile).splitlines()
+    rows = [[cell.strip() for cell in line.strip().split("  ") if cell.strip()] for line in lines]
+    assert ["transformer block", "152 GFLOP/s", "1,288 GFLOP/s", "-"] in rows
+    assert ["and for 1 B parameters", "0.25 s", "-", "-"] in rows
+    assert ["Adam step of 1 B parameters", "0.50 s", "0.45 s", "0.55 s"] in rows
+    assert lines[-1] == "assumed, not measured: the network between ranks, 10.00 GB/s"
 
 
 def test_a_rate_and_a_fixed_part_are_found_from_two_measurements():
