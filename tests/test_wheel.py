@@ -34,7 +34,7 @@ LIBRARIES = {f"infinity/_native/lib{name}.so" for name in NAMES}
 
 # With nvcc at hand and other tests beside it, a slow machine takes minutes.
 BUILD_SECONDS_MAX = 400
-pytestmark = pytest.mark.timeout(BUILD_SECONDS_MAX + 60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(BUILD_SECONDS_MAX + 60)]
 # Ours promises a build within 15 s on two cores; CPU time does not depend on who else uses them.
 BUILD_CPU_SECONDS_MAX = 30.0
 # Needs no torch: the door to the libraries is plain Python, and so is everything up to the plan.
@@ -67,8 +67,6 @@ for tensor in (param.view(torch.int16), remainder, *tensors[2:]):
     digest.update(tensor.numpy().tobytes())
 print(build.describe()["adam"] == "plain twin", digest.hexdigest())
 """
-
-pytestmark = pytest.mark.slow
 
 
 def other_pythons() -> list[str]:
