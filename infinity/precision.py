@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,10 +25,27 @@ def autocast(section: TorchAutocast, device: torch.device) -> AbstractContextMan
 def scaled(loss: Tensor, factor: float) -> Tensor:
     """The loss times a factor, in fp32 unless that is 1. StateError for anything but one element with a gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        got = (
-            f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-            if isinstance(loss, Tensor)
-            else repr(loss)
+        raise StateError(
+            f"engine.backward needs a loss of one element that requires a gradient, got {_not_a_loss(loss)}"
         )
-        raise StateError(f"engine.backward needs a loss of one element that requires a gradient, got {got}")
     return loss if factor == 1.0 else loss.float() * factor
+
+
+def _not_a_loss(given: Any) -> str:
+    """What a program passes instead, without its values, and what to pass."""
+    kind = type(given).__name__
+    if isinstance(given, Tensor):
+        shape = f"a tensor of shape {tuple(given.shape)}"
+        if given.numel() != 1:
+            return f"{shape}: reduce it, as with .mean()"
+        return f"{shape} without a gradient: compute it with gradients on, and do not detach it"
+    if isinstance(given, (int, float)):
+        return f"{kind}: pass the tensor itself, not its .item()"
+    if isinstance(given, Mapping) and "loss" in given and not hasattr(given, "loss"):
+        return f'{kind}: pass its ["loss"]'
+    if hasattr(given, "loss"):
+        none = given.loss is None
+        return f"{kind}: " + ("its .loss is None, so call the model with labels" if none else "pass .loss")
+    if isinstance(given, (tuple, list)):
+        return f"{kind} of {len(given)}: pass the loss alone"
+    return f"{kind}: pass the loss"

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 import infinity
 from infinity.engine import Engine
@@ -184,3 +185,29 @@ def test_gradients_travel_in_the_models_type_unless_told_otherwise(rank_pools: A
         assert torch.equal(half, total(torch.bfloat16, ranks=2))
         assert torch.equal(whole, total(torch.float32, ranks=2))
         assert not torch.equal(half, whole)
+
+
+def outputs(loss: Any) -> dict[str, Any]:
+    """What programs pass instead of the loss, by what they are told."""
+    scores = torch.full((2, 3), 17.0)
+    return {
+        r"CausalLMOutput: pass \.loss$": CausalLMOutput(loss=loss, logits=scores),
+        r"CausalLMOutput: its \.loss is None, so call the model with labels$": CausalLMOutput(logits=scores),
+        r'dict: pass its \["loss"\]$': {"loss": loss, "logits": scores},
+        r"tuple of 2: pass the loss alone$": (loss, scores),
+        r"float: pass the tensor itself, not its \.item\(\)$": loss.item(),
+        r"a tensor of shape \(2, 3\): reduce it, as with \.mean\(\)$": scores * loss,
+        r"a tensor of shape \(\) without a gradient: .*do not detach it$": loss.detach(),
+        r"NoneType: pass the loss$": None,
+    }
+
+
+def test_what_is_no_loss_is_told_what_to_pass_and_shows_no_values() -> None:
+    with infinity.initialize(model=nn.Linear(8, 1), config={})[0] as engine:
+        loss = engine(torch.randn(4, 8)).mean()
+        for told, given in outputs(loss).items():
+            with pytest.raises(StateError, match=f"needs a loss of one element that requires a gradient, got {told}"):
+                engine.backward(given)
+        engine.backward(loss)
+        engine.step()
+        assert engine.was_step_applied()
