@@ -315,9 +315,10 @@ class Engine(nn.Module):
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
     ) -> tuple[str | None, Any]:  # fmt: skip
         """Take a run up where `save_checkpoint` left it, with any number of ranks, stage, tiers and precision; returns
-        (the checkpoint's folder, what was given as client_state), or (None, {}) where there is none. Collective.
+        (the checkpoint's folder, what was given as client_state), or (None, {}) where there is none and no tag was
+        given. Collective.
 
-        tag: by default what `latest` in `load_dir` names. load_module_strict: tensors that are missing or too many are
+        tag: by default what `latest` in `load_dir` names; one that is given has to be there. load_module_strict: tensors that are missing or too many are
         an error. load_optimizer_states, load_lr_scheduler_states: False leaves the engine's own. load_module_only:
         weights and buffers alone. A folder of safetensors files serves, too, for the weights.
 

@@ -212,15 +212,24 @@ def _find_weights(parts: Parts, folder: Path, wanted: Wanted) -> Found:
 
 
 def _say_none(directory: Path, tag: str | None) -> None:
+    """CheckpointError where something was named that is not there; otherwise a warning."""
     named = latest_tag(directory) if tag is None else tag
     there = ", ".join(path.name for path, _ in complete(directory)[:5])
-    if named is not None and tag is None:
+    if named is not None:
+        what = "`latest` names it, but there is" if tag is None else "there is"
         raise CheckpointError(
-            directory / named, "`latest` names it, but there is no complete checkpoint",
+            directory / named, f"{what} no complete checkpoint",
             f"Pass one of the tags that are there: {there}" if there else "Load from another folder",
         )  # fmt: skip
-    what = f"no checkpoint {tag!r}" if tag is not None else "no `latest`, and no tag was given"
-    logger.warning("nothing loaded: there is %s in %s%s", what, directory, f"; there are {there}" if there else "")
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(directory, "it is a file", "Name the folder that save_checkpoint() was given")
+    # Other programs keep a manifest.json, too.
+    if (directory / MANIFEST).is_file() and any(identity_of(name) is not None for name in os.listdir(directory)):
+        raise CheckpointError(
+            directory, "it is a checkpoint itself", f"Load from {directory.parent} with tag={directory.name!r}"
+        )
+    more = f"; there are {there}" if there else ""
+    logger.warning("nothing loaded: there is no `latest`, and no tag was given, in %s%s", directory, more)
 
 
 def _has_states(manifest: Manifest) -> bool:

@@ -84,6 +84,26 @@ def test_masters_and_moments_are_exact_in_every_precision(tmp_path, source, targ
             train(engine, 1)
 
 
+@pytest.mark.parametrize(
+    ("folder", "tag", "told"),
+    [
+        ("out", "typo", r"typo: there is no complete checkpoint. Pass one of the tags that are there: good\.$"),
+        ("out", 7, r"7: there is no complete checkpoint. Pass one of the tags that are there: good\.$"),
+        ("nowhere", "good", r"nowhere.good: there is no complete checkpoint. Load from another folder\.$"),
+        ("file", None, r"file: it is a file. Name the folder that save_checkpoint\(\) was given\.$"),
+        ("out/good", None, r"good: it is a checkpoint itself. Load from .*out with tag='good'\.$"),
+    ],
+)
+def test_what_was_named_and_is_not_there_is_an_error(tmp_path, folder, tag, told):
+    (tmp_path / "file").touch()
+    with engine_of(tmp_path) as engine:
+        engine.save_checkpoint(tmp_path / "out", tag="good")
+        before = states(engine)
+        with pytest.raises(CheckpointError, match=told):
+            engine.load_checkpoint(tmp_path / folder, tag=tag)
+        assert same(states(engine), before)
+
+
 def test_nothing_is_loaded_where_there_is_nothing(tmp_path, caplog):
     with engine_of(tmp_path) as engine:
         before = states(engine)
@@ -93,8 +113,7 @@ def test_nothing_is_loaded_where_there_is_nothing(tmp_path, caplog):
         engine.save_checkpoint(tmp_path / "out", tag="a", save_latest=False)
         caplog.clear()
         assert engine.load_checkpoint(tmp_path / "out") == (None, {})
-        assert engine.load_checkpoint(tmp_path / "out", tag="b") == (None, {})
-        assert "no `latest`" in caplog.text and "there are a" in caplog.text and "no checkpoint 'b'" in caplog.text
+        assert "no `latest`" in caplog.text and "there are a" in caplog.text
         assert engine.load_checkpoint(tmp_path / "out", tag="a")[0] == str(tmp_path / "out" / "a")
         assert same(states(engine), before)
 
