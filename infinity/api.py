@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ class _Trained:
 
 def _checked(model: nn.Module | None) -> nn.Module:
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"initialize(model=...) needs a torch.nn.Module, got {type(model).__name__}")
+        raise ConfigError(f"initialize(model=...) needs a torch.nn.Module, got {_not_a_model(model)}")
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
@@ -187,6 +188,18 @@ def _checked(model: nn.Module | None) -> nn.Module:
                 "bound the norms yourself after engine.step(), inside `with infinity.modify(weight):`"
             )
     return model
+
+
+def _not_a_model(given: object) -> str:
+    """What a program passes instead, and what to pass."""
+    if isinstance(given, (str, os.PathLike)):
+        return (
+            f"{os.fspath(given)!r}: load it first, with infinity.load_hf(folder, config) from a local Hugging Face "
+            "folder or with from_pretrained(), and pass the model"
+        )
+    if isinstance(given, type):
+        return f"the class {given.__name__}: pass an instance of it"
+    return f"{type(given).__name__}: pass the model to train"
 
 
 def _resolve(source: ConfigSource, model: nn.Module, ranks: Ranks, optimizer: Any, scheduler: Any) -> ResolvedConfig:

@@ -57,17 +57,15 @@ def load_hf(
     path: the folder that `save_pretrained` or a download has made.
     config: infinity's configuration, as for `initialize`: it names the tiers.
     model_class: a transformers model class, automatic or not; default `AutoModelForCausalLM`.
-    strict: whether names that are missing or unexpected are an error. Otherwise they are reported, and what is missing
-        gets the model's own initial values.
+    strict: whether names that the folder lacks are an error. Otherwise they are reported, and what is missing gets the
+        model's own initial values. Names that the model lacks are reported, as from_pretrained() does.
     overrides: attributes of the model's configuration, such as `attn_implementation`.
 
     The model is in training mode. Its parameters take no memory until `initialize`; code that touches one before finds
     it whole, and its changes are kept. Collective. Raises ConfigError for what the folder lacks or does not match.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigError(f"load_hf: {folder} is not a folder; download the model first (huggingface_hub)")
-    model_config = transformers.AutoConfig.from_pretrained(folder, **overrides)
+    model_config = _configuration(folder, overrides)
     if getattr(model_config, "quantization_config", None) is not None:
         raise ConfigError(
             f"load_hf: {folder} holds quantized weights; load it with transformers' from_pretrained() and pass the "
@@ -89,6 +87,29 @@ def load_hf(
     if (folder / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)  # type: ignore[assignment]
     return model.train()
+
+
+def _configuration(folder: Path, overrides: Mapping[str, Any]) -> Any:
+    """transformers' configuration of the model in a folder; ConfigError where there is none."""
+    if folder.is_file():
+        raise ConfigError(f"load_hf: {folder} is a file: name the folder that it lies in, with its config.json")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"load_hf: {folder} is not a folder; download the model first: "
+            f"infinity.load_hf(huggingface_hub.snapshot_download({str(folder)!r}), config)"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"load_hf: {folder} has no config.json: name the folder that save_pretrained() or a complete download made"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, **overrides)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"load_hf: transformers cannot read {folder / 'config.json'}: {first} Fetch it again, or save the model "
+            "with save_pretrained()"
+        ) from error
 
 
 @dataclass
@@ -204,10 +225,11 @@ def _report(model: nn.Module, folder: Path, found: _Found, *, strict: bool) -> N
     if not lines:
         return
     text = f"{type(model).__name__} and {folder} do not match.\n  " + "\n  ".join(lines)
-    if strict or found.mismatched:
+    if found.mismatched or (strict and found.missing):
         advice = "" if found.mismatched else "\nPass strict=False to take what there is."
         raise ConfigError(f"load_hf: {text}{advice}")
-    logger.warning("%s\n  What is missing gets the model's own initial values.", text)
+    then = "What is missing gets the model's own initial values" if found.missing else "What is unexpected is not read"
+    logger.warning("%s\n  %s.", text, then)
 
 
 def _shorten(names: Sequence[str]) -> str:

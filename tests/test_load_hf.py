@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import infinity
@@ -125,6 +126,19 @@ def test_names_that_do_not_match_are_an_error_and_reported(tmp_path: Path, caplo
     assert all(torch.equal(value, named[name]) for name, value in values.items())
 
 
+def test_what_the_model_has_no_place_for_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As from_pretrained does: older versions stored buffers such as BERT's embeddings.position_ids."""
+    theirs = save(tmp_path, "llama", shard="5GB")
+    stored = {name: value.clone() for name, value in load_file(tmp_path / "model.safetensors").items()}
+    stored["model.embeddings.position_ids"] = torch.arange(8)
+    (tmp_path / "model.safetensors").unlink()
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level("WARNING", logger="infinity"):
+        assert same(loaded(tmp_path, tmp_path / "drive"), theirs)
+    (said,) = [line for line in caplog.messages if "position_ids" in line]
+    assert "Unexpected: model.embeddings.position_ids" in said and "not read" in said and "Missing" not in said
+
+
 def test_another_shape_is_an_error_also_when_not_strict(tmp_path: Path) -> None:
     save(tmp_path, "llama", shard="5GB")
     shapes = r"embed_tokens\.weight: stored with shape \(96, 32\), the model's is \(100, 32\)"
@@ -163,6 +177,40 @@ def test_folders_that_hold_no_safetensors_are_refused_with_the_way_out(tmp_path:
     quantized.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="quantized"):
         infinity.load_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("org/name", r"org/name is not a folder; .*load_hf\(huggingface_hub.snapshot_download\('org/name'\), config\)"),
+        ("file", r"file is a file: name the folder"),
+        ("empty", r"empty has no config\.json: name the folder"),
+        ("strange", r"cannot read .*config\.json: .*Unrecognized model.* Fetch it again"),
+        ("broken", r"cannot read .*config\.json: .* Fetch it again"),
+    ],
+)
+def test_what_is_no_folder_of_a_model_is_told_what_to_call(
+    given: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    for folder, text in {"empty": None, "strange": "{}", "broken": "{"}.items():
+        Path(folder).mkdir()
+        if text is not None:
+            Path(folder, "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        infinity.load_hf(given)
+
+
+def test_initialize_of_a_name_says_what_to_call() -> None:
+    wrong: dict[str, Any] = {
+        r"got 'org/name': load it first, with infinity\.load_hf\(folder, config\)": "org/name",
+        r"got the class LlamaForCausalLM: pass an instance": LlamaForCausalLM,
+        r"got NoneType: pass the model": None,
+    }
+    for told, given in wrong.items():
+        with pytest.raises(ConfigError, match=told):
+            infinity.initialize(given)
 
 
 def test_what_is_changed_before_initialize_is_kept(tmp_path: Path) -> None:
