@@ -34,7 +34,7 @@ from infinity.memory.store import TieredStore
 from infinity.plan.fetch import FetchSchedule, Timing, Use
 from infinity.plan.plan import Plan
 from infinity.zero.gradients import Gradients
-from infinity.zero.parameter import is_released, name_of
+from infinity.zero.parameter import WHOLE_MODEL_USES, is_released, name_of
 from infinity.zero.stopwatch import Stopwatch
 from infinity.zero.unit import Gathered, Unit
 
@@ -224,10 +224,7 @@ class Coordinator:
                 self._use(unit)
                 unit.users -= 1
             else:
-                raise StateError(
-                    f"{name_of(param)} is partitioned, and {use} needs its data: use `with infinity.read(param):` to "
-                    "read it or `with infinity.modify(param):` to change it"
-                )
+                raise StateError(f"{name_of(param)} is partitioned, and {use} needs its data: {_instead(use)}")
 
     # Backward.
 
@@ -487,3 +484,13 @@ class Coordinator:
                 self._known.pop(next(iter(self._known)))
             self._known[trace] = self._plan.reschedule(trace)
         return self._known[trace]
+
+
+def _instead(use: str) -> str:
+    """What to call in place of a use of partitioned data."""
+    if use not in WHOLE_MODEL_USES:
+        return "use `with infinity.read(param):` to read it or `with infinity.modify(param):` to change it"
+    return (
+        "call engine.export(folder) for a Hugging Face folder, engine.save_checkpoint(folder) to go on from, or "
+        "engine.state_dict() for full tensors on rank 0's CPU, each on every rank; or do it inside infinity.read(model)"
+    )

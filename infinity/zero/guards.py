@@ -1,22 +1,26 @@
-"""What a program may do to a model that an engine trains without the engine's noticing: pickle it, load values into it.
+"""What a program may do to a model that an engine trains without the engine's noticing: pickle it, load values into it,
+save it.
 
-Both look as if they worked. A pickle would hold placeholders and the engine's hooks; loaded values would go with the
-next step, which writes the weights from their masters. So both raise a StateError that says what to do instead.
+The first two look as if they worked. A pickle would hold placeholders and the engine's hooks; loaded values would go
+with the next step, which writes the weights from their masters. Saving a partitioned model ends in the middle, with half
+a folder. So all of them raise a StateError at their beginning that says what to do instead.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MethodType
 from typing import Any, NoReturn
 
 from torch import nn
 
 from infinity.errors import StateError
-from infinity.zero.parameter import is_writable, name_of
+from infinity.zero.parameter import SAVE_PRETRAINED, STATE_DICT, is_released, is_writable, keeper_of, name_of
 
 _NAME = "_infinity_engine"
+_SAVE = "save_pretrained"
 
 
 class ModelGuards:
@@ -29,14 +33,24 @@ class ModelGuards:
         model.__dict__.clear()
         model.__dict__.update({_NAME: _NotPickled(model), **rest})
         self._handles = [
-            module.register_load_state_dict_pre_hook(_before_load)
+            register(hook)
             for module in model.modules()
             if module._parameters
+            for register, hook in (
+                (module.register_load_state_dict_pre_hook, _before_load),
+                (module.register_state_dict_pre_hook, _before_state_dict),
+            )
         ]  # fmt: skip
+        self._savers = [module for module in model.modules() if hasattr(type(module), _SAVE)]
+        for module in self._savers:
+            module.__dict__.setdefault(_SAVE, _SaveWhole(module))
 
     def remove(self) -> None:
         """The model is the program's."""
         self._model.__dict__.pop(_NAME, None)
+        for module in self._savers:
+            if isinstance(module.__dict__.get(_SAVE), _SaveWhole):
+                del module.__dict__[_SAVE]
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -60,6 +74,26 @@ class _NotPickled:
                     memo[id(hooks)] = OrderedDict(copy.deepcopy(others, memo))
 
 
+class _SaveWhole:
+    """Stands for a module's `save_pretrained`, which makes a folder before it looks for values: where they are not
+    there, and the program gives none, it is told before.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = [value for value in (*args, kwargs.get("state_dict")) if isinstance(value, Mapping)]
+        if not given:
+            _need(self._module.parameters(), SAVE_PRETRAINED)
+        return getattr(type(self._module), _SAVE)(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the module is whole, and saves itself.
+        module = memo[id(self._module)]
+        return MethodType(getattr(type(module), _SAVE), module)
+
+
 def refuse_pickle(module: nn.Module, protocol: Any) -> NoReturn:
     """The `__reduce_ex__` of an engine, and of the model that it trains."""
     raise StateError(
@@ -71,6 +105,18 @@ def refuse_pickle(module: nn.Module, protocol: Any) -> NoReturn:
 
 def _is_ours(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("infinity.zero.")
+
+
+def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:
+        _need((param for param in module._parameters.values() if param is not None), STATE_DICT)
+
+
+def _need(params: Iterable[nn.Parameter], use: str) -> None:
+    """Have the keeper make released parameters whole, or say why it does not."""
+    released = next(filter(is_released, params), None)
+    if released is not None:
+        keeper_of(released).touch([released], use)
 
 
 def _before_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:

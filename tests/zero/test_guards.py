@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_model
 from torch import nn
 
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, StateError
+from tests.support.hub import hf_model
 from tests.support.models import mlp, vector_batch
 
 # Stage, and home of parameters.
@@ -114,6 +116,58 @@ def test_partitioned_weights_of_a_closed_engine_say_why_not(tmp_path):
         pass
     with pytest.raises(StateError, match="was left on its tier when the engine was closed"):
         pickle.dumps(engine.module)
+
+
+SAVERS: dict[str, Callable[[Engine, Path], Any]] = {
+    "model.save_pretrained": lambda engine, path: engine.module.save_pretrained(path),
+    "engine.save_pretrained": lambda engine, path: engine.save_pretrained(path),
+    "part.save_pretrained": lambda engine, path: engine.module.model.save_pretrained(path),
+    "torch.save": lambda engine, path: torch.save(engine.module.state_dict(), path),
+    "torch.save of a part": lambda engine, path: torch.save(engine.module.model.layers[0].state_dict(), path),
+    "safetensors": lambda engine, path: save_model(engine.module, str(path)),
+}
+
+
+@contextmanager
+def hub_model(folder: Path, home: str, stage: int = 3) -> Iterator[Engine]:
+    """An engine over a transformers model."""
+    offload = {"offload_param": {"device": home, "nvme_path": str(folder)}} if stage == 3 else {}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **offload}
+    config = {"zero_optimization": zero, "log_level": "error"}
+    with infinity.initialize(model=hf_model("llama"), config=config)[0] as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_saving_a_partitioned_model_names_the_engines_verbs_and_leaves_nothing(tmp_path, home):
+    with hub_model(tmp_path / "drive", home) as engine:
+        for saver in SAVERS.values():
+            target = tmp_path / "saved"
+            with pytest.raises(StateError, match=r"engine\.export\(folder\).*engine\.state_dict\(\)"):
+                saver(engine, target)
+            assert not target.exists()
+        ids = torch.arange(8).view(1, 8)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+
+
+@pytest.mark.parametrize(("stage", "home"), [(2, "none"), (3, "cpu")])
+def test_a_model_whose_values_are_there_saves_itself(tmp_path, stage, home):
+    with hub_model(tmp_path / "drive", home, stage) as engine:
+        model: Any = engine.module
+        whole = engine.state_dict()
+        model.save_pretrained(tmp_path / "given", state_dict=dict(whole))
+        with infinity.read(model):
+            model.save_pretrained(tmp_path / "read")
+            torch.save(model.state_dict(), tmp_path / "read.pt")
+            copy.deepcopy(model).save_pretrained(tmp_path / "copy")
+        for found in (
+            *(load_file(tmp_path / name / "model.safetensors") for name in ("given", "read", "copy")),
+            torch.load(tmp_path / "read.pt"),
+        ):
+            assert all(torch.equal(value, whole[name]) for name, value in found.items())
+        assert model.state_dict(keep_vars=True).keys() == whole.keys()
+    assert "save_pretrained" not in vars(model)
 
 
 @places
