@@ -16,6 +16,7 @@ from infinity.errors import ConfigError
 from infinity.log import start
 from infinity.memory.device import Device
 from infinity.memory.host import mappings_of_their_own, trim
+from infinity.memory.queue_options import check_drives
 from infinity.zero.spool import Spool
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -71,6 +72,10 @@ def open_spool(source: ConfigSource) -> Spool:
     start(ranks.rank, config.log_level)
     resolved = resolve(config, ResolveContext(world_size=ranks.world_size, detected=True))
     mesh = mesh_of(resolved, ranks, Device.detect(ranks.local_rank))
+    with ExitStack() as undo, mesh.telling():
+        undo.callback(mesh.close)
+        check_drives(resolved)
+        undo.pop_all()
     return Spool(resolved.nvme_path, mesh=mesh, timeout_seconds=config.watchdog_seconds)
 
 

@@ -20,6 +20,7 @@ from infinity.errors import CapacityError, ConfigError
 from infinity.memory import slabs
 from infinity.memory.capacity import capacity, free_nvme_nbytes, lockable_nbytes
 from infinity.memory.device import Device
+from infinity.memory.queue_options import check_drives
 from infinity.plan.capacity import Capacity
 from infinity.plan.checkpoints import repeated_blocks
 from infinity.plan.plan import Plan
@@ -38,10 +39,12 @@ def preflight(
     """The plan of a run, and what each tier may hold while it lasts. Collective.
 
     moments: what the optimizer keeps of an element.
-    groups: the optimizer parameter group of each trained parameter, by id. CapacityError for a plan that does not fit,
-    ConfigError for a model without values; of a model without values that would not fit either, it is the first.
+    groups: the optimizer parameter group of each trained parameter, by id. ConfigError for a folder that can hold no
+    swap files, CapacityError for a plan that does not fit, ConfigError for a model without values; of a model without
+    values that would not fit either, it is the first.
     """
     ranks = mesh.ranks
+    check_drives(config)
     own, budget = _own(config, model, device, ranks.local_size)
     question = Question(
         node=describe(model, compute_dtype=config.compute_dtype, groups=dict(groups)),

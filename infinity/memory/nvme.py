@@ -37,7 +37,7 @@ from typing import Literal
 from torch import Tensor
 
 from infinity import record
-from infinity.errors import CapacityError, TransferError
+from infinity.errors import CapacityError, ConfigError, TransferError
 from infinity.log import logger
 from infinity.memory.stripes import PROBE_NBYTES, Piece, Stripes, measured_weights
 from infinity.ops.aio import BLOCK_NBYTES, File, Queue, Request
@@ -46,6 +46,7 @@ from infinity.transfer import Transfer
 
 _PREFIX = "infinity-swap-"
 _SUFFIX = ".bin"
+_NAME_ANOTHER = "Name a folder on a drive that this process may write to"
 
 # Of what part of the bytes checksums are kept.
 Checked = bool | Literal["sampled"]
@@ -121,7 +122,7 @@ class NvmeTier:
         self._written: dict[tuple[int, int], tuple[int, Request | int]] | None = {} if checksum else None
         self._sampled = checksum == "sampled"
         for path in directories:
-            path.mkdir(parents=True, exist_ok=True)
+            _make(path)
         with ExitStack() as locks, ExitStack() as undo:
             # In one order, so that two processes do not wait for each other.
             for path in sorted({path.resolve() for path in directories}):
@@ -143,7 +144,7 @@ class NvmeTier:
         weights = options.weights
         if len(directories) > 1 and not weights:
             for path in directories:
-                path.mkdir(parents=True, exist_ok=True)
+                _make(path)
             _check_room(directories, [PROBE_NBYTES] * len(directories), "a measurement of its bandwidth")
             weights = measured_weights(tuple(directories), options.depth, options.timeout_seconds)
         if len(directories) > 1:
@@ -302,6 +303,33 @@ def folders(directory: Folders) -> list[Path]:
     """The directories of one tier."""
     several = [directory] if isinstance(directory, (str, os.PathLike)) else directory
     return [Path(each) for each in several]
+
+
+def check_usable(directory: Folders, key: str) -> None:
+    """ConfigError, which names the configuration's `key`, where a folder can hold no swap file. It need not exist yet,
+    and nothing is made.
+    """
+    for path in folders(directory):
+        at = path.absolute()
+        while not os.path.lexists(at):
+            at = at.parent
+        mode = os.W_OK | os.X_OK | (os.R_OK if at == path.absolute() else 0)
+        if not at.is_dir():
+            why = f"{at} is not a folder"
+        elif not os.access(at, mode):
+            why = f"this process may not write to {at}"
+        elif not os.statvfs(at).f_blocks:
+            why = f"the file system of {at} keeps no files"
+        else:
+            continue
+        raise ConfigError(f"{key}: {path} cannot hold swap files: {why}. {_NAME_ANOTHER}")
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"nvme_path: {path} cannot be made: {error.strerror}. {_NAME_ANOTHER}") from error
 
 
 def _check_room(directories: Sequence[Path], needs: Sequence[int], purpose: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infinity.config.resolve import ResolvedConfig
 from infinity.log import warn_once
-from infinity.memory.nvme import QueueOptions
+from infinity.memory.nvme import QueueOptions, check_usable
 from infinity.memory.stripes import even
 from infinity.plan.hardware import Drive, HardwareProfile, load_profile
 
@@ -34,6 +34,18 @@ def queue_options(config: ResolvedConfig, directories: Sequence[str]) -> QueueOp
     if len(drives) > 1 and not options.weights:
         options = replace(options, weights=even([drive.mixed_rate for drive in drives]))
     return options
+
+
+def check_drives(config: ResolvedConfig) -> None:
+    """ConfigError where swap files cannot be made in a folder that the configuration names, with its key."""
+    zero = "zero_optimization"
+    for key, directories in (
+        (f"{zero}.offload_optimizer.nvme_path", config.optimizer_nvme_path),
+        (f"{zero}.offload_param.nvme_path", config.param_nvme_path),
+        ("activation_checkpointing.offload.nvme_path", config.checkpoint_nvme_path),
+    ):
+        if directories is not None:
+            check_usable(directories, key)
 
 
 def _drives(profile: HardwareProfile, directories: Sequence[str]) -> list[Drive]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
@@ -116,9 +117,57 @@ def test_a_drive_too_small_for_the_plan_is_refused_before_anything_is_written(
     real = os.statvfs
 
     class Space:
-        f_bavail, f_frsize = 10, 4096
+        f_blocks, f_bavail, f_frsize = 100, 10, 4096
 
     monkeypatch.setattr(os, "statvfs", lambda path: Space() if str(tmp_path) in str(path) else real(path))
     with pytest.raises(CapacityError, match=r"are free"):
         start([str(tmp_path / "a"), str(tmp_path / "b")], {"drive_weights": [1, 1]})
     assert not list(tmp_path.iterdir())
+
+
+KEYS = {
+    "zero_optimization.offload_optimizer.nvme_path": {"offload_optimizer": True},
+    "zero_optimization.offload_param.nvme_path": {"offload_param": True},
+    "activation_checkpointing.offload.nvme_path": {},
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        ("file", r"file is not a folder"), ("file/below", r"file is not a folder"), ("/proc", r"/proc keeps no files"),
+        ("/proc/below", r"/proc keeps no files"), ("locked", r"may not write to .*locked"),
+        ("locked/below", r"may not write to .*locked"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_holds_no_files_is_refused_by_its_key(
+    key: str, folder: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the parent is root, who may write anywhere, the answer of the system is played."""
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
+    (tmp_path / "file").touch()
+    (tmp_path / "locked").mkdir()
+    home = {"device": "nvme", "nvme_path": os.path.join(tmp_path, folder)}
+    zero = {"stage": 3, **{name: home for name in KEYS[key]}}
+    config = {"zero_optimization": zero, "activation_checkpointing": {} if KEYS[key] else {"offload": home, "every": 1}}
+    told = rf"^{key}: .* cannot hold swap files: .*{why}\. Name a folder on a drive that this process may write to$"
+    with pytest.raises(ConfigError, match=told):
+        infinity.initialize(model=nn.Linear(4, 4), config=config)
+    with pytest.raises(ConfigError, match=told), infinity.Init(config=config):
+        pass
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "file", tmp_path / "locked"]
+
+
+def test_a_folder_that_cannot_be_made_after_all_is_no_raw_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may refuse what its modes allow."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(ConfigError, match=r"nvme_path: .*drive cannot be made: Read-only file system\. Name a folder"):
+        start(str(tmp_path / "drive"))
