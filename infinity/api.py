@@ -27,7 +27,7 @@ from infinity.config.optimizer import Adam
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.launch import check_arguments, configuration_of
-from infinity.loader import Loader
+from infinity.loader import Loader, Workers
 from infinity.log import logger, start
 from infinity.memory.activations import ActivationTier
 from infinity.memory.device import Device
@@ -87,7 +87,7 @@ def initialize(
     model_parameters: parameters or torch-style groups to train; default: all that require a gradient.
     optimizer: None (from the configuration), or a class, factory or instance of an elementwise torch optimizer.
     lr_scheduler: None (from the configuration), a class or factory that takes the optimizer, or an instance.
-    training_data: a dataset of which the loader draws batches, each rank its own, on the engine's device.
+    training_data: a dataset of which the loader (see the keys dataloader_...) draws each rank's batches on its device.
 
     Returns (engine, optimizer, dataloader, lr_scheduler); the last two are None without data or scheduler. Raises
     ConfigError for what the configuration or the arguments cannot mean, CapacityError for a plan that does not fit.
@@ -405,9 +405,14 @@ def _loader(
         return None
     # Rank 0's, so that `torch.manual_seed` says the order whatever the other ranks were seeded with.
     seed = exchange([float(torch.initial_seed() % 2**32)], mesh.control, mesh.ranks.world_size, "seed of the data")
+    given = config.config
+    workers = Workers(
+        given.dataloader_num_workers, given.dataloader_prefetch_factor, persistent=given.dataloader_persistent_workers,
+        pin_memory=given.dataloader_pin_memory,
+    )  # fmt: skip
     return Loader(
         data, rank=mesh.ranks.rank, ranks=mesh.ranks.world_size, batch=config.micro_batch, seed=int(seed[0][0]),
-        collate=collate, drop_last=config.config.dataloader_drop_last, device=device.torch,
+        collate=collate, drop_last=given.dataloader_drop_last, device=device.torch, workers=workers,
     )  # fmt: skip
 
 

@@ -318,10 +318,10 @@ class Engine(nn.Module):
         (the checkpoint's folder, what was given as client_state), or (None, {}) where there is none and no tag was
         given. Collective.
 
-        tag: by default what `latest` in `load_dir` names; one that is given has to be there. load_module_strict: tensors
-        that are missing or too many are an error. load_optimizer_states, load_lr_scheduler_states: False leaves the
-        engine's own. load_module_only: weights and buffers alone. A folder of safetensors files serves, too, for the
-        weights.
+        tag: by default what `latest` in `load_dir` names; one that is given has to be there. load_module_strict:
+        tensors that are missing or too many are an error. load_optimizer_states, load_lr_scheduler_states: False leaves
+        the engine's own. load_module_only: weights and buffers alone. A folder of safetensors files serves, too, for
+        the weights.
 
         Raises alike on all ranks. CheckpointError: nothing was changed, unless the message says otherwise.
         """

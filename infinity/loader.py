@@ -4,13 +4,17 @@ The order of an epoch follows from a seed and the epoch's number alone, and is t
 n-th sample of it. So a position is one number, of samples that all ranks together have drawn, and a run goes on behind
 it with any number of ranks and any batch size. The loader takes no numbers from the program's own generators.
 
-Batches come on the engine's device. On the CPU they are the very objects that were collated.
+With worker processes, batches that are ready and not yet drawn do not count. What workers draw at random follows from
+the seed, the epoch and the rank: an epoch that is taken up in its middle begins that anew.
+
+Batches come on the engine's device. On the CPU they are the very objects that were collated, unless workers made them.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sized
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -48,14 +52,25 @@ class Order(Sampler[int]):
         return self._count // self._ranks if self._drop_last else -(-self._count // self._ranks)
 
 
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Processes that read and collate, and where batches lie that wait: torch's options of the same names."""
+
+    count: int = 0
+    prefetch_factor: int | None = None
+    persistent: bool = False
+    pin_memory: bool = False
+
+
 class Loader(DataLoader[Any]):
     """Each `iter()` begins a new epoch, but the first after `load_state_dict`: it goes on in the one of that time."""
 
     def __init__(
         self, data: Dataset[Any], *, rank: int, ranks: int, batch: int, seed: int, collate: Callable[..., Any] | None,
-        drop_last: bool, device: torch.device,
+        drop_last: bool, device: torch.device, workers: Workers = Workers(),
     ) -> None:  # fmt: skip
         self._device = device
+        self._rank, self._ranks = rank, ranks
         self._order = Order(len(cast(Sized, data)), rank=rank, ranks=ranks, seed=seed, drop_last=drop_last)
         # Samples of all ranks in a full batch.
         self._step = batch * ranks
@@ -65,7 +80,8 @@ class Loader(DataLoader[Any]):
         self._goes_on = False
         super().__init__(
             data, batch_size=batch, sampler=self._order, collate_fn=collate, drop_last=drop_last,
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator(), num_workers=workers.count, prefetch_factor=workers.prefetch_factor,
+            persistent_workers=workers.persistent, pin_memory=workers.pin_memory and device.type != "cpu",
         )  # fmt: skip
 
     def __iter__(self) -> Any:
@@ -73,6 +89,8 @@ class Loader(DataLoader[Any]):
             self._epochs, self._drawn = self._epochs + 1, 0
         self._goes_on = False
         self._order.epoch, self._order.start = self._epochs - 1, self._drawn
+        # Workers' seeds are drawn of it, also in a process that takes the run up.
+        self.generator.manual_seed((self._order.seed + self._order.epoch) * self._ranks + self._rank)
         # torch draws a seed for its workers on the default device, which may be another than its generator's.
         with torch.device("cpu"):
             batches = super().__iter__()

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch import Tensor, nn
+from torch.utils.data import Dataset, get_worker_info
 from transformers import BatchEncoding
 
+import infinity
+from infinity.errors import ConfigError
 from infinity.loader import Loader, moved
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -132,6 +134,57 @@ def test_nothing_is_taken_from_the_programs_generator():
     state = torch.get_rng_state()
     drawn(loaders(8, 1, 4))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Augmented(Numbers):
+    """With a number that its process draws."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, float(torch.rand(())) if get_worker_info() else -1.0
+
+
+KEPT = {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 3}
+
+
+@pytest.mark.parametrize("keys", [{}, KEPT], ids=["fresh", "persistent"])
+def test_workers_change_no_order_and_what_they_have_ready_does_not_count(keys):
+    """Of two epochs, in the first of which a run is cut and taken up by another process's loader."""
+
+    def made(workers: int) -> Loader:
+        options = {"dataloader_num_workers": workers, **(keys if workers else {}), "train_micro_batch_size_per_gpu": 4}
+        torch.manual_seed(5)
+        engine, _, loader, _ = infinity.initialize(
+            model=nn.Linear(1, 1), config={**options, "log_level": "error"}, training_data=Augmented(24)
+        )
+        with engine:
+            assert loader is not None
+            assert (loader.num_workers, loader.persistent_workers) == (workers, bool(keys and workers))
+            assert loader.prefetch_factor == (keys.get("dataloader_prefetch_factor", 2) if workers else None)
+            return loader
+
+    alone = made(0)
+    expected = [numbers.tolist() for _ in range(2) for numbers, _ in alone]
+    cut = made(2)
+    batches = iter(cut)
+    got = [next(batches)[0].tolist() for _ in range(2)]
+    state = cut.state_dict()
+    assert state["drawn"] == 8, "more is ready"
+    del batches
+    again = made(2)
+    again.load_state_dict(state)
+    drawn_at_random = []
+    for _ in range(2):
+        for numbers, luck in again:
+            got.append(numbers.tolist())
+            drawn_at_random += luck.tolist()
+    assert got == expected
+    assert len(set(drawn_at_random)) == len(drawn_at_random) and min(drawn_at_random) >= 0
+
+
+@pytest.mark.parametrize("key", ["dataloader_prefetch_factor", "dataloader_persistent_workers"])
+def test_a_key_for_workers_without_any_is_refused(key):
+    with pytest.raises(ConfigError, match=f"{key} is for the loader's processes.*dataloader_num_workers"):
+        infinity.initialize(model=nn.Linear(1, 1), config={key: 1}, training_data=Numbers(4))
 
 
 class Pair(NamedTuple):

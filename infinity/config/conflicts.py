@@ -38,7 +38,19 @@ def conflicts(config: Config) -> list[str]:
         complaints.append(
             "checkpoint.on_signal names signals but checkpoint.path no folder for the checkpoint: set checkpoint.path"
         )
-    return complaints + _offload(config) + _checkpointing(config) + _schedule(config)
+    return complaints + _workers(config) + _offload(config) + _checkpointing(config) + _schedule(config)
+
+
+def _workers(config: Config) -> list[str]:
+    idle = {
+        "dataloader_prefetch_factor": config.dataloader_prefetch_factor is not None,
+        "dataloader_persistent_workers": config.dataloader_persistent_workers,
+    }
+    return [
+        f"{key} is for the loader's processes, but dataloader_num_workers is 0: set it to 1 or more, or leave {key} out"
+        for key, given in idle.items()
+        if given and not config.dataloader_num_workers
+    ]
 
 
 def _offload(config: Config) -> list[str]:

@@ -166,6 +166,16 @@ class Config(Section):
     """Type in which gradients travel between ranks, and are summed; the model's when absent."""
     dataloader_drop_last: Annotated[Flag, HONOURED] = False
     """Leave out the last, smaller batch."""
+    dataloader_num_workers: Annotated[Natural, HONOURED] = 0
+    """Ours. Processes of each rank that read and collate batches for the loader that initialize() makes of its
+    training_data; 0 does it in the program."""
+    dataloader_prefetch_factor: Annotated[Count | None, HONOURED] = None
+    """Ours. Batches that each of these processes has ready; 2 when absent."""
+    dataloader_persistent_workers: Annotated[Flag, HONOURED] = False
+    """Ours. Keep these processes from one epoch to the next."""
+    dataloader_pin_memory: Annotated[Flag, HONOURED] = False
+    """Ours. Collate into pinned memory, from which copies to the accelerator do not stop the program; without one it
+    changes nothing."""
     log_level: Annotated[LogLevel | None, HONOURED] = None
     """Level of infinity's log lines."""
     data_parallel_size: Annotated[Count | None, HONOURED] = None

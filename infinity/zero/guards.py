@@ -2,8 +2,8 @@
 save it.
 
 The first two look as if they worked. A pickle would hold placeholders and the engine's hooks; loaded values would go
-with the next step, which writes the weights from their masters. Saving a partitioned model ends in the middle, with half
-a folder. So all of them raise a StateError at their beginning that says what to do instead.
+with the next step, which writes the weights from their masters. Saving a partitioned model ends in the middle, with
+half a folder. So all of them raise a StateError at their beginning that says what to do instead.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import get_default_nowrap_functions
 
-
 # Uses that ask for every value of a model at once.
 STATE_DICT, SAVE_PRETRAINED = "state_dict()", "save_pretrained()"
 WHOLE_MODEL_USES = (STATE_DICT, SAVE_PRETRAINED)
