@@ -8,14 +8,18 @@ model is being built) or raises an error that names the parameter and the fix. `
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import get_default_nowrap_functions
+
+from infinity.log import warn_once
 
 # Uses that ask for every value of a model at once.
 STATE_DICT, SAVE_PRETRAINED = "state_dict()", "save_pretrained()"
@@ -47,7 +51,10 @@ class ReleasedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                found = func(*args, **kwargs)
+            if found is None and func == _GET_GRAD:
+                _tell_clipper(sys._getframe(1))
+            return found
         if func is Tensor.__repr__:
             return describe(args[0])
         used = list(kept(args, kwargs))
@@ -75,6 +82,22 @@ METADATA = {
     *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks")),
     Tensor.grad.__delete__,  # type: ignore[union-attr]
 }  # fmt: skip
+
+
+_GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
+
+
+def _tell_clipper(caller: FrameType) -> None:
+    """Warn once where torch's clipping asks for a gradient: it takes none for nothing to clip, and returns 0. None is
+    the right answer to everybody else.
+    """
+    if caller.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        warn_once(
+            "clip-grad",
+            "torch.nn.utils.clip_grad found no gradients and clips nothing: the engine took them into its partitions "
+            'in backward, and clips them itself in step(). Set "gradient_clipping" (or "gradient_clipping_value") in '
+            "the configuration, and read the norm with engine.get_global_grad_norm() after engine.step()",
+        )
 
 
 def keeper_of(param: nn.Parameter) -> Keeper:

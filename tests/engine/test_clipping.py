@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity import log
 from tests.support.oracle import CLIP, Case, difference, reference, settings, train
 
 # Of the averaged gradients, which reach 0.5, some hundred elements lie above it; of the clipped ones too, with NORM.
@@ -83,3 +84,29 @@ def test_an_optimizer_of_torchs_takes_bounded_gradients() -> None:
         for param, other in zip(engine.module.parameters(), twin.parameters(), strict=True):
             assert other.grad is not None and float(other.grad.abs().max()) == pytest.approx(BOUND)
             assert (param - (other - other.grad)).abs().max() <= 1e-6
+
+
+CLIPPERS = {
+    "norm": lambda params: nn.utils.clip_grad_norm_(params, 1.0),
+    "total norm": lambda params: nn.utils.clip_grad_norm_(list(params), 1.0, foreach=False),
+}
+
+
+@pytest.mark.parametrize("clipper", CLIPPERS)
+def test_torchs_clipping_of_partitioned_parameters_is_told_that_the_engine_clips(clipper, monkeypatch, caplog) -> None:
+    """Once; whoever else asks for a gradient gets None without a word."""
+    monkeypatch.setattr(log, "_said", set())
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    with infinity.initialize(model=model, config={"zero_optimization": zero})[0] as engine:
+        caplog.clear()
+        engine.backward(engine(torch.randn(4, 8)).mean())
+        assert all(param.grad is None for param in model.parameters())
+        model.zero_grad()
+        assert not caplog.messages
+        for _ in range(2):
+            CLIPPERS[clipper](model.parameters())
+        (said,) = caplog.messages
+        assert '"gradient_clipping"' in said and "engine.get_global_grad_norm()" in said
+        engine.step()
+        assert engine.get_global_grad_norm() > 0
