@@ -21,6 +21,7 @@ def meanings(config: Config, compute: str) -> dict[str, str]:
         "steps_per_print": "no progress lines",
         "communication_data_type": compute,
         "log_level": "info",
+        "dataloader_prefetch_factor": "2, where there are workers",
         "data_parallel_size": "not checked",
         "hardware_profile": "no profile",
         "scheduler": "a constant rate",
