@@ -29,7 +29,7 @@ from tests.support.oracle import join, settings
 # inductor imports distutils where nobody has imported setuptools before it.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The distutils package is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*distutils"),
 ]
 
 BY_NAME = {case.name: case for case in CASES}
