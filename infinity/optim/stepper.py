@@ -213,14 +213,17 @@ class Stepper:
                 sweep = Sweep(early.hyper, early.grad_scale, flags, steps, early.digests)
                 self._hand_over(early, sweep, [group])
 
-    def _wanted(self, sweep: Sweep) -> _Pass | None:
+    def _wanted(
+        self, hyper: tuple[Any, ...], grad_scale: float, arrived: Mapping[int, Sequence[bool]],
+        steps: Mapping[int, Sequence[int]],
+    ) -> _Pass | None:  # fmt: skip
         """The step that has begun in backward, where it was begun as this one; else it is forgotten."""
         early = self._early
         if early is None:
             return None
         same = (
-            (sweep.hyper, sweep.grad_scale) == (early.hyper, early.grad_scale)
-            and all(all(sweep.arrived[unit]) and sweep.steps[unit] == steps for unit, steps in early.assumed.items())
+            (hyper, grad_scale) == (early.hyper, early.grad_scale)
+            and all(all(arrived[unit]) and steps[unit] == assumed for unit, assumed in early.assumed.items())
         )  # fmt: skip
         if same and self._store.commit(early.reservation):
             self._early = None
@@ -247,7 +250,7 @@ class Stepper:
         for index in arrived:
             steps[index] = [self.steps[slot.name] for slot in self._slots(index)]
         hyper = tuple(map(self._method.hyper, groups))
-        behind = self._wanted(Sweep(hyper, grad_scale, arrived, steps, Digests(self._plan.placement, wanted=False)))
+        behind = self._wanted(hyper, grad_scale, arrived, steps)
         if behind is None:
             self.finish()
             behind = self._pass(hyper, grad_scale)
