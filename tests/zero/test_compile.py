@@ -26,11 +26,7 @@ from tests.support.models import tiny_llama, token_batch
 from tests.support.oracle import join, settings
 
 # The compiler looks at gradients of what is no leaf, and hides the warning only where warnings are not errors.
-# inductor imports distutils where nobody has imported setuptools before it.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*distutils"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 
 BY_NAME = {case.name: case for case in CASES}
 # The backward of a compiled function reads the weights; what is compiled eagerly only records that it is.
