@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.data import DataLoader, Dataset
 
-from infinity.breakdown import baseline_nbytes
 from infinity.building import ConfigSource, mesh_of
 from infinity.comm.agreement import agree_on_plan
 from infinity.comm.collectives import exchange
@@ -44,11 +43,10 @@ from infinity.optim.lr import build_scheduler, check_steps_alone
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.optim.stepper import Stepper
 from infinity.parts import Parts
-from infinity.plan.checkpoints import repeated_blocks
 from infinity.plan.plan import Plan
-from infinity.plan.spec import describe, dtype_name
+from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind
-from infinity.preflight import preflight, remarks
+from infinity.preflight import checkpointed_blocks, preflight, remarks
 from infinity.zero import parameter, tiling
 from infinity.zero.access import modify, read
 from infinity.zero.activation import measure_activations
@@ -106,11 +104,14 @@ def initialize(
         if spool is None:
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
-        plan, limits = preflight(
+        plan, question = preflight(
             resolved, model, trained.group_of(), device, groups, moments=trained.optimizer.method.moments
         )
         agree_on_plan(plan, groups)
-        ledger = Ledger(limits=limits, baseline_nbytes=baseline_nbytes(model))
+        ledger = Ledger(
+            limits=question.limits, baseline_nbytes=question.reserve.taken_nbytes,
+            predicted_nbytes=question.reserve.peak_nbytes(plan),
+        )  # fmt: skip
         parts = _build(resolved, model, plan, groups, device, trained, ledger, undo)
         engine = Engine(parts)
         undo.callback(engine._progress.close)
@@ -121,7 +122,7 @@ def initialize(
         loader = engine.training_dataloader = _loader(resolved, training_data, collate_fn, groups, device)
         undo.pop_all()
     trim()
-    for line in [*remarks(resolved, model, plan, limits, device), _headline(resolved, plan, trained)]:
+    for line in [*remarks(question, model, plan, device), _headline(resolved, plan, trained)]:
         logger.info(line)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
@@ -322,16 +323,12 @@ def _checkpointing(
 ) -> Checkpointing:
     """What of the model is computed again in backward, and the tier of its checkpoints where that is not the device."""
     section = config.config.activation_checkpointing
-    blocks: tuple[str, ...] = ()
-    if section.every:
-        classes = tuple(getattr(model, "_no_split_modules", None) or ())
-        tree = describe(model, compute_dtype=config.compute_dtype)
-        blocks = repeated_blocks(tree, classes=classes, every=section.every)
-        if not blocks:
-            raise ConfigError(
-                f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
-                "repeats: leave the key out, and call torch.utils.checkpoint in the model"
-            )
+    blocks = checkpointed_blocks(config, model)
+    if section.every and not blocks:
+        raise ConfigError(
+            f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
+            "repeats: leave the key out, and call torch.utils.checkpoint in the model"
+        )
     tier, path = None, config.checkpoint_nvme_path
     if config.checkpoint_tier != "gpu":
         open_file = None

@@ -12,31 +12,36 @@ from dataclasses import astuple
 
 from torch import nn
 
+from infinity.breakdown import baseline_nbytes
 from infinity.comm import collectives
 from infinity.comm.mesh import Mesh
 from infinity.config import ResolvedConfig
-from infinity.config.units import format_bytes
+from infinity.config.units import Share, format_bytes
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory import slabs
-from infinity.memory.capacity import capacity, free_nvme_nbytes, lockable_nbytes
+from infinity.memory.capacity import free_for_rank, free_nvme_nbytes, lockable_nbytes
 from infinity.memory.device import Device
 from infinity.memory.queue_options import check_drives
-from infinity.plan.capacity import Capacity
+from infinity.plan.capacity import Capacity, within
 from infinity.plan.checkpoints import repeated_blocks
+from infinity.plan.fitting import lowered_in_words
 from infinity.plan.plan import Plan
 from infinity.plan.refusal import refuse
 from infinity.plan.request import Question
-from infinity.plan.spec import describe
+from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, GAPS, HEAP_GAPS, UNKNOWN_ACTIVATION_NBYTES, Reserve
+from infinity.plan.spec import describe, dtype_name
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
 from infinity.zero import parameter
+from infinity.zero.activation_forecast import Workload, forecast
+from infinity.zero.spool import spool_of
 
 
 def preflight(
     config: ResolvedConfig, model: nn.Module, groups: Mapping[int, int], device: Device, mesh: Mesh,
     *, moments: tuple[Kind, ...],
-) -> tuple[Plan, Capacity]:
-    """The plan of a run, and what each tier may hold while it lasts. Collective.
+) -> tuple[Plan, Question]:
+    """The plan of a run, and the question that it answers, with what each tier may hold while it lasts. Collective.
 
     moments: what the optimizer keeps of an element.
     groups: the optimizer parameter group of each trained parameter, by id. ConfigError for a folder that can hold no
@@ -45,18 +50,39 @@ def preflight(
     """
     ranks = mesh.ranks
     check_drives(config)
-    own, budget = _own(config, model, device, ranks.local_size)
-    question = Question(
-        node=describe(model, compute_dtype=config.compute_dtype, groups=dict(groups)),
-        config=config,
-        topology=Topology(dp=ranks.world_size, local_size=ranks.local_size),
-        accelerator=device.is_accelerator,
-        capacity=_agreed(own, mesh),
-        budget=_agreed(budget, mesh),
-        blocks=tuple(getattr(model, "_no_split_modules", None) or ()),
-        moments=moments,
-    )
+    free = _agreed(_free(config, model, device, ranks.local_size), mesh)
+    taken = baseline_nbytes(model)
+
+    def asked(*, measure: bool) -> Question:
+        reserve = _reserve(config, model, device, free, taken_nbytes=taken, measure=measure)
+        capacity, budget = (
+            within(
+                config.config.memory, free, ranks=ranks.local_size, accelerator=device.is_accelerator,
+                by_budget=by_budget, reserved=reserve.by_tier(),
+            )
+            for by_budget in (False, True)
+        )  # fmt: skip
+        # Ranks may have limits of their own.
+        capacity, budget = _agreed(capacity, mesh), _agreed(budget, mesh)
+        return Question(
+            node=describe(model, compute_dtype=config.compute_dtype, groups=dict(groups)),
+            config=config,
+            topology=Topology(dp=ranks.world_size, local_size=ranks.local_size),
+            accelerator=device.is_accelerator,
+            capacity=capacity,
+            budget=budget,
+            blocks=tuple(getattr(model, "_no_split_modules", None) or ()),
+            moments=moments,
+            reserve=reserve,
+            free=free,
+        )
+
+    question = asked(measure=False)
     plan = question.plan()
+    if _may_be_tight(question, plan):
+        # Only then: it takes a second or so for each billion parameters.
+        question = asked(measure=True)
+        plan = question.plan()
     refuse(question, plan, rank=ranks.rank)
     for name, param in model.named_parameters():
         if param.is_meta:
@@ -65,12 +91,69 @@ def preflight(
                 f"infinity.Init(config=...):` instead"
             )
     checkpoint_room(config, model, plan, question.limits, rank=ranks.rank)
-    return plan, question.limits
+    return plan, question
 
 
-def remarks(config: ResolvedConfig, model: nn.Module, plan: Plan, limits: Capacity, device: Device) -> list[str]:
+def remarks(question: Question, model: nn.Module, plan: Plan, device: Device) -> list[str]:
     """What the program should know of its configuration, and of a plan that fits."""
-    return [*config.report(), *pinning(plan, device), *checkpoint_room(config, model, plan, limits)]
+    config, reserve = question.config, question.reserve
+    lines = [*config.report(), *pinning(plan, device), *checkpoint_room(config, model, plan, question.limits)]
+    if lowered := lowered_in_words(question.request, plan):
+        lines.append(f"fitted to the memory that is free: {lowered}")
+    lines.append(
+        f"this process takes {format_bytes(reserve.peak_nbytes(plan))} of memory at most: beside the plan "
+        f"{reserve.in_words()}"
+    )
+    return lines
+
+
+def _may_be_tight(question: Question, plan: Plan) -> bool:
+    """Whether it matters how much activations take: the plan leaves less than a quarter of their memory, or it would
+    fit without them.
+    """
+    held = plan.nbytes_by_tier()
+    free = question.free.gpu if question.accelerator else question.free.process
+    left = question.limits.room(Tier.GPU, held)
+    if question.fits(plan):
+        return free is not None and left is not None and left < free // 4
+    held[Tier.GPU] -= question.reserve.activation_nbytes
+    return question.limits.fits(held)
+
+
+def _reserve(
+    config: ResolvedConfig, model: nn.Module, device: Device, free: Capacity, *, taken_nbytes: int, measure: bool
+) -> Reserve:
+    """What this process takes beside its plan. measure: activations by a pass on fake tensors, where one can be run."""
+    stated = config.config.memory.activations
+    blocks = checkpointed_blocks(config, model)
+    work = Workload(
+        config.micro_batch, stated.sequence_length, config.compute_dtype, blocks,
+        config.config.activation_checkpointing.keep_ops,
+    )  # fmt: skip
+    on_device = free.gpu if device.is_accelerator else free.process
+    elsewhere = in_heap = 0
+    if stated.max_bytes is not None:
+        limit = stated.max_bytes
+        nbytes = limit.of(on_device or 0) if isinstance(limit, Share) else limit
+        source = "memory.activations.max_bytes"
+    elif (found := forecast(model, work, measure=measure)) is not None:
+        nbytes, in_heap, source = found.nbytes, found.heap_nbytes, found.source
+        elsewhere = found.checkpoint_nbytes if config.checkpoint_tier != Tier.GPU.value else 0
+    else:
+        nbytes, source = UNKNOWN_ACTIVATION_NBYTES, "not known before a batch; memory.activations.max_bytes says more"
+    in_cpu = elsewhere if config.checkpoint_tier == Tier.CPU.value else 0
+    spool = spool_of(list(model.parameters()))
+    floating = [param.dtype for param in model.parameters() if param.is_floating_point()]
+    held_max = spool.held_nbytes_max if spool is not None else None
+    if spool is None and all(param.device.type != "cpu" for param in model.parameters()):
+        held_max = 0
+    return Reserve(
+        taken_nbytes=taken_nbytes, overhead_nbytes=ANONYMOUS_OVERHEAD_NBYTES, activation_nbytes=nbytes - elsewhere,
+        activations=source, checkpoint_nbytes=in_cpu,
+        heap_nbytes=0 if device.is_accelerator else int(HEAP_GAPS * in_heap),
+        gaps_nbytes=int(GAPS * (free.gpu or 0)) if device.is_accelerator else 0,
+        model_dtype=dtype_name(floating[0]) if floating else "fp32", model_nbytes_max=held_max,
+    )  # fmt: skip
 
 
 def checkpoint_room(
@@ -85,10 +168,7 @@ def checkpoint_room(
     room = limits.room(Tier.NVME, held)
     if config.checkpoint_tier != Tier.NVME.value or room is None:
         return []
-    tree = describe(model, compute_dtype=config.compute_dtype)
-    classes = tuple(getattr(model, "_no_split_modules", None) or ())
-    every = max(config.config.activation_checkpointing.every, 1)
-    blocks = len(repeated_blocks(tree, classes=classes, every=every))
+    blocks = len(_blocks(config, model, max(config.config.activation_checkpointing.every, 1)))
     shape = getattr(model, "config", None)
     hidden, longest = (getattr(shape, name, None) for name in ("hidden_size", "max_position_embeddings"))
     token_nbytes = blocks * (hidden if isinstance(hidden, int) else 0) * DTYPE_NBYTES[config.compute_dtype]
@@ -111,6 +191,18 @@ def checkpoint_room(
     return [line]
 
 
+def checkpointed_blocks(config: ResolvedConfig, model: nn.Module) -> tuple[str, ...]:
+    """Paths of the blocks that the configuration has computed again in backward."""
+    every = config.config.activation_checkpointing.every
+    return _blocks(config, model, every) if every else ()
+
+
+def _blocks(config: ResolvedConfig, model: nn.Module, every: int) -> tuple[str, ...]:
+    tree = describe(model, compute_dtype=config.compute_dtype)
+    classes = tuple(getattr(model, "_no_split_modules", None) or ())
+    return repeated_blocks(tree, classes=classes, every=every)
+
+
 def pinning(plan: Plan, device: Device) -> list[str]:
     """A line where the plan has more CPU memory than this process may pin."""
     limit, planned = lockable_nbytes(), plan.nbytes_by_tier()[Tier.CPU]
@@ -122,10 +214,8 @@ def pinning(plan: Plan, device: Device) -> list[str]:
     ]
 
 
-def _own(config: ResolvedConfig, model: nn.Module, device: Device, local_size: int) -> tuple[Capacity, Capacity]:
-    """What this rank may use, and what budgets would fill of it. The model's own memory counts as free: it is given
-    back while partitions are made.
-    """
+def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: int) -> Capacity:
+    """What is free for this rank. The model's own memory counts: it is given back while partitions are made."""
     held = {"cpu": 0, device.torch.type: 0}
     storages = [param.untyped_storage() for param in model.parameters() if _has_memory(param)]
     for storage in {storage.data_ptr(): storage for storage in storages}.values():
@@ -136,22 +226,14 @@ def _own(config: ResolvedConfig, model: nn.Module, device: Device, local_size: i
         drives = free_nvme_nbytes(config.nvme_path, config.config.aio.drive_weights)
     elif config.checkpoint_nvme_path is not None:
         drives = free_nvme_nbytes(config.checkpoint_nvme_path)
-    limits, fillable = (
-        capacity(
-            config.config.memory,
-            ranks=local_size,
-            device_free_nbytes=None if free is None else free + held[device.torch.type],
-            own_nbytes=held["cpu"],
-            nvme_free_nbytes=drives,
-            by_budget=by_budget,
-        )
-        for by_budget in (False, True)
-    )
-    return limits, fillable
+    return free_for_rank(
+        ranks=local_size, device_free_nbytes=None if free is None else free + held[device.torch.type],
+        own_nbytes=held["cpu"], nvme_free_nbytes=drives,
+    )  # fmt: skip
 
 
 def _agreed(mine: Capacity, mesh: Mesh) -> Capacity:
-    """The least of what the ranks may use."""
+    """The least of what the ranks have."""
     limits = [math.inf if limit is None else float(limit) for limit in astuple(mine)]
     least = map(min, zip(*collectives.exchange(limits, mesh.control, mesh.ranks.world_size), strict=True))
     return Capacity(*(None if limit == math.inf else int(limit) for limit in least))

@@ -45,12 +45,23 @@ class Tier(Section):
     bound of its own for what computes."""
 
 
+class Activations(Section):
+    """What is set aside for a micro-batch's activations, beside the plan, before there is a batch."""
+
+    max_bytes: Annotated[Limit, HONOURED] = None
+    """Bytes of them on the device at their busiest: bytes, "2GB", or a share of what is free there. Absent or "auto":
+    measured on the model's shapes, where it is a causal language model of transformers, and 64 MiB otherwise."""
+    sequence_length: Annotated[Count | None, HONOURED] = None
+    """Tokens of a sequence, for what is measured. Absent: what the model takes, 512 at most."""
+
+
 class Memory(Section):
     """Ours. Hard caps: a plan that does not fit is refused before anything is allocated."""
 
     gpu: Tier = Tier()
     cpu: Tier = Tier()
     nvme: Tier = Tier()
+    activations: Activations = Activations()
 
 
 class Timeline(Section):

@@ -35,6 +35,8 @@ def meanings(config: Config, compute: str) -> dict[str, str]:
         "aio.intra_op_parallelism": "chosen from the machine",
         "aio.drive_weights": f"those of {profile}, or measured" if profile else "measured at the start",
         **{f"memory.{tier}.max_bytes": _MACHINE for tier in ("gpu", "cpu", "nvme")},
+        "memory.activations.max_bytes": "measured on the model's shapes where they tell, else 64 MiB",
+        "memory.activations.sequence_length": "what the model takes, 512 at most",
         "activation_checkpointing.offload.nvme_path": "that of offload_optimizer or offload_param",
         **_schedule(config),
     }

@@ -1,6 +1,6 @@
 """What the machine has: free bytes of each tier for one rank, before anything is allocated.
 
-`capacity` puts it together with the configured limits; docs/memory.md says the rules.
+`infinity.plan.capacity.within` puts it together with the configured limits; docs/memory.md says the rules.
 """
 
 from __future__ import annotations
@@ -9,27 +9,25 @@ import os
 import resource
 from collections.abc import Sequence
 
-from infinity.config.machine import Memory
 from infinity.free_memory import free_cpu_nbytes
 from infinity.memory.nvme import Folders, clean, folders
-from infinity.plan.capacity import Capacity, within
+from infinity.plan.capacity import Capacity
 
 
-def capacity(
-    limits: Memory, *, ranks: int, device_free_nbytes: int | None, own_nbytes: int, nvme_free_nbytes: int | None,
-    by_budget: bool = False,
-) -> Capacity:  # fmt: skip
-    """What one of `ranks` ranks of this node may use of each tier.
+def free_for_rank(
+    *, ranks: int, device_free_nbytes: int | None, own_nbytes: int, nvme_free_nbytes: int | None
+) -> Capacity:
+    """What is free on each tier for one of `ranks` ranks of this node.
 
     device_free_nbytes: of this rank's accelerator; None without one, when both memory tiers are the process's own.
     own_nbytes: of the model's own memory, which is given back while its partitions are made. nvme_free_nbytes: of the
-    node's drives, None without any. by_budget: whether the plan fills what it is given.
+    node's drives, None without any.
     """
     own = free_cpu_nbytes() // ranks + own_nbytes
     nvme = None if nvme_free_nbytes is None else nvme_free_nbytes // ranks
-    accelerator = device_free_nbytes is not None
-    free = Capacity(gpu=device_free_nbytes, cpu=own, nvme=nvme) if accelerator else Capacity(process=own, nvme=nvme)
-    return within(limits, free, ranks=ranks, accelerator=accelerator, by_budget=by_budget)
+    if device_free_nbytes is None:
+        return Capacity(process=own, nvme=nvme)
+    return Capacity(gpu=device_free_nbytes, cpu=own, nvme=nvme)
 
 
 def lockable_nbytes() -> int | None:

@@ -29,11 +29,12 @@ class Ledger:
     """Counts what the engine holds. `now` and `peak` are keyed by (tier, kind), `most` by tier, in bytes.
 
     limits: what this rank may hold on each tier. baseline_nbytes: what was resident before there was an engine, without
-    the model and without mapped files.
+    the model and without mapped files; predicted_nbytes: the most that this process was said to take, counted so.
     """
 
     limits: Capacity = field(default_factory=Capacity)
     baseline_nbytes: int = 0
+    predicted_nbytes: int = 0
     now: dict[tuple[Tier, Kind], int] = field(default_factory=dict)
     peak: dict[tuple[Tier, Kind], int] = field(default_factory=dict)
     # Of a tier as a whole: its kinds need not be at their peaks together.

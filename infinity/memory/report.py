@@ -45,8 +45,9 @@ class MemoryReport:
     in CPU memory. Of the `resident` memory, `mapped` are files (code, which the system drops at need), `baseline` was
     there before the engine (the interpreter, torch, the program), and `unaccounted` is neither those nor the engine's:
     activations where the device is the CPU, what allocators keep, and, where it is negative, memory that is reserved
-    and was never touched. `activations` is what torch holds on an accelerator beyond the engine's. `by_unit` goes by
-    tier, kind and unit, when it was asked for.
+    and was never touched. `predicted` is the most that the process was said to take before it started, without
+    `mapped`. `activations` is what torch holds on an accelerator beyond the engine's. `by_unit` goes by tier, kind and
+    unit, when it was asked for.
     """
 
     now: dict[str, dict[str, int]]
@@ -58,6 +59,7 @@ class MemoryReport:
     resident: int
     mapped: int
     baseline: int
+    predicted: int
     unaccounted: int
     activations: int | None = None
     by_unit: dict[str, dict[str, dict[str, int]]] | None = None
@@ -81,7 +83,8 @@ class MemoryReport:
             most={tier.value: ledger.most.get(tier, 0) for tier in Tier},
             limits={tier.value: ledger.limits.of(tier) for tier in Tier}, pools=dict(pools or {}),
             pinned=ledger.pinned_nbytes, resident=process.resident, mapped=process.mapped,
-            baseline=ledger.baseline_nbytes, unaccounted=process.resident - accounted,
+            baseline=ledger.baseline_nbytes, predicted=ledger.predicted_nbytes,
+            unaccounted=process.resident - accounted,
             activations=None if process.device is None else process.device - ledger.total(Tier.GPU), by_unit=by_unit,
         )  # fmt: skip
 

@@ -49,6 +49,17 @@ class Capacity:
             process=rest(self.process, Tier.GPU, Tier.CPU),
         )  # fmt: skip
 
+    def least(self, other: Capacity) -> Capacity:
+        """The lesser of both, limit by limit."""
+
+        def lesser(mine: int | None, theirs: int | None) -> int | None:
+            return min((limit for limit in (mine, theirs) if limit is not None), default=None)
+
+        return Capacity(
+            gpu=lesser(self.gpu, other.gpu), cpu=lesser(self.cpu, other.cpu), nvme=lesser(self.nvme, other.nvme),
+            process=lesser(self.process, other.process),
+        )  # fmt: skip
+
     def fits(self, held: Mapping[Tier, int]) -> bool:
         """Whether so many bytes on each tier are within it."""
         process = held.get(Tier.GPU, 0) + held.get(Tier.CPU, 0)
@@ -56,12 +67,20 @@ class Capacity:
         return all(limit is None or nbytes <= limit for nbytes, limit in [*limits, (process, self.process)])
 
 
-def within(limits: Memory, free: Capacity, *, ranks: int, accelerator: bool, by_budget: bool) -> Capacity:
+def within(
+    limits: Memory, free: Capacity, *, ranks: int, accelerator: bool, by_budget: bool,
+    reserved: Mapping[Tier, int] = {},
+) -> Capacity:  # fmt: skip
     """What one of a node's `ranks` ranks may use of what is free for it, within the configured limits.
 
     free: the rank's own part; without an accelerator both memory tiers are its `process`. by_budget: whether the plan
-    fills what it is given: where no limit is configured, it leaves room then.
+    fills what it is given: where no limit is configured, it leaves room then. reserved: bytes that are free and that
+    something else will take; a configured limit is the engine's own and is not lessened by them.
     """
+    return _within(limits, free, ranks, accelerator, by_budget).least(free.left(reserved))
+
+
+def _within(limits: Memory, free: Capacity, ranks: int, accelerator: bool, by_budget: bool) -> Capacity:
     usual = BUDGET_SHARE if by_budget else None
     gpu, cpu = limits.gpu.max_bytes or usual, limits.cpu.max_bytes or usual
     nvme = _capped(free.nvme, limits.nvme.max_bytes, ranks)

@@ -89,6 +89,12 @@ def bytes_by_phase(
     return found
 
 
+def initial_nbytes(plan: Plan, *, model_dtype: str, model_nbytes_max: int | None) -> int:
+    """Bytes in CPU memory (in all memory of a machine without accelerator) at the busiest moment of `INITIALISE`."""
+    tables = _initialise(plan, model_dtype, model_nbytes_max)
+    return max(in_process(table, accelerator=plan.request.accelerator) for table in tables)
+
+
 def at_rest(plan: Plan) -> Table:
     """Bytes by tier and kind between two steps."""
     return _at_rest(plan, _Gathered.follow(plan))

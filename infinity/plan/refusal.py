@@ -18,6 +18,7 @@ from infinity.config.resolve import ResolvedConfig, changed
 from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity, excesses, in_words
+from infinity.plan.fitting import lowered_in_words
 from infinity.plan.partitions import states_kinds
 from infinity.plan.plan import SUB_GROUPS_MAX, Plan
 from infinity.plan.request import Question, plan_request
@@ -60,11 +61,27 @@ class Fit:
 
 def refuse(question: Question, plan: Plan, rank: int = 0) -> None:
     """Raise CapacityError with the whole account when `plan`, the question's own, does not fit. Touches nothing."""
-    found = list(excesses(plan.bytes_by_tier(), question.limits))
-    if found:
-        raise CapacityError(
-            "\n".join([f"rank {rank} {found[0]}", account(plan, question.limits), _way_out(question)])
-        )
+    if question.fits(plan):
+        return
+    lines = list(excesses(plan.bytes_by_tier(), question.limits))[:1] or [_initial(question, plan)]
+    lines[0] = f"rank {rank} {lines[0]}"
+    if lowered := lowered_in_words(question.request, plan):
+        lines.append(f"  That is with {lowered}.")
+    lines.append(account(plan, question.limits))
+    if beside := question.reserve.in_words():
+        free = question.free.cpu if question.accelerator else question.free.process
+        lines.append(f"  Of {format_bytes(free or 0)} that are free, set aside beside the plan: {beside}.")
+    raise CapacityError("\n".join([*lines, _way_out(question)]))
+
+
+def _initial(question: Question, plan: Plan) -> str:
+    """What is too much while partitions are made: the model as it was built lies beside them."""
+    free = question.free.cpu if question.accelerator else question.free.process
+    return (
+        f"needs {format_bytes(question.reserve.initial_nbytes(plan))} of memory while the partitions are made from "
+        f"the model, which has its values in memory, but {format_bytes(free or 0)} are free: build the model under "
+        "`with infinity.Init(config=...):`, or load it with infinity.load_hf(folder, config)."
+    )
 
 
 def account(plan: Plan, capacity: Capacity) -> str:
@@ -91,7 +108,7 @@ def nearest_fit(question: Question) -> Fit | None:
     for keys, config in choices:
         other = replace(question, config=config)
         plan = other.plan()
-        if other.limits.fits(plan.nbytes_by_tier()):
+        if other.fits(plan):
             return Fit(keys, question.topology.world_size, plan)
     return _more_ranks(question)
 
@@ -107,7 +124,7 @@ def _more_ranks(question: Question) -> Fit | None:
         for times in _enough(other):
             there = _times(other, times)
             plan = there.plan()
-            if there.limits.fits(plan.nbytes_by_tier()):
+            if there.fits(plan):
                 return Fit(keys, there.topology.world_size, plan)
     return None
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 
 from infinity.config.resolve import ResolvedConfig
 from infinity.plan.capacity import Capacity
+from infinity.plan.fitting import KEYS, fit
 from infinity.plan.moments import moments_of
 from infinity.plan.plan import Plan, PlanRequest, make_plan
+from infinity.plan.reserve import Reserve
 from infinity.plan.spec import ModuleNode, UnitRules, find_units
 from infinity.plan.stepping import STEP_WINDOW
 from infinity.plan.topology import Topology
@@ -36,6 +38,9 @@ class Question:
     blocks: tuple[str, ...] = ()
     # What the optimizer keeps of an element; None: what the configuration's does.
     moments: tuple[Kind, ...] | None = None
+    # What the process takes beside the plan, and what was free before anything was set aside for it.
+    reserve: Reserve = field(default_factory=Reserve)
+    free: Capacity = field(default_factory=Capacity)
     # Elements of the model, and of its trained parameters.
     numels: tuple[int, int] = field(init=False)
 
@@ -47,14 +52,41 @@ class Question:
     @property
     def limits(self) -> Capacity:
         """What holds for this configuration."""
-        by_budget = "auto" in (self.config.param_tier, self.config.optimizer_tier)
-        return self.budget if by_budget and self.budget is not None else self.capacity
+        return self.budget if self._by_budget and self.budget is not None else self.capacity
+
+    @property
+    def _by_budget(self) -> bool:
+        return "auto" in (self.config.param_tier, self.config.optimizer_tier)
 
     def plan(self) -> Plan:
-        """The plan of this model, configuration and machine, whether it fits or not."""
+        """The plan of this model, configuration and machine, with its bounds lowered where it does not fit; whether it
+        fits then or not.
+        """
         spec = find_units(self.node, unit_rules(self.config, self.blocks))
-        request = plan_request(self.config, accelerator=self.accelerator, moments=self.moments)
-        return make_plan(spec, self.topology, request, self.limits)
+
+        def plan_of(request: PlanRequest) -> Plan:
+            return make_plan(spec, self.topology, request, self.limits)
+
+        chosen = frozenset(name for name, path in KEYS.items() if self.config.sources.get(path) == "file")
+        return fit(
+            self.request, chosen, plan_of, fits=self.fits, fits_at_rest=self._fits_at_rest, by_budget=self._by_budget
+        )
+
+    @property
+    def request(self) -> PlanRequest:
+        """What the configuration asks for, before anything is lowered."""
+        return plan_request(self.config, accelerator=self.accelerator, moments=self.moments)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether there is room for a plan of this question, and for making its partitions from the model."""
+        memory = self.free.cpu if self.accelerator else self.free.process
+        initial = memory is None or self.reserve.initial_nbytes(plan) <= memory
+        return initial and self.limits.fits(plan.nbytes_by_tier())
+
+
+    def _fits_at_rest(self, plan: Plan) -> bool:
+        home = plan.bytes_at_home()
+        return self.limits.fits({tier: sum(kinds.values()) - kinds.get(Kind.POOL, 0) for tier, kinds in home.items()})
 
 
 def plan_request(

@@ -24,37 +24,43 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import ConfigError
 from infinity.plan.activation import Activations
+from infinity.plan.gradients import HEAP_PIECE_NBYTES_MAX
+from infinity.zero.parameter import is_released
 
 _OUTSIDE = "(outside any module)"
 
 
-def measure_activations(model: nn.Module, batch: Mapping[str, Any]) -> Activations:
+def measure_activations(
+    model: nn.Module, batch: Mapping[str, Any], *, dtype: torch.dtype | None = None
+) -> Activations:  # fmt: skip
     """What one micro-batch needs: `model(**batch)`, then backward of its loss, in the model's present mode.
 
     model: real or on the meta device, not yet given to an engine; nothing of it changes. batch: keyword arguments,
-    whose tensors may be on the meta device too. The loss is the output, its `.loss`, or its first element.
+    whose tensors may be on the meta device too. dtype: of floating-point parameters, where it is not to be their own.
+    The loss is the output, its `.loss`, or its first element.
 
     `parts` are bytes kept for backward by the class of the module that made them. ConfigError where the forward depends
     on values (routing of a mixture of experts, `.item()`), which fakes have not: `estimators.activations` has closed
     forms for those that it knows.
     """
-    gradients = _Pass(model, batch).run(frozenset()).gradients
-    found = _Pass(model, batch).run(frozenset(gradients))
+    gradients = _Pass(model, batch, dtype).run(frozenset()).gradients
+    found = _Pass(model, batch, dtype).run(frozenset(gradients))
     parts = {name: nbytes for name, nbytes in found.kept.most_common() if nbytes}
     beyond = found.peak_nbytes - sum(parts.values())
     return Activations(
         nbytes=found.peak_nbytes, saved_nbytes=sum(parts.values()), source="measured shapes of one pass",
-        parts={**parts, "temporaries": beyond} if beyond > 0 else parts,
+        parts={**parts, "temporaries": beyond} if beyond > 0 else parts, heap_nbytes=found.heap_peak_nbytes,
     )  # fmt: skip
 
 
 class _Pass(TorchDispatchMode):
     """One forward and backward on fakes, with every storage that it makes."""
 
-    def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype | None) -> None:
         super().__init__()
         self._model = model
         self._batch = batch
+        self._dtype = dtype
         self._ignored: frozenset[int] = frozenset()
         # Storages that live: number of the creation, in the order of creations, bytes, and class of the module.
         self._live: dict[int, tuple[int, int, str]] = {}
@@ -63,6 +69,9 @@ class _Pass(TorchDispatchMode):
         self._modules: list[str] = []
         self.now_nbytes = 0
         self.peak_nbytes = 0
+        # The same of pieces that the C library's heap has.
+        self.heap_nbytes = 0
+        self.heap_peak_nbytes = 0
         # Numbers of the storages that were gradients of parameters.
         self.gradients: set[int] = set()
         # Bytes between forward and backward, by class of module.
@@ -73,8 +82,8 @@ class _Pass(TorchDispatchMode):
         self._ignored = ignored
         # Entered for no block: what has no fake among its arguments is computed, so that masks have values.
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        values = {name: _fake(tensor, fakes) for name, tensor in tensors.items()}
+        values = {name: _fake(buffer, fakes) for name, buffer in self._model.named_buffers()}
+        values |= {name: _fake(param, fakes, self._dtype) for name, param in self._model.named_parameters()}
         batch = tree_map_only(Tensor, lambda tensor: _input(tensor, fakes), dict(self._batch))
         for tensor in (*values.values(), *tree_leaves(batch)):
             if isinstance(tensor, Tensor):
@@ -122,17 +131,24 @@ class _Pass(TorchDispatchMode):
         self._live[key] = (number, nbytes, self._modules[-1] if self._modules else _OUTSIDE)
         self._watched[key] = weakref.ref(storage, self._gone(key, number))
         if number not in self._ignored:
-            self.now_nbytes += nbytes
-            self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes)
+            self._book(nbytes)
 
     def _gone(self, key: int, number: int) -> Callable[[Any], None]:
         def gone(_: Any) -> None:
             found = self._live.get(key)
             if found is not None and found[0] == number:
                 del self._live[key], self._watched[key]
-                self.now_nbytes -= found[1] if number not in self._ignored else 0
+                if number not in self._ignored:
+                    self._book(-found[1])
 
         return gone
+
+    def _book(self, nbytes: int) -> None:
+        self.now_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes)
+        if abs(nbytes) < HEAP_PIECE_NBYTES_MAX:
+            self.heap_nbytes += nbytes
+            self.heap_peak_nbytes = max(self.heap_peak_nbytes, self.heap_nbytes)
 
     def _is_gradient(self, grad: Tensor) -> None:
         found = self._live.get(id(grad.untyped_storage()))
@@ -192,11 +208,16 @@ def _accumulates(node: Any) -> bool:
     return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
-def _fake(tensor: Tensor, fakes: FakeTensorMode) -> Tensor:
-    """A fake of the same shape and dtype: on the CPU where the tensor is on the meta device."""
+def _fake(tensor: Tensor, fakes: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
+    """A fake of the same shape, and of its dtype or another: on the CPU where the tensor is on the meta device."""
     device = torch.device("cpu") if tensor.is_meta else tensor.device
+    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     with fakes:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter) and is_released(tensor):
+            # It has no strides while its values are elsewhere.
+            fake = torch.empty(tensor.shape, dtype=dtype, device=device)
+        else:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     return fake.requires_grad_(tensor.requires_grad)
 
 

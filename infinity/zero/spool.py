@@ -94,6 +94,13 @@ class Spool:
         # What origins need open.
         self.resources = ExitStack()
 
+    @property
+    def held_nbytes_max(self) -> int:
+        """Bytes of values that lie in memory at a time, besides the parameter being worked on."""
+        if self._directory is not None:
+            return WINDOW_NBYTES
+        return sum(_nbytes(place) for place in self._places.values() if place.data is not None)
+
     def adopt(self, param: nn.Parameter, name: str, origin: Origin | None = None) -> None:
         """Take charge of a parameter that a module has just registered; nothing happens to one that is known.
 

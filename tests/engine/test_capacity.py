@@ -16,8 +16,17 @@ import torch
 
 import infinity.api
 from infinity.config.units import format_bytes
+from infinity.config.zero import ZeroOptimization
 from infinity.errors import CapacityError
+from infinity.plan.fitting import KEYS
 from tests.support.oracle import Case, join, settings, swap_files, train
+
+
+def chosen(config: dict[str, Any]) -> dict[str, Any]:
+    """The same with every bound that may be lowered chosen: as it is by default."""
+    zero = ZeroOptimization()
+    bounds = {name: getattr(zero, name) for name in (path.rpartition(".")[2] for path in KEYS.values())}
+    return {**config, "zero_optimization": {**bounds, **config["zero_optimization"]}}
 
 
 def refused(config: dict[str, Any], model: torch.nn.Module | None = None) -> str:
@@ -48,7 +57,7 @@ def test_a_budget_is_kept_to_the_byte(tmp_path, tier):
     is that of all memory.
     """
     folder = tmp_path / "swap"
-    config = settings(folder, param=tier, optimizer=tier, dtype="bf16")
+    config = chosen(settings(folder, param=tier, optimizer=tier, dtype="bf16"))
     tiers = ("gpu", "cpu") if tier == "cpu" else (tier,)
     nbytes = planned(config, *tiers)
     with_budget = {**config, "memory": {tier: {"max_bytes": nbytes}}}
@@ -61,7 +70,7 @@ def test_a_budget_is_kept_to_the_byte(tmp_path, tier):
 
 def test_a_budget_of_the_gpu_tier_is_its_own(tmp_path):
     """Given both, each bounds its tier to the byte."""
-    config = settings(tmp_path, param="cpu", optimizer="cpu", dtype="bf16")
+    config = chosen(settings(tmp_path, param="cpu", optimizer="cpu", dtype="bf16"))
     gpu, cpu = planned(config, "gpu"), planned(config, "cpu")
     assert planned({**config, "memory": {"gpu": {"max_bytes": gpu}, "cpu": {"max_bytes": cpu}}}, "cpu") == cpu
     for memory in ({"gpu": gpu - 1, "cpu": cpu}, {"gpu": gpu, "cpu": cpu - 1}):
@@ -71,7 +80,7 @@ def test_a_budget_of_the_gpu_tier_is_its_own(tmp_path):
 
 @pytest.mark.parametrize(("tier", "limit"), [("nvme", 50_000), ("cpu", 150_000)])
 def test_the_message_has_the_numbers_and_what_fits(tmp_path, tier, limit):
-    config = settings(tmp_path / "swap", param=tier, optimizer=tier, memory={tier: {"max_bytes": limit}})
+    config = chosen(settings(tmp_path / "swap", param=tier, optimizer=tier, memory={tier: {"max_bytes": limit}}))
     message = refused(config)
     assert nbytes_in(message, "plans") > limit
     assert format_bytes(limit) in message, "what is there"

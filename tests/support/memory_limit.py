@@ -7,7 +7,7 @@ import os
 import resource
 import subprocess
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,24 @@ def run_limited(command: Sequence[str], *, limit_nbytes: int, timeout: float, en
         if group is not None:
             with contextlib.suppress(OSError):
                 group.rmdir()
+
+
+@contextlib.contextmanager
+def control_group(limit_nbytes: int | None) -> Iterator[Callable[[], None]]:
+    """What a child calls before it begins (`preexec_fn`), to be killed beyond the limit; None: no limit. OSError where
+    no control group can be made.
+    """
+    if limit_nbytes is None:
+        yield lambda: None
+        return
+    group = _make_group(limit_nbytes)
+    if group is None:
+        raise OSError(f"no control group can be made under {_CONTROLLER}")
+    try:
+        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
+    finally:
+        with contextlib.suppress(OSError):
+            group.rmdir()
 
 
 def _make_group(limit_nbytes: int) -> Path | None:

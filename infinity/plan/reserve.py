@@ -1,0 +1,81 @@
+"""What a training process takes in memory beside its plan: counted before the first step, and said where it matters.
+
+The plan knows the engine's bytes. A process also has what it had before the engine, what torch and our libraries add
+with their first steps, and activations. None of it is the engine's to place, all of it is memory, and whoever leaves it
+out is killed by the kernel in the first backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity.config.units import format_bytes
+from infinity.plan.phases import initial_nbytes
+from infinity.plan.plan import Plan
+from infinity.plan.types import Tier
+
+# Memory of no file that the first steps of any model add to a process: 10 to 40 MB were measured. `OVERHEAD_NBYTES`
+# counts pages of libraries, too, which the system drops at need.
+ANONYMOUS_OVERHEAD_NBYTES = 48 << 20
+# In CPU memory the C library's heap takes so much more than lies in it. Tensors are aligned, and a gap that one left is
+# too small for the next of its size with its alignment (glibc before 2.38): 0.5 to 1.2 was measured.
+HEAP_GAPS = 1.25
+# Of an accelerator's memory, what its allocator cannot use for the gaps between blocks.
+GAPS = 0.04
+# Activations of a model about which nothing is known before its first batch.
+UNKNOWN_ACTIVATION_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Bytes of one rank beside its plan.
+
+    taken_nbytes: in memory before the engine; what is free is without it. overhead_nbytes: what first steps add in CPU
+    memory; heap_nbytes: what gaps in its heap do. activation_nbytes: on the device, at the busiest moment of a
+    micro-batch; activations: where that figure is from, in words. checkpoint_nbytes: activation checkpoints in CPU
+    memory, off an accelerator. gaps_nbytes: what an accelerator's allocator loses. model_dtype, model_nbytes_max: what
+    the model was built in, and how much of it lies in CPU memory at a time (None: all of it) until its partitions are
+    made.
+    """
+
+    taken_nbytes: int = 0
+    overhead_nbytes: int = 0
+    heap_nbytes: int = 0
+    activation_nbytes: int = 0
+    activations: str = ""
+    checkpoint_nbytes: int = 0
+    gaps_nbytes: int = 0
+    model_dtype: str = "fp32"
+    model_nbytes_max: int | None = 0
+
+    def by_tier(self) -> dict[Tier, int]:
+        """What of it is to come, where it will lie."""
+        on_device = self.activation_nbytes + self.gaps_nbytes
+        return {Tier.GPU: on_device, Tier.CPU: self.overhead_nbytes + self.heap_nbytes + self.checkpoint_nbytes}
+
+    def initial_nbytes(self, plan: Plan) -> int:
+        """CPU memory at the busiest moment of filling the partitions, what is left of the model included."""
+        most = initial_nbytes(plan, model_dtype=self.model_dtype, model_nbytes_max=self.model_nbytes_max)
+        return most + self.overhead_nbytes
+
+    def peak_nbytes(self, plan: Plan) -> int:
+        """The most memory that this process will have at once by the plan, of what maps no file: on a machine with an
+        accelerator without what lies there.
+        """
+        held = plan.nbytes_by_tier()
+        training = held[Tier.CPU] + self.by_tier()[Tier.CPU]
+        if not plan.request.accelerator:
+            training += held[Tier.GPU] + self.by_tier()[Tier.GPU]
+        return self.taken_nbytes + max(training, self.initial_nbytes(plan))
+
+    def in_words(self) -> str:
+        """Its parts: "67.1 MB for what a process's first steps add, ..."."""
+        parts = {
+            "were taken before the engine": self.taken_nbytes,
+            "for what a process's first steps add": self.overhead_nbytes,
+            f"for activations ({self.activations})": self.activation_nbytes,
+            "for gaps in the heap": self.heap_nbytes,
+            "for activation checkpoints in CPU memory": self.checkpoint_nbytes,
+            "for gaps in the accelerator's allocator": self.gaps_nbytes,
+        }
+        return ", ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)

@@ -1,0 +1,123 @@
+"""What activations a micro-batch will need, before there is one: of models whose shapes say it.
+
+Only the batch knows how long a sequence is. What is forecast holds for a stated number of tokens: the configuration's
+(`memory.activations.sequence_length`), or what the model takes, 512 at most. A model of transformers is measured on
+fake tensors, which takes a second or so for each billion parameters; where memory is plenty anyway the sizes of its
+configuration do. Of any other model nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.plan.activation import Activations
+from infinity.plan.gradients import HEAP_PIECE_NBYTES_MAX
+from infinity.plan.types import DTYPE_NBYTES
+from infinity.zero.activation import measure_activations
+from infinity.zero.checkpointing import Checkpointing
+
+# Tokens of a sequence where nobody says how long one is.
+SEQUENCE_MAX = 512
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LIBRARIES = ("transformers.", "peft.")
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes of one micro-batch's activations at their busiest, and of the pieces of them that the C library's heap has
+    in CPU memory; where they are from; bytes of the checkpoints among them, the last block's left out, which may lie
+    elsewhere.
+    """
+
+    nbytes: int
+    heap_nbytes: int
+    source: str
+    checkpoint_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is run: sequences of a micro-batch, tokens of each if anybody said, dtype by name ("bf16"), blocks that our
+    own checkpointing computes again, by path.
+    """
+
+    batch: int
+    sequence: int | None
+    compute_dtype: str
+    blocks: Sequence[str] = ()
+    keep_ops: Sequence[str] = ()
+
+
+def forecast(model: nn.Module, work: Workload, *, measure: bool) -> Forecast | None:
+    """The activations of a causal language model of transformers, alone or in peft's wrapper; None for any other.
+
+    measure: run the model on fake tensors; else by the sizes of its configuration, or where it cannot be run so.
+    """
+    config = getattr(model, "config", None)
+    sizes = [getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
+    if not _is_known(model) or not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
+    hidden, layers, vocabulary = map(int, sizes)  # type: ignore[arg-type]
+    longest = getattr(config, "max_position_embeddings", None)
+    sequence = work.sequence or min(longest if isinstance(longest, int) and longest > 0 else SEQUENCE_MAX, SEQUENCE_MAX)
+    tokens = work.batch * sequence
+    shape = f"{work.batch} x {sequence:,} tokens"
+    input_nbytes = tokens * hidden * DTYPE_NBYTES[work.compute_dtype]
+    checkpoints = max(len(work.blocks) - 1, 0) * input_nbytes
+    if measure:
+        try:
+            found = _measured(model, work, sequence)
+            return Forecast(found.nbytes, found.heap_nbytes or 0, f"{shape}, measured", checkpoints)
+        except ConfigError:
+            # It depends on values: a mixture of experts.
+            pass
+    inner = getattr(config, "intermediate_size", None)
+    block = _block_nbytes(hidden, inner if isinstance(inner, int) else 4 * hidden, work.compute_dtype) * tokens
+    again = len(work.blocks) or (layers if _recomputes(model) else 0)
+    again = min(again, layers)
+    kept = (layers - again) * block + again * input_nbytes + (block if again else 0)
+    # Logits in fp32: log-probabilities, their gradient and the logits' own.
+    loss = 3 * tokens * vocabulary * DTYPE_NBYTES["fp32"]
+    in_heap = kept + (loss if loss // 3 < HEAP_PIECE_NBYTES_MAX else 0)
+    return Forecast(kept + loss, in_heap, f"{shape}, by the model's sizes", checkpoints)
+
+
+def _is_known(model: nn.Module) -> bool:
+    return any(kind.__module__.startswith(_LIBRARIES) for kind in type(model).__mro__)
+
+
+def _recomputes(model: nn.Module) -> bool:
+    """Whether transformers' own checkpointing is on."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
+def _block_nbytes(hidden: int, inner: int, dtype: str) -> int:
+    """Bytes that a block keeps of a token, about: norms in fp32, what attention's and the MLP's products take and give,
+    and the largest temporary of its backward.
+    """
+    return DTYPE_NBYTES[dtype] * (12 * hidden + 4 * inner) + 8 * hidden
+
+
+def _measured(model: nn.Module, work: Workload, sequence: int) -> Activations:
+    tokens = torch.zeros(work.batch, sequence, dtype=torch.long, device="cpu")
+    checkpointing = Checkpointing(model, work.blocks, keep_ops=work.keep_ops)
+    with closing(checkpointing), _training(model):
+        return measure_activations(model, {"input_ids": tokens, "labels": tokens}, dtype=_DTYPES[work.compute_dtype])
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """As it is trained: `from_pretrained` hands out models that evaluate, which neither drop nor compute again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

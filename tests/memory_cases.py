@@ -1,0 +1,231 @@
+"""Claim: nobody is killed. Three models under four limits of memory: each is fitted and stays below what was said, or
+is refused, and then it would have exceeded the limit.
+
+    python -m tests.memory_cases [--models small,middle,large] [--gib 1,2,3,4] [--steps 10] [--folder DIR] [--out FILE]
+
+Llamas in bf16, everything on NVMe, built under `infinity.Init`, clipped, default keys: only the length of sequences is
+said. Each case is a process of its own in a control group; where none can be made, it cannot be run. What counts is
+memory that maps no file plus what is locked of files (/proc/PID/smaps_rollup, every 20 ms), not the group's own figure,
+in which the page cache counts.
+
+- A fitted case trains, saves and loads; its peak is at most the prediction, and at least 0.90 of it.
+- A refused case runs again with preflight taken out: it is killed, or exceeds the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.memory_limit import control_group
+
+ROOT = Path(__file__).parent.parent
+SEQUENCE = 128
+_COMMON = {
+    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 16000, "max_position_embeddings": 256,
+}  # fmt: skip
+MODELS = {
+    "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8},
+    "middle": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 12},
+    "large": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 15},
+}
+LEAST = 0.90
+
+
+def train(model_name: str, folder: str, steps: int, *, unchecked: bool, digest: bool) -> None:
+    """Build, train, save, load; prints one JSON line at each end. The program of a case."""
+    import infinity
+    from infinity.errors import CapacityError
+
+    if unchecked:
+        _without_preflight()
+    drive = {"device": "nvme", "nvme_path": folder}
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "memory": {"activations": {"sequence_length": SEQUENCE}},
+        "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive},
+    }  # fmt: skip
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    with infinity.Init(config=config):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**_COMMON, **MODELS[model_name]))
+    try:
+        engine, *_ = infinity.initialize(model=model, config=config)
+    except CapacityError as refusal:
+        print(json.dumps({"refused": str(refusal)}), flush=True)
+        return
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(0, _COMMON["vocab_size"], (1, SEQUENCE), generator=generator)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    del loss
+    if not unchecked:
+        engine.save_checkpoint(f"{folder}/checkpoints", tag="last")
+        engine.load_checkpoint(f"{folder}/checkpoints", tag="last")
+    found: dict[str, Any] = {
+        "numel": engine.plan.numel, "losses": losses, "predicted": engine.memory().predicted,
+        "layouts": hashlib.sha256(repr(engine.plan.layouts).encode()).hexdigest(),
+        "gathered": engine.plan.pools.gathered_nbytes,
+    }  # fmt: skip
+    print(json.dumps(found), flush=True)
+    if digest:
+        found["sha256"] = _digest(model)
+        print(json.dumps(found), flush=True)
+    engine.close()
+
+
+def _digest(model: torch.nn.Module) -> str:
+    import infinity
+
+    found = hashlib.sha256()
+    for param in model.parameters():
+        state = infinity.state(param)
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            found.update(getattr(state, kind).numpy())
+    return found.hexdigest()
+
+
+def _without_preflight() -> None:
+    """Plans are made as asked for, and never refused."""
+    from infinity import preflight
+    from infinity.memory.ledger import Ledger
+    from infinity.plan import request
+
+    request.fit = lambda asked, chosen, plan_of, *_: plan_of(asked)
+    preflight.refuse = lambda *_, **__: None
+    Ledger.room = lambda *_: None  # type: ignore[method-assign,assignment]
+
+
+def run_case(model: str, gib: float | None, folder: str, steps: int, *, unchecked: bool = False, digest: bool = False,
+             timeout: float = 900) -> dict[str, Any]:  # fmt: skip
+    """Run one case in a control group of `gib` GiB (None: without a limit) and watch it."""
+    limit = None if gib is None else int(gib * 2**30)
+    program = [sys.executable, "-m", "tests.memory_cases", "case", model, folder, str(steps)]
+    program += (["unchecked"] if unchecked else []) + (["digest"] if digest else [])
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    with control_group(limit) as enter:
+        child = subprocess.Popen(
+            program, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=enter, cwd=ROOT
+        )
+        peak = _Watched(child.pid)
+        try:
+            stdout, stderr = child.communicate(timeout=timeout)
+        finally:
+            child.kill()
+            peak.stop()
+    said = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
+    result = said[-1] if said else {}
+    killed = child.returncode == -signal.SIGKILL
+    return {**result, "peak": peak.nbytes, "limit": limit, "killed": killed, "rc": child.returncode,
+            "stderr": "" if child.returncode == 0 else stderr[-3000:]}  # fmt: skip
+
+
+class _Watched:
+    """The most anonymous and locked memory of a process, sampled every 20 ms."""
+
+    def __init__(self, pid: int) -> None:
+        self.nbytes = 0
+        self._path = Path(f"/proc/{pid}/smaps_rollup")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(0.02):
+            try:
+                fields = dict(line.split(":", 1) for line in self._path.read_text().splitlines()[1:])
+            except (OSError, ValueError):
+                continue
+            # What is locked is private and anonymous here: it is counted already.
+            self.nbytes = max(self.nbytes, int(fields["Anonymous"].split()[0]) * 1024)
+
+
+def judge(model: str, gib: float, folder: str, steps: int, whole: str | None) -> dict[str, Any]:
+    """One case with its verdict. whole: the hash of a run without a limit, which a fitted one must have."""
+    found = run_case(model, gib, folder, steps, digest=whole is not None)
+    row = {"model": model, "gib": gib, **found}
+    if "refused" in found:
+        again = run_case(model, gib, folder, 2, unchecked=True)
+        row |= {"unchecked": {name: again[name] for name in ("peak", "killed", "rc")}}
+        row["ok"] = again["killed"] or again["peak"] > again["limit"]
+        return row
+    share = found["peak"] / found["predicted"] if "predicted" in found else 0.0
+    row |= {"share": share, "ok": found["rc"] == 0 and LEAST <= share <= 1.0 and found["peak"] <= found["limit"]}
+    if whole is not None:
+        row["ok"] = row["ok"] and found.get("sha256") == whole
+    return row
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the cases, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--gib", default="1,2,3,4")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--folder", default=None, help="a folder on the drive")
+    parser.add_argument("--out", default=None, help="where the JSON goes")
+    given = parser.parse_args(arguments)
+    rows = []
+    for model in given.models.split(","):
+        for gib in map(float, given.gib.split(",")):
+            with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+                whole = None
+                if model == "large" and gib == 4:
+                    whole = run_case(model, None, folder, given.steps, digest=True)["sha256"]
+                begin = time.monotonic()
+                row = judge(model, gib, folder, given.steps, whole)
+            rows.append({**row, "seconds": round(time.monotonic() - begin, 1)})
+            print(_in_words(row), flush=True)
+    fitted = [row for row in rows if "predicted" in row]
+    wrong = [f"{row['model']} at {row['gib']:g} GiB" for row in rows if not row["ok"]]
+    print(f"{len(rows) - len(wrong)} of {len(rows)} as they should be, {len(fitted)} fitted; wrong: {wrong or 'none'}")
+    if given.out is not None:
+        report = {"command": "python -m tests.memory_cases " + " ".join(arguments), "rows": rows}
+        Path(given.out).write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+def _in_words(row: dict[str, Any]) -> str:
+    verdict = "ok" if row["ok"] else "WRONG"
+    head = f"{row['model']:<7}{row['gib']:>3g} GiB  {verdict:<6}"
+    if "refused" in row:
+        again = row["unchecked"]
+        return f"{head}refused; without preflight {again['peak'] / 2**30:.2f} GiB, killed: {again['killed']}"
+    if "predicted" not in row:
+        return f"{head}rc {row['rc']}, killed: {row['killed']}, peak {row['peak'] / 2**30:.2f} GiB\n{row['stderr']}"
+    same = ", hash of the run without a limit" if "sha256" in row and row["ok"] else ""
+    return (
+        f"{head}peak {row['peak'] / 2**30:.3f} of {row['predicted'] / 2**30:.3f} GiB predicted ({row['share']:.3f}), "
+        f"{row['gathered'] / 1e6:.0f} MB gathered at once{same}"
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["case"]:
+        name, drive, count, *flags = sys.argv[2:]
+        train(name, drive, int(count), unchecked="unchecked" in flags, digest="digest" in flags)
+    else:
+        sys.exit(main(sys.argv[1:]))
