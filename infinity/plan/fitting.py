@@ -39,8 +39,8 @@ def fit(
     smallest of them, or the one that was asked for where not even its values fit: for the caller to refuse.
 
     chosen: fields of `KEYS` that somebody chose, and that stay. fits_at_rest: whether there is room for what a plan
-    holds whatever its bounds are. by_budget: whether the plan bounds itself by what the tiers may hold, which it is made
-    for several times; then only the smallest is tried.
+    holds whatever its bounds are. by_budget: whether the plan bounds itself by what the tiers may hold, and is made
+    several times for that; then only the smallest is tried.
     """
     plan = plan_of(request)
     if fits(plan) or not fits_at_rest(plan):
