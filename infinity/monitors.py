@@ -1,8 +1,10 @@
 """Monitors by DeepSpeed's keys: figures of each optimizer step to CSV files, TensorBoard or Weights & Biases.
 
-A figure is a tag, a value and the samples trained on so far; rank 0 writes them. Rows are collected and written several
-steps at a time, so that nobody waits for a loss on the device at every step, and no file stays open. A monitor that
-fails is given up with a warning: training goes on.
+Each optimizer step gives one row of figures, each under a tag; rank 0 writes them. A row has two positions. The x axis
+is the number of samples that all ranks have trained on so far (DeepSpeed's axis, hence the tags `Train/Samples/...`),
+not the number of steps. The wall time is the moment at which the step ended. Rows are written several steps at a time,
+so that the training thread does not wait for a loss on the device at every step, and no file stays open; neither
+position depends on when a row is written. A monitor that fails is given up with a warning: training goes on.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import importlib
 import importlib.util
 import io
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,14 +31,22 @@ from infinity.log import warn_once
 _ROWS_MAX = 100
 _ROWS = 10
 
-# Samples trained on so far, and the figures of the step that ended there; at a tensor nobody has looked yet.
-Row = tuple[int, Mapping[str, float | Tensor]]
+
+class Row(NamedTuple):
+    """What one optimizer step reports."""
+
+    # Samples that all ranks have trained on by the end of the step: the x axis.
+    samples: int
+    # When the step ended, in seconds since the epoch.
+    wall_time: float
+    # By tag.
+    figures: Mapping[str, float]
 
 
 class Monitor(Protocol):
     """Where rows go. Both verbs may raise anything."""
 
-    def write(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+    def write(self, rows: Sequence[Row]) -> None:
         """Put rows there for good, oldest first."""
 
     def close(self) -> None:
@@ -48,23 +59,25 @@ class Monitors:
     def __init__(self, config: Config) -> None:
         """ConfigError where one cannot be opened."""
         self._open = {name: _opened(name, make) for name, make in _wanted(config).items()}
-        self._rows: list[Row] = []
+        # Like `Row`, with the figures of the device still there: reading one would wait for it.
+        self._pending: list[tuple[int, float, Mapping[str, float | Tensor]]] = []
         self._every = min(config.steps_per_print or _ROWS, _ROWS_MAX)
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def add(self, samples: int, figures: Mapping[str, float | Tensor]) -> None:
-        """The figures of a step."""
-        self._rows.append((samples, figures))
-        if len(self._rows) >= self._every:
+        """Take the figures, by tag, of a step that ends now; `samples`: what all ranks have trained on by then."""
+        self._pending.append((samples, time.time(), figures))
+        if len(self._pending) >= self._every:
             self.flush()
 
     def flush(self) -> None:
         """Write what has been collected."""
-        waiting, self._rows = self._rows, []
-        if waiting:
-            self._each(lambda monitor: monitor.write([(at, _looked_at(figures)) for at, figures in waiting]))
+        pending, self._pending = self._pending, []
+        if pending:
+            rows = [Row(samples, at, _read(figures)) for samples, at, figures in pending]
+            self._each(lambda monitor: monitor.write(rows))
 
     def close(self) -> None:
         """Write the rest, and end every monitor."""
@@ -98,7 +111,7 @@ def mean_loss(losses: Sequence[Tensor]) -> Tensor:
     return torch.stack([loss.reshape(()).float() for loss in losses]).mean()
 
 
-def _looked_at(figures: Mapping[str, float | Tensor]) -> dict[str, float]:
+def _read(figures: Mapping[str, float | Tensor]) -> dict[str, float]:
     return {tag: float(value) for tag, value in figures.items()}
 
 
@@ -108,9 +121,9 @@ class _Csv:
     def __init__(self, section: CsvMonitor) -> None:
         self._folder = _folder(section)
 
-    def write(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+    def write(self, rows: Sequence[Row]) -> None:
         by_tag: dict[str, list[tuple[int, float]]] = {}
-        for samples, figures in rows:
+        for samples, _, figures in rows:
             for tag, value in figures.items():
                 by_tag.setdefault(tag, []).append((samples, value))
         for tag, found in by_tag.items():
@@ -136,16 +149,16 @@ class _Csv:
 
 
 class _TensorBoard:
-    """Events through torch's own writer."""
+    """Events through torch's own writer: `step` is the samples, `wall_time` the end of the optimizer step."""
 
     def __init__(self, section: TensorBoard) -> None:
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         self._writer: Any = writer(log_dir=str(_folder(section)))
 
-    def write(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        for samples, figures in rows:
+    def write(self, rows: Sequence[Row]) -> None:
+        for samples, wall_time, figures in rows:
             for tag, value in figures.items():
-                self._writer.add_scalar(tag, value, samples)
+                self._writer.add_scalar(tag, value, samples, walltime=wall_time)
         self._writer.flush()
 
     def close(self) -> None:
@@ -153,15 +166,15 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """One row a call: the x axis is the samples."""
+    """One row a call: `step` is the samples, and the time of the row (`_timestamp`) the end of the optimizer step."""
 
     def __init__(self, section: Wandb) -> None:
         module = importlib.import_module("wandb")
         self._run: Any = module.init(project=section.project, group=section.group, entity=section.team)
 
-    def write(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        for samples, figures in rows:
-            self._run.log(dict(figures), step=samples)
+    def write(self, rows: Sequence[Row]) -> None:
+        for samples, wall_time, figures in rows:
+            self._run.log({**figures, "_timestamp": wall_time}, step=samples)
 
     def close(self) -> None:
         self._run.finish()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import logging
+import sys
+import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,6 +37,27 @@ def init(**options):
     note("init", options)
     return Run()
 """
+
+
+class Writer:
+    """Stands in for torch's SummaryWriter, which needs a package that is not always installed."""
+
+    def __init__(self, log_dir: str) -> None:
+        self.events: list[tuple[str, float, int, float]] = []
+        self.folder = log_dir
+        WRITERS.append(self)
+
+    def add_scalar(self, tag: str, value: float, global_step: int, walltime: float | None = None) -> None:
+        self.events.append((tag, value, global_step, time.time() if walltime is None else walltime))
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+WRITERS: list[Writer] = []
 
 
 def train(steps: int, start: int = 0, dtype: str = "fp32", **options: Any) -> list[float]:
@@ -113,10 +138,55 @@ def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
     assert {"Train/Samples/lr", "Train/Samples/grad_norm", "Memory/gpu_bytes"} <= set(events.Tags()["scalars"])
 
 
+def ends_of_steps(count: int, **options: Any) -> list[tuple[float, float]]:
+    """Train; return between which moments each step ended. `steps_per_print` is not reached: only `close` writes."""
+    config = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 100, **options}
+    moments = []
+    with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
+        for step in range(count):
+            engine.backward(engine(**token_batch(0, step)))
+            began = time.time()
+            engine.step()
+            moments.append((began, time.time()))
+            # Longer than a clock of coarse resolution takes to advance.
+            time.sleep(0.05)
+    return moments
+
+
+def test_an_event_has_the_time_at_which_its_step_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = ModuleType("torch.utils.tensorboard")
+    stand_in.SummaryWriter = Writer  # type: ignore[attr-defined]
+    found = importlib.import_module
+    monkeypatch.setattr(
+        monitors.importlib, "import_module", lambda name: stand_in if name == stand_in.__name__ else found(name)
+    )
+    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: True)
+    WRITERS.clear()
+    moments = ends_of_steps(4, tensorboard=section(tmp_path))
+    (writer,) = WRITERS
+    for tag in ("Train/Samples/train_loss", "Train/Samples/lr", "Memory/cpu_bytes"):
+        events = [(samples, at) for name, _, samples, at in writer.events if name == tag]
+        assert [samples for samples, _ in events] == [2, 4, 6, 8], "the x axis counts samples"
+        for (_, at), (began, ended) in zip(events, moments, strict=True):
+            assert began <= at <= ended, (tag, at, moments)
+
+
+def test_tensorboard_keeps_the_time_of_a_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    moments = ends_of_steps(3, tensorboard=section(tmp_path))
+    events = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("Train/Samples/train_loss")
+    assert [event.step for event in events] == [2, 4, 6]
+    for event, (began, ended) in zip(events, moments, strict=True):
+        assert began <= event.wall_time <= ended
+
+
 def test_wandb_gets_a_row_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "wandb"
     package.mkdir()
     (package / "__init__.py").write_text(WANDB)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     losses = train(2, wandb={"enabled": True, "project": "p", "team": "t"})
     first, *rows, last = [json.loads(line) for line in (package / "notes.jsonl").read_text().splitlines()]
@@ -124,6 +194,20 @@ def test_wandb_gets_a_row_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [(row[2], row[1]["Train/Samples/train_loss"]) for row in rows] == [
         (4, pytest.approx(losses[0])), (8, pytest.approx(losses[1])),
     ]  # fmt: skip
+
+
+def test_a_row_of_wandb_has_the_time_at_which_its_step_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "wandb"
+    package.mkdir()
+    (package / "__init__.py").write_text(WANDB)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    moments = ends_of_steps(3, wandb={"enabled": True, "project": "p"})
+    _, *rows, _ = [json.loads(line) for line in (package / "notes.jsonl").read_text().splitlines()]
+    for row, (began, ended) in zip(rows, moments, strict=True):
+        assert began <= row[1]["_timestamp"] <= ended
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
