@@ -1,7 +1,7 @@
 """An estimate as a picture: for each tier, what lies there in every phase, stacked by kind, under its limit.
 
-Plain SVG text, so that it opens in a browser and in a README alike. The colours are Okabe and Ito's, which people with
-any colour vision tell apart; every stack has its total written above it.
+Plain SVG text, so that it opens in a browser and in a README alike. Colours and labels are those of `infinity.palette`;
+every stack has its total written above it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,12 @@ from dataclasses import dataclass
 from html import escape
 
 from estimators.estimate import Estimate, Table
-from estimators.report import KINDS, folded, headline, tier_name
+from estimators.report import folded, headline, tier_name
 from infinity.config.units import format_bytes
+from infinity.palette import INK, KINDS, PAPER, RULE
 from infinity.plan.types import Kind, Tier
 
-_BLANK = "#ffffff"
-_COLOURS = {
-    Kind.PARAM: "#0072B2", Kind.FULL: "#56B4E9", Kind.GRAD: "#D55E00", Kind.FULL_GRAD: "#E69F00",
-    Kind.ACTIVATION: "#F0E442", Kind.REMAINDER: "#000000", Kind.MASTER: "#000000", Kind.EXP_AVG: "#009E73",
-    Kind.EXP_AVG_SQ: "#CC79A7",
-    # Of optimizers that keep none of Adam's, or one of them.
-    Kind.SUM: "#009E73", Kind.SQUARE_AVG: "#009E73", Kind.MOMENTUM_BUFFER: "#CC79A7", Kind.EXP_INF: "#CC79A7",
-    Kind.GRAD_AVG: "#882255", Kind.STATE_1: "#117733", Kind.STATE_2: "#AA4499", Kind.STATE_3: "#44AA99",
-    Kind.STATE_4: "#882255",
-    Kind.POOL: "#999999", Kind.MODEL: _BLANK,
-}  # fmt: skip
+_COLOURS = {Kind(name): look.colour for name, look in KINDS.items()}
 _WIDTH = 1080
 _MARGIN = 24
 _TOP = 84
@@ -35,8 +26,6 @@ _GAP = 20
 _LEGEND_ROW = 24
 _LEGEND_COLUMNS = 5
 _FONT = 'font-family="Helvetica, Arial, sans-serif"'
-_INK = "#222222"
-_FAINT = "#dddddd"
 
 
 @dataclass(frozen=True)
@@ -70,7 +59,7 @@ def picture(found: Estimate) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
             f'viewBox="0 0 {_WIDTH} {height}" role="img" {_FONT}>',
             f"<title>{escape(title)}</title>",
-            f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
+            f'<rect width="{_WIDTH}" height="{height}" fill="{PAPER}"/>',
             _text(_MARGIN, 28, title, size=16, weight="bold"),
             _text(_MARGIN, 48, f"bytes of a rank; {' '.join(rest).rpartition('; ')[0]}", size=12),
             *body,
@@ -97,7 +86,7 @@ def _panel(
     at = 0
     while at <= panel.nbytes_max:
         y = panel.y(at)
-        lines.append(f'<path d="M{panel.left:.1f} {y:.1f}h{panel.width:.1f}" stroke="{_FAINT}"/>')
+        lines.append(f'<path d="M{panel.left:.1f} {y:.1f}h{panel.width:.1f}" stroke="{RULE}"/>')
         lines.append(_text(panel.left - 6, y + 4, _scale(at), size=11, anchor="end"))
         at += step
     slot = panel.width / len(columns)
@@ -106,7 +95,7 @@ def _panel(
     if near and limit is not None:
         y = panel.y(limit)
         lines.append(
-            f'<path d="M{panel.left:.1f} {y:.1f}h{panel.width:.1f}" stroke="{_INK}" stroke-width="1.5" '
+            f'<path d="M{panel.left:.1f} {y:.1f}h{panel.width:.1f}" stroke="{INK}" stroke-width="1.5" '
             'stroke-dasharray="6 4"/>'
         )
     return lines
@@ -120,16 +109,15 @@ def _stack(panel: _Panel, left: float, slot: float, name: str, kinds: Mapping[Ki
         nbytes = kinds.get(kind, 0)
         height = panel.y(below) - panel.y(below + nbytes)
         if height > 0.05:
-            edge = _INK if colour == _BLANK else _BLANK
             lines.append(
                 f'<rect x="{left + 0.14 * slot:.1f}" y="{panel.y(below + nbytes):.1f}" width="{0.72 * slot:.1f}" '
-                f'height="{height:.1f}" fill="{colour}" stroke="{edge}" stroke-width="0.5">'
-                f"<title>{KINDS[kind]}: {format_bytes(nbytes)} in {name}</title></rect>"
+                f'height="{height:.1f}" fill="{colour}" stroke="{PAPER}" stroke-width="0.5">'
+                f"<title>{kind.label}: {format_bytes(nbytes)} in {name}</title></rect>"
             )
         below += nbytes
     lines.append(_halo(middle, panel.y(below) - 4, _figure(below), anchor="middle"))
     lines.append(
-        f'<text x="{middle:.1f}" y="{_TOP + _HEIGHT + 14}" font-size="11" fill="{_INK}" text-anchor="end" '
+        f'<text x="{middle:.1f}" y="{_TOP + _HEIGHT + 14}" font-size="11" fill="{INK}" text-anchor="end" '
         f'transform="rotate(-30 {middle:.1f} {_TOP + _HEIGHT + 14})">{escape(name)}</text>'
     )
     return lines
@@ -142,10 +130,10 @@ def _legend(kinds: Sequence[Kind], top: float) -> list[str]:
         x = _MARGIN + index % _LEGEND_COLUMNS * column
         y = top + index // _LEGEND_COLUMNS * _LEGEND_ROW
         lines.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="14" height="14" fill="{_COLOURS[kind]}" stroke="{_INK}" '
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="14" height="14" fill="{_COLOURS[kind]}" stroke="{INK}" '
             'stroke-width="0.5"/>'
         )
-        lines.append(_text(x + 20, y + 11.5, KINDS[kind], size=12))
+        lines.append(_text(x + 20, y + 11.5, kind.label, size=12))
     return lines
 
 
@@ -175,7 +163,7 @@ def _round_step(nbytes: int) -> int:
 
 def _text(x: float, y: float, text: str, *, size: int, weight: str = "normal", anchor: str = "start") -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" fill="{_INK}" '
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" fill="{INK}" '
         f'text-anchor="{anchor}">{escape(text)}</text>'
     )
 
@@ -183,6 +171,6 @@ def _text(x: float, y: float, text: str, *, size: int, weight: str = "normal", a
 def _halo(x: float, y: float, text: str, *, anchor: str) -> str:
     """Small text that stays legible over lines and boxes."""
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="11" fill="{_INK}" stroke="#ffffff" stroke-width="3" '
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="11" fill="{INK}" stroke="{PAPER}" stroke-width="3" '
         f'paint-order="stroke" text-anchor="{anchor}">{escape(text)}</text>'
     )

@@ -21,16 +21,15 @@ from estimators.advice import (
 from estimators.estimate import Estimate, Table
 from estimators.machine import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES
 from estimators.search import LR, Choice, Near
+from infinity import palette
 from infinity.config.units import format_bytes
-from infinity.plan.capacity import in_words
 from infinity.plan.phases import Phase, state_dict_nbytes
 from infinity.plan.traffic import Link
 from infinity.plan.types import Kind, Tier
 
 WIDTH = 100
-TIERS = {Tier.GPU: "GPU", Tier.CPU: "CPU memory", Tier.NVME: "NVMe"}
+TIERS = {tier: palette.TIERS[tier.value] for tier in Tier}
 SHORT = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
-KINDS = {**{kind: in_words(kind) for kind in Kind}, Kind.MODEL: "the model being built"}
 _PLACES = {Tier.GPU: "on the GPU", Tier.CPU: "in CPU memory", Tier.NVME: "on NVMe"}
 _UNIT = re.compile(r"(\d) ([kMGT]?B\b|%|s\b|ms\b|days\b|min\b)")
 
@@ -119,7 +118,7 @@ def tables(found: Estimate) -> list[str]:
             continue
         rows += [[]] if rows else []
         rows.append([f"{tier_name(found, tier)}, GB a rank", *columns])
-        rows += [[f"  {KINDS[kind]}", *(_gb(table[tier].get(kind, 0)) for table in columns.values())] for kind in kinds]
+        rows += [[f"  {kind.label}", *(_gb(table[tier].get(kind, 0)) for table in columns.values())] for kind in kinds]
         totals = [sum(table[tier].values()) for table in columns.values()]
         rows.append(["  total", *map(_gb, totals)])
         ranks = found.plan.topology.local_size

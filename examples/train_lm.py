@@ -239,31 +239,32 @@ def train(engine: Any, loader: Any, args: argparse.Namespace, quiet: bool) -> li
     return losses
 
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
-
-
 def draw(path: Path, losses: list[float], held_out: tuple[float, float], memory: dict[str, dict[str, int]]) -> None:
-    """The loss curve, and beside it the memory by tier and kind at its peak."""
+    """The loss curve, and beside it the memory by tier and kind at its peak, in the colours of all of our pictures."""
+    palette = infinity.palette
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    left.plot(range(1, len(losses) + 1), losses, color=COLOURS[0], label="training batches")
-    left.plot([0, len(losses)], held_out, "o", color=COLOURS[5], label="held out")
-    left.axhline(math.log(VOCABULARY), color="grey", linestyle="--", linewidth=1, label="knowing nothing: ln 256")
+    left.plot(range(1, len(losses) + 1), losses, color=palette.CURVE, label="training batches")
+    left.plot([0, len(losses)], held_out, "o", color=palette.COMPARED, clip_on=False, label="held out")
+    chance = math.log(VOCABULARY)
+    left.axhline(chance, color=palette.FAINT, linestyle="--", linewidth=1, label="knowing nothing: ln 256")
     left.set(xlabel="optimizer step", ylabel="loss (nats per byte)", title="Loss", ylim=(0, None))
     left.legend(frameon=False)
     tiers = list(memory)
-    kinds = list(dict.fromkeys(kind for held in memory.values() for kind in held))
+    names = [palette.TIERS[tier] for tier in tiers]
+    kinds = [kind for kind in palette.KINDS if any(kind in held for held in memory.values())]
     base = [0.0] * len(tiers)
-    for index, kind in enumerate(kinds):
+    for kind in kinds:
+        look = palette.KINDS[kind]
         sizes = [memory[tier].get(kind, 0) / 1e6 for tier in tiers]
-        right.bar(tiers, sizes, bottom=base, label=kind, color=COLOURS[index % len(COLOURS)], edgecolor="white")
+        right.bar(names, sizes, bottom=base, label=look.label, color=look.colour, edgecolor=palette.PAPER)
         base = [below + size for below, size in zip(base, sizes, strict=True)]
     for at, total in enumerate(base):
         right.annotate(f"{total:,.0f}", (at, total), ha="center", va="bottom")
     right.set(ylabel="MB held by rank 0, each kind at its peak", title="Memory by tier")
     right.margins(y=0.1)
     if kinds:
-        right.legend(frameon=False)
+        # The topmost of a stack stands at the top of the legend, which has a place of its own.
+        right.legend(frameon=False, reverse=True, loc="upper left", bbox_to_anchor=(1, 1))
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -36,7 +36,7 @@ _FROM = {
     "estimators.estimate": ("estimate",),
 }
 _HOMES = {name: module for module, names in _FROM.items() for name in names}
-_SUBMODULES = ("api", "errors", "zero")
+_SUBMODULES = ("api", "errors", "palette", "zero")
 
 
 def __getattr__(name: str) -> Any:

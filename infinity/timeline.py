@@ -24,12 +24,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from infinity import record
+from infinity import palette, record
 from infinity.record import OUTSIDE, Flight, Recording, Span
 
 SUFFIXES = (".html", ".json")
 _PAGE = Path(__file__).with_suffix(".html")
-_DATA = "/*DATA*/null"
+# What `Timeline.page` fills in.
+_DATA, _PALETTE, _LIGHT, _DARK = "/*DATA*/null", "/*PALETTE*/null", "/*LIGHT*/", "/*DARK*/"
 _OPTIMIZER = "infinity-step"
 
 
@@ -154,7 +155,11 @@ class Timeline:
         total = max(self.seconds, 1e-9)
         waited = sum(found["waits"].values())
         causes = ", ".join(f"{cause} {seconds:.3f} s" for cause, seconds in found["waits"].items() if seconds > 5e-4)
-        parts = [f"{name} {found[key] / total:.0%}" for name, key in _SHARES if found[key] / total >= 0.005]
+        parts = [
+            f"{palette.ACTIVITIES[what].label} {found[what] / total:.0%}"
+            for what in (record.COMPUTE, record.COPY, record.ENGINE, OUTSIDE)
+            if found[what] / total >= 0.005
+        ]
         moved = "".join(
             f"; {name} {lane['bytes'] / 1e6:,.1f} MB at {lane['bytes_per_second'] / 1e9:.2f} GB/s"
             for name, lane in found["lanes"].items()
@@ -212,7 +217,7 @@ class Timeline:
             separators=(",", ":"),
         )  # fmt: skip
         # Inside a script element only this sequence would end it.
-        return _PAGE.read_text(encoding="utf-8").replace(_DATA, data.replace("</", "<\\/"), 1)
+        return _empty_page().replace(_DATA, data.replace("</", "<\\/"), 1)
 
     def __enter__(self) -> Timeline:
         self.start()
@@ -225,9 +230,21 @@ class Timeline:
             self.abandon()
 
 
-_SHARES = (
-    ("computing", record.COMPUTE), ("copying", record.COPY), ("engine", record.ENGINE), ("outside the engine", OUTSIDE),
-)  # fmt: skip
+def _empty_page() -> str:
+    """The page in the palette's colours and words: all that is missing is the recording."""
+    activities = palette.ACTIVITIES.items()
+    words = {
+        "activities": {name: [activity.label, activity.note] for name, activity in activities},
+        "kinds": palette.KINDS | palette.POOLS, "tiers": palette.TIERS,
+    }  # fmt: skip
+    text = _PAGE.read_text(encoding="utf-8")
+    for mark, filling in (
+        (_LIGHT, " ".join(f"--{name}: {activity.light};" for name, activity in activities)),
+        (_DARK, " ".join(f"--{name}: {activity.dark};" for name, activity in activities)),
+        (_PALETTE, json.dumps(words, separators=(",", ":"))),
+    ):
+        text = text.replace(mark, filling, 1)
+    return text
 
 
 def _lanes(recording: Recording) -> Iterable[Lane]:

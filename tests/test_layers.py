@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.breakdown": {
         "infinity.plan", "infinity.memory", "infinity.zero", "infinity.record", "infinity.errors",
     },
-    "infinity.timeline": {"infinity.record"},
+    "infinity.timeline": {"infinity.palette", "infinity.record"},
     "infinity.observer": {
         "infinity.config", "infinity.log", "infinity.memory", "infinity.record", "infinity.breakdown",
         "infinity.timeline",
@@ -94,20 +94,27 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.ops": {"infinity.errors"},
     "infinity.transfer": {"infinity.errors"},
     "infinity.log": {"infinity.errors"},
-    "infinity.plan": {"infinity.config", "infinity.errors"},
+    "infinity.plan": {"infinity.config", "infinity.errors", "infinity.palette"},
     "infinity.config": {"infinity.errors"},
     "infinity.errors": set(),
     "infinity.record": set(),
+    # The colours and the words of pictures.
+    "infinity.palette": set(),
     "infinity.free_memory": set(),
     # Names and JSON that others have written.
     "infinity.untrusted": set(),
     # What every command line refuses, and how.
     "infinity.usage": set(),
-    "estimators": {"infinity.config", "infinity.plan", "infinity.errors", "infinity.free_memory", "infinity.usage"},
+    "estimators": {
+        "infinity.config", "infinity.plan", "infinity.errors", "infinity.free_memory", "infinity.palette",
+        "infinity.usage",
+    },
     # Only what the package itself exports.
     "examples": {"infinity"},
 }  # fmt: skip
-TORCH_FREE = ("infinity.plan", "infinity.config", "infinity.errors", "infinity.free_memory", "estimators")
+TORCH_FREE = (
+    "infinity.plan", "infinity.config", "infinity.errors", "infinity.free_memory", "infinity.palette", "estimators",
+)  # fmt: skip
 CUDA_NAMED_IN = ("infinity.memory.device", "infinity.transfer", "infinity.ops")
 ENVIRONMENT_READ_IN = ("infinity.config.load", "infinity.comm.mesh", "infinity.ops.build")
 DISTRIBUTED_FREE = ("infinity.memory",)

@@ -119,19 +119,8 @@ def _excess(where: str, kinds: Mapping[Kind, int], limit: int | None) -> Iterato
     if limit is None or planned <= limit:
         return
     parts = sorted(kinds.items(), key=lambda item: -item[1])
-    detail = ", ".join(f"{in_words(kind)} {format_bytes(nbytes)}" for kind, nbytes in parts)
+    detail = ", ".join(f"{kind.label} {format_bytes(nbytes)}" for kind, nbytes in parts)
     # Amounts that round to the same figure are told apart by the byte.
     shown = (format_bytes(planned), format_bytes(limit))
     plans, free = shown if shown[0] != shown[1] else (f"{planned:,} bytes", f"{limit:,} bytes")
     yield f"plans {plans} on {where} but {free} are free: {detail}."
-
-
-def in_words(kind: Kind) -> str:
-    """A kind as people call it."""
-    names = {
-        Kind.PARAM: "parameters", Kind.GRAD: "gradients", Kind.REMAINDER: "master remainders",
-        Kind.MASTER: "master weights", Kind.EXP_AVG: "exp_avg", Kind.EXP_AVG_SQ: "exp_avg_sq",
-        Kind.FULL: "gathered parameters", Kind.FULL_GRAD: "whole gradients", Kind.POOL: "pools",
-        Kind.MODEL: "the model as it was built", Kind.ACTIVATION: "activations",
-    }  # fmt: skip
-    return names.get(kind, kind.value)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.budget import settle
-from infinity.plan.capacity import Capacity, excesses, in_words
+from infinity.plan.capacity import Capacity, excesses
 from infinity.plan.fetch import FetchBudget, FetchSchedule, Timing, Use, make_schedule
 from infinity.plan.gradients import Scratch, left_nbytes, make_scratch, wire_in_backward
 from infinity.plan.homes import FROZEN_TRAFFIC, PARAM_TRAFFIC, STATES_TRAFFIC, Value
@@ -229,7 +229,7 @@ class Plan:
             f"{sum(placed.whole for placed in units)} units stay gathered",
         ]
         for tier, kinds in self.bytes_by_tier().items():
-            parts = ", ".join(f"{in_words(kind)} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
+            parts = ", ".join(f"{kind.label} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
             lines.append(f"  {tier.value:<5} {format_bytes(sum(kinds.values())):>10}  {parts}")
         lines += tiles_in_words(self.layouts, self.placement, request.live_numel)
         lines.append(

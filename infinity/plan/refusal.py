@@ -17,7 +17,7 @@ from typing import Any
 from infinity.config.resolve import ResolvedConfig, changed
 from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
-from infinity.plan.capacity import Capacity, excesses, in_words
+from infinity.plan.capacity import Capacity, excesses
 from infinity.plan.fitting import lowered_in_words
 from infinity.plan.partitions import states_kinds
 from infinity.plan.plan import SUB_GROUPS_MAX, Plan
@@ -89,7 +89,7 @@ def account(plan: Plan, capacity: Capacity) -> str:
     lines = [f"  {'tier':<6}{'kind':<22}{'planned':>12}{'limit':>12}"]
     for tier, kinds in plan.bytes_by_tier().items():
         parts = sorted(kinds.items(), key=lambda item: -item[1])
-        lines += [f"  {tier.value:<6}{in_words(kind):<22}{format_bytes(nbytes):>12}" for kind, nbytes in parts]
+        lines += [f"  {tier.value:<6}{kind.label:<22}{format_bytes(nbytes):>12}" for kind, nbytes in parts]
         own = {Tier.GPU: capacity.gpu, Tier.CPU: capacity.cpu, Tier.NVME: capacity.nvme}[tier]
         if kinds:
             lines.append(_sum(f"{tier.value:<6}together", sum(kinds.values()), own))

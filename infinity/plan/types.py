@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from infinity.palette import KINDS
+
 # Bytes an element, by the name the plan uses for a dtype.
 DTYPE_NBYTES = {
     "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2,
@@ -78,6 +80,11 @@ class Kind(Enum):
     POOL = "pool"
 
     __hash__ = object.__hash__
+
+    @property
+    def label(self) -> str:
+        """As tables, messages and pictures call it."""
+        return KINDS[self.value].label
 
 
 # What Adam keeps of an element.

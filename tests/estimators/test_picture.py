@@ -10,14 +10,10 @@ import pytest
 from estimators.estimate import Estimate, estimate
 from estimators.machine import Machine
 from estimators.picture import picture
-from estimators.report import KINDS
+from infinity.palette import KINDS, PAPER
 from infinity.plan.types import Tier
 
 SVG = "{http://www.w3.org/2000/svg}"
-# Okabe and Ito, "Color Universal Design" (2008), with grey and white.
-OKABE_ITO = {
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999", "#ffffff",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +43,12 @@ def test_everything_is_named_and_no_other_colour_is_used(found):
     text = picture(found)
     shown = {kind for table in found.phases.values() for kinds in table.values() for kind, n in kinds.items() if n}
     for kind in shown:
-        assert f">{KINDS[kind]}</text>" in text
+        assert f">{kind.label}</text>" in text
     for phase in found.phases:
         assert f">{phase.value}</text>" in text
     assert text.count("a rank may have") == 3
     boxes = re.findall(r'<rect [^>]*fill="(#\w+)"', text)
-    assert set(boxes) <= OKABE_ITO
+    assert set(boxes) == {PAPER, *(KINDS[kind.value].colour for kind in shown)}
 
 
 def test_nothing_lies_outside(found):
