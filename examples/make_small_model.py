@@ -36,8 +36,7 @@ def train_tokenizer(text: str, size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=trainer._tokenizer, eos_token=END, bos_token=END, pad_token=END)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Write the folder."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--data", help="text file to train the tokenizer on instead of Python's documentation")
@@ -46,7 +45,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the folder."""
+    args = parse(argv)
     tokenizer = train_tokenizer(load_text(args.data), args.vocabulary)
     torch.manual_seed(args.seed)
     model = LlamaForCausalLM(

@@ -1,0 +1,185 @@
+"""What README.md and docs/*.md show is true: Python runs, configurations load, command lines are understood.
+
+See tests/support/pages.py for the comments by which a page says what a block needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from docs import make_outputs
+from examples import finetune_hf, make_small_model, train_lm
+from infinity.command.main import main, whole_parser
+from infinity.config import load_config
+from tests.support import bare, pages
+from tests.support.models import TinyLlama
+from tests.support.pages import PAGES, ROOT, Block, shown
+
+# Most blocks that may say why they are not run.
+NOT_RUN_MAX = 2
+EXAMPLES = {
+    f"examples/{module.__name__.rpartition('.')[2]}.py": module for module in (train_lm, finetune_hf, make_small_model)
+}
+EVERY = [block for page in PAGES for block in shown(page)]
+
+
+def of(language: str) -> list[Block]:
+    """The blocks in one language that are to be checked."""
+    return [block for block in EVERY if block.language == language and not block.not_run]
+
+
+def pages_with(language: str) -> list[str]:
+    return [page for page in PAGES if any(block.page == page for block in of(language))]
+
+
+def test_every_block_is_of_a_kind_that_is_checked():
+    assert {block.language for block in EVERY} == {"python", "json", "console", "text"}
+    assert not any(re.search(r"^ *(\$|import|from) ", block.text, re.M) for block in of("text"))
+    left_out = [block for block in EVERY if block.not_run]
+    assert len(left_out) <= NOT_RUN_MAX and all(len(block.not_run.split()) >= 3 for block in left_out)
+    assert len(of("python")) >= 20 and len(of("json")) >= 5 and len(of("console")) >= 12
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--deepspeed_config", "config.json"])
+    pages.prepare(tmp_path)
+    names: dict[str, Any] = {"__name__": "page", "infinity": infinity, "torch": torch}
+    ran = 0
+    for block in of("python"):
+        if block.page == page:
+            pages.run(block, names)
+            ran += 1
+    assert ran, page
+
+
+@pytest.mark.parametrize("block", of("json"), ids=str)
+def test_a_configuration_loads(block: Block, tmp_path: Path) -> None:
+    text = block.text if block.text.lstrip().startswith("{") else f"{{{block.text}}}"
+    (tmp_path / "config.json").write_text(text)
+    config = load_config(tmp_path / "config.json")
+    for key in json.loads(text):
+        assert key in config.model_fields_set, key
+
+
+def commands(block: Block) -> list[str]:
+    """The lines that are typed; a line may go on behind a backslash."""
+    return re.findall(r"^ *\$ (.+)$", block.text.replace("\\\n", " "), re.M)
+
+
+def understood(line: str) -> None:
+    """Give a command line to the parser of what it starts; whatever is wrong with it raises."""
+    words = shlex.split(line, comments=True)
+    if ">" in words:
+        words = words[: words.index(">")]
+    match words:
+        case ["pip", "install", *options]:
+            check_install(options)
+        case ["make", target]:
+            assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.M), target
+        case ["infinity", *options]:
+            whole_parser().parse_args(options)
+        case ["infinity-estimate" | "infinity-export" | "infinity-ckpt" as script, *options]:
+            assert script in bare.project()["scripts"]
+            whole_parser().parse_args([script.partition("-")[2], *options])
+        case ["python", script, *options]:
+            EXAMPLES[script].parse(options)
+        case ["torchrun", *options]:
+            launch = importlib.import_module("torch.distributed.run").get_args_parser().parse_args(options)
+            EXAMPLES[launch.training_script].parse(launch.training_script_args)
+        case _:
+            raise AssertionError(f"nothing is known of this command: {line}")
+
+
+def check_install(options: list[str]) -> None:
+    """What pip is asked to install is this project, with extras that it has."""
+    (what,) = (word for word in options if not word.startswith("-"))
+    named = re.fullmatch(r"(?:\.|infinity-engine)(?:\[(.+)\])?", what)
+    assert named, what
+    assert set((named[1] or "hf").split(",")) <= set(bare.project()["optional-dependencies"]), what
+
+
+@pytest.mark.parametrize("page", pages_with("console"))
+def test_command_lines_are_understood(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    lines = [(block, line) for block in of("console") if block.page == page for line in commands(block)]
+    assert lines, page
+    for block, line in lines:
+        try:
+            understood(line)
+        except (SystemExit, Exception) as error:
+            pytest.fail(f"{block}: {line}: {error!r}")
+
+
+@pytest.mark.parametrize("block", [block for block in of("console") if block.given], ids=str)
+def test_a_command_prints_what_its_page_shows(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Word for word, in any order; numbers, and which of its weights a list names first, are another run's."""
+    monkeypatch.chdir(tmp_path)
+    pages.give(block, {})
+    capsys.readouterr()
+    for line in commands(block):
+        program, *options = shlex.split(line)
+        assert program == "infinity" and main(options) in (0, 1), line
+    words = re.compile(r"[A-Za-z_]{2,}")
+    printed = capsys.readouterr().out
+    weights = words.findall(" ".join(name for name, _ in TinyLlama().named_parameters()))
+    output = re.sub(r"^ *\$ .*$", "", block.text, flags=re.M)
+    assert set(words.findall(output)) <= {*words.findall(printed), *weights}, printed
+
+
+WRONG = (
+    "infinity ckpt inspekt out", "infinity-estimate gpt2 --vram 24GB", "infinity export out", "make coffee",
+    "pip install '.[everything]'", "pip install infinity", "python examples/train_lm.py --layer-count 2",
+    "python examples/gone.py", "torchrun --ranks 2 examples/train_lm.py", "deepspeed train.py",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line_is_found(line: str) -> None:
+    with pytest.raises((SystemExit, AssertionError, KeyError, ValueError)):
+        understood(line)
+
+
+def test_comments_say_what_a_block_is_given():
+    text = (
+        "a\n<!-- given: model, data; with {\"bf16\": {}} -->\n```python\nx = 1\n```\n\n"
+        "<!-- not run: needs a GPU -->\n```python\ny\n```\n\n<!-- given: engine -->\n\n```json\n{}\n```\n"
+    )
+    first, second, third = pages.blocks("p.md", text)
+    assert (first.given, first.config, first.text, first.line) == (("model", "data"), '{"bf16": {}}', "x = 1\n", 4)
+    assert (second.given, second.not_run, second.line) == ((), "needs a GPU", 9)
+    assert (third.given, third.language) == ((), "json"), "a comment stands right above its block"
+
+
+def test_an_error_in_a_block_names_the_line_of_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = pages.blocks("docs/timeline.md", "text\n\n```python\nx = 1\nx.gone\n```\n")
+    with pytest.raises(AttributeError) as caught:
+        pages.run(block, {})
+    last = caught.traceback[-1]
+    assert (Path(str(last.path)).name, last.lineno + 1) == ("timeline.md", 5)
+    (unknown,) = pages.blocks("p.md", "<!-- given: luck -->\n```python\nx = 1\n```\n")
+    with pytest.raises(KeyError, match="luck"):
+        pages.run(unknown, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", make_outputs.FILES)
+def test_a_page_shows_what_the_estimator_prints(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / name).read_text()
+    assert "$ infinity-estimate" in text
+    assert make_outputs.refreshed(text) == text
