@@ -157,6 +157,18 @@ def test_there_is_no_second_palette():
     assert [*written_colours(ROOT)] == []
 
 
+@pytest.mark.parametrize("name", ["estimate.svg", "timeline.svg"])
+def test_a_picture_of_the_docs_is_drawn_with_the_palette(name):
+    text = (ROOT / "docs" / "pictures" / name).read_text()
+    activities = {colour for one in ACTIVITIES.values() for colour in (one.light, one.dark)}
+    known = activities | {look.colour for look in (KINDS | POOLS).values()}
+    found = {colour for colour in _COLOUR.findall(text) if not grey(colour)}
+    assert found and found <= known, found - known
+    labels = {look.label for look in (KINDS | POOLS).values()}
+    shown = {text for text in re.findall(r">([^<>]+)</text>", text) if text in labels or text in KINDS}
+    assert len(shown) >= 5 and shown <= labels, shown - labels
+
+
 PLANTED = {
     "a colour in Python": ("estimators/a.py", 'BLUE = "#0072B2"\n'),
     "a short one": ("infinity/a.py", 'fill = "#07b"\n'),
