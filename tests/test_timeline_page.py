@@ -42,7 +42,21 @@ addEventListener("load", () => setTimeout(() => {
   const whole = () => JSON.stringify(view), before = whole();
   const moves = {};
   for (const name of ["closer", "back", "on", "further", "all"]) { byId(name).click(); moves[name] = whole(); }
+  const fire = (type, pointerId, x, node) => node.dispatchEvent(new PointerEvent(type,
+    {pointerId, clientX: LEFT + x, clientY: box(chart).top + 40, bubbles: true}));
+  for (const [pointer, x] of [[1, 100], [2, 150]]) fire("pointerdown", pointer, x, chart);
+  fire("pointermove", 2, 200, chart);
+  moves.apart = whole();
+  for (const pointer of [1, 2]) fire("pointerup", pointer, 100, chart);
+  fire("pointerdown", 3, 100, chart);
+  fire("pointermove", 3, 60, chart);
+  moves.dragged = whole();
+  fire("pointerup", 3, 60, chart);
+  byId("all").click();
+  fire("pointerdown", 4, 60, [...document.querySelectorAll("#chart rect")].find((rect) => rect.tip));
+  fire("pointerup", 4, 60, chart);
   const found = {
+    tip: tip.style.visibility === "visible" && tip.textContent, tipped: [box(tip).left, box(tip).right],
     wide, overflow: document.documentElement.scrollWidth - wide, overlaps: overlaps.map((node) => node.textContent),
     outside: texts.filter((node) => box(node).left < -1 || box(node).right > wide + 1).map((node) => node.textContent),
     inside: texts.filter((node) => /^in/.test(node.getAttribute("class") || "")).map((node) => node.textContent),
@@ -122,6 +136,10 @@ def test_nothing_overflows_and_labels_are_whole_words(page: Path, tmp_path: Path
     assert begin < moves["closer"][0] < moves["closer"][1] < end
     assert moves["back"][0] < moves["closer"][0] and moves["on"] == pytest.approx(moves["closer"])
     assert moves["all"] == [begin, end]
+    apart, dragged = moves["apart"], moves["dragged"]
+    assert apart[1] - apart[0] == pytest.approx((end - begin) / 2), "two fingers zoom"
+    assert dragged[0] > apart[0] and dragged[1] - dragged[0] == pytest.approx(apart[1] - apart[0]), "one moves"
+    assert found["tip"] and 0 <= found["tipped"][0] < found["tipped"][1] <= width, "a touch shows the figures"
 
 
 def test_the_page_is_made_for_any_width() -> None:

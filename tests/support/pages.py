@@ -165,20 +165,22 @@ def give(block: Block, names: dict[str, Any]) -> None:
 
 def run(block: Block, names: dict[str, Any]) -> None:
     """Run one block of Python in its page's namespace and the current folder, and close the engines that it leaves."""
+    before, grouped = engines(), dist.is_initialized()
     try:
         give(block, names)
         # An error shows the line of the page.
         code = compile("\n" * (block.line - 1) + block.text, str(ROOT / block.page), "exec")
         exec(code, names)
     finally:
-        close_engines()
+        for engine in engines():
+            if engine not in before:
+                engine.close()
+        # As a program's own `init_distributed` leaves it.
+        if dist.is_initialized() and not grouped:
+            dist.destroy_process_group()
 
 
-def close_engines() -> None:
-    """Close every engine, and the process group of a program that has opened one."""
-    for found in gc.get_objects():
-        # Not isinstance: what a stranger's object says of its class may warn.
-        if type(found) is Engine:
-            found.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def engines() -> list[Engine]:
+    """All of this process."""
+    # Not isinstance: it asks every object for its class, and some of torch's warn when they are asked.
+    return [found for found in gc.get_objects() if type(found) is Engine]
