@@ -25,6 +25,9 @@ _LOSS_COPIES = 3
 _GPT2_DROPOUT = 0.1
 # What files call the number of experts, and whose blocks are not like Llama's.
 _EXPERT_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")
+# Layers that take what the norm before attention gives, and what the one before the feed-forward gives.
+_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
+_BRANCHES = ("gate_proj", "up_proj", "gate_up_proj")
 _NAMES = {"gpt2": "GPT-2", "deepseek_v3": "DeepSeek-V3", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3"}
 
 
@@ -37,10 +40,17 @@ class _Pass:
     width: int
     attention: str
     accelerator: bool
+    # The names of the layers with adapters, and their rank, where all else is frozen; None where all is trained.
+    adapted: frozenset[str] | None = None
+    rank: int = 0
 
     @property
     def tokens(self) -> int:
         return self.batch * self.sequence
+
+    def keeps(self, *layers: str) -> bool:
+        """Whether linear layers of these names keep their input, which they do for the gradient of a weight."""
+        return self.adapted is None or not self.adapted.isdisjoint(layers)
 
     def scores(self, heads: int) -> int:
         """Elements of one matrix of attention scores, of all heads."""
@@ -62,19 +72,21 @@ class _Block:
 
 def activations(
     values: Mapping[str, Any], *, batch: int, sequence: int, compute_dtype: str, checkpointing: bool = False,
-    every: int = 1, attention: str = "sdpa", accelerator: bool = False,
+    every: int = 1, attention: str = "sdpa", accelerator: bool = False, adapted: frozenset[str] | None = None,
+    rank: int = 0,
 ) -> Activations:  # fmt: skip
     """Bytes of a micro-batch of `batch` sequences for the causal language model of a config.json.
 
     values: the keys of config.json: Llama's family (also Mistral, Qwen, Mixtral, Gemma, DeepSeek-V3) or "gpt2".
     compute_dtype: "fp32", "bf16" or "fp16". checkpointing: every `every`-th block keeps its input only and is computed
     again in backward. attention: "sdpa" or "eager" (always Gemma 2's). accelerator: whether it runs on one. The program
-    is taken to keep the loss of a forward, not its logits. ConfigError where a size is missing.
+    is taken to keep the loss of a forward, not its logits. adapted, rank: where all but low-rank adapters is frozen,
+    the names of the layers that have them; then layers without keep no input. ConfigError where a size is missing.
     """
     kind = values.get("model_type")
     # transformers computes Gemma 2's attention in no other way, for its scores are capped.
     attention = "eager" if kind == "gemma2" else attention
-    run = _Pass(batch, sequence, DTYPE_NBYTES[compute_dtype], attention, accelerator)
+    run = _Pass(batch, sequence, DTYPE_NBYTES[compute_dtype], attention, accelerator, adapted, rank)
     gpt2 = kind == "gpt2"
     blocks = _blocks(values, run)
     ahead = blocks[::every] if checkpointing else []
@@ -88,7 +100,8 @@ def activations(
     if ahead:
         kept[f"inputs of {len(ahead)} blocks"] = sum(block.input_nbytes for block in ahead)
     # The last norm keeps its input, and what the head takes; Llama's the normalized values, too.
-    last = {"last norm": ending * (2 * run.width if gpt2 else _norm_nbytes(values, run))}
+    head = run.keeps("lm_head")
+    last = {"last norm": ending * (run.width * (1 + head) if gpt2 else _norm_nbytes(values, run, output=head))}
     # A cap of logits keeps them once more.
     capped = logits // DTYPE_NBYTES["fp32"] * run.width if values.get("final_logit_softcapping") else 0
     again = [sum(block.parts.values()) + block.backward_nbytes for block in ahead]
@@ -105,7 +118,8 @@ def activations(
     return Activations(
         nbytes=sum(parts.values()), parts=parts, saved_nbytes=sum(kept.values()) + sum(last.values()) + logits,
         source=f"{form}, {'blocks computed again' if checkpointing else 'nothing computed again'}",
-        inputs=len(ahead), input_nbytes=blocks[0].input_nbytes,
+        # No gradient goes to the first block's where all before it is frozen: autograd does not save it.
+        inputs=len(ahead) - (1 if ahead and adapted is not None else 0), input_nbytes=blocks[0].input_nbytes,
     )  # fmt: skip
 
 
@@ -138,11 +152,13 @@ def _block(values: Mapping[str, Any], run: _Pass, attention: _Part, mixing: _Par
     """RMSNorm, attention with rotary positions, RMSNorm, gated feed-forward or experts; Gemma has norms behind both."""
     hidden = _size(values, "hidden_size")
     elements = run.tokens * hidden
-    norms = 2 * elements * _norm_nbytes(values, run)
+    norms = elements * sum(_norm_nbytes(values, run, output=run.keeps(*layers)) for layers in (_INPUTS, _BRANCHES))
     if _wide_norms(values):
         # Nothing keeps what comes out of those behind.
-        norms += 2 * elements * (_norm_nbytes(values, run) - run.width)
+        norms += 2 * elements * _norm_nbytes(values, run, output=False)
     parts = {"norms": norms, attention.name: attention.kept_nbytes, mixing.name: mixing.kept_nbytes}
+    if run.adapted is not None:
+        parts["adapters"] = run.tokens * len(run.adapted) * run.rank * run.width
     # In backward of attention what the other half kept is gone.
     return _Block(
         parts, elements * run.width, max(mixing.backward_nbytes, attention.backward_nbytes - mixing.kept_nbytes)
@@ -155,12 +171,15 @@ def _attention(values: Mapping[str, Any], run: _Pass) -> _Part:
     head = values.get("head_dim") or _size(values, "hidden_size") // heads
     queries, keys = heads * head, (values.get("num_key_value_heads") or heads) * head
     kept = run.tokens * 2 * (queries + (queries if run.attention == "eager" else keys)) * run.width
+    if run.attention == "eager" and not run.keeps("o_proj"):
+        # Fused attention itself keeps what comes out.
+        kept -= run.tokens * queries * run.width
     if values.get("model_type") == "phi3" and run.attention == "sdpa":
         # Values are a view of one product with queries and keys, and what comes out is kept in two layouts.
-        kept += run.tokens * (2 * queries + keys) * run.width
+        kept += run.tokens * ((2 if run.keeps("o_proj") else 1) * queries + keys) * run.width
     if values.get("model_type") in ("qwen3", "qwen3_moe", "gemma3_text"):
         # Norms of queries and keys, a head at a time: nothing keeps what comes out.
-        kept += run.tokens * (queries + keys) * (_norm_nbytes(values, run) - run.width)
+        kept += run.tokens * (queries + keys) * _norm_nbytes(values, run, output=False)
     if values.get("attn_logit_softcapping"):
         kept += run.scores(heads) * run.width
     return _Part("attention", kept + _scores_nbytes(run, heads, 0.0), _scores_backward_nbytes(run, heads))
@@ -171,15 +190,17 @@ def _latent_attention(values: Mapping[str, Any], run: _Pass) -> _Part:
     heads, latent = _size(values, "num_attention_heads"), _size(values, "kv_lora_rank")
     plain, rope, value = (_size(values, f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
     keys, tokens, width = plain + rope, run.tokens, run.width
-    normed = tokens * (latent + (values.get("q_lora_rank") or 0)) * _norm_nbytes(values, run)
-    # Queries, keys, what values are a view of, and what comes out, in two layouts.
-    each = (2 * keys + plain + value + 2 * value) * width
+    normed = tokens * latent * _norm_nbytes(values, run, output=run.keeps("kv_b_proj"))
+    normed += tokens * (values.get("q_lora_rank") or 0) * _norm_nbytes(values, run, output=run.keeps("q_b_proj"))
+    # Queries, keys, what values are a view of, and what comes out, in two layouts: the last for the next layer alone.
+    after = value if run.keeps("o_proj") else 0
+    each = (2 * keys + plain + value + value + after) * width
     scores, behind = _scores_nbytes(run, heads, 0.0), _scores_backward_nbytes(run, heads)
     if run.attention == "eager":
-        each = (2 * keys + 2 * value) * width
+        each = (2 * keys + value + after) * width
     elif not run.accelerator and keys != value:
         # torch has no fused attention of two widths on the CPU: it is written out in fp32 there.
-        each = (2 * keys + value) * DTYPE_NBYTES["fp32"] + value * width
+        each = (2 * keys + value) * DTYPE_NBYTES["fp32"] + after * width
         scores = run.scores(heads) * DTYPE_NBYTES["fp32"]
         behind = 2 * scores
     return _Part("attention", normed + tokens * heads * each + scores, max(behind, tokens * heads * each))
@@ -190,7 +211,13 @@ def _feed_forward(values: Mapping[str, Any], run: _Pass) -> _Part:
     inner, hidden = _size(values, "intermediate_size"), _size(values, "hidden_size")
     # Two gradients of the feed-forward's width, and two of the residual stream.
     busy = run.tokens * (2 * inner + 2 * hidden) * run.width
-    return _Part("feed-forward", run.tokens * 4 * inner * run.width, busy)
+    return _Part("feed-forward", run.tokens * _branches(run) * inner * run.width, busy)
+
+
+def _branches(run: _Pass) -> int:
+    """How many tensors of a gated feed-forward's width it keeps: their product only for the gradient of the way down.
+    """
+    return 4 if run.keeps("down_proj") else 3
 
 
 def _count(values: Mapping[str, Any]) -> int:
@@ -207,13 +234,15 @@ def _experts(values: Mapping[str, Any], run: _Pass) -> _Part:
     beside, over, weight = 0, 0, width
     if values.get("model_type") == "deepseek_v3":
         # The router takes a copy in fp32, and what comes out of experts is weighed in fp32.
-        beside = over = 4 * inner * int(values.get("n_shared_experts") or 0) * width
+        beside = over = _branches(run) * inner * int(values.get("n_shared_experts") or 0) * width
         weight = DTYPE_NBYTES["fp32"]
-        routing += hidden * DTYPE_NBYTES["fp32"]
+        routing += hidden * DTYPE_NBYTES["fp32"] if run.adapted is None else 0
     elif values.get("model_type") == "qwen2_moe":
         # What comes out is multiplied with a gate.
-        beside = (4 * _size(values, "shared_expert_intermediate_size") + hidden) * width
-    each = chosen * (2 * hidden + 4 * inner) * width + routing + beside
+        beside = (_branches(run) * _size(values, "shared_expert_intermediate_size") + hidden) * width
+    # Frozen, they keep neither their inputs nor the products that go into the way down.
+    kept = 2 * hidden + 4 * inner if run.adapted is None else hidden + 3 * inner
+    each = chosen * kept * width + routing + beside
     # Three gradients of the residual stream's width for each expert of a token, before they are added. DeepSeek's
     # shared expert comes last in forward, and so is over by then.
     busy = chosen * max(2 * inner * width, 3 * hidden * weight) + 2 * hidden * width
@@ -230,21 +259,28 @@ def _gpt2_block(values: Mapping[str, Any], run: _Pass) -> _Block:
     dropout = float(values.get("attn_pdrop", _GPT2_DROPOUT))
     # torch has no fused attention with dropout on the CPU: it computes in fp32 there.
     inputs_width = DTYPE_NBYTES["fp32"] if dropout and run.attention == "sdpa" and not run.accelerator else width
+    normed = 2 + run.keeps("c_attn") + run.keeps("c_fc")
+    functions = (5 if function == "gelu_new" else 2) - (not run.keeps("c_proj"))
     parts = {
-        "norms": 2 * tokens * 2 * hidden * width,
+        "norms": normed * tokens * hidden * width,
         # Queries, keys, values, and what comes out.
         "attention": tokens * hidden * (3 * inputs_width + width) + _scores_nbytes(run, heads, dropout),
         # transformers writes this GELU out: its input, tanh, one more than that, half the input, and the product.
-        "feed-forward": tokens * (5 if function == "gelu_new" else 2) * inner * width,
+        "feed-forward": tokens * functions * inner * width,
         "dropout": 2 * noise,
     }  # fmt: skip
+    if run.adapted is not None:
+        parts["adapters"] = tokens * len(run.adapted) * run.rank * width
     behind = _scores_backward_nbytes(run, heads) - parts["feed-forward"]
     return _Block(parts, tokens * hidden * width, max(tokens * 2 * inner * width, behind))
 
 
-def _norm_nbytes(values: Mapping[str, Any], run: _Pass) -> int:
-    """Bytes an element that an RMSNorm keeps: its input in fp32, the normalized values and what comes out."""
-    return DTYPE_NBYTES["fp32"] + (DTYPE_NBYTES["fp32"] if _wide_norms(values) else run.width) + run.width
+def _norm_nbytes(values: Mapping[str, Any], run: _Pass, *, output: bool) -> int:
+    """Bytes an element that an RMSNorm keeps: its input in fp32, the normalized values for its weight's gradient, and
+    what comes out where the next layer keeps that.
+    """
+    normalized = DTYPE_NBYTES["fp32"] if _wide_norms(values) else run.width
+    return DTYPE_NBYTES["fp32"] + (normalized if run.adapted is None else 0) + (run.width if output else 0)
 
 
 def _wide_norms(values: Mapping[str, Any]) -> bool:

@@ -19,10 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from estimators.adapters import Lora
 from estimators.advice import Advice, advise
 from estimators.architectures import known
 from estimators.estimate import Estimate, estimate
 from estimators.machine import Machine
+from estimators.model import described
 from estimators.picture import picture
 from estimators.presets import PRESETS
 from estimators.report import (
@@ -88,7 +90,7 @@ def _width() -> int:
 
 def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
     """The answer as text and as data, the estimate to draw, and whether it fits."""
-    model, machine = _model(args), _machine(args)
+    model, machine = described(_model(args)).with_adapters(_lora(args)), _machine(args)
     searches = args.fit or args.max or (args.config is None and not args.compare and machine.known)
     _refuse_idle(args, searches)
     options: dict[str, Any] = {
@@ -233,6 +235,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpointing", action=argparse.BooleanOptionalAction,
         help="compute activations again in backward (a search: where it is needed)",
     )  # fmt: skip
+    work.add_argument(
+        "--lora", type=int, metavar="RANK", help="train peft's low-rank adapters of this rank; the model is frozen"
+    )
+    work.add_argument(
+        "--lora-targets", metavar="NAMES",
+        help="the layers that get them: names with commas between them, or all-linear (default: peft's, q_proj,v_proj "
+        "for Llama and most others)",
+    )  # fmt: skip
     work.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="for searches (default: bf16)")
     plain = parser.add_argument_group("a model of Llama's shape, instead of MODEL")
     for name, key in _PLAIN.items():
@@ -280,6 +290,13 @@ def _machine(args: argparse.Namespace) -> Machine:
     if said.known or not (args.fit or args.max):
         return said
     return Machine.here(Path(args.nvme_path or ""), accelerator=not args.no_gpu)
+
+
+def _lora(args: argparse.Namespace) -> Lora | None:
+    """The adapters that are asked for."""
+    if args.lora is None and args.lora_targets is not None:
+        raise ConfigError("--lora-targets names the layers of adapters: give their rank, too, as --lora 16")
+    return None if args.lora is None else Lora.of(args.lora, args.lora_targets)
 
 
 def _model(args: argparse.Namespace) -> str | Mapping[str, Any]:

@@ -1,8 +1,8 @@
 """Floating-point operations of a training step, from the tree and the hyper-parameters.
 
-A product of a token with a matrix takes two operations an element, backward twice as many as forward; a causal
-attention looks at half of the sequence on the average. Norms and activation functions are left out: the rate that a
-profile gives for a block contains their time.
+A product of a token with a matrix takes two operations an element, backward twice as many as forward, or as many where
+the matrix is frozen; a causal attention looks at half of the sequence on the average. Norms and activation functions
+are left out: the rate that a profile gives for a block contains their time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from typing import Any
 from infinity.plan.spec import ModuleNode
 
 
-def active_numel(tree: ModuleNode, values: Mapping[str, Any]) -> int:
-    """Elements of the matrices that one token is multiplied with: of a mixture, the experts that it is sent to."""
+def active_numel(tree: ModuleNode, values: Mapping[str, Any], *, trained: bool = False) -> int:
+    """Elements of the matrices that one token is multiplied with: of a mixture, the experts that it is sent to.
+
+    trained: only of those that are trained.
+    """
     chosen = values.get("num_experts_per_tok")
     total = 0
     for node in tree.walk():
@@ -22,6 +25,8 @@ def active_numel(tree: ModuleNode, values: Mapping[str, Any]) -> int:
             # Rows are looked up. Where the output layer shares them, that one counts.
             continue
         for spec in node.params.values():
+            if trained and not spec.trainable:
+                continue
             if len(spec.shape) == 2:
                 total += spec.numel
             elif len(spec.shape) == 3:
@@ -37,7 +42,10 @@ def step_flops(
     checkpointing: every `every`-th layer's forward is computed once more in backward.
     """
     forward = 2 * active_numel(tree, values) + 2 * sequence * _attention_width(values)
-    return float(forward * tokens * (3 + 1 / every if checkpointing else 3))
+    passes = 2 + (1 / every if checkpointing else 0)
+    # Backward's second half is the gradients of weights, and attention's own.
+    weights = 2 * active_numel(tree, values, trained=True) + 2 * sequence * _attention_width(values)
+    return float(tokens * (forward * passes + weights))
 
 
 def _attention_width(values: Mapping[str, Any]) -> int:

@@ -9,12 +9,13 @@ and the request are made by the engine's own functions, which is asked the engin
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from estimators.activations import activations
+from estimators.adapters import Lora
 from estimators.architectures import completed, known
 from estimators.compute import step_flops
 from estimators.machine import Machine
@@ -161,6 +162,17 @@ class Estimate:
         """Whether every tier has what the run will take, as far as anything is known of it."""
         return not self.excess
 
+    @cached_property
+    def trained_numel(self) -> int:
+        """Elements that the optimizer steps."""
+        return sum(slot.numel for layout in self.plan.layouts if layout.trainable for slot in layout.slots)
+
+    @property
+    def lora(self) -> dict[str, Any] | None:
+        """The adapters as plain data; None where all is trained."""
+        found = self.model.lora
+        return None if found is None else {"rank": found.rank, "targets": sorted(self.model.adapted_layers or ())}
+
     @property
     def accumulation(self) -> int:
         return self.config.accumulation
@@ -220,6 +232,8 @@ class Estimate:
         return {
             "model": self.model.name,
             "parameters": plan.numel,
+            "trained_parameters": self.trained_numel,
+            "lora": self.lora,
             "quantized": self.model.quantized,
             "ranks": plan.topology.world_size,
             "ranks_per_node": plan.topology.local_size,
@@ -273,6 +287,8 @@ def estimate(
     checkpointing: bool = False,
     machine: Machine = Machine(),  # noqa: B008
     profile: HardwareProfile | str | os.PathLike[str] | None = None,
+    lora: int | None = None,
+    lora_targets: str | Sequence[str] | None = None,
 ) -> Estimate:
     """Size a training run before it starts, without weights and without an accelerator.
 
@@ -280,12 +296,17 @@ def estimate(
     on the meta device. config: the training configuration (path, dict or JSON text). batch: sequences in a micro-batch,
     otherwise the configuration's. sequence: tokens in each, at most 4096 unless said. machine: what a node has, for
     `fits` and "auto". profile: measured rates, or the path of the file that `infinity bench` has written; otherwise
-    assumed ones.
+    assumed ones. lora: the rank of peft's adapters, which then are all that is trained; lora_targets: names of the
+    layers that get them, with commas between them or as a sequence, or "all-linear"; otherwise peft's default.
 
     Raises ConfigError for a model, a configuration or a profile that cannot be understood, and for a profile of ranks
     that compute elsewhere than the machine's.
     """
     what = described(model)
+    if lora is not None:
+        what = what.with_adapters(Lora.of(lora, lora_targets))
+    elif lora_targets is not None:
+        raise ConfigError("lora_targets names layers for adapters: give their rank as lora, too, such as 16")
     resolved = _resolved(what, config, ranks)
     local = min(ranks, RANKS_PER_NODE) if ranks_per_node is None else ranks_per_node
     if local < 1 or ranks % local:
@@ -333,7 +354,8 @@ def activations_of(model: Described, dtype: str, work: Workload, machine: Machin
         return None
     return activations(
         values, batch=work.batch, sequence=work.sequence, compute_dtype=dtype, checkpointing=work.checkpointing,
-        every=work.every, accelerator=machine.accelerator,
+        every=work.every, accelerator=machine.accelerator, adapted=model.adapted_layers,
+        rank=0 if model.lora is None else model.lora.rank,
     )  # fmt: skip
 
 

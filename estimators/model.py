@@ -9,10 +9,11 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from estimators.adapters import Lora, adapted
 from estimators.architectures import block_classes, model_tree
 from estimators.presets import preset, preset_name
 from infinity.config import DtypeName
@@ -31,13 +32,32 @@ class Described:
     name: str
     values: Mapping[str, Any] | None = None
     module: Any = None
+    # Adapters that are trained in the place of the model's own weights.
+    lora: Lora | None = None
+
+    def with_adapters(self, lora: Lora | None) -> Described:
+        """The same model frozen and with adapters; ConfigError for a module, which the program wraps itself."""
+        if lora is not None and self.module is not None:
+            raise ConfigError(
+                f"{self.name} is a module: wrap it by peft.get_peft_model and give that, which is sized as it is"
+            )
+        return replace(self, lora=lora)
 
     def tree(self, compute_dtype: str) -> ModuleNode:
         """The tree of modules and parameters, trained in `compute_dtype`."""
         if self.module is not None:
             return describe(self.module, compute_dtype=compute_dtype)
         assert self.values is not None
-        return model_tree(self.values, compute_dtype=compute_dtype)
+        root = model_tree(self.values, compute_dtype=compute_dtype)
+        return root if self.lora is None else adapted(root, self.lora, str(self.values["model_type"]), self.hidden_size)
+
+    @property
+    def adapted_layers(self) -> frozenset[str] | None:
+        """The last parts of the names of the layers with adapters; None where all is trained."""
+        if self.lora is None or self.values is None:
+            return None
+        paths = self.lora.on(model_tree(self.values, compute_dtype="bf16"), str(self.values["model_type"]))
+        return frozenset(path.rpartition(".")[2] for path in paths)
 
     @property
     def blocks(self) -> tuple[str, ...]:

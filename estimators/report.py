@@ -20,7 +20,7 @@ from estimators.advice import (
 )
 from estimators.estimate import Estimate, Table
 from estimators.machine import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES
-from estimators.search import LR, Choice, Near
+from estimators.search import Choice, Near
 from infinity import palette
 from infinity.config.units import format_bytes
 from infinity.plan.phases import Phase, state_dict_nbytes
@@ -99,6 +99,12 @@ def headline(found: Estimate) -> list[str]:
         f"({request.grad_dtype}) {_where(found, Kind.GRAD)}; {len(plan.layouts)} units, "
         f"{len(plan.sub_groups):,} sub-groups",
     ]
+    if found.lora is not None and found.model.lora is not None:
+        named = "" if found.model.lora.targets else ", peft's default"
+        lines.append(
+            f"LoRA of rank {found.lora['rank']} on {', '.join(found.lora['targets'])}{named}: "
+            f"{found.trained_numel / 1e6:,.1f} M parameters are trained, the others are frozen"
+        )
     if found.model.quantized:
         lines.append(
             f"its config.json says that the weights are quantized ({found.model.quantized}): sized are plain ones in "
@@ -221,7 +227,12 @@ def advised(advice: Advice) -> str:
 
 def to_choose(choice: Choice) -> list[str]:
     """What a search cannot know of its own configuration."""
-    lines = [f"Choose optimizer.params.lr yourself: {LR:g} stands there so that the file trains as it is."]
+    rate = choice.config["optimizer"]["params"]["lr"]
+    lines = [f"Choose optimizer.params.lr yourself: {rate:g} stands there so that the file trains as it is."]
+    model = choice.estimate.model
+    if model.lora is not None:
+        code = model.lora.code(str((model.values or {}).get("model_type")))
+        lines += ["Give infinity.initialize the model with its adapters:", f"  {code}"]
     if choice.estimate.plan.nvme_nbytes and not os.path.isabs((choice.estimate.config.nvme_path or ("",))[0]):
         lines.append("nvme_path is a folder beside the program: --nvme-path FOLDER puts one on your fast drive there.")
     return lines

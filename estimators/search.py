@@ -31,6 +31,8 @@ _PLANS_MAX = 20
 _LAYERS_MAX = 1 << 16
 # A cautious start for tuning a model that is trained already: the one number that no search can find.
 LR = 1e-5
+# The same of adapters, which begin as nothing and take larger steps.
+LORA_LR = 1e-4
 _DEVICES = {Tier.GPU: "none", Tier.CPU: "cpu", Tier.NVME: "nvme"}
 NAMES = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
 # Stage 3, parameters, optimizer states: from near to far.
@@ -132,8 +134,19 @@ class Wish:
         return {"device": _DEVICES[tier], **({"nvme_path": self.nvme_path} if tier is Tier.NVME else {})}
 
     def of(self, model: Any) -> Wish:
-        """The same wish about another model."""
-        return replace(self, model=model)
+        """The same wish about another model, with the same adapters."""
+        return replace(self, model=described(model).with_adapters(described(self.model).lora))
+
+    @property
+    def numels(self) -> tuple[int, int]:
+        """Elements of the model, and of what is trained of it."""
+        specs = described(self.model).tree(self.dtype).all_params().values()
+        return sum(spec.numel for spec in specs), sum(spec.numel for spec in specs if spec.trainable)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate that is written for the user to choose."""
+        return LR if described(self.model).lora is None else LORA_LR
 
     def check(self) -> None:
         """ConfigError where a search would find room that nobody has said to be there."""
@@ -207,7 +220,7 @@ def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
     if "auto" in (config.param_tier, config.optimizer_tier):
         yield from batches
         return
-    ranks, numel = found.plan.topology.world_size, found.plan.numel
+    ranks, numels = found.plan.topology.world_size, wish.numels
     order = {tier: place for place, tier in enumerate(Tier)}
     tiers = [tier for tier in Tier if tier is not Tier.NVME or wish.limits.nvme is not None]
     start = {"offload_optimizer": Tier(config.optimizer_tier), "offload_param": Tier(config.param_tier)}
@@ -226,7 +239,7 @@ def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
             if param is not Tier.GPU and config.stage != 3:
                 moved, cost = {f"{zero}.stage": 3, **moved}, cost + 1
             stage = moved.get(f"{zero}.stage", config.stage)
-            needed = _states_nbytes(numel, ranks, config.compute_dtype, (stage, param, states), wish.machine)
+            needed = _states_nbytes(numels, ranks, config.compute_dtype, (stage, param, states), wish.machine)
             if any(nbytes > (wish.limits.of(tier) or nbytes) for tier, nbytes in needed.items()):
                 continue
             for more, sizes in batches:
@@ -356,9 +369,9 @@ def _rounded(nbytes: int) -> str:
 def _candidates(wish: Wish, *, sparing: bool = False) -> Iterator[dict[str, Any]]:
     """Configurations worth a plan; `sparing`: of each placement, only the one with the smallest bounds."""
     ranks, limits = wish.options.get("ranks", 1), wish.limits
-    numel = described(wish.model).tree(wish.dtype).numel
+    numels = wish.numels
     for stage, param, states in (*_WHOLE, *_PLACEMENTS) if ranks > 1 else _PLACEMENTS:
-        needed = _states_nbytes(numel, ranks, wish.dtype, (stage, param, states), wish.machine)
+        needed = _states_nbytes(numels, ranks, wish.dtype, (stage, param, states), wish.machine)
         # A drive that nobody has named is not there.
         if any(nbytes and (limits.of(tier) or 0) < nbytes for tier, nbytes in needed.items()):
             continue
@@ -394,23 +407,26 @@ def _config(
             zero |= {"stage3_max_live_parameters": live, "stage3_prefetch_bucket_size": min(live // 4, 50_000_000)}
     precision = {} if wish.dtype == "fp32" else {wish.dtype: {"enabled": True}}
     micro = wish.options.get("batch") or 1
-    optimizer = {"type": "AdamW", "params": {"lr": LR}}
+    optimizer = {"type": "AdamW", "params": {"lr": wish.rate}}
     return {
         "train_micro_batch_size_per_gpu": micro, **precision, "optimizer": optimizer, "zero_optimization": zero,
     }  # fmt: skip
 
 
 def _states_nbytes(
-    numel: int, ranks: int, dtype: str, placement: tuple[int, Tier, Tier], machine: Machine
+    numels: tuple[int, int], ranks: int, dtype: str, placement: tuple[int, Tier, Tier], machine: Machine
 ) -> dict[Tier, int]:
-    """What the states alone take of each tier, at the least; where ranks compute on the CPU, the GPU's is the CPU's."""
-    stage, param, states = placement
+    """What the states alone take of each tier, at the least; where ranks compute on the CPU, the GPU's is the CPU's.
+
+    numels: elements of the model, and of what is trained of it.
+    """
+    (stage, param, states), (numel, trained) = placement, numels
     width = 4 if dtype == "fp32" else 2
     moments = {"fp32": 8, "bf16": 10, "fp16": 12}[dtype]
     found = dict.fromkeys(Tier, 0)
     found[param] += numel * width // (ranks if stage == 3 else 1)
-    found[states] += numel * moments // ranks
-    found[Tier.GPU if states is Tier.GPU else Tier.CPU] += numel * width // ranks
+    found[states] += trained * moments // ranks
+    found[Tier.GPU if states is Tier.GPU else Tier.CPU] += trained * width // ranks
     if not machine.accelerator:
         found[Tier.CPU] += found[Tier.GPU]
         found[Tier.GPU] = 0

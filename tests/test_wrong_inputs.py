@@ -38,6 +38,23 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "estimate: no configuration": (["estimate", "gpt2", "--config", "nope.json"], ["nope.json", "Give a path"]),
     "estimate: no profile": (["estimate", "gpt2", "--profile", "nope"], ["nope", "infinity bench"]),
     "estimate: two GPUs": (["estimate", "gpt2", "--gpu", "1GB", "--no-gpu"], ["--gpu and --no-gpu", "keep one"]),
+    "estimate: no rank": (["estimate", "gpt2", "--lora", "0"], ["rank", "is 0", "such as 16"]),
+    "estimate: a rank too large": (["estimate", "gpt2", "--lora", "769"], ["rank 769", "768 wide", "at most 768"]),
+    "estimate: targets, no rank": (["estimate", "gpt2", "--lora-targets", "c_fc"], ["--lora-targets", "--lora 16"]),
+    "estimate: unknown targets": (
+        ["estimate", "gpt2", "--lora", "8", "--lora-targets", "c_attn,q_proj"],
+        ["no linear layer 'q_proj'", "takes c_attn, c_fc, c_proj, or all-linear"],
+    ),
+    "estimate: no default targets": (
+        ["estimate", "phi-4", "--lora", "8"], ["no default targets for phi3", "--lora-targets", "qkv_proj"],
+    ),
+    "estimate: adapters of experts": (
+        ["estimate", "deepseek-v3", "--lora", "8", "--lora-targets", "all-linear"],
+        ["the experts of deepseek_v3", "name layers of attention", "o_proj"],
+    ),
+    "estimate: adapters of no decoder": (
+        ["estimate", "{}/bert.json", "--lora", "8"], ["model_type 'bert' is not one that can be sized", "--layers"],
+    ),
     "export: nothing there": (["export", "{}/none", "{}/out"], ["none"]),
     "export: no checkpoint": (["export", "{}/empty", "{}/out"], ["empty", "manifest.json"]),
     "ckpt: nothing there": (["ckpt", "inspect", "{}/none"], ["none"]),
@@ -51,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "empty").mkdir()
     for name, text in {
         "text": "hello", "comment": "// a comment\n{}", "typo": '{"gradient_clipp1ng": 1}', "good": "{}",
-        "stage": '{"zero_optimization": {"stage": 4}}',
+        "stage": '{"zero_optimization": {"stage": 4}}', "bert": '{"model_type": "bert", "hidden_size": 8}',
     }.items():  # fmt: skip
         (tmp_path / f"{name}.json").write_text(text)
     return tmp_path

@@ -2,8 +2,9 @@
 
 The step is rehearsed along the plan (see `infinity.plan.rehearsal`). What bounds it is asked of the rehearsal as well:
 the resource whose rate, if it were a quarter higher, would shorten the step the most. Computation is counted in
-floating-point operations, 2 a parameter and token forward and 4 backward, and attention or recomputation where the
-caller adds it. Tables are left out, for they are looked up; one that is the head as well counts there.
+floating-point operations, 2 a parameter and token forward and 4 backward (2 of a frozen one), and attention or
+recomputation where the caller adds it. Tables are left out, for they are looked up; one that is the head as well counts
+there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import mul
 
 from infinity.plan.grain import Coarse, coarse
 from infinity.plan.hardware import ASSUMED, ASSUMED_WRITES_A_BYTE, Compute, Drive, HardwareProfile, assumed
@@ -115,10 +117,10 @@ def predict(
     """The step of a plan on a machine; on an assumed one without a profile.
 
     tokens: of one micro-batch and rank. flops: operations of one micro-batch's forward and backward on this rank;
-    by default 6 a parameter and token, embeddings left out. early: the step begins in backward, as it does with
-    gradient_clipping 0 where not all gradients are checked first. overlap: the configuration's key. briefly: for who
-    compares many plans: one rehearsal instead of two dozen; `gains` and `tokens_to_hide` are left out, and what would
-    take longest alone counts as the bound.
+    by default 6 a parameter and token, 4 of a frozen one, embeddings left out. early: the step begins in backward, as
+    it does with gradient_clipping 0 where not all gradients are checked first. overlap: the configuration's key.
+    briefly: for who compares many plans: one rehearsal instead of two dozen; `gains` and `tokens_to_hide` are left out,
+    and what would take longest alone counts as the bound.
     """
     profile = profile or assumed(plan.request.accelerator)
     rehearsed = coarse(plan)
@@ -162,6 +164,9 @@ class _Machine:
         slower = 1 if request.accelerator else sharers
         each = _compute_seconds(plan, compute, tokens, flops)
         seconds = [slower * sum(each[unit] for unit in units) for units in rehearsed.units]
+        # Backward of a frozen weight has the gradient of its input to compute and no other.
+        share = [1 / 3 if layout.trainable else 1 / 2 for layout in plan.layouts]
+        forward = [slower * sum(each[unit] * share[unit] for unit in units) for units in rehearsed.units]
         uses = len(plan.schedule) / max(len(rehearsed.plan.schedule), 1)
         # Of the step's streams, what a copy of the same bytes would take: 28 bytes a parameter, and half is read.
         width = DTYPE_NBYTES[request.compute_dtype]
@@ -177,8 +182,9 @@ class _Machine:
                     Lane.DOWN: profile.down_rate or ASSUMED.down_rate or 1.0,
                     Lane.NETWORK: profile.network_rate or ASSUMED.network_rate or 1.0,
                 },
-                mixed_rates=(mixed / 2, mixed / 2), forward_seconds=[each / 3 for each in seconds],
-                backward_seconds=[each * 2 / 3 for each in seconds], copy_seconds=sharers / profile.copy_rate,
+                mixed_rates=(mixed / 2, mixed / 2), forward_seconds=forward,
+                backward_seconds=[both - there for both, there in zip(seconds, forward, strict=True)],
+                copy_seconds=sharers / profile.copy_rate,
                 adam_seconds=_by_dtype(profile.adam_seconds, request.compute_dtype) * sharers,
                 norm_seconds=_by_dtype(profile.norm_seconds, request.compute_dtype) * sharers,
                 device_adam_seconds=on_device, group_seconds=_GROUP_SECONDS * rehearsed.groups_in_one,
@@ -284,7 +290,8 @@ def _compute_seconds(plan: Plan, compute: Compute, tokens: int, flops: float | N
         for index, other in tables:
             # All tiles of the table.
             matrices[index] += other.numel if other.name == slot.name else 0
-    operations = 6.0 * sum(matrices) * tokens if flops is None else flops
+    passes = [6.0 if layout.trainable else 4.0 for layout in plan.layouts]
+    operations = sum(map(mul, passes, matrices)) * tokens if flops is None else flops
     rate = operations / max(sum(matrices), 1) / compute.rate
     seconds = [
         numel * rate + layout.numel * compute.parameter_seconds

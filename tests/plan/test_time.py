@@ -258,3 +258,13 @@ def test_parties_that_all_wait_are_an_error():
     lanes.begin(iter([lambda: False]))
     with pytest.raises(RuntimeError, match="waits"):
         lanes.run(lambda: False)
+
+
+def test_a_frozen_weights_backward_is_as_long_as_its_forward():
+    frozen = tuple(
+        replace(unit, trainable=False, params=tuple(replace(spec, group=-1) for spec in unit.params))
+        for unit in model().units[1:]
+    )
+    plan = plan_of(spec=ModelSpec((*model().units[:1], *frozen), tuple(range(LAYERS))), optimizer_tier=Tier.CPU)
+    told = predict(plan, PROFILE, tokens=1000)
+    assert told.seconds == pytest.approx((4 * NUMEL + 2 * NUMEL / LAYERS) * 1000 / 1e12, rel=0.05)
