@@ -11,6 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+# Of a loss in tiles, tokens of a tile and words of a block of the vocabulary: 16 MiB of logits in fp32.
+TILE_TOKENS = 1024
+TILE_WORDS = 4096
 # Class names of modules whose attribute `weight` may be cut.
 _CUT = ("Linear", "Embedding")
 

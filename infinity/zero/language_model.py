@@ -15,11 +15,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError, StateError
-from infinity.zero.sequence import TILE_TOKENS, tiled_cross_entropy, tiled_mlp
+from infinity.plan.tiles import TILE_TOKENS
+from infinity.zero.sequence import tiled_cross_entropy, tiled_mlp
 
 
-def tile_sequence(model: nn.Module, *, tile_tokens: int = TILE_TOKENS) -> nn.Module:
+def tile_sequence(model: nn.Module, *, tile_tokens: int = TILE_TOKENS, mlps: bool = True) -> nn.Module:
     """Make a transformers causal language model compute its loss and its MLPs `tile_tokens` tokens at a time.
+
+    mlps: False leaves the MLPs as they are, so that nothing but the head is computed twice.
 
     Call it before `infinity.initialize`. Called with labels, the model then returns its loss and no logits; without
     labels it returns logits as before. MLPs are the modules whose class name ends with "MLP" and which take one tensor;
@@ -37,7 +40,7 @@ def tile_sequence(model: nn.Module, *, tile_tokens: int = TILE_TOKENS) -> nn.Mod
     model.register_forward_hook(loss.after)
     model.loss_function = loss.give  # type: ignore[assignment]
     head.forward = loss.head  # type: ignore[method-assign, assignment]
-    for module in model.modules():
+    for module in model.modules() if mlps else ():
         if type(module).__name__.endswith("MLP") and len(inspect.signature(type(module).forward).parameters) == 2:
             module.forward = _TiledForward(module, tile_tokens)
     return model

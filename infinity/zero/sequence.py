@@ -19,13 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity.plan.tiles import TILE_TOKENS, TILE_WORDS
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.hooks import announce_begin, announce_end
 from infinity.zero.tiling import ProductSum, Tile, Tiles, tiles_of
-
-# Tokens of a tile, and rows of a block of the vocabulary: 16 MiB of logits in fp32.
-TILE_TOKENS = 1024
-_BLOCK_ROWS = 4096
 
 
 def tiled_mlp(
@@ -165,8 +162,8 @@ class _Loss:
 
     def blocks(self, piece: Any) -> Iterator[tuple[slice, slice]]:
         """Blocks of a piece's rows: in the piece, and in the vocabulary."""
-        for first in range(0, piece.stop - piece.start, _BLOCK_ROWS):
-            last = min(first + _BLOCK_ROWS, piece.stop - piece.start)
+        for first in range(0, piece.stop - piece.start, TILE_WORDS):
+            last = min(first + TILE_WORDS, piece.stop - piece.start)
             yield slice(first, last), slice(piece.start + first, piece.start + last)
 
     def tokens(self) -> Iterator[slice]:
@@ -207,7 +204,8 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.call, ctx.scopes, ctx.bias_scopes, ctx.offsets = call, scopes, bias_scopes, offsets
         normal = highest + total.log()
         ctx.save_for_backward(hidden, normal)
-        return (normal - chosen)[call.counts].sum()
+        # Not by an index: how many tokens count would be asked of the device, and shapes alone do not tell it.
+        return torch.where(call.counts, normal - chosen, 0).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable

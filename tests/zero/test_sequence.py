@@ -287,6 +287,25 @@ def test_a_copy_of_a_tiled_model_is_its_own(tmp_path: Path) -> None:
     assert float(plain.loss.detach()) == pytest.approx(float(model(input_ids=ids, labels=ids).loss.detach()), rel=1e-6)
 
 
+def test_the_loss_alone_is_tiled_where_the_mlps_are_to_stay() -> None:
+    model = infinity.tile_sequence(hf_model("llama"), tile_tokens=8, mlps=False)
+    assert all("forward" not in module.__dict__ for module in model.modules() if module is not model.lm_head)
+    ids = torch.arange(20)[None]
+    output = model(input_ids=ids, labels=ids)
+    assert "logits" not in output
+    plain = hf_model("llama")
+    assert float(output.loss.detach()) == pytest.approx(float(plain(input_ids=ids, labels=ids).loss.detach()), rel=1e-6)
+
+
+def test_a_tiled_loss_is_measured_on_shapes_alone() -> None:
+    model = hf_model("llama")
+    ids = torch.zeros(2, 300, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids}
+    whole = infinity.measure_activations(model, batch)
+    tiled = infinity.measure_activations(infinity.tile_sequence(model, tile_tokens=8), batch)
+    assert tiled.nbytes < whole.nbytes
+
+
 def test_models_that_cannot_be_tiled_are_refused():
     with pytest.raises(ConfigError, match="tile_sequence needs a transformers model"):
         infinity.tile_sequence(nn.Linear(2, 2))
