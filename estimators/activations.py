@@ -15,6 +15,7 @@ from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.plan.activation import Activations
+from infinity.plan.tiles import TILE_TOKENS, TILE_WORDS
 from infinity.plan.types import DTYPE_NBYTES
 
 __all__ = ["Activations", "activations"]
@@ -73,7 +74,7 @@ class _Block:
 def activations(
     values: Mapping[str, Any], *, batch: int, sequence: int, compute_dtype: str, checkpointing: bool = False,
     every: int = 1, attention: str = "sdpa", accelerator: bool = False, adapted: frozenset[str] | None = None,
-    rank: int = 0,
+    rank: int = 0, tiled_loss: bool = False,
 ) -> Activations:  # fmt: skip
     """Bytes of a micro-batch of `batch` sequences for the causal language model of a config.json.
 
@@ -81,7 +82,9 @@ def activations(
     compute_dtype: "fp32", "bf16" or "fp16". checkpointing: every `every`-th block keeps its input only and is computed
     again in backward. attention: "sdpa" or "eager" (always Gemma 2's). accelerator: whether it runs on one. The program
     is taken to keep the loss of a forward, not its logits. adapted, rank: where all but low-rank adapters is frozen,
-    the names of the layers that have them; then layers without keep no input. ConfigError where a size is missing.
+    the names of the layers that have them; then layers without keep no input. tiled_loss: the logits are computed a
+    tile at a time, as `infinity.tile_sequence` does it. ConfigError where a size is missing, and for a loss that cannot
+    be tiled.
     """
     kind = values.get("model_type")
     # transformers computes Gemma 2's attention in no other way, for its scores are capped.
@@ -100,12 +103,14 @@ def activations(
     if ahead:
         kept[f"inputs of {len(ahead)} blocks"] = sum(block.input_nbytes for block in ahead)
     # The last norm keeps its input, and what the head takes; Llama's the normalized values, too.
-    head = run.keeps("lm_head")
+    # A loss in tiles keeps what it computes the logits from.
+    head = run.keeps("lm_head") or tiled_loss
     last = {"last norm": ending * (run.width * (1 + head) if gpt2 else _norm_nbytes(values, run, output=head))}
     # A cap of logits keeps them once more.
     capped = logits // DTYPE_NBYTES["fp32"] * run.width if values.get("final_logit_softcapping") else 0
     again = [sum(block.parts.values()) + block.backward_nbytes for block in ahead]
     moments = (
+        {**kept, **last, "loss in tiles": _tiles_nbytes(values, run, ending)} if tiled_loss else
         {**kept, **last, "logits and loss": _LOSS_COPIES * logits + capped},
         # What lies behind the last block is gone by then.
         {
@@ -115,12 +120,42 @@ def activations(
     )  # fmt: skip
     parts = max(moments, key=lambda moment: sum(moment.values()))
     form = f"closed form of {_NAMES.get(str(kind), 'Llama')}'s blocks, {attention} attention"
+    saved = sum(kept.values()) + sum(last.values()) + (0 if tiled_loss else logits)
     return Activations(
-        nbytes=sum(parts.values()), parts=parts, saved_nbytes=sum(kept.values()) + sum(last.values()) + logits,
+        nbytes=sum(parts.values()), parts=parts, saved_nbytes=saved,
         source=f"{form}, {'blocks computed again' if checkpointing else 'nothing computed again'}",
         # No gradient goes to the first block's where all before it is frozen: autograd does not save it.
         inputs=len(ahead) - (1 if ahead and adapted is not None else 0), input_nbytes=blocks[0].input_nbytes,
     )  # fmt: skip
+
+
+def may_tile_loss(values: Mapping[str, Any]) -> bool:
+    """Whether the model's loss may be computed in tiles: nothing may change logits between the head and the loss."""
+    return not values.get("final_logit_softcapping")
+
+
+def _tiles_nbytes(values: Mapping[str, Any], run: _Pass, ending: int) -> int:
+    """What `tiled_cross_entropy` has beside its input in backward: two tiles of logits in fp32, each with its copy in
+    the head's dtype, the sum of the head's gradient for one block of words, and the gradient of the input, in fp32 and
+    then in its own dtype. `ending`: elements of the input.
+    """
+    if not may_tile_loss(values):
+        raise ConfigError(
+            f"{values.get('model_type')} caps its logits, so that its loss cannot be computed in tiles: leave "
+            "--tiled-loss out"
+        )
+    full, vocabulary = DTYPE_NBYTES["fp32"], _size(values, "vocab_size")
+    copy = run.width if run.width != full else 0
+    words = min(vocabulary, TILE_WORDS)
+    first = min(run.tokens, TILE_TOKENS)
+    # The next one in the order in which they are made: of the tokens that follow, or of the words.
+    second = min(run.tokens - first, TILE_TOKENS) or (first if vocabulary > words else 0)
+    # Alone, a tile has its exponentials or a copy of its gradient beside it.
+    tiles = words * max((first + second) * (full + copy), first * (2 * full + copy))
+    if run.keeps("lm_head"):
+        # In 16 bits each product is made beside the sum that it is added to.
+        tiles += words * (ending // run.tokens) * full * (2 if copy else 1)
+    return ending * full + max(tiles, ending * copy)
 
 
 def _blocks(values: Mapping[str, Any], run: _Pass) -> list[_Block]:

@@ -99,6 +99,7 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
     }  # fmt: skip
     wish = Wish(
         model, machine, options, dtype=args.dtype or "bf16", checkpointing=args.checkpointing,
+        tiled_loss=args.tiled_loss,
         nvme_path=os.path.abspath(args.nvme_path) if args.nvme_path else "nvme",
     )  # fmt: skip
     if args.max:
@@ -120,7 +121,10 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
         title = "" if args.compare else "parameters, optimizer"
         text = "\n".join([_compared_model(args, rows), "", compare(rows, title=title, width=_width()), *_hints(args)])
         return text, data, rows[0][1], all(found.fits for _, found in rows)
-    single = estimate(model, args.config, machine=machine, checkpointing=bool(args.checkpointing), **options)
+    single = estimate(
+        model, args.config, machine=machine, checkpointing=bool(args.checkpointing),
+        tiled_loss=bool(args.tiled_loss), **options,
+    )  # fmt: skip
     near = None if single.fits or not machine.known else nearest(single, wish)
     told = single.as_dict() if args.json else None
     if told is not None and not single.fits:
@@ -158,7 +162,7 @@ def _compared(args: argparse.Namespace, wish: Wish) -> list[tuple[str, Estimate]
             Path(path).stem,
             estimate(
                 wish.model, path, machine=wish.machine, checkpointing=bool(args.checkpointing),
-                **wish.options,
+                tiled_loss=bool(args.tiled_loss), **wish.options,
             ),
         )
         for path in args.compare
@@ -234,6 +238,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--checkpointing", action=argparse.BooleanOptionalAction,
         help="compute activations again in backward (a search: where it is needed)",
+    )  # fmt: skip
+    work.add_argument(
+        "--tiled-loss", action=argparse.BooleanOptionalAction,
+        help="never have all logits at once: infinity.tile_sequence(model, mlps=False) in the program (a search: where "
+        "it is needed)",
     )  # fmt: skip
     work.add_argument(
         "--lora", type=int, metavar="RANK", help="train peft's low-rank adapters of this rank; the model is frozen"

@@ -35,17 +35,19 @@ def active_numel(tree: ModuleNode, values: Mapping[str, Any], *, trained: bool =
 
 
 def step_flops(
-    tree: ModuleNode, values: Mapping[str, Any], *, tokens: int, sequence: int, checkpointing: bool, every: int = 1
-) -> float:
+    tree: ModuleNode, values: Mapping[str, Any], *, tokens: int, sequence: int, checkpointing: bool, every: int = 1,
+    tiled_loss: bool = False,
+) -> float:  # fmt: skip
     """Operations of one rank's step over `tokens` tokens in sequences of `sequence`.
 
-    checkpointing: every `every`-th layer's forward is computed once more in backward.
+    checkpointing: every `every`-th layer's forward is computed once more in backward. tiled_loss: so are the logits.
     """
     forward = 2 * active_numel(tree, values) + 2 * sequence * _attention_width(values)
     passes = 2 + (1 / every if checkpointing else 0)
     # Backward's second half is the gradients of weights, and attention's own.
     weights = 2 * active_numel(tree, values, trained=True) + 2 * sequence * _attention_width(values)
-    return float(tokens * (forward * passes + weights))
+    head = 2 * values.get("vocab_size", 0) * values.get("hidden_size", values.get("n_embd", 0))
+    return float(tokens * (forward * passes + weights + (head if tiled_loss else 0)))
 
 
 def _attention_width(values: Mapping[str, Any]) -> int:

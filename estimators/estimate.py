@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from estimators.activations import activations
+from estimators.activations import activations, may_tile_loss
 from estimators.adapters import Lora
 from estimators.architectures import completed, known
 from estimators.compute import step_flops
@@ -51,14 +51,19 @@ class Workload:
     # Whether layers' activations are computed again in backward, and those of every how many layers.
     checkpointing: bool
     every: int = 1
+    # Whether the logits of a few tokens at a time are there, not all of them.
+    tiled_loss: bool = False
 
     @classmethod
-    def of(cls, model: Described, batch: int, sequence: int | None, checkpointing: bool) -> Workload:
+    def of(
+        cls, model: Described, batch: int, sequence: int | None, *, checkpointing: bool, tiled_loss: bool
+    ) -> Workload:
         """With a sequence as long as the model takes, up to 4096, where nobody says. ConfigError for a longer one."""
         most = model.positions_max
         if sequence is not None and most is not None and sequence > most:
             raise ConfigError(f"{model.name} takes sequences of at most {most:,} tokens, not {sequence:,}")
-        return cls(batch, min(SEQUENCE, most or SEQUENCE) if sequence is None else sequence, checkpointing)
+        length = min(SEQUENCE, most or SEQUENCE) if sequence is None else sequence
+        return cls(batch, length, checkpointing, tiled_loss=tiled_loss)
 
     def under(self, config: ResolvedConfig) -> Workload:
         """With layers computed again where the configuration says so."""
@@ -198,9 +203,20 @@ class Estimate:
         """The same in a fraction of the time, without what would have to change to make it faster."""
         return self._predicted(briefly=True)
 
+    @property
+    def rates(self) -> HardwareProfile:
+        """The profile as this run sees it: a loss in tiles goes over its logits twice."""
+        if not self.work.tiled_loss:
+            return self.profile
+        twice = {
+            dtype: rate.model_copy(update={"logit_seconds": 2 * rate.logit_seconds})
+            for dtype, rate in self.profile.compute.items()
+        }
+        return self.profile.model_copy(update={"compute": twice})
+
     def _predicted(self, *, briefly: bool) -> StepTime:
         return predict(
-            self.plan, self.profile, tokens=self.work.tokens, flops=self.flops, accumulation=self.accumulation,
+            self.plan, self.rates, tokens=self.work.tokens, flops=self.flops, accumulation=self.accumulation,
             early=self._early, overlap=self.config.config.overlap, briefly=briefly,
         )  # fmt: skip
 
@@ -210,6 +226,7 @@ class Estimate:
         return step_flops(
             self.model.tree(self.config.compute_dtype), complete_values(self.model) or {}, tokens=self.work.tokens,
             sequence=self.work.sequence, checkpointing=self.work.checkpointing, every=self.work.every,
+            tiled_loss=self.work.tiled_loss,
         )  # fmt: skip
 
     def of_node(self, phase: Phase) -> dict[Tier, int]:
@@ -225,6 +242,16 @@ class Estimate:
     def with_checkpointing(self, checkpointing: bool) -> Estimate:
         """The same run with layers computed again in backward, or not: the plan is the same."""
         return replace(self, work=replace(self.work, checkpointing=checkpointing))
+
+    def with_tiled_loss(self, tiled_loss: bool) -> Estimate:
+        """The same run with the loss in tiles, or with all its logits: the plan is the same."""
+        return replace(self, work=replace(self.work, tiled_loss=tiled_loss))
+
+    @property
+    def may_tile_loss(self) -> bool:
+        """Whether the loss may be computed in tiles, as far as the model is known."""
+        values = complete_values(self.model)
+        return values is not None and may_tile_loss(values)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data, for programs."""
@@ -246,6 +273,7 @@ class Estimate:
             "sequence": self.work.sequence,
             "accumulation": self.accumulation,
             "checkpointing": self.work.checkpointing,
+            "tiled_loss": self.work.tiled_loss,
             "nbytes": _plain(plan.bytes_by_tier()),
             "nbytes_at_rest": _plain(self.at_rest),
             "nbytes_by_phase": {phase.value: _plain(table) for phase, table in self.phases.items()},
@@ -285,6 +313,7 @@ def estimate(
     batch: int | None = None,
     sequence: int | None = None,
     checkpointing: bool = False,
+    tiled_loss: bool = False,
     machine: Machine = Machine(),  # noqa: B008
     profile: HardwareProfile | str | os.PathLike[str] | None = None,
     lora: int | None = None,
@@ -294,7 +323,8 @@ def estimate(
 
     model: the name of a known model, a Hugging Face config.json (file, folder or its values), or a module, which may be
     on the meta device. config: the training configuration (path, dict or JSON text). batch: sequences in a micro-batch,
-    otherwise the configuration's. sequence: tokens in each, at most 4096 unless said. machine: what a node has, for
+    otherwise the configuration's. sequence: tokens in each, at most 4096 unless said. tiled_loss: the program calls
+    `infinity.tile_sequence(model, mlps=False)`. machine: what a node has, for
     `fits` and "auto". profile: measured rates, or the path of the file that `infinity bench` has written; otherwise
     assumed ones. lora: the rank of peft's adapters, which then are all that is trained; lora_targets: names of the
     layers that get them, with commas between them or as a sequence, or "all-linear"; otherwise peft's default.
@@ -312,7 +342,8 @@ def estimate(
     if local < 1 or ranks % local:
         raise ConfigError(f"{ranks} ranks cannot be {local} on each node: ranks_per_node must divide the ranks")
     topology = Topology(dp=ranks, local_size=local)
-    work = Workload.of(what, resolved.micro_batch if batch is None else batch, sequence, checkpointing).under(resolved)
+    size = resolved.micro_batch if batch is None else batch
+    work = Workload.of(what, size, sequence, checkpointing=checkpointing, tiled_loss=tiled_loss).under(resolved)
     plan = Question(
         node=what.tree(resolved.compute_dtype), config=resolved, topology=topology, accelerator=machine.accelerator,
         capacity=_capacity(resolved, machine, local), blocks=what.blocks,
@@ -355,7 +386,7 @@ def activations_of(model: Described, dtype: str, work: Workload, machine: Machin
     return activations(
         values, batch=work.batch, sequence=work.sequence, compute_dtype=dtype, checkpointing=work.checkpointing,
         every=work.every, accelerator=machine.accelerator, adapted=model.adapted_layers,
-        rank=0 if model.lora is None else model.lora.rank,
+        rank=0 if model.lora is None else model.lora.rank, tiled_loss=work.tiled_loss,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def duration(seconds: float) -> str:
     """Seconds in the unit that people would use."""
     for size, unit in ((86_400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
+            return f"{seconds / size:,.0f} {unit}" if seconds >= 1000 * size else f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
 
 
@@ -91,6 +91,7 @@ def headline(found: Estimate) -> list[str]:
     nodes = topology.world_size // topology.local_size
     where = f"{ranks} on {nodes} nodes" if nodes > 1 else ranks
     checkpointed = ", activations recomputed" if work.checkpointing else ""
+    checkpointed += ", loss in tiles" if work.tiled_loss else ""
     accumulated = f" x {found.accumulation} accumulated" if found.accumulation > 1 else ""
     lines = [
         f"{found.model.name}: {plan.numel / 1e9:.2f} B parameters, {request.compute_dtype}, stage {request.stage}, "
@@ -204,13 +205,16 @@ def advised(advice: Advice) -> str:
         return chosen(advice.best)
     near = advice.best.estimate.tiers[:-1]
     names = [tier_name(advice.best.estimate, tier, short=True) for tier in near]
-    rows = [["parameters, optimizer", "tokens/s", "batch", "recompute", *names, "drive lasts"]]
+    tiled = any(choice.estimate.work.tiled_loss for choice in advice.choices)
+    head = ["parameters, optimizer", "tokens/s", "batch", "recompute", *(["tiled loss"] if tiled else [])]
+    rows = [[*head, *names, "drive lasts"]]
     for choice in advice.choices:
         found, days = choice.estimate, days_of_training(choice)
         homes = ("+".join(tier_name(found, t, short=True) for t in places(choice, *k)) for k in (PARAMETERS, STATES))
         held = (format_bytes(found.peak(tier)) if found.peak(tier) else "-" for tier in near)
-        batch, again = f"{found.work.batch} x {found.accumulation}", "yes" if found.work.checkpointing else "no"
-        row = [", ".join(homes), f"{tokens_a_second(choice):,.0f}", batch, again, *held]
+        computed = [found.work.checkpointing, *([found.work.tiled_loss] if tiled else [])]
+        batch, again = f"{found.work.batch} x {found.accumulation}", ["yes" if each else "no" for each in computed]
+        row = [", ".join(homes), f"{tokens_a_second(choice):,.0f}", batch, *again, *held]
         rows.append([*row, duration(days * 86_400) if days else "-"])
     lines = ["The best for this machine, and the next that differ (batch: sequences at a time x accumulated):", ""]
     lines += [*_aligned(rows), ""]
@@ -229,10 +233,16 @@ def to_choose(choice: Choice) -> list[str]:
     """What a search cannot know of its own configuration."""
     rate = choice.config["optimizer"]["params"]["lr"]
     lines = [f"Choose optimizer.params.lr yourself: {rate:g} stands there so that the file trains as it is."]
-    model = choice.estimate.model
+    model, changed = choice.estimate.model, []
+    if choice.estimate.work.tiled_loss:
+        changed.append("infinity.tile_sequence(model, mlps=False)")
     if model.lora is not None:
         code = model.lora.code(str((model.values or {}).get("model_type")))
-        lines += ["Give infinity.initialize the model with its adapters:", f"  {code}"]
+        changed.append(code)
+    if changed:
+        what = "its adapters" if model.lora is not None else "its loss in tiles"
+        what = "its loss in tiles and its adapters" if len(changed) > 1 else what
+        lines += [f"Give infinity.initialize the model with {what}:", *(f"  {line}" for line in changed)]
     if choice.estimate.plan.nvme_nbytes and not os.path.isabs((choice.estimate.config.nvme_path or ("",))[0]):
         lines.append("nvme_path is a folder beside the program: --nvme-path FOLDER puts one on your fast drive there.")
     return lines
@@ -308,6 +318,13 @@ def _activations(found: Estimate) -> list[str]:
         f"activations: {format_bytes(kept.nbytes)} kept, or {format_bytes(recomputed.nbytes)} where every layer is "
         f"computed again ({kept.source.partition(',')[0]})"
     )
+    whole = found.with_tiled_loss(False)
+    if found.work.tiled_loss and whole.activations is not None:
+        # The busiest moment need not be the loss in either of them.
+        line += (
+            f"; the loss in tiles spares {format_bytes(max(whole.activations.nbytes - found.activations.nbytes, 0))} "
+            f"of logits for {100 * (found.flops / whole.flops - 1):.0f} % more operations"
+        )
     if (away := found.offloaded) is not None:
         line += f"; inputs of {away.count} layers, {format_bytes(away.nbytes)}, lie on {away.tier.value} until backward"
     return [line]

@@ -1,10 +1,11 @@
 """Which configuration suits a machine, and how large a model can be on it.
 
 Candidates are the sensible placements (nothing lies farther out than what is needed more often), each with and without
-recomputed activations. Those whose states alone exceed a tier are left out unplanned; of the others that fit, the one
-whose step is predicted to be the shortest wins. Where none fits, the inputs of recomputed layers lie off the device as
-well: last, for predictions leave their traffic out. Every answer is an `Estimate` that was planned like any other, of
-a configuration that says all of it.
+recomputed activations, and with the loss in tiles where logits decide what is needed. Those whose states alone exceed a
+tier are left out unplanned; of the others that fit, the one whose step is predicted to be the shortest wins. Where none
+fits, the inputs of recomputed layers lie off the device as well: last, for predictions leave their traffic out. Every
+answer is an `Estimate` that was planned like any other, of a configuration that says all of it but the loss in tiles,
+for which the program makes a call.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from estimators.activations import may_tile_loss
 from estimators.estimate import RANKS_PER_NODE, Estimate, estimate
 from estimators.machine import Machine
 from estimators.model import described
@@ -29,6 +31,8 @@ _LIVE_DEFAULT = 10**9
 # Plans that a search for a nearby configuration makes at most.
 _PLANS_MAX = 20
 _LAYERS_MAX = 1 << 16
+# Limits are written in hundredths of a GB.
+_ROUNDED = 10**7
 # A cautious start for tuning a model that is trained already: the one number that no search can find.
 LR = 1e-5
 # The same of adapters, which begin as nothing and take larger steps.
@@ -49,18 +53,27 @@ _RECOMPUTED: _Section = {"every": 1}
 
 
 @dataclass(frozen=True)
+class _Sparing:
+    """What is done to need less of activations: the section, and whether the program tiles the loss."""
+
+    section: _Section
+    tiled_loss: bool
+
+
+@dataclass(frozen=True)
 class Choice:
     """A configuration and what it takes."""
 
     config: Mapping[str, Any]
     estimate: Estimate
 
-    def varied(self, section: _Section) -> Choice:
-        """With another section `activation_checkpointing`: the plan is the same."""
-        if not section:
-            return self
-        config = {**self.config, "activation_checkpointing": section}
-        return Choice(config, self.estimate.under(config))
+    def varied(self, sparing: _Sparing) -> Choice:
+        """With less of activations: the plan is the same."""
+        config, found = self.config, self.estimate
+        if sparing.section:
+            config = {**config, "activation_checkpointing": sparing.section}
+            found = found.under(config)
+        return Choice(config, found.with_tiled_loss(sparing.tiled_loss) if sparing.tiled_loss else found)
 
     @property
     def seconds(self) -> float:
@@ -106,6 +119,8 @@ class Wish:
     checkpointing: bool | None = None
     # The folder on the drive.
     nvme_path: str = "nvme"
+    # Whether the loss is computed in tiles; None: where it is needed.
+    tiled_loss: bool | None = None
 
     @property
     def limits(self) -> Capacity:
@@ -117,17 +132,27 @@ class Wish:
         return self.options.get("ranks_per_node") or min(self.options.get("ranks", 1), RANKS_PER_NODE)
 
     @property
-    def near(self) -> Sequence[_Section]:
-        """What may become of activations on the device, from fast to small."""
-        return {None: (_KEPT, _RECOMPUTED), True: (_RECOMPUTED,), False: (_KEPT,)}[self.checkpointing]
+    def tilings(self) -> Sequence[bool]:
+        """Whether the loss may be in tiles, the fast way first. A model that caps its logits has no other way."""
+        values = described(self.model).values
+        if self.tiled_loss is None:
+            return (False, True) if values is not None and may_tile_loss(values) else (False,)
+        return (self.tiled_loss,)
 
     @property
-    def far(self) -> Sequence[_Section]:
+    def near(self) -> Sequence[_Sparing]:
+        """What may become of activations on the device, from fast to small."""
+        sections = {None: (_KEPT, _RECOMPUTED), True: (_RECOMPUTED,), False: (_KEPT,)}[self.checkpointing]
+        return [_Sparing(section, tiled) for section in sections for tiled in self.tilings]
+
+    @property
+    def far(self) -> Sequence[_Sparing]:
         """And off it. Without an accelerator CPU memory is the device's."""
         if self.checkpointing is False:
             return ()
         cpu, nvme = ({**_RECOMPUTED, "offload": self.offload(tier)} for tier in (Tier.CPU, Tier.NVME))
-        return (*([cpu] if self.machine.accelerator else []), *([nvme] if self.limits.nvme is not None else []))
+        sections = [*([cpu] if self.machine.accelerator else []), *([nvme] if self.limits.nvme is not None else [])]
+        return [_Sparing(section, tiled) for section in sections for tiled in self.tilings]
 
     def offload(self, tier: Tier) -> dict[str, Any]:
         """The section of what lies on a tier."""
@@ -202,6 +227,7 @@ def nearest(found: Estimate, wish: Wish) -> Near | None:
         if best is not None and best[0] <= cost:
             break
         planned = estimate(wish.model, changed(found.config, moved).config, machine=wish.machine, **wish.options)
+        planned = planned.with_tiled_loss(found.work.tiled_loss)
         for more, varied in _sparing(planned, wish):
             under = planned.under(changed(planned.config, varied).config) if varied else planned
             if under.fits and (best is None or cost + more < best[0]):
@@ -273,7 +299,7 @@ def usual(wish: Wish) -> Iterator[tuple[str, Estimate]]:
         seen.add(name)
         config = _config(wish, (stage, param, states), Capacity(), None)
         found = estimate(wish.model, config, machine=wish.machine, **wish.options)
-        yield name, found.with_checkpointing(bool(wish.checkpointing))
+        yield name, found.with_checkpointing(bool(wish.checkpointing)).with_tiled_loss(bool(wish.tiled_loss))
 
 
 def largest(wish: Wish) -> tuple[Choice | None, Choice]:
@@ -312,7 +338,8 @@ def _last(holds: Callable[[int], bool]) -> int:
 def _fits(wish: Wish) -> bool:
     """Whether any candidate fits: those that need the least of the accelerator are enough to know."""
     planned = _planned(wish, [*_candidates(wish, sparing=True)][::-1])
-    return any(choice.estimate.fits for choice in _varied(planned, (wish.near[-1], *wish.far)))
+    least = wish.near[-len(wish.tilings) :]
+    return any(choice.estimate.fits for choice in _varied(planned, (*least, *wish.far)))
 
 
 def _numel(name: str) -> int:
@@ -325,14 +352,27 @@ def _planned(wish: Wish, candidates: Iterable[Mapping[str, Any]]) -> Iterator[Ch
         yield Choice(config, estimate(wish.model, config, machine=wish.machine, **wish.options))
 
 
-def _varied(choices: Iterable[Choice], sections: Sequence[_Section]) -> Iterator[Choice]:
-    """Each choice with these sections in turn until one fits."""
+def _varied(choices: Iterable[Choice], sparings: Sequence[_Sparing]) -> Iterator[Choice]:
+    """Each choice with these ways to spare activations in turn until one fits. A loss in tiles is left out where it
+    spares nothing, because logits are not what the busiest moment holds.
+    """
     for choice in choices:
-        for section in sections:
-            varied = choice.varied(section)
+        whole: dict[int, int] = {}
+        for sparing in sparings:
+            varied = choice.varied(sparing)
+            held, section = _held(varied), id(sparing.section)
+            if sparing.tiled_loss and held >= whole.get(section, held + 1):
+                continue
+            whole.setdefault(section, held)
             yield varied
             if varied.estimate.fits:
                 break
+
+
+def _held(choice: Choice) -> int:
+    """Bytes of activations, as far as they are known."""
+    found = choice.estimate.activations
+    return 0 if found is None else found.nbytes
 
 
 def _by_budget(wish: Wish) -> Iterator[Choice]:
@@ -345,25 +385,29 @@ def _by_budget(wish: Wish) -> Iterator[Choice]:
     drive = {"nvme_path": wish.nvme_path} if room.nvme is not None else {}
     plain = _config(wish, (3, Tier.GPU, Tier.GPU), room, None)
     (anywhere,) = _planned(wish, [plain])
-    for section in wish.near:
-        used = anywhere.varied(section).estimate.activations
-        held = 0 if used is None else used.nbytes
-        if nearest <= held:
+    tried: set[int] = set()
+    for sparing in wish.near:
+        held = _held(anywhere.varied(sparing))
+        if nearest <= held or any(held >= other for other in tried):
             continue
+        tried.add(held)
         zero = plain["zero_optimization"] | {
             name: {"device": "auto", **drive} for name in ("offload_param", "offload_optimizer")
         }
         memory = {"gpu": nearest - held, "cpu": cpu * local}
         if not wish.machine.accelerator:
             memory = {"cpu": (cpu - held) * local}
+        if min(memory.values()) < _ROUNDED:
+            # No limit that can be written.
+            continue
         limits = {name: {"max_bytes": _rounded(nbytes)} for name, nbytes in memory.items()}
         config = {**plain, "zero_optimization": zero, "memory": limits}
-        yield from _varied(_planned(wish, [config]), [section])
+        yield from _varied(_planned(wish, [config]), [sparing])
 
 
 def _rounded(nbytes: int) -> str:
     """A limit as people write it, never above what it is."""
-    return f"{nbytes // 10**7 / 100:g}GB"
+    return f"{nbytes // _ROUNDED / 100:g}GB"
 
 
 def _candidates(wish: Wish, *, sparing: bool = False) -> Iterator[dict[str, Any]]:

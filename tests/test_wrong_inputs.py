@@ -55,6 +55,10 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "estimate: adapters of no decoder": (
         ["estimate", "{}/bert.json", "--lora", "8"], ["model_type 'bert' is not one that can be sized", "--layers"],
     ),
+    "estimate: a capped loss": (
+        ["estimate", "gemma-2-2b", "--config", "{}/good.json", "--tiled-loss"],
+        ["gemma2", "caps its logits", "leave --tiled-loss out"],
+    ),
     "export: nothing there": (["export", "{}/none", "{}/out"], ["none"]),
     "export: no checkpoint": (["export", "{}/empty", "{}/out"], ["empty", "manifest.json"]),
     "ckpt: nothing there": (["ckpt", "inspect", "{}/none"], ["none"]),

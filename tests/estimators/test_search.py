@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from estimators.estimate import estimate
-from estimators.machine import Machine
-from estimators.search import Wish, fit, largest, usual
+from estimators.machine import PROCESS_NBYTES, SYSTEM_NBYTES, Machine
+from estimators.search import Wish, _by_budget, fit, largest, usual
 from infinity.errors import ConfigError
-from infinity.plan.types import Tier
+from infinity.plan.types import SAVE_BLOCK_NBYTES, SAVE_BLOCKS, Tier
 
 GB = 10**9
 
@@ -50,7 +50,9 @@ def test_less_memory_never_makes_a_run_faster():
 def test_the_found_configuration_is_planned_as_it_was_found():
     asked = wish(8, 16, 500)
     found = fit(asked)
-    again = estimate(asked.model, found.config, machine=asked.machine, sequence=512)
+    # The loss in tiles is the program's, not the file's.
+    tiled = found.estimate.work.tiled_loss
+    again = estimate(asked.model, found.config, machine=asked.machine, sequence=512, tiled_loss=tiled)
     assert again == found.estimate
     assert again.fits
 
@@ -109,3 +111,14 @@ def test_inputs_of_recomputed_layers_leave_the_device_only_where_nothing_else_fi
         assert found.config["activation_checkpointing"] == section
     kept = dataclasses.replace(wish(8, 32, 400, model=model, sequence=32_768), checkpointing=False)
     assert not fit(kept).estimate.fits
+
+
+def test_a_remainder_too_small_to_be_written_is_no_budget():
+    """What activations leave of memory may be less than the hundredth of a GB in which limits are written."""
+    held = estimate("gpt2", "{}", machine=Machine(accelerator=False)).activations
+    assert held is not None
+    beside = SYSTEM_NBYTES + PROCESS_NBYTES + SAVE_BLOCKS * SAVE_BLOCK_NBYTES
+    asked = Wish("gpt2", Machine(None, beside + held.nbytes + 5 * 10**6, accelerator=False), {}, dtype="fp32")
+    limits = [choice.config["memory"]["cpu"]["max_bytes"] for choice in _by_budget(asked)]
+    assert limits
+    assert "0GB" not in limits
