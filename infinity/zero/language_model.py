@@ -29,16 +29,18 @@ def tile_sequence(model: nn.Module, *, tile_tokens: int = TILE_TOKENS, mlps: boo
     a mixture of experts stays as it is. Returns the model. ConfigError for one that has no linear head or no
     `loss_function`.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if not isinstance(head, nn.Linear) or not hasattr(model, "loss_function"):
+    # peft's wrapper passes on what it is asked, but not what is set on it.
+    inner = getattr(model, "get_base_model", lambda: model)()
+    head = getattr(inner, "get_output_embeddings", lambda: None)()
+    if not isinstance(head, nn.Linear) or not hasattr(inner, "loss_function"):
         raise ConfigError(
             f"tile_sequence needs a transformers model with a linear head and a loss_function, {type(model).__name__} "
             "has not: call infinity.tiled_cross_entropy(hidden, head, labels) in its forward"
         )
-    loss = _TiledLoss(model, tile_tokens)
-    model.register_forward_pre_hook(loss.before, with_kwargs=True)
-    model.register_forward_hook(loss.after)
-    model.loss_function = loss.give  # type: ignore[assignment]
+    loss = _TiledLoss(inner, tile_tokens)
+    inner.register_forward_pre_hook(loss.before, with_kwargs=True)
+    inner.register_forward_hook(loss.after)
+    inner.loss_function = loss.give
     head.forward = loss.head  # type: ignore[method-assign, assignment]
     for module in model.modules() if mlps else ():
         if type(module).__name__.endswith("MLP") and len(inspect.signature(type(module).forward).parameters) == 2:

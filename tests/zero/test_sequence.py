@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -295,6 +296,22 @@ def test_the_loss_alone_is_tiled_where_the_mlps_are_to_stay() -> None:
     assert "logits" not in output
     plain = hf_model("llama")
     assert float(output.loss.detach()) == pytest.approx(float(plain(input_ids=ids, labels=ids).loss.detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+@pytest.mark.parametrize("first", ["peft", "tiles"])
+def test_a_model_that_peft_wraps_is_tiled_before_or_after(task: str | None, first: str) -> None:
+    ids = torch.arange(20)[None]
+    expected = float(hf_model("llama")(input_ids=ids, labels=ids).loss.detach())
+    model = hf_model("llama")
+    if first == "tiles":
+        infinity.tile_sequence(model, tile_tokens=8)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type=task))
+    if first == "peft":
+        assert infinity.tile_sequence(model, tile_tokens=8) is model
+    output = model(input_ids=ids, labels=ids)
+    assert "logits" not in output
+    assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_tiled_loss_is_measured_on_shapes_alone() -> None:
