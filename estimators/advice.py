@@ -100,7 +100,8 @@ def _different(choices: Sequence[Choice]) -> Iterator[Choice]:
     seen = set()
     for choice in choices:
         work, steps = choice.estimate.work, choice.estimate.accumulation
-        computed = work.checkpointing, work.tiled_loss, steps > 1
+        away = choice.estimate.offloaded
+        computed = work.checkpointing, away and away.tier, work.tiled_loss, steps > 1
         kind = places(choice, *PARAMETERS), places(choice, *STATES), computed
         if kind not in seen:
             seen.add(kind)

@@ -190,8 +190,9 @@ class Estimate:
     def traffic(self) -> Traffic:
         """Bytes a step by link."""
         return traffic(
-            self.plan, accumulation=self.accumulation, early=self._early, overlap=self.config.config.overlap
-        )
+            self.plan, accumulation=self.accumulation, early=self._early, overlap=self.config.config.overlap,
+            offloaded=self.offloaded,
+        )  # fmt: skip
 
     @cached_property
     def time(self) -> StepTime:
@@ -217,7 +218,7 @@ class Estimate:
     def _predicted(self, *, briefly: bool) -> StepTime:
         return predict(
             self.plan, self.rates, tokens=self.work.tokens, flops=self.flops, accumulation=self.accumulation,
-            early=self._early, overlap=self.config.config.overlap, briefly=briefly,
+            early=self._early, overlap=self.config.config.overlap, briefly=briefly, offloaded=self.offloaded,
         )  # fmt: skip
 
     @cached_property

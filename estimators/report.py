@@ -214,6 +214,7 @@ def advised(advice: Advice) -> str:
         held = (format_bytes(found.peak(tier)) if found.peak(tier) else "-" for tier in near)
         computed = [found.work.checkpointing, *([found.work.tiled_loss] if tiled else [])]
         batch, again = f"{found.work.batch} x {found.accumulation}", ["yes" if each else "no" for each in computed]
+        again[0] += f", {tier_name(found, found.offloaded.tier, short=True)}" if found.offloaded else ""
         row = [", ".join(homes), f"{tokens_a_second(choice):,.0f}", batch, *again, *held]
         rows.append([*row, duration(days * 86_400) if days else "-"])
     lines = ["The best for this machine, and the next that differ (batch: sequences at a time x accumulated):", ""]
@@ -224,7 +225,7 @@ def advised(advice: Advice) -> str:
             f"None lets the drive last {year}: these last the longest. More memory, or a larger endurance "
             "(`infinity bench --tbw`), would help."
         )
-    elif advice.best.estimate.plan.nvme_nbytes:
+    elif advice.best.estimate.outline.nvme_written_nbytes:
         lines.append(f"Faster ones that wear the drive out within {year} are left out.")
     return "\n".join([*lines, "", chosen(advice.best)])
 
@@ -243,7 +244,9 @@ def to_choose(choice: Choice) -> list[str]:
         what = "its adapters" if model.lora is not None else "its loss in tiles"
         what = "its loss in tiles and its adapters" if len(changed) > 1 else what
         lines += [f"Give infinity.initialize the model with {what}:", *(f"  {line}" for line in changed)]
-    if choice.estimate.plan.nvme_nbytes and not os.path.isabs((choice.estimate.config.nvme_path or ("",))[0]):
+    config = choice.estimate.config
+    paths = [*(config.nvme_path or ()), *(config.checkpoint_nvme_path or ())]
+    if paths and not all(map(os.path.isabs, paths)) and choice.estimate.outline.nvme_written_nbytes:
         lines.append("nvme_path is a folder beside the program: --nvme-path FOLDER puts one on your fast drive there.")
     return lines
 
@@ -343,6 +346,7 @@ def _step(found: Estimate) -> list[str]:
     if found.plan.nvme_nbytes:
         hides = "never" if time.tokens_to_hide is None else f"from {time.tokens_to_hide:,} tokens a micro-batch on"
         lines.append(f"  I/O hides behind computation {hides}")
+    if time.nvme_written_nbytes_a_day:
         days = time.days_to_endurance
         if days is not None and time.endurance_nbytes is not None:
             rated = "assumed" if time.endurance_assumed else "rated"

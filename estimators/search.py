@@ -2,10 +2,10 @@
 
 Candidates are the sensible placements (nothing lies farther out than what is needed more often), each with and without
 recomputed activations, and with the loss in tiles where logits decide what is needed. Those whose states alone exceed a
-tier are left out unplanned; of the others that fit, the one whose step is predicted to be the shortest wins. Where none
-fits, the inputs of recomputed layers lie off the device as well: last, for predictions leave their traffic out. Every
-answer is an `Estimate` that was planned like any other, of a configuration that says all of it but the loss in tiles,
-for which the program makes a call.
+tier are left out unplanned; of the others that fit, the one whose step is predicted to be the shortest wins. The inputs
+of recomputed layers lie off the device where that is faster by more than a little, because what they leave is given to
+partitions, or where nothing else fits. Every answer is an `Estimate` that was planned like any other, of a
+configuration that says all of it but the loss in tiles, for which the program makes a call.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _LIVE_DEFAULT = 10**9
 # Plans that a search for a nearby configuration makes at most.
 _PLANS_MAX = 20
 _LAYERS_MAX = 1 << 16
+# What a step is made longer by for the choice where activations lie on another tier.
+_WORTH = 1.02
 # Limits are written in hundredths of a GB.
 _ROUNDED = 10**7
 # A cautious start for tuning a model that is trained already: the one number that no search can find.
@@ -79,6 +81,11 @@ class Choice:
     def seconds(self) -> float:
         """Of a step, predicted."""
         return self.estimate.outline.seconds
+
+    @property
+    def weighed_seconds(self) -> float:
+        """The same for a choice among several: another tier for activations has to be worth its section."""
+        return self.seconds * (1 if self.estimate.offloaded is None else _WORTH)
 
     @property
     def lacking(self) -> float:
@@ -154,6 +161,11 @@ class Wish:
         sections = [*([cpu] if self.machine.accelerator else []), *([nvme] if self.limits.nvme is not None else [])]
         return [_Sparing(section, tiled) for section in sections for tiled in self.tilings]
 
+    @property
+    def ways(self) -> Sequence[_Sparing]:
+        """All of them."""
+        return [*self.near, *self.far]
+
     def offload(self, tier: Tier) -> dict[str, Any]:
         """The section of what lies on a tier."""
         return {"device": _DEVICES[tier], **({"nvme_path": self.nvme_path} if tier is Tier.NVME else {})}
@@ -195,12 +207,11 @@ def fit(wish: Wish) -> Choice:
     wish.check()
     planned = [*_planned(wish, _candidates(wish))]
     others: list[Choice] = []
-    for found in ([*_varied(planned, wish.near), *_by_budget(wish)], _varied(planned, wish.far)):
-        fitting: list[Choice] = []
-        for choice in found:
-            (fitting if choice.estimate.fits else others).append(choice)
-        if fitting:
-            return min(fitting, key=lambda choice: choice.seconds)
+    fitting: list[Choice] = []
+    for choice in (*_varied(planned, wish.ways), *_by_budget(wish)):
+        (fitting if choice.estimate.fits else others).append(choice)
+    if fitting:
+        return min(fitting, key=lambda choice: choice.weighed_seconds)
     if not others:
         # All were left out for their states alone: the one that needs least nearby says what is missing.
         others = [*_varied(_planned(wish, [_outermost(wish)]), wish.near)]
@@ -211,12 +222,12 @@ def fitting(wish: Wish, configs: Sequence[Mapping[str, Any]] | None = None) -> l
     """All that fits: of these configurations with the wish's micro-batch, or of all that `fit` would try."""
     wish.check()
     if configs is None:
-        tried = [*_varied([*_planned(wish, _candidates(wish))], wish.near), *_by_budget(wish)]
+        tried = [*_varied([*_planned(wish, _candidates(wish))], wish.ways), *_by_budget(wish)]
     else:
         micro = {"train_micro_batch_size_per_gpu": wish.options["batch"]}
         plain = [{key: each[key] for key in each if key != "activation_checkpointing"} | micro for each in configs]
         apart = [config for index, config in enumerate(plain) if config not in plain[:index]]
-        tried = [*_varied(_planned(wish, apart), wish.near)]
+        tried = [*_varied(_planned(wish, apart), wish.ways)]
     return [choice for choice in tried if choice.estimate.fits]
 
 
@@ -370,9 +381,17 @@ def _varied(choices: Iterable[Choice], sparings: Sequence[_Sparing]) -> Iterator
 
 
 def _held(choice: Choice) -> int:
-    """Bytes of activations, as far as they are known."""
-    found = choice.estimate.activations
-    return 0 if found is None else found.nbytes
+    """Bytes of activations on the device, as far as they are known."""
+    found, away = choice.estimate.activations, choice.estimate.offloaded
+    return 0 if found is None else found.nbytes - (0 if away is None else away.freed_nbytes)
+
+
+def _held_away(choice: Choice) -> int:
+    """Bytes of activations in CPU memory off the device."""
+    away = choice.estimate.offloaded
+    if away is None:
+        return 0
+    return away.nbytes if away.tier is Tier.CPU else away.buffers * away.each_nbytes
 
 
 def _by_budget(wish: Wish) -> Iterator[Choice]:
@@ -386,17 +405,18 @@ def _by_budget(wish: Wish) -> Iterator[Choice]:
     plain = _config(wish, (3, Tier.GPU, Tier.GPU), room, None)
     (anywhere,) = _planned(wish, [plain])
     tried: set[int] = set()
-    for sparing in wish.near:
-        held = _held(anywhere.varied(sparing))
-        if nearest <= held or any(held >= other for other in tried):
+    for sparing in wish.ways:
+        varied = anywhere.varied(sparing)
+        held, away = _held(varied), _held_away(varied)
+        if nearest <= held or cpu <= away or any(held >= other for other in tried):
             continue
         tried.add(held)
         zero = plain["zero_optimization"] | {
             name: {"device": "auto", **drive} for name in ("offload_param", "offload_optimizer")
         }
-        memory = {"gpu": nearest - held, "cpu": cpu * local}
+        memory = {"gpu": nearest - held, "cpu": (cpu - away) * local}
         if not wish.machine.accelerator:
-            memory = {"cpu": (cpu - held) * local}
+            memory = {"cpu": (cpu - held - away) * local}
         if min(memory.values()) < _ROUNDED:
             # No limit that can be written.
             continue

@@ -1,7 +1,8 @@
 """A rehearsal: the steps of a run in simulated time, along the plan's own schedule, sub-groups and arenas.
 
 Three parties work as they do in the engine. The program uses unit after unit, forward and backward: it waits for what
-is read, copied and gathered, and computes. The stepper goes over the sub-groups behind it, reading two ahead, within
+is read, copied and gathered, and computes. Checkpoints that lie on another tier leave behind it in forward and come one
+ahead of it in backward, in equal parts. The stepper goes over the sub-groups behind it, reading two ahead, within
 the arena's buffers; what it has not stepped yet the program waits for. Gathers and gradients travel beside both.
 """
 
@@ -11,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from infinity.plan.activation import Offloaded
 from infinity.plan.lanes import Job, Lane, Lanes, Process
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
@@ -53,9 +55,11 @@ class Rehearsed:
     written_nbytes: int
 
 
-def rehearse(plan: Plan, speeds: Speeds, *, accumulation: int, early: bool, overlap: bool) -> Rehearsed:
+def rehearse(
+    plan: Plan, speeds: Speeds, *, accumulation: int, early: bool, overlap: bool, offloaded: Offloaded | None = None
+) -> Rehearsed:
     """Run a few steps in simulated time and report the last."""
-    return _Rehearsal(plan, speeds, accumulation, early, overlap).run()
+    return _Rehearsal(plan, speeds, accumulation, early, overlap, offloaded).run()
 
 
 class _Arena:
@@ -109,8 +113,73 @@ class _Arena:
         return job
 
 
+class _Checkpoints:
+    """Inputs of recomputed blocks on another tier, in as many parts as a pass has uses."""
+
+    def __init__(self, lanes: Lanes, plan: Plan, speeds: Speeds, offloaded: Offloaded) -> None:
+        self._lanes, self._accelerator, self._copy_seconds = lanes, plan.request.accelerator, speeds.copy_seconds
+        self._on_drive = offloaded.tier is Tier.NVME
+        self._nbytes = offloaded.nbytes / max(len(plan.schedule) // 2, 1)
+        self._room = max(offloaded.buffers * offloaded.each_nbytes, self._nbytes)
+        # On their way from the device, as parts; and in staging until they are on the drive, in bytes.
+        self._copies = 0
+        self._leaving = 0.0
+        # Parts that were asked for in backward, the next one to be used first, and whether they are there.
+        self._coming: deque[list[bool]] = deque()
+        self.read_nbytes = self.written_nbytes = 0.0
+
+    def put(self, *, overlap: bool) -> Process:
+        """A part leaves; the program waits for staging at most, or for all of it without overlap."""
+        yield lambda: not self._on_drive or self._leaving + self._nbytes <= self._room
+        self._leaving += self._nbytes
+        if overlap:
+            self._lanes.begin(self._leave())
+        else:
+            yield from self._leave()
+
+    def get(self, *, more: bool) -> Process:
+        """The next part is waited for, and the one after it asked for, if there is one."""
+        if not self._coming:
+            self._ask()
+        flag = self._coming.popleft()
+        yield lambda: flag[0]
+        if more:
+            self._ask()
+
+    def _ask(self) -> None:
+        flag = [False]
+        self._coming.append(flag)
+        self._lanes.begin(self._come(flag))
+
+    def _leave(self) -> Process:
+        self._copies += 1
+        yield self._between(Lane.DOWN)
+        self._copies -= 1
+        if self._on_drive:
+            self.written_nbytes += self._nbytes
+            yield self._lanes.submit(Lane.WRITE, self._nbytes)
+        self._leaving -= self._nbytes
+
+    def _come(self, flag: list[bool]) -> Process:
+        # Backward begins with what left last.
+        yield lambda: not self._copies
+        if self._on_drive:
+            self.read_nbytes += self._nbytes
+            yield self._lanes.submit(Lane.READ, self._nbytes)
+        yield self._between(Lane.UP)
+        flag[0] = True
+
+    def _between(self, link: Lane) -> Job:
+        """Between the device and CPU memory."""
+        if self._accelerator:
+            return self._lanes.submit(link, self._nbytes)
+        return self._lanes.submit(Lane.CORES, self._nbytes * self._copy_seconds)
+
+
 class _Rehearsal:
-    def __init__(self, plan: Plan, speeds: Speeds, accumulation: int, early: bool, overlap: bool) -> None:
+    def __init__(
+        self, plan: Plan, speeds: Speeds, accumulation: int, early: bool, overlap: bool, offloaded: Offloaded | None
+    ) -> None:
         self._plan, self._speeds = plan, speeds
         self._accumulation, self._overlap = accumulation, overlap
         self._steps = Steps(plan, overlap=overlap)
@@ -128,6 +197,7 @@ class _Rehearsal:
         self._hidden = self._steps.hidden
         self._kept = plan.kept()
         self._state_arena = _Arena(self._lanes, plan.pools.states_nbytes - kept_nbytes(plan))
+        self._checkpoints = None if offloaded is None else _Checkpoints(self._lanes, plan, speeds, offloaded)
         # Sub-groups that still have to step each unit, once they are handed over.
         self._left: dict[int, int] = {}
         # What the stepper has to do: gradients (numbers of elements) to take the norm of, and sub-groups to step.
@@ -152,8 +222,10 @@ class _Rehearsal:
         )  # fmt: skip
 
     def _mark(self) -> None:
-        arenas = (self._param_arena, self._state_arena)
-        read, written = (sum(getattr(arena, name) for arena in arenas) for name in ("read_nbytes", "written_nbytes"))
+        arenas = [self._param_arena, self._state_arena, *([self._checkpoints] if self._checkpoints else [])]
+        read, written = (
+            int(sum(getattr(arena, name) for arena in arenas)) for name in ("read_nbytes", "written_nbytes")
+        )
         self._marks.append((self._lanes.now, dict(self._lanes.work), read, written))
 
     def _by_position(self) -> dict[int, list[SubGroup]]:
@@ -187,8 +259,12 @@ class _Rehearsal:
                         yield from self._param_arena.fetch(other, self._params[other].nbytes, wait=False)
             if gathered:
                 yield lambda unit=unit: self._gathered[unit]  # type: ignore[misc]
+            if self._checkpoints is not None and at >= half:
+                yield from self._checkpoints.get(more=self._overlap and at + 1 < len(schedule))
             seconds = (self._speeds.forward_seconds if at < half else self._speeds.backward_seconds)[unit]
             yield self._lanes.submit(self._compute_lane, seconds * self._share[unit] + self._speeds.use_seconds)
+            if self._checkpoints is not None and at < half:
+                yield from self._checkpoints.put(overlap=self._overlap)
             if at == self._last[unit] and self._plan.layouts[unit].trainable:
                 yield from self._gradient(unit, at, final=final)
             if schedule.uses[at].needed and not schedule.keep[at]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import mul
 
+from infinity.plan.activation import Offloaded
 from infinity.plan.grain import Coarse, coarse
 from infinity.plan.hardware import ASSUMED, ASSUMED_WRITES_A_BYTE, Compute, Drive, HardwareProfile, assumed
 from infinity.plan.lanes import Lane
@@ -113,6 +114,7 @@ class StepTime:
 def predict(
     plan: Plan, profile: HardwareProfile | None = None, *, tokens: int, flops: float | None = None,
     accumulation: int = 1, early: bool = False, overlap: bool = True, briefly: bool = False,
+    offloaded: Offloaded | None = None,
 ) -> StepTime:  # fmt: skip
     """The step of a plan on a machine; on an assumed one without a profile.
 
@@ -120,12 +122,12 @@ def predict(
     by default 6 a parameter and token, 4 of a frozen one, embeddings left out. early: the step begins in backward, as
     it does with gradient_clipping 0 where not all gradients are checked first. overlap: the configuration's key.
     briefly: for who compares many plans: one rehearsal instead of two dozen; `gains` and `tokens_to_hide` are left out,
-    and what would take longest alone counts as the bound.
+    and what would take longest alone counts as the bound. offloaded: checkpoints of activations on another tier.
     """
     profile = profile or assumed(plan.request.accelerator)
     rehearsed = coarse(plan)
     machine = _Machine.of(plan, rehearsed, profile, tokens, flops)
-    case = _Case(plan, rehearsed, machine, accumulation, early, overlap)
+    case = _Case(plan, rehearsed, machine, accumulation, early, overlap, offloaded)
     base = case.rehearse()
     parts = {bound: machine.seconds(bound, base, plan, accumulation) for bound in Bound}
     gains: dict[Bound, float] = {}
@@ -240,19 +242,28 @@ class _Case:
     accumulation: int
     early: bool
     overlap: bool
+    offloaded: Offloaded | None
 
     def rehearse(self) -> Rehearsed:
         return rehearse(
             self.rehearsed.plan, self.machine.speeds, accumulation=self.accumulation, early=self.early,
-            overlap=self.overlap,
+            overlap=self.overlap, offloaded=self.offloaded,
         )  # fmt: skip
+
+    def of_tokens(self, share: float) -> _Case:
+        """The same with checkpoints of `share` times as many tokens."""
+        if self.offloaded is None:
+            return self
+        return replace(self, offloaded=replace(self.offloaded, each_nbytes=int(self.offloaded.each_nbytes * share)))
 
     def tokens_to_hide(self, profile: HardwareProfile, tokens: int, flops: float | None) -> int | None:
         """The fewest tokens of a micro-batch, to a fifth, whose step is as short as with drives that cost nothing."""
         # Not hidden from `low` down, hidden from `high` up, as far as that is known.
         low, high, count = 0, _TOKENS_MAX + 1, max(tokens, 1)
         while count <= _TOKENS_MAX:
-            longer = self._longer_for_its_drives(profile, count, None if flops is None else flops * count / tokens)
+            share = count / max(tokens, 1)
+            case = self.of_tokens(share)
+            longer = case._longer_for_its_drives(profile, count, None if flops is None else flops * share)
             if longer <= _HIDDEN_WITHIN:
                 high = count
             else:

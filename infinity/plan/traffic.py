@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from infinity.plan.activation import Offloaded
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import first_reads
@@ -48,12 +49,15 @@ class Traffic:
         return sum(self.nbytes[link].values())
 
 
-def traffic(plan: Plan, *, accumulation: int = 1, early: bool = False, overlap: bool = True) -> Traffic:
+def traffic(
+    plan: Plan, *, accumulation: int = 1, early: bool = False, overlap: bool = True, offloaded: Offloaded | None = None
+) -> Traffic:
     """What a step moves once the run is warm.
 
     accumulation: micro-batches a step. early: the step begins inside backward (no clipping, no check of all gradients).
     overlap: the next forward follows right behind the step and finds in memory what was just stepped; a computation
-    that takes much longer than the step reads those parameters again.
+    that takes much longer than the step reads those parameters again. offloaded: checkpoints of activations on another
+    tier, which go there in forward and come back in backward.
     """
     count = _Count(plan)
     for unit, times in _gathers(plan).items():
@@ -61,7 +65,14 @@ def traffic(plan: Plan, *, accumulation: int = 1, early: bool = False, overlap: 
     count.gradients(accumulation)
     count.steps()
     _Walk(plan, count, accumulation=accumulation, early=early, overlap=overlap).run()
-    return Traffic({link: dict(kinds) for link, kinds in count.nbytes.items()})
+    found = {link: dict(kinds) for link, kinds in count.nbytes.items()}
+    if offloaded is not None:
+        links = [*([Link.DOWN, Link.UP] if plan.request.accelerator else [Link.DRAM])]
+        for link in (*links, *([Link.NVME_WRITE, Link.NVME_READ] if offloaded.tier is Tier.NVME else [])):
+            # Within CPU memory each copy reads and writes, there and back.
+            times = 4 if link is Link.DRAM else 1
+            found[link][Kind.ACTIVATION] = offloaded.nbytes * accumulation * times
+    return Traffic(found)
 
 
 class Cache:

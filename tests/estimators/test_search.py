@@ -8,8 +8,11 @@ import pytest
 
 from estimators.estimate import estimate
 from estimators.machine import PROCESS_NBYTES, SYSTEM_NBYTES, Machine
-from estimators.search import Wish, _by_budget, fit, largest, usual
+from estimators.report import report
+from estimators.search import Wish, _by_budget, fit, fitting, largest, usual
 from infinity.errors import ConfigError
+from infinity.plan.hardware import ASSUMED
+from infinity.plan.traffic import Link
 from infinity.plan.types import SAVE_BLOCK_NBYTES, SAVE_BLOCKS, Tier
 
 GB = 10**9
@@ -95,11 +98,41 @@ def test_memory_that_nobody_has_named_is_not_searched(machine, words, search):
         search(Wish("llama-3.1-70b", machine, {}))
 
 
-def test_inputs_of_recomputed_layers_leave_the_device_only_where_nothing_else_fits():
-    model = {
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 4000,
-    }  # fmt: skip
+DEEP = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 4000,
+}  # fmt: skip
+
+
+def test_inputs_of_recomputed_layers_leave_the_device_where_that_makes_the_step_shorter():
+    """Beside a slow processor: what they leave holds states, which the accelerator steps."""
+    slow = ASSUMED.model_copy(update={"adam_seconds": {name: 20 * s for name, s in ASSUMED.adam_seconds.items()}})
+    asked = wish(16, 128, None, model=DEEP, sequence=16_384, profile=slow)
+    found = fit(asked)
+    assert found.config["activation_checkpointing"] == {"every": 1, "offload": {"device": "cpu"}}
+    near = [choice for choice in fitting(asked) if choice.estimate.offloaded is None]
+    assert near
+    assert found.seconds < 0.95 * min(choice.seconds for choice in near)
+    usual_processor = dataclasses.replace(asked, options={"sequence": 16_384})
+    assert fit(usual_processor).config["activation_checkpointing"] == {"every": 1}
+
+
+def test_inputs_on_a_drive_are_traffic_time_and_wear():
+    config = {"bf16": {"enabled": True}, "activation_checkpointing": {"every": 1}}
+    drive = {"device": "nvme", "nvme_path": "/drive"}
+    away = {**config, "activation_checkpointing": {"every": 1, "offload": drive}}
+    plain, found = (estimate(DEEP, each, sequence=16_384) for each in (config, away))
+    assert found.offloaded is not None
+    assert found.traffic.total(Link.NVME_WRITE) == found.offloaded.nbytes
+    assert found.outline.nvme_written_nbytes == pytest.approx(found.offloaded.nbytes, rel=1e-3)
+    assert found.outline.days_to_endurance is not None
+    assert plain.outline.days_to_endurance is None
+    assert found.outline.seconds > plain.outline.seconds
+    assert "endurance" in report(found)
+
+
+def test_inputs_of_recomputed_layers_leave_the_device_where_nothing_else_fits():
+    model = DEEP
     drive = {"device": "nvme", "nvme_path": "nvme"}
     for ram, sequence, section in (
         (32, 4096, {"every": 1}),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from infinity.plan.activation import Offloaded
 from infinity.plan.hardware import ASSUMED, Compute, Drive, HardwareProfile
 from infinity.plan.lanes import Lane, Lanes
 from infinity.plan.plan import Plan, PlanRequest, make_plan
@@ -15,7 +16,7 @@ from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
 from infinity.plan.time import Bound, predict
 from infinity.plan.topology import Topology
 from infinity.plan.traffic import Link, traffic
-from infinity.plan.types import Tier
+from infinity.plan.types import Kind, Tier
 from tests.support.clock import usual_seconds
 
 GB = 10**9
@@ -268,3 +269,32 @@ def test_a_frozen_weights_backward_is_as_long_as_its_forward():
     plan = plan_of(spec=ModelSpec((*model().units[:1], *frozen), tuple(range(LAYERS))), optimizer_tier=Tier.CPU)
     told = predict(plan, PROFILE, tokens=1000)
     assert told.seconds == pytest.approx((4 * NUMEL + 2 * NUMEL / LAYERS) * 1000 / 1e12, rel=0.05)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_checkpoints_on_another_tier_take_what_their_bytes_take(overlap):
+    plan = plan_of(optimizer_tier=Tier.CPU, accelerator=True, param_tier=Tier.GPU)
+    rates = PROFILE.model_copy(update={"up_rate": 1e9, "down_rate": 2e9, "device_copy_rate": 1e15})
+    bare = predict(plan, rates, tokens=1, overlap=overlap).seconds
+    for tier, nbytes_a_second in ((Tier.CPU, (1e9, 2e9)), (Tier.NVME, (1e9, 2e9, 2e9, 2e9))):
+        away = Offloaded(tier, LAYERS, GB // LAYERS, 4)
+        told = predict(plan, rates, tokens=1, overlap=overlap, offloaded=away)
+        # Without computation to hide behind. With overlap links and drive work beside each other.
+        alone = sum(GB / rate for rate in nbytes_a_second)
+        at_least = GB / 2e9 + GB / 1e9 if overlap else alone
+        assert at_least * 0.95 <= told.seconds - bare <= alone * 1.05
+        on_drive = GB if tier is Tier.NVME else 0
+        assert told.nvme_written_nbytes == pytest.approx(on_drive, rel=1e-3)
+        assert told.nvme_read_nbytes == pytest.approx(on_drive, rel=1e-3)
+        moved = traffic(plan, accumulation=3, offloaded=away).nbytes
+        assert moved[Link.UP][Kind.ACTIVATION] == moved[Link.DOWN][Kind.ACTIVATION] == 3 * away.nbytes
+        assert moved[Link.NVME_WRITE].get(Kind.ACTIVATION, 0) == (3 * away.nbytes if on_drive else 0)
+
+
+def test_checkpoints_hide_behind_enough_computation():
+    plan = plan_of(optimizer_tier=Tier.CPU, accelerator=True, param_tier=Tier.GPU)
+    rates = PROFILE.model_copy(update={"up_rate": 1e10, "down_rate": 1e10, "device_copy_rate": 1e15})
+    bare = predict(plan, rates, tokens=10_000).seconds
+    away = predict(plan, rates, tokens=10_000, offloaded=Offloaded(Tier.CPU, LAYERS, GB // LAYERS)).seconds
+    # The first that backward needs comes when it is asked for.
+    assert 0 < away - bare < 2 * GB / LAYERS / 1e10
