@@ -45,7 +45,7 @@ def advise(wish: Wish) -> Advice:
     if not found:
         return Advice([fit(wish)], lasting=True)
     lasting = [choice for choice in found if lasts(choice)]
-    found = sorted(lasting or found, key=tokens_a_second, reverse=True)
+    found = sorted(lasting or found, key=lambda choice: tokens_a_second(choice) / choice.handicap, reverse=True)
     if not lasting:
         found.sort(key=lambda choice: days_of_training(choice) or 0.0, reverse=True)
     return Advice([*_different(found)][:SHOWN], lasting=bool(lasting))
@@ -100,8 +100,7 @@ def _different(choices: Sequence[Choice]) -> Iterator[Choice]:
     seen = set()
     for choice in choices:
         work, steps = choice.estimate.work, choice.estimate.accumulation
-        away = choice.estimate.offloaded
-        computed = work.checkpointing, away and away.tier, work.tiled_loss, steps > 1
+        computed = work.checkpointing, work.tiled_loss, steps > 1
         kind = places(choice, *PARAMETERS), places(choice, *STATES), computed
         if kind not in seen:
             seen.add(kind)

@@ -31,7 +31,7 @@ _LIVE_DEFAULT = 10**9
 # Plans that a search for a nearby configuration makes at most.
 _PLANS_MAX = 20
 _LAYERS_MAX = 1 << 16
-# What a step is made longer by for the choice where activations lie on another tier.
+# By what a step has to be shorter where activations lie on another tier.
 _WORTH = 1.02
 # Limits are written in hundredths of a GB.
 _ROUNDED = 10**7
@@ -83,9 +83,9 @@ class Choice:
         return self.estimate.outline.seconds
 
     @property
-    def weighed_seconds(self) -> float:
-        """The same for a choice among several: another tier for activations has to be worth its section."""
-        return self.seconds * (1 if self.estimate.offloaded is None else _WORTH)
+    def handicap(self) -> float:
+        """What a step counts longer by among others: another tier for activations has to be worth its section."""
+        return 1.0 if self.estimate.offloaded is None else _WORTH
 
     @property
     def lacking(self) -> float:
@@ -211,7 +211,7 @@ def fit(wish: Wish) -> Choice:
     for choice in (*_varied(planned, wish.ways), *_by_budget(wish)):
         (fitting if choice.estimate.fits else others).append(choice)
     if fitting:
-        return min(fitting, key=lambda choice: choice.weighed_seconds)
+        return min(fitting, key=lambda choice: choice.seconds * choice.handicap)
     if not others:
         # All were left out for their states alone: the one that needs least nearby says what is missing.
         others = [*_varied(_planned(wish, [_outermost(wish)]), wish.near)]

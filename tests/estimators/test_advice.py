@@ -83,3 +83,11 @@ def test_fit_shows_the_three_best_and_saves_the_first(tmp_path, capsys):
 def test_advice_where_nothing_fits_says_what_it_takes(options, capsys):
     assert main(["llama-3.1-8b", "--fit", *options]) == 1
     assert "It takes accelerators of" in capsys.readouterr().out
+
+
+def test_activations_on_another_tier_are_shown_where_they_are_worth_it_only():
+    """Here they would be a hundredth slower than the same placement without."""
+    asked = Wish("qwen2.5-0.5b", Machine(8 * GB, 16 * GB, None), {"sequence": 4096})
+    choices = advise(asked).choices
+    assert any(choice.estimate.work.checkpointing for choice in choices)
+    assert all(choice.estimate.offloaded is None for choice in choices)
