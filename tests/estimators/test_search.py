@@ -8,8 +8,8 @@ import pytest
 
 from estimators.estimate import estimate
 from estimators.machine import PROCESS_NBYTES, SYSTEM_NBYTES, Machine
-from estimators.report import report
-from estimators.search import Wish, _by_budget, fit, fitting, largest, usual
+from estimators.report import duration, report, to_choose
+from estimators.search import Choice, Wish, _by_budget, fit, fitting, largest, usual
 from infinity.errors import ConfigError
 from infinity.plan.hardware import ASSUMED
 from infinity.plan.traffic import Link
@@ -155,3 +155,15 @@ def test_a_remainder_too_small_to_be_written_is_no_budget():
     limits = [choice.config["memory"]["cpu"]["max_bytes"] for choice in _by_budget(asked)]
     assert limits
     assert "0GB" not in limits
+
+
+def test_a_drive_for_activations_alone_has_a_folder_to_be_named():
+    drive = {"device": "nvme", "nvme_path": "nvme"}
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}, "activation_checkpointing": {"every": 1}}
+    away = {**config, "activation_checkpointing": {"every": 1, "offload": drive}}
+    told = ["\n".join(to_choose(Choice(each, estimate(DEEP, each)))) for each in (config, away)]
+    assert ["--nvme-path FOLDER" in text for text in told] == [False, True]
+
+
+def test_long_times_are_written_out():
+    assert [duration(days * 86_400) for days in (8.18, 68_700)] == ["8.18 days", "68,700 days"]
