@@ -108,10 +108,7 @@ def initialize(
             resolved, model, trained.group_of(), device, groups, moments=trained.optimizer.method.moments
         )
         agree_on_plan(plan, groups)
-        ledger = Ledger(
-            limits=question.limits, baseline_nbytes=question.reserve.taken_nbytes,
-            predicted_nbytes=question.reserve.peak_nbytes(plan),
-        )  # fmt: skip
+        ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
         parts = _build(resolved, model, plan, groups, device, trained, ledger, undo)
         engine = Engine(parts)
         undo.callback(engine._progress.close)

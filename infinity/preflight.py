@@ -26,7 +26,7 @@ from infinity.plan.capacity import Capacity, within
 from infinity.plan.checkpoints import repeated_blocks
 from infinity.plan.fitting import lowered_in_words
 from infinity.plan.plan import Plan
-from infinity.plan.refusal import refuse
+from infinity.plan.refusal import fits_without_activations, refuse
 from infinity.plan.request import Question
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, GAPS, HEAP_GAPS, UNKNOWN_ACTIVATION_NBYTES, Reserve
 from infinity.plan.spec import describe, dtype_name
@@ -116,8 +116,7 @@ def _may_be_tight(question: Question, plan: Plan) -> bool:
     left = question.limits.room(Tier.GPU, held)
     if question.fits(plan):
         return free is not None and left is not None and left < free // 4
-    held[Tier.GPU] -= question.reserve.activation_nbytes
-    return question.limits.fits(held)
+    return fits_without_activations(question, plan)
 
 
 def _reserve(

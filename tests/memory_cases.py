@@ -110,7 +110,7 @@ def _without_preflight() -> None:
     from infinity.memory.ledger import Ledger
     from infinity.plan import request
 
-    request.fit = lambda asked, chosen, plan_of, *_: plan_of(asked)
+    request.fit = lambda asked, chosen, plan_of, **_: plan_of(asked)
     preflight.refuse = lambda *_, **__: None
     Ledger.room = lambda *_: None  # type: ignore[method-assign,assignment]
 

@@ -52,7 +52,7 @@ class Activations(Section):
     """Bytes of them on the device at their busiest: bytes, "2GB", or a share of what is free there. Absent or "auto":
     measured on the model's shapes, where it is a causal language model of transformers, and 64 MiB otherwise."""
     sequence_length: Annotated[Count | None, HONOURED] = None
-    """Tokens of a sequence, for what is measured. Absent: what the model takes, 512 at most."""
+    """Tokens of a sequence, for what is measured. Absent: 128, or what the model takes if that is less."""
 
 
 class Memory(Section):

@@ -36,7 +36,7 @@ def meanings(config: Config, compute: str) -> dict[str, str]:
         "aio.drive_weights": f"those of {profile}, or measured" if profile else "measured at the start",
         **{f"memory.{tier}.max_bytes": _MACHINE for tier in ("gpu", "cpu", "nvme")},
         "memory.activations.max_bytes": "measured on the model's shapes where they tell, else 64 MiB",
-        "memory.activations.sequence_length": "what the model takes, 512 at most",
+        "memory.activations.sequence_length": "128, or what the model takes if that is less",
         "activation_checkpointing.offload.nvme_path": "that of offload_optimizer or offload_param",
         **_schedule(config),
     }

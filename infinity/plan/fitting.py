@@ -33,21 +33,21 @@ _GRAIN = 64
 
 def fit(
     request: PlanRequest, chosen: frozenset[str], plan_of: Callable[[PlanRequest], Plan], *,
-    fits: Callable[[Plan], bool], fits_at_rest: Callable[[Plan], bool], by_budget: bool,
+    fits: Callable[[Plan], bool], fits_at_rest: Callable[[Plan], bool], raised: bool,
 ) -> Plan:  # fmt: skip
     """The plan that was asked for where it fits, else the first with lowered bounds that does. Where none does, the
     smallest of them, or the one that was asked for where not even its values fit: for the caller to refuse.
 
     chosen: fields of `KEYS` that somebody chose, and that stay. fits_at_rest: whether there is room for what a plan
-    holds whatever its bounds are. by_budget: whether the plan bounds itself by what the tiers may hold, and is made
-    several times for that; then only the smallest is tried.
+    holds whatever its bounds are. raised: whether to look for more than the smallest. A plan whose homes a budget finds
+    bounds itself by what the tiers may hold, and is made several times for that: one more is enough.
     """
     plan = plan_of(request)
     if fits(plan) or not fits_at_rest(plan):
         return plan
     steps = list(_steps(request, chosen))
     smallest = plan_of(_live(steps[-1], 1, chosen))
-    if by_budget or not fits(smallest):
+    if not raised or not fits(smallest):
         return smallest
     for lowered in steps[:-1]:
         plan = plan_of(_live(lowered, 1, chosen))

@@ -71,16 +71,34 @@ def refuse(question: Question, plan: Plan, rank: int = 0) -> None:
     if beside := question.reserve.in_words():
         free = question.free.cpu if question.accelerator else question.free.process
         lines.append(f"  Of {format_bytes(free or 0)} that are free, set aside beside the plan: {beside}.")
+        if fits_without_activations(question, plan):
+            lines.append(
+                "  It would fit without the activations: have them computed again in backward "
+                "(activation_checkpointing.every = 1), lower the micro-batch, or say how long sequences are "
+                "(memory.activations.sequence_length)."
+            )
     raise CapacityError("\n".join([*lines, _way_out(question)]))
+
+
+def fits_without_activations(question: Question, plan: Plan) -> bool:
+    """Whether there would be room for a plan if no activations were set aside."""
+    held = plan.nbytes_by_tier()
+    held[Tier.GPU] -= question.reserve.activation_nbytes
+    return question.limits.fits(held)
 
 
 def _initial(question: Question, plan: Plan) -> str:
     """What is too much while partitions are made: the model as it was built lies beside them."""
     free = question.free.cpu if question.accelerator else question.free.process
-    return (
+    text = (
         f"needs {format_bytes(question.reserve.initial_nbytes(plan))} of memory while the partitions are made from "
-        f"the model, which has its values in memory, but {format_bytes(free or 0)} are free: build the model under "
-        "`with infinity.Init(config=...):`, or load it with infinity.load_hf(folder, config)."
+        f"the model, but {format_bytes(free or 0)} are free"
+    )
+    if question.reserve.model_nbytes_max is not None:
+        return f"{text}."
+    return (
+        f"{text}: the model has its values in memory. Build it under `with infinity.Init(config=...):`, or load it "
+        "with infinity.load_hf(folder, config)."
     )
 
 
@@ -107,7 +125,7 @@ def nearest_fit(question: Question) -> Fit | None:
     choices = [(keys, config) for keys, config in choices if not _hopeless(replace(question, config=config))]
     for keys, config in choices:
         other = replace(question, config=config)
-        plan = other.plan()
+        plan = other.plan(raised=False)
         if other.fits(plan):
             return Fit(keys, question.topology.world_size, plan)
     return _more_ranks(question)
@@ -123,7 +141,7 @@ def _more_ranks(question: Question) -> Fit | None:
         other = replace(question, config=changed(question.config, keys))
         for times in _enough(other):
             there = _times(other, times)
-            plan = there.plan()
+            plan = there.plan(raised=False)
             if there.fits(plan):
                 return Fit(keys, there.topology.world_size, plan)
     return None

@@ -58,9 +58,9 @@ class Question:
     def _by_budget(self) -> bool:
         return "auto" in (self.config.param_tier, self.config.optimizer_tier)
 
-    def plan(self) -> Plan:
+    def plan(self, *, raised: bool = True) -> Plan:
         """The plan of this model, configuration and machine, with its bounds lowered where it does not fit; whether it
-        fits then or not.
+        fits then or not. raised: lowered no further than it has to be, which takes a dozen plans.
         """
         spec = find_units(self.node, unit_rules(self.config, self.blocks))
 
@@ -69,8 +69,9 @@ class Question:
 
         chosen = frozenset(name for name, path in KEYS.items() if self.config.sources.get(path) == "file")
         return fit(
-            self.request, chosen, plan_of, fits=self.fits, fits_at_rest=self._fits_at_rest, by_budget=self._by_budget
-        )
+            self.request, chosen, plan_of, fits=self.fits, fits_at_rest=self._fits_at_rest,
+            raised=raised and not self._by_budget,
+        )  # fmt: skip
 
     @property
     def request(self) -> PlanRequest:
@@ -80,8 +81,9 @@ class Question:
     def fits(self, plan: Plan) -> bool:
         """Whether there is room for a plan of this question, and for making its partitions from the model."""
         memory = self.free.cpu if self.accelerator else self.free.process
-        initial = memory is None or self.reserve.initial_nbytes(plan) <= memory
-        return initial and self.limits.fits(plan.nbytes_by_tier())
+        if not self.limits.fits(plan.nbytes_by_tier()):
+            return False
+        return memory is None or self.reserve.initial_nbytes(plan) <= memory
 
 
     def _fits_at_rest(self, plan: Plan) -> bool:

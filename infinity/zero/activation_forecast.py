@@ -1,7 +1,7 @@
 """What activations a micro-batch will need, before there is one: of models whose shapes say it.
 
 Only the batch knows how long a sequence is. What is forecast holds for a stated number of tokens: the configuration's
-(`memory.activations.sequence_length`), or what the model takes, 512 at most. A model of transformers is measured on
+(`memory.activations.sequence_length`), or 128. A model of transformers is measured on
 fake tensors, which takes a second or so for each billion parameters; where memory is plenty anyway the sizes of its
 configuration do. Of any other model nothing is known.
 """
@@ -22,8 +22,8 @@ from infinity.plan.types import DTYPE_NBYTES
 from infinity.zero.activation import measure_activations
 from infinity.zero.checkpointing import Checkpointing
 
-# Tokens of a sequence where nobody says how long one is.
-SEQUENCE_MAX = 512
+# Tokens of a sequence where nobody says how long one is: few, for a run must not be refused for what it may not do.
+SEQUENCE_MAX = 128
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LIBRARIES = ("transformers.", "peft.")
 

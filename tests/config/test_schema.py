@@ -245,6 +245,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "checkpoint.parallel_write": {"pipeline_stage": False},
     "zero_optimization.leaf_module": {"names": (), "name_suffixes": ()},
+    "memory.activations": {"max_bytes": None, "sequence_length": None},
     "memory.cpu": {"max_bytes": None},
     "memory.gpu": {"max_bytes": None},
     "memory.nvme": {"max_bytes": None},

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from infinity.engine import Engine
+from infinity.plan.plan import Plan
 from infinity.plan.types import Kind, Tier
 from tests.support.oracle import Case, join, settings, swap_files, train
 
@@ -85,6 +86,23 @@ def test_one_kind_on_three_tiers_gives_the_bits_of_one(gpu, cpu, tmp_path):
     result = train(Case(), by_budget(tmp_path, gpu=gpu, cpu=cpu), look=look)
     assert {*seen[0]} == {*Tier}, "all three tiers hold states"
     assert result.digest == everything_on_cpu.digest
+
+
+def test_a_clipped_run_that_is_fitted_has_the_units_and_the_bits_of_one_that_is_not(tmp_path, caplog):
+    """What is gathered at once is lowered; how units are cut, by which the norm is summed, is not."""
+    config = settings(tmp_path, param="nvme", optimizer="nvme", dtype="bf16", clip=0.5, log_level="info")
+    plans: list[Plan] = []
+    free = train(Case(), config, look=lambda engine: plans.append(engine.plan))
+    held = plans[0].nbytes_by_tier()
+    limit = held[Tier.GPU] + held[Tier.CPU] - plans[0].pools.gathered_nbytes // 2
+    with caplog.at_level("INFO", "infinity"):
+        fitted = train(
+            Case(), {**config, "memory": {"cpu": {"max_bytes": limit}}}, look=lambda engine: plans.append(engine.plan)
+        )
+    assert "fitted to the memory that is free: " in caplog.text and "gathered at once instead of" in caplog.text
+    assert plans[1].pools.gathered_nbytes < plans[0].pools.gathered_nbytes
+    assert plans[1].layouts == plans[0].layouts
+    assert fitted.digest == free.digest and fitted.norms == free.norms
 
 
 def split_together(rank: int, world: int, folder: str, limits: tuple[dict[str, int], ...]) -> list[list[Any]]:

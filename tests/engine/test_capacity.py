@@ -78,6 +78,14 @@ def test_a_budget_of_the_gpu_tier_is_its_own(tmp_path):
         assert f"rank 0 plans {gpu:,} bytes on gpu" in message or f"rank 0 plans {cpu:,} bytes on cpu" in message
 
 
+def test_bounds_that_nobody_chose_are_lowered_before_it_is_refused(tmp_path):
+    config = settings(tmp_path, param="nvme", optimizer="nvme", dtype="bf16")
+    asked = planned(config, "gpu", "cpu")
+    fitted = planned({**config, "memory": {"cpu": {"max_bytes": asked - 1}}}, "gpu", "cpu")
+    assert fitted < asked
+    refused({**chosen(config), "memory": {"cpu": {"max_bytes": asked - 1}}})
+
+
 @pytest.mark.parametrize(("tier", "limit"), [("nvme", 50_000), ("cpu", 150_000)])
 def test_the_message_has_the_numbers_and_what_fits(tmp_path, tier, limit):
     config = chosen(settings(tmp_path / "swap", param=tier, optimizer=tier, memory={tier: {"max_bytes": limit}}))

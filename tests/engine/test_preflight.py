@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import infinity.api
+import infinity.memory.capacity
+from infinity.config.units import format_bytes
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory.slabs import FILE_NBYTES
+from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES
+from infinity.plan.types import Tier
+from infinity.zero.activation_forecast import Workload, forecast
 from tests.support.clock import usual_seconds
 from tests.support.models import tiny_llama
 
@@ -92,3 +99,71 @@ def test_the_room_for_checkpoints_is_said_in_tokens(tmp_path, caplog):
     tokens = 2 * FILE_NBYTES // (3 * 4096 * 2)
     said = f"{tokens:,} tokens of 3 blocks a micro-batch, which is {tokens // 4:,} for each of 4 sequences"
     assert said in caplog.text and "takes up to 8,192" in caplog.text
+
+
+def small_llama() -> torch.nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=500, max_position_embeddings=64))
+
+
+def test_the_refusal_says_what_is_set_aside_and_what_was_taken(monkeypatch):
+    """A machine that has less than the process's own overhead and this model's activations."""
+    monkeypatch.setattr(infinity.memory.capacity, "free_cpu_nbytes", lambda: 60_000_000)
+    config = {"train_micro_batch_size_per_gpu": 4, "memory": {"activations": {"sequence_length": 48}}}
+    with pytest.raises(CapacityError) as caught:
+        infinity.api.initialize(model=small_llama(), config=config)
+    text = str(caught.value)
+    assert re.search(r"Of 60\.\d MB that are free, set aside beside the plan: \d+ MB were taken before the", text)
+    assert "for what a process's first steps add" in text and "for activations (4 x 48 tokens, " in text
+
+
+def test_the_start_line_says_the_most_that_the_process_will_take(caplog):
+    with caplog.at_level(logging.INFO, "infinity"):
+        engine, *_ = infinity.api.initialize(model=tiny_llama(), config={"log_level": "info"})
+    with engine:
+        report = engine.memory()
+    assert f"this process takes {format_bytes(report.predicted)} of memory at most" in caplog.text
+    held = engine.plan.nbytes_by_tier()
+    assert report.predicted > report.baseline + held[Tier.GPU] + held[Tier.CPU]
+
+
+@pytest.mark.parametrize("limit", [123_456_789, "50%"])
+def test_what_the_configuration_says_of_activations_is_set_aside(monkeypatch, caplog, limit):
+    monkeypatch.setattr(infinity.memory.capacity, "free_cpu_nbytes", lambda: 10**9)
+    config = {"memory": {"activations": {"max_bytes": limit}}, "log_level": "info"}
+    with caplog.at_level(logging.INFO, "infinity"):
+        engine, *_ = infinity.api.initialize(model=torch.nn.Linear(64, 64), config=config)
+    with engine:
+        room = engine.memory().limits["gpu"]
+    nbytes = limit if isinstance(limit, int) else 500_000_000
+    assert f"{format_bytes(nbytes)} for activations (memory.activations.max_bytes)" in caplog.text
+    assert room is not None and abs(10**9 - nbytes - ANONYMOUS_OVERHEAD_NBYTES - room) < 10**6
+
+
+def test_a_forecast_is_what_is_measured_of_the_real_pass():
+    """A model that evaluates, as `from_pretrained` hands it out, in its own type: as it will be trained, and nothing of
+    it changes.
+    """
+    model = small_llama()
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    expected = infinity.measure_activations(copy.deepcopy(model).bfloat16(), {"input_ids": tokens, "labels": tokens})
+    model.eval()
+    before, state = [module.training for module in model.modules()], torch.get_rng_state()
+    found = forecast(model, Workload(2, 32, "bf16"), measure=True)
+    assert found is not None and found.nbytes == expected.nbytes and found.source == "2 x 32 tokens, measured"
+    assert [module.training for module in model.modules()] == before and torch.equal(torch.get_rng_state(), state)
+    about = forecast(model, Workload(2, 32, "bf16"), measure=False)
+    assert about is not None and 0.7 * expected.nbytes < about.nbytes < 1.6 * expected.nbytes, (about, expected.nbytes)
+    again = forecast(model, Workload(2, 32, "bf16", blocks=("model.layers.0", "model.layers.1")), measure=True)
+    assert again is not None and again.nbytes < found.nbytes and again.checkpoint_nbytes == 2 * 32 * 64 * 2
+    assert forecast(torch.nn.Linear(4, 4), Workload(1, None, "fp32"), measure=True) is None
+
+
+def test_a_forecast_needs_no_values(tmp_path):
+    """Under Init parameters are away; their shapes are enough."""
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    expected = forecast(small_llama(), Workload(1, 16, "bf16"), measure=True)
+    with infinity.Init(config=config):
+        model = small_llama()
+    assert forecast(model, Workload(1, 16, "bf16"), measure=True) == expected
+    infinity.api.initialize(model=model, config=config)[0].close()
