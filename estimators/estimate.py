@@ -345,12 +345,18 @@ def estimate(
     topology = Topology(dp=ranks, local_size=local)
     size = resolved.micro_batch if batch is None else batch
     work = Workload.of(what, size, sequence, checkpointing=checkpointing, tiled_loss=tiled_loss).under(resolved)
-    plan = Question(
+    asked = Question(
         node=what.tree(resolved.compute_dtype), config=resolved, topology=topology, accelerator=machine.accelerator,
         capacity=_capacity(resolved, machine, local), blocks=what.blocks,
-    ).plan()  # fmt: skip
+    )  # fmt: skip
     rates = _rates(profile, machine)
-    return Estimate(model=what, config=resolved, plan=plan, work=work, profile=rates, machine=machine)
+    made = Estimate(model=what, config=resolved, plan=asked.plan(), work=work, profile=rates, machine=machine)
+    if made.fits or made.activations is None:
+        return made
+    # Beside its activations it may fit with its bounds lowered, as the engine would.
+    room = _capacity(resolved, machine, local, made.activations.nbytes)
+    fitted = replace(made, plan=replace(asked, capacity=room).plan())
+    return fitted if fitted.fits else made
 
 
 def _resolved(model: Described, config: Any, ranks: int) -> ResolvedConfig:
@@ -397,11 +403,13 @@ def complete_values(model: Described) -> dict[str, Any] | None:
     return completed(model.values) if known_type and model.values is not None else None
 
 
-def _capacity(config: ResolvedConfig, machine: Machine, ranks: int) -> Capacity:
-    """The machine's part of a rank within the configuration's limits, as the engine has it."""
+def _capacity(config: ResolvedConfig, machine: Machine, ranks: int, activation_nbytes: int = 0) -> Capacity:
+    """The machine's part of a rank within the configuration's limits, as the engine has it, with so much set aside for
+    activations on the device.
+    """
     return within(
         config.config.memory, machine.capacity(ranks), ranks=ranks, accelerator=machine.accelerator,
-        by_budget="auto" in (config.param_tier, config.optimizer_tier),
+        by_budget="auto" in (config.param_tier, config.optimizer_tier), reserved={Tier.GPU: activation_nbytes},
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.memory_cases import run_case
 from tests.support.memory_limit import run_limited
 
 ROOT = Path(__file__).parent.parent
@@ -18,25 +19,23 @@ LIMIT_NBYTES = 4 << 30
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_eight_gigabytes_of_state_train_under_four_of_memory(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "tests.support.train_large"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    limited = run_limited([*program, str(tmp_path / "drive")], limit_nbytes=LIMIT_NBYTES, timeout=800, env=env)
-    assert limited.returncode == 0, f"under the {limited.how}: {limited.stderr[-4000:]}"
-    result = json.loads(limited.stdout.splitlines()[-1])
-    assert result["numel"] >= 700_000_000
-    at_rest = sum(result["peak"]["nvme"].values())
-    assert at_rest >= 12 * result["numel"] > 2 * LIMIT_NBYTES * 0.99
-    assert list((tmp_path / "drive").iterdir()) == []
-    if limited.peak is not None:
-        assert limited.peak <= LIMIT_NBYTES
-        print(f"peak {limited.peak / 1e9:.2f} GB of {LIMIT_NBYTES / 1e9:.2f} GB, state {at_rest / 1e9:.2f} GB")
-    # Without a limit, and in memory: neither the limit nor the placement shows in the result.
-    free = subprocess.run([*program, "-"], env=env, capture_output=True, text=True, timeout=800, check=False)
-    assert free.returncode == 0, free.stderr[-4000:]
-    unlimited = json.loads(free.stdout.splitlines()[-1])
-    assert unlimited["losses"] == result["losses"]
-    assert unlimited["sha256"] == result["sha256"]
+def test_ten_gigabytes_of_state_train_under_four_of_memory(tmp_path: Path) -> None:
+    """The large case of tests.memory_cases with default keys: what is gathered at once is fitted to the limit, clipping
+    and all, and neither that nor the placement shows in the result.
+    """
+    drive = tmp_path / "drive"
+    limited = run_case("large", LIMIT_NBYTES / 2**30, str(drive), 2, "digest")
+    assert limited["rc"] == 0, f"under the {limited['how']}: {limited['stderr']}"
+    assert limited["numel"] >= 800_000_000
+    assert limited["nvme"] >= 12 * limited["numel"] > 2 * LIMIT_NBYTES
+    assert [path.name for path in drive.iterdir()] == ["checkpoints"]
+    assert limited["peak"] <= limited["predicted"] <= LIMIT_NBYTES
+    if limited["how"] == "control group":
+        assert limited["peak"] >= 0.9 * limited["predicted"]
+    print(f"peak {limited['peak'] / 1e9:.2f} GB of {LIMIT_NBYTES / 1e9:.2f} GB, state {limited['nvme'] / 1e9:.2f} GB")
+    free = run_case("large", None, str(tmp_path), 2, "digest", "memory")
+    assert free["rc"] == 0, free["stderr"]
+    assert (free["losses"], free["sha256"]) == (limited["losses"], limited["sha256"])
 
 
 @pytest.mark.slow

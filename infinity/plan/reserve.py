@@ -18,8 +18,8 @@ from infinity.plan.types import Tier
 # counts pages of libraries, too, which the system drops at need.
 ANONYMOUS_OVERHEAD_NBYTES = 48 << 20
 # In CPU memory the C library's heap takes so much more than lies in it. Tensors are aligned, and a gap that one left is
-# too small for the next of its size with its alignment (glibc before 2.38): 0.5 to 1.2 was measured.
-HEAP_GAPS = 1.25
+# too small for the next of its size with its alignment (glibc before 2.38): 0.5 to 1.3 was measured.
+HEAP_GAPS = 1.4
 # Of an accelerator's memory, what its allocator cannot use for the gaps between blocks.
 GAPS = 0.04
 # Activations of a model about which nothing is known before its first batch.

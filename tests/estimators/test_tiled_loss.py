@@ -122,11 +122,11 @@ def test_what_is_asked_for_is_kept():
 
 
 def test_advice_with_tiles_is_faster_than_without_them():
-    """The room that logits took is given to more sequences at a time."""
+    """The room that logits took is given to more sequences at a time; without tiles less is gathered at once."""
     asked = wish(gpu=10, options={"sequence": 2048})
     free, held = (advise(dataclasses.replace(asked, tiled_loss=tiled)).best.estimate for tiled in (None, False))
     assert free.work.tiled_loss
-    assert free.outline.tokens_a_second > 1.1 * held.outline.tokens_a_second
+    assert free.outline.tokens_a_second > 1.02 * held.outline.tokens_a_second
 
 
 def test_the_saved_file_trains_with_the_call_that_is_shown(tmp_path, capsys):

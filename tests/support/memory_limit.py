@@ -27,43 +27,49 @@ class Limited:
 
 def run_limited(command: Sequence[str], *, limit_nbytes: int, timeout: float, env: dict[str, str]) -> Limited:
     """Run `command` so that it and its children are killed (or refused memory) beyond `limit_nbytes`."""
-    group = _make_group(limit_nbytes)
-
-    def enter() -> None:
-        if group is not None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-        else:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit_nbytes, limit_nbytes))
-
-    try:
+    with limited(limit_nbytes) as (enter, how):
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=timeout, preexec_fn=enter, check=False
         )
-        peak = int((group / "memory.max_usage_in_bytes").read_text()) if group is not None else None
-        how = "control group" if group is not None else "RLIMIT_DATA"
-        return Limited(done.returncode, done.stdout, done.stderr, peak, how)
-    finally:
-        if group is not None:
-            with contextlib.suppress(OSError):
-                group.rmdir()
+        peak = int((enter.group / "memory.max_usage_in_bytes").read_text()) if isinstance(enter, _Group) else None
+    return Limited(done.returncode, done.stdout, done.stderr, peak, how)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Moves the process that calls it into a control group."""
+
+    group: Path
+
+    def __call__(self) -> None:
+        (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 @contextlib.contextmanager
-def control_group(limit_nbytes: int | None) -> Iterator[Callable[[], None]]:
-    """What a child calls before it begins (`preexec_fn`), to be killed beyond the limit; None: no limit. OSError where
-    no control group can be made.
+def limited(limit_nbytes: int | None) -> Iterator[tuple[Callable[[], None], str]]:
+    """What a child calls before it begins (`preexec_fn`), to be killed or refused memory beyond the limit (None: no
+    limit), and by what: "control group", "RLIMIT_DATA", "nothing".
     """
     if limit_nbytes is None:
-        yield lambda: None
+        yield (lambda: None), "nothing"
         return
     group = _make_group(limit_nbytes)
     if group is None:
-        raise OSError(f"no control group can be made under {_CONTROLLER}")
+        yield (lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit_nbytes, limit_nbytes))), "RLIMIT_DATA"
+        return
     try:
-        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
+        yield _Group(group), "control group"
     finally:
         with contextlib.suppress(OSError):
             group.rmdir()
+
+
+def leave() -> None:
+    """This process is limited no longer; what it has taken stays charged."""
+    if (_CONTROLLER / "cgroup.procs").exists() and os.access(_CONTROLLER / "cgroup.procs", os.W_OK):
+        (_CONTROLLER / "cgroup.procs").write_text(str(os.getpid()))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def _make_group(limit_nbytes: int) -> Path | None:
