@@ -100,9 +100,11 @@ def remarks(question: Question, model: nn.Module, plan: Plan, device: Device) ->
     lines = [*config.report(), *pinning(plan, device), *checkpoint_room(config, model, plan, question.limits)]
     if lowered := lowered_in_words(question.request, plan):
         lines.append(f"fitted to the memory that is free: {lowered}")
+    held = plan.nbytes_by_tier()
+    in_memory = held[Tier.CPU] + (0 if device.is_accelerator else held[Tier.GPU])
     lines.append(
-        f"this process takes {format_bytes(reserve.peak_nbytes(plan))} of memory at most: beside the plan "
-        f"{reserve.in_words()}"
+        f"this process takes {format_bytes(reserve.peak_nbytes(plan))} of memory at most: what it had before "
+        f"({format_bytes(reserve.taken_nbytes)}), the plan ({format_bytes(in_memory)}), {reserve.in_words()}"
     )
     return lines
 

@@ -68,9 +68,14 @@ def refuse(question: Question, plan: Plan, rank: int = 0) -> None:
     if lowered := lowered_in_words(question.request, plan):
         lines.append(f"  That is with {lowered}.")
     lines.append(account(plan, question.limits))
-    if beside := question.reserve.in_words():
-        free = question.free.cpu if question.accelerator else question.free.process
-        lines.append(f"  Of {format_bytes(free or 0)} that are free, set aside beside the plan: {beside}.")
+    if aside := question.reserve.in_words():
+        free = question.free
+        rooms = {"the accelerator": free.gpu, "CPU memory": free.cpu, "memory": free.process}
+        found = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in rooms.items() if nbytes is not None)
+        lines.append(
+            f"  Free: {found}. Of that is set aside: {aside}. The process had "
+            f"{format_bytes(question.reserve.taken_nbytes)} before."
+        )
         if fits_without_activations(question, plan):
             lines.append(
                 "  It would fit without the activations: have them computed again in backward "

@@ -69,9 +69,8 @@ class Reserve:
         return self.taken_nbytes + max(training, self.initial_nbytes(plan))
 
     def in_words(self) -> str:
-        """Its parts: "67.1 MB for what a process's first steps add, ..."."""
+        """What is set aside: "50.3 MB for what a process's first steps add, ..."."""
         parts = {
-            "were taken before the engine": self.taken_nbytes,
             "for what a process's first steps add": self.overhead_nbytes,
             f"for activations ({self.activations})": self.activation_nbytes,
             "for gaps in the heap": self.heap_nbytes,

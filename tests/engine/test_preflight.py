@@ -113,7 +113,8 @@ def test_the_refusal_says_what_is_set_aside_and_what_was_taken(monkeypatch):
     with pytest.raises(CapacityError) as caught:
         infinity.api.initialize(model=small_llama(), config=config)
     text = str(caught.value)
-    assert re.search(r"Of 60\.\d MB that are free, set aside beside the plan: \d+ MB were taken before the", text)
+    assert re.search(r"Free: 60\.\d MB of memory\. Of that is set aside: 50\.3 MB for what", text)
+    assert re.search(r"The process had \d+ MB before", text)
     assert "for what a process's first steps add" in text and "for activations (4 x 48 tokens, " in text
 
 
