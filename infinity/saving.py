@@ -106,7 +106,6 @@ def save(
     snapshot = snapshot_of(parts.plan, [piece.key for piece in capture.pieces], in_backward=boundary.early)
     source = Kept(parts.store, snapshot, share=parts.config.config.checkpoint.bandwidth_share)
     background.begin(order.folder, snapshot, partial(_carry_out, order, parts, capture, source))
-    parts.stepper.rhythm.saved()
     return order.tag
 
 

@@ -48,34 +48,6 @@ void for_chunks(Pool& pool, const Run* runs, uint64_t count, const Visit& visit)
     });
 }
 
-// Elements that are stepped before they are digested: they stay in the nearest caches in between.
-constexpr uint64_t kDigestNumel = 2048;
-
-// Adds elements [first, last) of the chunk that begins at `chunk` to its checksums.
-void add_to_digest(const Digest& digest, const Watch& watch, const Piece& piece, uint64_t chunk, uint64_t first,
-                   uint64_t last) {
-    const struct {
-        const void* data;
-        uint64_t width;
-    } written[kWatchedArrays] = {{piece.exp_avg, 4}, {piece.exp_avg_sq, 4}, {piece.remainder, 2}, {piece.master, 4},
-                                 {piece.param, piece.storage == kPlain ? uint64_t{4} : uint64_t{2}}};
-    for (int index = 0; index < kWatchedArrays; ++index) {
-        const Watch::Array& array = watch.arrays[index];
-        if (!array.crcs) continue;
-        const auto [data, width] = written[index];
-        const uint64_t begun = array.behind + chunk * width;
-        const uint64_t cut = begun - begun % digest.block_nbytes + digest.block_nbytes - array.behind;
-        const uint64_t bounds[] = {first * width, std::clamp(cut, first * width, last * width), last * width};
-        for (uint64_t part = 0; part < 2; ++part) {
-            const uint64_t slot = chunk / kChunkNumel * 2 + part;
-            const uint64_t nbytes = bounds[part + 1] - bounds[part];
-            if (nbytes == 0) continue;
-            array.crcs[slot] = digest.crc(array.crcs[slot], static_cast<const char*>(data) + bounds[part], nbytes, 0);
-            array.nbytes[slot] += nbytes;
-        }
-    }
-}
-
 template <class Body>
 int32_t guarded(const Body& body) {
     try {
@@ -122,20 +94,15 @@ INFINITY_EXPORT void* infinity_adam_pool_new(int32_t threads, const int32_t* cor
 
 INFINITY_EXPORT void infinity_adam_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
 
-// Writes the number of elements that were left as they are, because their gradient is not finite. `digest` may be null.
+// Writes the number of elements that were left as they are, because their gradient is not finite.
 INFINITY_EXPORT int32_t infinity_adam_step(void* pool, int32_t isa, const Piece* pieces, uint64_t count,
-                                           uint64_t* nonfinite, const Digest* digest) {
+                                           uint64_t* nonfinite) {
     const Kernels* kernels = kernels_of(isa);
     if (!kernels) return EINVAL;
     return guarded([&] {
         std::atomic<uint64_t> left_out{0};
         for_chunks(*static_cast<Pool*>(pool), pieces, count, [&](uint64_t run, uint64_t begin, uint64_t end) {
-            const uint64_t at_once = digest ? kDigestNumel : end - begin;
-            for (uint64_t first = begin; first < end; first += at_once) {
-                const uint64_t last = std::min(first + at_once, end);
-                left_out.fetch_add(kernels->step(pieces[run], first, last), std::memory_order_relaxed);
-                if (digest) add_to_digest(*digest, digest->watches[run], pieces[run], begin, first, last);
-            }
+            left_out.fetch_add(kernels->step(pieces[run], begin, end), std::memory_order_relaxed);
         });
         *nonfinite = left_out.load();
         return 0;

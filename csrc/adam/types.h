@@ -75,26 +75,6 @@ struct BlockSum {
     uint64_t nonfinite;
 };
 
-// Arrays of a piece that a step writes: exp_avg, exp_avg_sq, remainder, master, param.
-constexpr int kWatchedArrays = 5;
-
-// Where the checksums of an array go as a step leaves it: two stretches for each chunk of the step, for it may lie in two
-// blocks. `behind`: bytes from where a block begins to where the array begins. Null: nobody wants them. Zeros at first.
-struct Watch {
-    struct Array {
-        uint64_t behind;
-        uint32_t* crcs;
-        uint64_t* nbytes;
-    } arrays[kWatchedArrays];
-};
-
-// `watches`: one for each piece. `crc`: the checksum of bytes behind others.
-struct Digest {
-    const Watch* watches;
-    uint64_t block_nbytes;
-    uint32_t (*crc)(uint32_t before, const void* data, uint64_t nbytes, int32_t way);
-};
-
 struct Kernels {
     // Returns the number of elements that were left as they are, because their gradient is not finite.
     uint64_t (*step)(const Piece& piece, uint64_t begin, uint64_t end);

@@ -148,9 +148,3 @@ INFINITY_EXPORT uint32_t infinity_aio_crc32c(uint32_t crc, const void* data, uin
     if (way == 0) return crc32c(crc, data, nbytes);
     return way == 1 ? crc32c_by_tables(crc, data, nbytes) : crc32c_by_instruction(crc, data, nbytes);
 }
-
-// The checksums of blocks from those of `count` stretches one behind the other, none of which lies in two blocks.
-INFINITY_EXPORT void infinity_aio_crc32c_join(const uint32_t* crcs, const uint64_t* nbytes, uint64_t count,
-                                              uint64_t block_nbytes, uint32_t* blocks) {
-    crc32c_join(crcs, nbytes, count, block_nbytes, blocks);
-}

@@ -215,26 +215,6 @@ uint32_t crc32c_by_instruction(uint32_t crc, const void* data, size_t nbytes) {
     return crc32c_by_tables(crc, data, nbytes);
 }
 
-void crc32c_join(const uint32_t* crcs, const uint64_t* nbytes, uint64_t count, uint64_t block_nbytes, uint32_t* blocks) {
-    uint64_t at = 0;
-    uint64_t before = 0;
-    uint32_t power = kOne;
-    uint32_t crc = 0;
-    for (uint64_t index = 0; index < count; ++index) {
-        if (nbytes[index] == 0) continue;
-        // Almost all are of one length.
-        if (nbytes[index] != before) power = shift_by(nbytes[index]);
-        before = nbytes[index];
-        crc = multiply(power, crc) ^ crcs[index];
-        at += before;
-        if (at % block_nbytes == 0) {
-            *blocks++ = crc;
-            crc = 0;
-        }
-    }
-    if (at % block_nbytes != 0) *blocks = crc;
-}
-
 bool crc32c_is_hardware() {
 #ifdef INFINITY_CRC_TARGET
     static const bool has = has_instruction();

@@ -16,10 +16,6 @@ uint32_t crc32c_by_tables(uint32_t crc, const void* data, size_t nbytes);
 // The checksum of two texts one behind the other, from that of each; `nbytes` are those of the second.
 uint32_t crc32c_combine(uint32_t first, uint32_t second, uint64_t nbytes);
 
-// The checksums of blocks of `block_nbytes` from those of `count` stretches one behind the other, none of which lies in
-// two blocks; the last block may be shorter.
-void crc32c_join(const uint32_t* crcs, const uint64_t* nbytes, uint64_t count, uint64_t block_nbytes, uint32_t* blocks);
-
 // Whether the processor has an instruction for it.
 bool crc32c_is_hardware();
 

@@ -33,15 +33,12 @@ from infinity.checkpoint.format import (
 from infinity.errors import CheckpointError, TransferError
 from infinity.memory.pages import page_aligned
 from infinity.ops.aio import File, Queue, Request
-from infinity.ops.checksum import checksum
 from infinity.plan.types import SAVE_BLOCKS, align_up
 from infinity.transfer import Transfer
 
 # Blocks of staging memory, and requests in flight on blocks that need none.
 STAGING_COUNT = SAVE_BLOCKS
 _IN_FLIGHT = 16
-# Blocks of a request whose checksums are known.
-_KNOWN_BLOCKS = 16
 # Files that a reader has open at a time.
 _OPEN_MAX = 64
 _Reading = TypeVar("_Reading", bound="BlockReader")
@@ -92,43 +89,28 @@ class Writer:
         self._staging = staging
         self._end = 0
         self._requests: dict[int, list[Request]] = {}
-        # Checksums of blocks, of extents that came with them.
-        self._known: dict[int, tuple[int, ...]] = {}
         self._extents: list[Extent] = []
         self._file = File.create(path, nbytes)
 
-    def extent(self, buffer: Tensor, checksums: tuple[int, ...] = ()) -> int:
-        """Submit the writes of `buffer` ([n] uint8), which must not change until `wait`; returns the extent's index.
-
-        checksums: those of the buffer's blocks, where they are known.
-        """
+    def extent(self, buffer: Tensor) -> int:
+        """Submit the writes of `buffer` ([n] uint8), which must not change until `wait`; returns the extent's index."""
         index = len(self._extents)
         nbytes = align_up(buffer.numel(), ALIGNMENT)
         self._extents.append(Extent(self._path.name, self._end, nbytes, ()))
         requests = self._requests[index] = []
-        if checksums and (padding := nbytes - buffer.numel()):
-            checksums = (*checksums[:-1], checksum(bytes(padding), checksums[-1]))
-        self._known[index] = checksums
-        begin = 0
-        while begin < nbytes:
-            # A request is a block, for its checksum is the block's; else as long as may be, which costs less.
-            whole = (buffer.numel() - begin) // BLOCK_NBYTES * BLOCK_NBYTES
-            at_once = BLOCK_NBYTES
-            if checksums and whole and buffer.data_ptr() % ALIGNMENT == 0:
-                at_once = min(whole, _KNOWN_BLOCKS * BLOCK_NBYTES)
-            block = buffer[begin : begin + at_once]
-            size = min(at_once, nbytes - begin)
+        for begin in range(0, nbytes, BLOCK_NBYTES):
+            block = buffer[begin : begin + BLOCK_NBYTES]
+            size = min(BLOCK_NBYTES, nbytes - begin)
             staged = not (block.is_cpu and block.numel() == size and block.data_ptr() % ALIGNMENT == 0)
             if staged:
                 room = self._staging.take()[:size]
                 room[: block.numel()].copy_(block)
                 room[block.numel() :].zero_()
                 block = room
-            request = self._queue.write(self._file, self._end + begin, block, checksum=not checksums)
+            request = self._queue.write(self._file, self._end + begin, block, checksum=True)
             requests.append(request)
             if staged:
                 self._staging.used_by(request)
-            begin += size
         self._end += nbytes
         return index
 
@@ -165,8 +147,7 @@ class Writer:
         for request in self._requests[index]:
             request.wait()
             tell(request.nbytes)
-        requests = self._requests.pop(index)
-        blocks = self._known.pop(index, ()) or tuple(request.checksum or 0 for request in requests)
+        blocks = tuple(request.checksum or 0 for request in self._requests.pop(index))
         old = self._extents[index]
         self._extents[index] = Extent(old.file, old.offset, old.nbytes, blocks)
         return self._extents[index]

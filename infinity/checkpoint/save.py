@@ -172,8 +172,7 @@ class _Files:
             for piece in self._by_key[key]:
                 writer = self._writers[piece.part]
                 if lent.buffer is not None:
-                    known = lent.checksums if piece.nbytes == lent.buffer.numel() else ()
-                    index = writer.extent(lent.buffer[piece.begin : piece.begin + piece.nbytes], known)
+                    index = writer.extent(lent.buffer[piece.begin : piece.begin + piece.nbytes])
                 else:
                     index = writer.extent_from(piece.nbytes, partial(_fetch, lent, piece))
                 places.append((writer, index))

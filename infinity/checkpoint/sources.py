@@ -37,13 +37,12 @@ LetGo = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """One partition: its `buffer` ([n] uint8) with what is known of its blocks' checksums or, where that is None,
-    `fetch`, which submits a read from one byte on into memory of the caller's.
+    """One partition: its `buffer` ([n] uint8) or, where that is None, `fetch`, which submits a read from one byte on
+    into memory of the caller's.
     """
 
     buffer: Tensor | None
     fetch: Callable[[int, Tensor], Transfer]
-    checksums: tuple[int, ...] = ()
 
 
 class Source(Protocol):
@@ -77,7 +76,7 @@ class Leases:
     def lend(self, key: Key, *, last: bool = True) -> Iterator[Lent]:
         """See Source."""
         with self._store.read(key) as (partition,):
-            yield Lent(partition.buffer, partial(self._store.read_extent, key), partition.checksums)
+            yield Lent(partition.buffer, partial(self._store.read_extent, key))
 
     def skip(self, keys: Sequence[Key]) -> None:
         """See Source."""
@@ -115,7 +114,7 @@ class Kept:
         with self._store.saving(self._snapshot, key, last=last) as partition:
             nbytes = self._store[key].spec.nbytes
             if partition is not None:
-                yield self._lent(key, partition.buffer, partition.checksums)
+                yield self._lent(key, partition.buffer)
             elif nbytes > _WHOLE_NBYTES_MAX:
                 yield self._lent(key, None)
             else:
@@ -126,8 +125,8 @@ class Kept:
                 yield self._lent(key, room[:nbytes])
                 self._rooms.append(room)
 
-    def _lent(self, key: Key, buffer: Tensor | None, checksums: tuple[int, ...] = ()) -> Lent:
-        return Lent(buffer, partial(self._store.read_extent, key), checksums)
+    def _lent(self, key: Key, buffer: Tensor | None) -> Lent:
+        return Lent(buffer, partial(self._store.read_extent, key))
 
     def skip(self, keys: Sequence[Key]) -> None:
         """See Source."""

@@ -78,8 +78,8 @@ class Partition:
     """Guards every move of one slice. `buffer` is uint8, [spec.nbytes], while memory holds the value."""
 
     __slots__ = (
-        "_prefixes", "_turned", "_views", "awaited", "buffer", "checksums", "kept", "pending", "rank", "readers",
-        "spec", "state", "transfer", "unset", "used", "writer",
+        "_prefixes", "_turned", "_views", "awaited", "buffer", "kept", "pending", "rank", "readers", "spec", "state",
+        "transfer", "unset", "used", "writer",
     )  # fmt: skip
 
     def __init__(self, spec: PartitionSpec, rank: int = 0) -> None:
@@ -87,8 +87,6 @@ class Partition:
         self.rank = rank
         self.state = State.ABSENT
         self.buffer: Tensor | None = None
-        # Of the value's blocks of SAVE_BLOCK_NBYTES, where its writer has left them; nobody else may change a value.
-        self.checksums: tuple[int, ...] = ()
         self.transfer: Transfer | None = None
         self.readers = 0
         self.writer = False
@@ -148,7 +146,7 @@ class Partition:
         # RESIDENT -> DIRTY is a legal move, too, but a writer's.
         self._forbid(self.state is not State.ABSENT, "materialize")
         self._move(State.DIRTY if self.on_nvme else State.RESIDENT, "materialize")
-        self.buffer, self.checksums = buffer, ()
+        self.buffer = buffer
         self._set_prefix(prefix_nbytes)
 
     def fill(self) -> None:
@@ -246,7 +244,7 @@ class Partition:
             self._set_prefix(None)
         if self.on_nvme and self.state is State.RESIDENT:
             self._move(State.DIRTY, "write")
-        self.writer, self.checksums = True, ()
+        self.writer = True
 
     def end_write(self) -> None:
         self.writer = False
@@ -260,7 +258,7 @@ class Partition:
         self._forbid(self.leased or self.transfer is not None, "forget a pending version")
         if not self.pending:
             return None
-        self.pending, self.checksums, self.awaited = False, (), False
+        self.pending = self.awaited = False
         if self.state is not State.SPILLED:
             self._move(State.SPILLED, "forget")
         return self._take_buffer() if self.buffer is not None else None

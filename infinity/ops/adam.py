@@ -28,14 +28,12 @@ from torch import Tensor
 
 from infinity.ops import build, kernels, reference
 from infinity.ops.cores import allowed_cores, thread_count
-from infinity.ops.digest import Digest, watches
 from infinity.ops.piece import Piece
 from infinity.ops.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Rule, StepConstants
 
 __all__ = [
     "AdagradHyper",
     "AdamHyper",
-    "Digest",
     "GradStats",
     "Hyper",
     "LionHyper",
@@ -75,9 +73,8 @@ class GradStats(NamedTuple):
 
 
 def adam_step(
-    pieces: Sequence[Piece], *, step: int, grad_scale: float, grad_bound: float = math.inf,
-    native: bool | None = None, digests: Sequence[Digest] = (),
-) -> int | Tensor:  # fmt: skip
+    pieces: Sequence[Piece], *, step: int, grad_scale: float, grad_bound: float = math.inf, native: bool | None = None
+) -> int | Tensor:
     """Step every piece in place, by the rule of its hyper-parameters: gradients are multiplied by `grad_scale`, then
     moved into [-grad_bound, grad_bound]; `step` counts from 1.
 
@@ -85,8 +82,7 @@ def adam_step(
     those are, over all pieces; for pieces on a CUDA device as a tensor there (int64 []), so that the host goes on.
 
     native: None takes native code where it is there, False the plain twin, True raises ExtensionError without native
-    code. digests: take the checksums of what native code writes to their buffers. Raises ValueError before
-    anything is written where a tensor does not fit the others.
+    code. Raises ValueError before anything is written where a tensor does not fit the others.
     """
     if step < 1:
         raise ValueError(f"step counts from 1, got {step}")
@@ -105,8 +101,7 @@ def adam_step(
     if elsewhere or not _runtime.uses_native(native):
         return sum(reference.adam_step(piece, constants[id(piece.hyper)]) for piece in pieces)
     nonfinite = ctypes.c_uint64()
-    watched = watches(digests, pieces)
-    _runtime.call("infinity_adam_step", table, ctypes.c_uint64(len(pieces)), ctypes.byref(nonfinite), watched)
+    _runtime.call("infinity_adam_step", table, ctypes.c_uint64(len(pieces)), ctypes.byref(nonfinite))
     return nonfinite.value
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from infinity.ops.adam import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Piece, adam_step
-from infinity.ops.digest import Digest
 from infinity.optim.sweep import Run
 from infinity.plan.types import ADAM_MOMENTS, Kind
 
@@ -48,12 +47,8 @@ class Method(Protocol):
     def hyper(self, group: Mapping[str, Any]) -> Any:
         """A parameter group's hyper-parameters as they are now."""
 
-    def step(
-        self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float, digests: Sequence[Digest] = ()
-    ) -> None:
-        """Step every cut in place; gradients are multiplied by `grad_scale`, and then none is above `grad_bound`.
-        digests: of buffers that are written; who writes them otherwise than by native code leaves those as they are.
-        """
+    def step(self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float) -> None:
+        """Step every cut in place; gradients are multiplied by `grad_scale`, and then none is above `grad_bound`."""
 
     def singles(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """What it keeps of a parameter in one value, by name, after as many `steps` of each."""
@@ -79,9 +74,7 @@ class NativeMethod:
         """See Method."""
         return self._hyper(group)
 
-    def step(
-        self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float, digests: Sequence[Digest] = ()
-    ) -> None:
+    def step(self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float) -> None:
         """See Method."""
         by_step: dict[int, list[Piece]] = {}
         for cut in cuts:
@@ -90,7 +83,7 @@ class NativeMethod:
             piece = Piece(cut.param, cut.grad, first, second, cut.remainder, cut.master, hyper=cut.hyper)
             by_step.setdefault(cut.run.step, []).append(piece)
         for step, pieces in by_step.items():
-            adam_step(pieces, step=step, grad_scale=grad_scale, grad_bound=grad_bound, digests=digests)
+            adam_step(pieces, step=step, grad_scale=grad_scale, grad_bound=grad_bound)
 
     def singles(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """See Method: the number of steps is all that a rule needs."""

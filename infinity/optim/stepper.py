@@ -34,10 +34,8 @@ from infinity.memory.parties import Reservation
 from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import GradStats
-from infinity.optim.digests import Digests
 from infinity.optim.method import Cut, Method
 from infinity.optim.norms import Norms
-from infinity.optim.rhythm import Rhythm
 from infinity.optim.sweep import Run, Sweep
 from infinity.plan.layout import Slot, SubGroup
 from infinity.plan.plan import Plan
@@ -61,8 +59,6 @@ class _Pass:
     reservation: Reservation
     uses: Counter[Key]
     turns: Turns[Sweep]
-    # Wanted where a save is expected behind it.
-    digests: Digests
     # Units whose gradients are complete, and sub-groups that have been handed to the thread.
     complete: set[int] = field(default_factory=set)
     begun: set[int] = field(default_factory=set)
@@ -110,7 +106,6 @@ class Stepper:
             for piece in group.slices if group.index in undoable else ():
                 self._groups_of.setdefault(piece.unit, []).append(group)
         self._stopping = False
-        self.rhythm = Rhythm()
         store.keep(*(Key(Kind.STATES, index) for index in plan.kept()))
 
     @property
@@ -210,7 +205,7 @@ class Stepper:
                 steps = {index: [self.steps[slot.name] + 1 for slot in self._slots(index)] for index in units}
                 flags = {index: [True] * len(self._slots(index)) for index in units}
                 early.assumed.update(steps)
-                sweep = Sweep(early.hyper, early.grad_scale, flags, steps, early.digests)
+                sweep = Sweep(early.hyper, early.grad_scale, flags, steps)
                 self._hand_over(early, sweep, [group])
 
     def _wanted(
@@ -255,8 +250,7 @@ class Stepper:
             self.finish()
             behind = self._pass(hyper, grad_scale)
         self._expected = set()
-        self.rhythm.stepped()
-        sweep = Sweep(hyper, grad_scale, arrived, steps, behind.digests)
+        sweep = Sweep(hyper, grad_scale, arrived, steps)
         rest = [group for group in self._hidden if group.index not in behind.begun]
         with self._telling(behind.reservation):
             # Reserved before anything is stepped: when that fails, the rest must not look as if nothing had happened.
@@ -298,10 +292,9 @@ class Stepper:
 
     def _pass(self, hyper: tuple[Any, ...], grad_scale: float, *, pending: bool = False) -> _Pass:
         uses = Counter(_touched(self._hidden))
-        digests = Digests(self._plan.placement, wanted=self.rhythm.save_is_next)
         reservation = Reservation(pending=pending)
         turns = self._turns(self._hidden, reservation)
-        return _Pass(hyper, grad_scale, reservation, uses=uses, turns=turns, digests=digests)
+        return _Pass(hyper, grad_scale, reservation, uses=uses, turns=turns)
 
     def _hand_over(self, behind: _Pass, sweep: Sweep, groups: Sequence[SubGroup]) -> None:
         """Reserve these sub-groups and let the thread step them."""
@@ -385,14 +378,11 @@ class Stepper:
         keys = _touched([group])
         uses.subtract(keys)
         done = [key for key in keys if uses[key] <= 0]
-        self._change(group, sweep, reservation, done)
+        self._change(group, sweep, reservation)
         self._store.flush(*done)
         return done
 
-    def _change(
-        self, group: SubGroup, sweep: Sweep, reservation: Reservation | None, done: Sequence[Key]
-    ) -> None:
-        """`done`: what no sub-group behind it is to use."""
+    def _change(self, group: SubGroup, sweep: Sweep, reservation: Reservation | None) -> None:
         store = self._store
         with (
             store.read(*_grads(group), by=reservation) as grads,
@@ -419,12 +409,9 @@ class Stepper:
                     cuts.append(self._cut(states, at, local[span], local_grad[span], run, sweep.hyper[run.group]))
                 at += piece.numel
             with record.span(record.COMPUTE, "optimizer", states.key, states.spec.nbytes):
-                written = [states, *params]
-                digests = sweep.digests.of(written)
-                self._method.step(cuts, grad_scale=sweep.grad_scale, grad_bound=self._grad_bound, digests=digests)
+                self._method.step(cuts, grad_scale=sweep.grad_scale, grad_bound=self._grad_bound)
                 for home, local in copies:
                     home.copy_(local)
-                sweep.digests.leave(written, done)
 
     def _cut(self, states: Partition, at: int, param: Tensor, grad: Tensor, run: Run, hyper: Any) -> Cut:
         span = slice(at + run.start, at + run.start + run.numel)

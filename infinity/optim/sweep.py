@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from infinity.optim.digests import Digests
 from infinity.plan.layout import Slice, UnitLayout
 
 
@@ -34,7 +33,6 @@ class Sweep:
     grad_scale: float
     arrived: Mapping[int, Sequence[bool]]
     steps: Mapping[int, Sequence[int]]
-    digests: Digests
 
     def runs(self, layout: UnitLayout, piece: Slice, first: int, *, joins: bool) -> list[Run]:
         """Cut a slice, whose first element is `first` of the unit, where the parameter group or the step count

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from infinity.errors import ConfigError
 from infinity.ops.adam import join, split
-from infinity.ops.digest import Digest
 from infinity.optim.method import Cut
 from infinity.plan.moments import kinds_of
 
@@ -49,9 +48,7 @@ class TorchMethod:
         """See Method."""
         return {key: copy.copy(value) for key, value in group.items() if key != "params"}
 
-    def step(
-        self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float, digests: Sequence[Digest] = ()
-    ) -> None:
+    def step(self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float) -> None:
         """See Method."""
         for cut in cuts:
             for begin in range(0, cut.run.numel, _CHUNK_NUMEL):

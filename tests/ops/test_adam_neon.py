@@ -27,7 +27,7 @@ int32_t infinity_adam_isa_supported(int32_t);
 const char* infinity_adam_isa_name(int32_t);
 void* infinity_adam_pool_new(int32_t, const int32_t*, uint64_t);
 void infinity_adam_pool_delete(void*);
-int32_t infinity_adam_step(void*, int32_t, const Piece*, uint64_t, uint64_t*, const Digest*);
+int32_t infinity_adam_step(void*, int32_t, const Piece*, uint64_t, uint64_t*);
 int32_t infinity_adam_stats(void*, int32_t, const Span*, uint64_t, double*, uint64_t*);
 int32_t infinity_adam_split(void*, int32_t, const float*, uint16_t*, int16_t*, uint64_t);
 int32_t infinity_adam_join(void*, int32_t, const uint16_t*, const int16_t*, float*, uint64_t);
@@ -81,7 +81,7 @@ int main() {
                                       0.37f, 0.01f, 0.99999f, 0.1f, 0.99f, 0.01f, 1.7f, 1e-8f, -1e-2f, 0.6f};
                     uint64_t left_out = 0;
                     for (int step = 0; step < 2; ++step) {
-                        infinity_adam_step(pool, isa, &piece, 1, &left_out, nullptr), mix(left_out);
+                        infinity_adam_step(pool, isa, &piece, 1, &left_out), mix(left_out);
                     }
                     const Span span{piece.grad, numel, piece.grad_dtype};
                     double sum = 0;
