@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 from infinity.errors import ExtensionError
-from infinity.memory.host import page_aligned
+from infinity.memory.tiers.pinned import page_aligned
 from infinity.ops.aio import BACKENDS, File, Queue
 
 _MIB = 1 << 20

@@ -29,8 +29,8 @@ from support.table import Table, claim
 from torch import Tensor, nn
 
 import infinity
-from infinity.memory.host import trim
 from infinity.memory.pages import page_aligned
+from infinity.memory.tiers.pinned import trim
 from infinity.ops.aio import File, Queue
 
 MEMORY_MAX = 256 * MIB

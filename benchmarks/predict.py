@@ -21,9 +21,9 @@ from support.table import Table, claim
 
 from estimators.estimate import estimate
 from estimators.machine import Machine
-from infinity.command import bench
+from infinity.cli import bench
 from infinity.plan.hardware import HardwareProfile, load_profile, save_profile
-from infinity.plan.time import StepTime
+from infinity.simulator.step_time import StepTime
 
 MEDIAN_LIMIT, WORST_LIMIT = 0.15, 0.30
 # Name -> what differs from 4 x 256 tokens, clipped: where states and parameters are, dtype, batch, clipping.

@@ -27,10 +27,10 @@ from support.table import Table, claim
 from support.training import ADAM, CLIP
 from support.with_infinity import build
 
-from infinity import record
 from infinity.config import load_config
-from infinity.progress import Progress
-from infinity.wall_clock import WallClock
+from infinity.observability import trace
+from infinity.observability.progress import Progress
+from infinity.observability.step_timing import WallClock
 
 LIMIT = 0.02
 MODES = ("nothing", "breakdown and CSV", "norms by parameter")
@@ -117,7 +117,7 @@ def span_seconds(count: int = 100_000) -> float:
     clock = WallClock()
     began = time.perf_counter()
     for _ in range(count):
-        with record.span(record.WAIT, "nothing"):
+        with trace.span(trace.WAIT, "nothing"):
             pass
     seconds = time.perf_counter() - began
     clock.close()

@@ -16,8 +16,8 @@ import time
 from support.machine import MIB, describe, median
 from support.table import Table, claim
 
-from infinity.memory.nvme import NvmeTier, QueueOptions
 from infinity.memory.pages import page_aligned
+from infinity.memory.tiers.nvme import NvmeTier, QueueOptions
 from infinity.plan.types import Extent
 
 EXTENT_NBYTES = 16 << 20

@@ -23,8 +23,8 @@ from support.table import claim
 from support.training import ADAM, CLIP
 from support.with_infinity import build
 
-from infinity import record
-from infinity.timeline import Timeline
+from infinity.observability import trace
+from infinity.observability.timeline import Timeline
 
 LIMIT = 0.02
 
@@ -98,7 +98,7 @@ def idle_ns(count: int = 200_000) -> float:
     """Nanoseconds of a span that nobody records, the loop around it included."""
     began = time.perf_counter_ns()
     for _ in range(count):
-        with record.span(record.WAIT, "nothing"):
+        with trace.span(trace.WAIT, "nothing"):
             pass
     return (time.perf_counter_ns() - began) / count
 

@@ -40,10 +40,10 @@ from estimators.report import (
     to_choose,
 )
 from estimators.search import Choice, Wish, fit, largest, nearest, usual
+from infinity.cli.usage import Parser
 from infinity.config import parse_bytes
 from infinity.errors import ConfigError
 from infinity.plan.hardware import load_profile
-from infinity.usage import Parser
 
 # Command-line option -> the key of a config.json.
 _PLAIN = {

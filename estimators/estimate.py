@@ -25,13 +25,13 @@ from infinity.errors import ConfigError
 from infinity.plan.activation import Activations, Offloaded
 from infinity.plan.capacity import Capacity, within
 from infinity.plan.hardware import HardwareProfile, assumed, load_profile
-from infinity.plan.phases import Phase, at_rest, bytes_by_phase
+from infinity.plan.inputs import Question
 from infinity.plan.plan import Plan
-from infinity.plan.request import Question
-from infinity.plan.time import StepTime, predict
 from infinity.plan.topology import Topology
-from infinity.plan.traffic import Link, Traffic, traffic
 from infinity.plan.types import Kind, Tier
+from infinity.simulator.phases import Phase, at_rest, bytes_by_phase
+from infinity.simulator.step_time import StepTime, predict
+from infinity.simulator.traffic import Link, Traffic, traffic
 
 # Tokens of a sequence where nobody says how long it is, as far as the model takes so many.
 SEQUENCE = 4096

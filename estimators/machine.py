@@ -11,8 +11,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.free_memory import free_cpu_nbytes
 from infinity.plan.capacity import Capacity
+from infinity.plan.free_memory import free_cpu_nbytes
 
 # Set aside on an accelerator: its context, and what the allocator cannot use for the gaps between blocks.
 CONTEXT_NBYTES = 10**9

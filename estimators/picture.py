@@ -1,7 +1,7 @@
 """An estimate as a picture: for each tier, what lies there in every phase, stacked by kind, under its limit.
 
-Plain SVG text, so that it opens in a browser and in a README alike. Colours and labels are those of `infinity.palette`;
-every stack has its total written above it.
+Plain SVG text, so that it opens in a browser and in a README alike. Colours and labels are those of
+`infinity.plan.palette`; every stack has its total written above it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 from estimators.estimate import Estimate, Table
 from estimators.report import folded, headline, tier_name
 from infinity.config.units import format_bytes
-from infinity.palette import INK, KINDS, PAPER, RULE
+from infinity.plan.palette import INK, KINDS, PAPER, RULE
 from infinity.plan.types import Kind, Tier
 
 _COLOURS = {Kind(name): look.colour for name, look in KINDS.items()}

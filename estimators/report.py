@@ -21,11 +21,11 @@ from estimators.advice import (
 from estimators.estimate import Estimate, Table
 from estimators.machine import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES
 from estimators.search import Choice, Near
-from infinity import palette
 from infinity.config.units import format_bytes
-from infinity.plan.phases import Phase, state_dict_nbytes
-from infinity.plan.traffic import Link
+from infinity.plan import palette
 from infinity.plan.types import Kind, Tier
+from infinity.simulator.phases import Phase, state_dict_nbytes
+from infinity.simulator.traffic import Link
 
 WIDTH = 100
 TIERS = {tier: palette.TIERS[tier.value] for tier in Tier}

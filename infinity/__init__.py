@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from estimators.estimate import estimate
-    from infinity.api import GatheredParameters, initialize, measure_activations, modify, read, state
-    from infinity.building import Init
-    from infinity.hub import load_hf
-    from infinity.launch import add_config_arguments, init_distributed
-    from infinity.zero.language_model import tile_sequence
-    from infinity.zero.sequence import tiled_cross_entropy, tiled_mlp
+    from infinity.engine.initialize import GatheredParameters, initialize, measure_activations, modify, read, state
+    from infinity.engine.launch import add_config_arguments, init_distributed
+    from infinity.engine.model_init import Init
+    from infinity.integrations.huggingface import load_hf
+    from infinity.tiling.losses import tile_sequence
+    from infinity.tiling.sequences import tiled_cross_entropy, tiled_mlp
 
 __version__ = "0.1.0"
 
@@ -27,23 +27,28 @@ __all__ = [
 ]  # fmt: skip
 
 _FROM = {
-    "infinity.api": ("GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"),
-    "infinity.building": ("Init",),
-    "infinity.hub": ("load_hf",),
-    "infinity.launch": ("add_config_arguments", "init_distributed"),
-    "infinity.zero.language_model": ("tile_sequence",),
-    "infinity.zero.sequence": ("tiled_cross_entropy", "tiled_mlp"),
+    "infinity.engine.initialize": (
+        "GatheredParameters", "initialize", "measure_activations", "modify", "read", "state",
+    ),
+    "infinity.engine.model_init": ("Init",),
+    "infinity.integrations.huggingface": ("load_hf",),
+    "infinity.engine.launch": ("add_config_arguments", "init_distributed"),
+    "infinity.tiling.losses": ("tile_sequence",),
+    "infinity.tiling.sequences": ("tiled_cross_entropy", "tiled_mlp"),
     "estimators.estimate": ("estimate",),
-}
+}  # fmt: skip
 _HOMES = {name: module for module, names in _FROM.items() for name in names}
-_SUBMODULES = ("api", "errors", "palette", "zero")
+_SUBMODULES = {
+    "api": "infinity.engine.initialize", "errors": "infinity.errors", "palette": "infinity.plan.palette",
+    "zero": "infinity.zero",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _SUBMODULES:
-        value = importlib.import_module(f"infinity.{name}")
+        value = importlib.import_module(_SUBMODULES[name])
     else:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
     # Kept, so that the next use does not come here again.

@@ -2,6 +2,6 @@
 
 import sys
 
-from infinity.command.main import main
+from infinity.cli.main import main
 
 sys.exit(main())

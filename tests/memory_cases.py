@@ -115,11 +115,11 @@ def _digest(model: torch.nn.Module) -> str:
 
 def _without_preflight() -> None:
     """Plans are made as asked for, and never refused."""
-    from infinity import preflight
+    from infinity.engine import preflight
     from infinity.memory.ledger import Ledger
-    from infinity.plan import request
+    from infinity.plan import inputs
 
-    request.fit = lambda asked, chosen, plan_of, **_: plan_of(asked)
+    inputs.fit = lambda asked, chosen, plan_of, **_: plan_of(asked)
     preflight.refuse = lambda *_, **__: None
     Ledger.room = lambda *_: None  # type: ignore[method-assign,assignment]
 

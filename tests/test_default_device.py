@@ -16,7 +16,6 @@ import torch
 from torch.utils._device import _device_constructors
 
 import infinity
-import infinity.api
 from tests.support.models import token_batch
 from tests.support.oracle import CLIP, Case, join, settings, train
 

@@ -35,7 +35,7 @@ def test_declared_dependencies_are_enough_for_everything_without_an_extra(tmp_pa
     told = check_told(run_bare(tmp_path, "tests/support/bare_run.py", str(tmp_path)))
     assert told["from"] == str(ROOT / "infinity" / "__init__.py")
     # It bites: transformers and shtab are installed where tests run, and no declared dependencies.
-    assert set(told["refusals"]) == {"infinity.hub", "infinity.command.completion"}
+    assert set(told["refusals"]) == {"infinity.integrations.huggingface", "infinity.cli.completion"}
 
 
 def test_the_demo_needs_only_what_its_extra_declares(tmp_path):

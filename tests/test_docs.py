@@ -19,7 +19,7 @@ import torch
 import infinity
 from docs import make_outputs
 from examples import finetune_hf, make_small_model, train_lm
-from infinity.command.main import main, whole_parser
+from infinity.cli.main import main, whole_parser
 from infinity.config import load_config
 from tests.support import bare, pages
 from tests.support.models import TinyLlama

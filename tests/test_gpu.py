@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.memory.device import Device
-from infinity.memory.host import HostMemory
 from infinity.memory.ledger import Ledger
+from infinity.memory.tiers.device import Device
+from infinity.memory.tiers.pinned import HostMemory
 from infinity.ops import adam, build, kernels, reference
 from infinity.ops.adam import Piece
 from tests.support.pieces import DTYPES, HYPER, STORAGES, make_piece, on_device, same, states, table_of, values

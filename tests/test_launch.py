@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import infinity
+from infinity.engine.launch import configuration_of
 from infinity.errors import ConfigError
-from infinity.launch import configuration_of
 from tests.support.spawn import run_ranks
 
 CONFIG = {

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import infinity
-from infinity import hub
 from infinity.errors import ConfigError, TransferError
+from infinity.integrations import huggingface
 from infinity.log import Progress
 from infinity.zero.parameter import ReleasedParameter
 from infinity.zero.weight_files import SafetensorsFile
@@ -96,7 +96,7 @@ def test_experts_stored_one_by_one_are_read_in_ranges_or_converted_whole(
     assert sum("experts.3.w2" in name for name in stored) == 2
     assert any("experts.gate_up_proj" in name for name, _ in theirs.named_parameters())
     assert same(loaded(tmp_path, tmp_path / "drive"), theirs)
-    monkeypatch.setattr(hub._Conversion, "in_flat_order", lambda self: None)
+    monkeypatch.setattr(huggingface._Conversion, "in_flat_order", lambda self: None)
     assert same(loaded(tmp_path, tmp_path / "drive"), theirs)
 
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import infinity
-from infinity import record
-from infinity.palette import ACTIVITIES, KINDS, POOLS, TIERS
+from infinity.observability import trace
+from infinity.observability.timeline import Timeline
+from infinity.plan.palette import ACTIVITIES, KINDS, POOLS, TIERS
 from infinity.plan.types import Kind, Tier
-from infinity.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[1]
-PALETTE = "infinity/palette.py"
-PAGE = "infinity/timeline.html"
+PALETTE = "infinity/plan/palette.py"
+PAGE = "infinity/observability/timeline.html"
 FOLDERS = ("infinity", "estimators", "examples", "benchmarks", "docs")
 
 _COLOUR = re.compile(r"#(?:[0-9a-fA-F]{6}|[0-9a-fA-F]{3})\b")
@@ -76,13 +76,13 @@ def contrast(one: str, other: str) -> float:
 def test_every_kind_and_tier_has_its_words_and_its_colour():
     assert set(KINDS) == {kind.value for kind in Kind}
     assert set(TIERS) == {tier.value for tier in Tier}
-    assert set(ACTIVITIES) == {record.WAIT, record.COMPUTE, record.COPY, record.ENGINE, record.OUTSIDE, "flight"}
+    assert set(ACTIVITIES) == {trace.WAIT, trace.COMPUTE, trace.COPY, trace.ENGINE, trace.OUTSIDE, "flight"}
     looks = [*KINDS.values(), *POOLS.values()]
     assert all(look.label and _COLOUR.fullmatch(look.colour) for look in looks)
     labels = [look.label for look in looks]
     assert len(set(labels)) == len(labels), "one label a kind"
     assert [kind.label for kind in Kind] == [KINDS[kind.value].label for kind in Kind]
-    assert infinity.palette.KINDS is KINDS, "a program draws with the same"
+    assert infinity.plan.palette.KINDS is KINDS, "a program draws with the same"
 
 
 @pytest.mark.parametrize("names", PICTURES, ids=lambda names: names[-1])

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from infinity import record
-from infinity.timeline import Timeline
+from infinity.observability import trace
+from infinity.observability.timeline import Timeline
 
-PAGE = (Path(__file__).resolve().parents[1] / "infinity" / "timeline.html").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "infinity" / "observability" / "timeline.html").read_text(encoding="utf-8")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 MODULES = [f"model.layers.{layer}.mlp.up_proj" for layer in range(12)]
 
@@ -80,19 +81,19 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "nvme": ("param", "remainder", "exp_avg", "exp_avg_sq"),
         }.items():
             for kind in kinds:
-                record.level(tier, kind, 10**9)
-        record.level("pools", "fetches", 4 * 10**8)
+                trace.level(tier, kind, 10**9)
+        trace.level("pools", "fetches", 4 * 10**8)
         for phase in ("forward", "backward", "step"):
-            with record.span(record.PHASE, phase):
+            with trace.span(trace.PHASE, phase):
                 for module in MODULES:
-                    record.take_off(f"modules, {phase}", module)
-                    record.take_off("NVMe reads", f"parameters of {module}", 10**7)
-                    with record.span(record.WAIT, "copy from the device"):
+                    trace.take_off(f"modules, {phase}", module)
+                    trace.take_off("NVMe reads", f"parameters of {module}", 10**7)
+                    with trace.span(trace.WAIT, "copy from the device"):
                         time.sleep(0.002)
-                    with record.span(record.COPY, "copy", module, 10**7):
+                    with trace.span(trace.COPY, "copy", module, 10**7):
                         time.sleep(0.001)
-                    record.land("NVMe reads", f"parameters of {module}")
-                    record.land(f"modules, {phase}", module)
+                    trace.land("NVMe reads", f"parameters of {module}")
+                    trace.land(f"modules, {phase}", module)
     return path
 
 

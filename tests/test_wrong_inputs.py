@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.command.main import main
+from infinity.cli.main import main
 from infinity.errors import InfinityError
 
 # Words of a command; {} is a folder with the files of `folder`. What, where, next step.

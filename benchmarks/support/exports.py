@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity.memory.host import trim
+from infinity.memory.tiers.pinned import trim
 from support.machine import reset_peak, resident_nbytes
 
 WIDTH, VOCABULARY = 2048, 32000

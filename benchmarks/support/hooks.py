@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import infinity
-from infinity.comm.collectives import all_gather, reduce_scatter
-from infinity.comm.group import Group
+from infinity.distributed.collectives import all_gather, reduce_scatter
+from infinity.distributed.group import Group
 from support.machine import median
 
 _WIDTH = 8

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infinity
-from infinity.memory.host import trim
+from infinity.memory.tiers.pinned import trim
 from support.machine import reset_peak, resident_nbytes
 
 

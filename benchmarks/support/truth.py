@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infinity
-from infinity.memory.host import trim
-from infinity.plan.phases import bytes_by_phase, in_process
-from infinity.zero.spool import WINDOW_NBYTES
+from infinity.memory.tiers.pinned import trim
+from infinity.plan.filling import in_process
+from infinity.simulator.phases import bytes_by_phase
+from infinity.zero.deferred_init import WINDOW_NBYTES
 from support.machine import reset_peak, resident_nbytes
 
 # Two of them are transformers' own classes; about 60 M parameters each, and the same shapes in tiny.

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from infinity.memory.host import mappings_of_their_own, trim
+from infinity.memory.tiers.pinned import mappings_of_their_own, trim
 from support import models
 from support.machine import reset_peak, resident_nbytes
 from support.training import ADAM, CLIP

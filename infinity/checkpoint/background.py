@@ -1,10 +1,10 @@
 """A save that goes on behind the program: one at a time, on a thread of its own.
 
-The program takes a snapshot (see `infinity.memory.parties`) and goes on; the thread does what a save in the foreground
-does, with the same functions. Where that asks all ranks something, the thread asks by notes instead of collectives, so
-that nothing of it has a place among the program's own collectives. Only when every rank has said that its files are on
-the drive does rank 0 publish the checkpoint, and only when it says so has the save succeeded anywhere: one rank's
-failure is everybody's, and nobody's files stay.
+The program takes a snapshot (see `infinity.memory.access_control`) and goes on; the thread does what a save in the
+foreground does, with the same functions. Where that asks all ranks something, the thread asks by notes instead of
+collectives, so that nothing of it has a place among the program's own collectives. Only when every rank has said that
+its files are on the drive does rank 0 publish the checkpoint, and only when it says so has the save succeeded anywhere:
+one rank's failure is everybody's, and nobody's files stay.
 
 An error waits for the program: alone it is raised by the next verb, with other ranks at the end of the next step, which
 is the same one everywhere (see `pending`).
@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infinity.comm.board import Board
-from infinity.comm.mesh import Mesh
+from infinity.distributed.hang_detection.mailbox import Board
+from infinity.distributed.process_groups import Mesh
 from infinity.errors import CheckpointError
 from infinity.log import logger
-from infinity.memory.parties import Snapshot
+from infinity.memory.access_control import Snapshot
 from infinity.memory.store import TieredStore
 
 # What a save asks of all ranks: a name, and this rank's part of the work; returns all ranks' values, which are JSON.

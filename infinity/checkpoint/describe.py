@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.checkpoint.description import Description, Place, Source
+from infinity.config.untrusted import plain_name
 from infinity.log import logger
 from infinity.plan.spec import dtype_name
-from infinity.untrusted import plain_name
 
 
 def describe(module: nn.Module) -> Description:

@@ -26,8 +26,8 @@ from infinity.checkpoint.weight_writer import (
     publish,
     write_texts,
 )
+from infinity.config.untrusted import shortened
 from infinity.errors import CheckpointError, InfinityError
-from infinity.untrusted import shortened
 
 # Elements that are read and converted at a time.
 _BLOCK_NUMEL = 4 << 20

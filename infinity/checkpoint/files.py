@@ -33,8 +33,8 @@ from infinity.checkpoint.format import (
 from infinity.errors import CheckpointError, TransferError
 from infinity.memory.pages import page_aligned
 from infinity.ops.aio import File, Queue, Request
+from infinity.ops.transfer import Transfer
 from infinity.plan.types import SAVE_BLOCKS, align_up
-from infinity.transfer import Transfer
 
 # Blocks of staging memory, and requests in flight on blocks that need none.
 STAGING_COUNT = SAVE_BLOCKS

@@ -45,10 +45,10 @@ from infinity.checkpoint.schema import (
     disagreement,
     explained,
 )
+from infinity.config.untrusted import METADATA_NBYTES_MAX, parse_json, read_metadata, reason, shortened
 from infinity.errors import CheckpointError, TransferError
 from infinity.ops.checksum import checksum
 from infinity.plan.types import DTYPE_NBYTES
-from infinity.untrusted import METADATA_NBYTES_MAX, parse_json, read_metadata, reason, shortened
 
 # A reader of the format finds all of it here.
 __all__ = [
@@ -261,7 +261,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Manifest(_Written):
-    """The checkpoint as a whole. `engine` and `client_state` are spelled as in `infinity.checkpoint.spelling`."""
+    """The checkpoint as a whole. `engine` and `client_state` are spelled as in `infinity.checkpoint.codec`."""
 
     id: str
     tag: str

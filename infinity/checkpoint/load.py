@@ -18,7 +18,7 @@ from torch import Tensor
 from infinity.checkpoint.files import Reader
 from infinity.checkpoint.format import MASTER, PARAM, REMAINDER, Extent, TensorInfo
 from infinity.checkpoint.pieces import Piece, holdings, stretches_of
-from infinity.memory.master import encode
+from infinity.memory.master_weights import encode
 from infinity.memory.pages import page_aligned
 from infinity.memory.partition import DTYPES, Partition, State
 from infinity.memory.store import TieredStore

@@ -1,7 +1,7 @@
 """How the files of a checkpoint are called, and where a name may lead: nowhere but into the checkpoint's folder.
 
-Names that metadata gives are checked against one pattern when it is parsed (`infinity.untrusted.plain_name`); what is
-left is a name that is a link.
+Names that metadata gives are checked against one pattern when it is parsed (`infinity.config.untrusted.plain_name`);
+what is left is a name that is a link.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 import re
 from pathlib import Path
 
+from infinity.config.untrusted import leaves
 from infinity.errors import CheckpointError
-from infinity.untrusted import leaves
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from infinity.comm.collectives import exchange_values
-from infinity.comm.mesh import Mesh
+from infinity.distributed.collectives import exchange_values
+from infinity.distributed.process_groups import Mesh
 from infinity.errors import CheckpointError, InfinityError
 
 

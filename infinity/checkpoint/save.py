@@ -39,8 +39,8 @@ from infinity.log import Progress, logger
 from infinity.memory.pages import page_aligned
 from infinity.ops.aio import Queue
 from infinity.ops.checksum import checksum
+from infinity.ops.transfer import Transfer
 from infinity.plan.types import Key, align_up
-from infinity.transfer import Transfer
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from infinity.config.untrusted import METADATA_NBYTES_MAX, plain_name, shortened
 from infinity.plan.types import DTYPE_NBYTES, SAVE_BLOCK_NBYTES
-from infinity.untrusted import METADATA_NBYTES_MAX, plain_name, shortened
 
 # An extent begins at a multiple of this many bytes; a block of it has a checksum.
 ALIGNMENT = 4096

@@ -15,12 +15,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from infinity.memory.access_control import Snapshot
 from infinity.memory.pages import page_aligned
-from infinity.memory.parties import Snapshot
 from infinity.memory.store import TieredStore
+from infinity.ops.transfer import Transfer
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
-from infinity.transfer import Transfer
 
 # Partitions whose writes are in flight, besides the one that is being submitted, and those fetched ahead from NVMe.
 _BEHIND = 2

@@ -1,6 +1,6 @@
 """What a run is besides its tensors: counters, loss scale, scheduler, hyper-parameters, random states, data position.
 
-All of it is JSON (see `spelling`). Everything that belongs to a parameter is kept by the parameter's name.
+All of it is JSON (see `codec`). Everything that belongs to a parameter is kept by the parameter's name.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from infinity.checkpoint.spelling import Unspeakable, decode, encode
+from infinity.checkpoint.codec import Unspeakable, decode, encode
+from infinity.config.untrusted import shortened
 from infinity.errors import CheckpointError, InfinityError
 from infinity.log import logger
-from infinity.memory.device import Device
-from infinity.untrusted import shortened
+from infinity.memory.tiers.device import Device
 
 COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infinity import record
 from infinity.errors import TierMemoryError
-from infinity.memory.device import Device
-from infinity.memory.host import HostMemory
 from infinity.memory.ledger import Ledger, mb
 from infinity.memory.partition import Partition
 from infinity.memory.pool import Arena, piece_nbytes
 from infinity.memory.report import PoolUse
+from infinity.memory.tiers.device import Device
+from infinity.memory.tiers.pinned import HostMemory
+from infinity.observability import trace
 from infinity.plan.plan import Pools
 from infinity.plan.types import Key, Kind, Tier
 
@@ -66,7 +66,7 @@ class Buffers:
         buffer = self.arenas[name].take(partition.spec.nbytes)
         if buffer is not None:
             self._inside[name][partition.key] = partition
-            record.level(POOLS, name, self.arenas[name].taken_nbytes)
+            trace.level(POOLS, name, self.arenas[name].taken_nbytes)
         return buffer
 
     def give(self, partition: Partition, buffer: Tensor) -> None:
@@ -78,7 +78,7 @@ class Buffers:
                 name = arena_name(partition.key)
                 self.arenas[name].give(buffer)
                 del self._inside[name][partition.key]
-                record.level(POOLS, name, self.arenas[name].taken_nbytes)
+                trace.level(POOLS, name, self.arenas[name].taken_nbytes)
         else:
             self.book(partition, -1)
             if partition.spec.home is Tier.CPU:

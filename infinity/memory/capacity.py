@@ -9,9 +9,9 @@ import os
 import resource
 from collections.abc import Sequence
 
-from infinity.free_memory import free_cpu_nbytes
-from infinity.memory.nvme import Folders, clean, folders
+from infinity.memory.tiers.nvme import Folders, clean, folders
 from infinity.plan.capacity import Capacity
+from infinity.plan.free_memory import free_cpu_nbytes
 
 
 def free_for_rank(

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from infinity import record
 from infinity.errors import TierMemoryError
 from infinity.memory.refusal import MemoryRefused, is_refusal
+from infinity.observability import trace
 from infinity.plan.capacity import Capacity
 from infinity.plan.types import Kind, Tier
 
@@ -48,8 +48,8 @@ class Ledger:
         entry = (tier, kind)
         held = self.now[entry] = self.now.get(entry, 0) + nbytes
         total = self._totals[tier] = self._totals[tier] + nbytes
-        if record.active():
-            record.level(tier.value, kind.value, held)
+        if trace.active():
+            trace.level(tier.value, kind.value, held)
         if nbytes > 0:
             self.peak[entry] = max(self.peak.get(entry, 0), held)
             self.most[tier] = max(self.most.get(tier, 0), total)

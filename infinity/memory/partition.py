@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 from infinity.errors import StateError
+from infinity.ops.transfer import Transfer
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, Key, Kind, PartitionSpec, Tier, align_up
-from infinity.transfer import Transfer
 
 DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int64": torch.int64,

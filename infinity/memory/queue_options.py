@@ -9,8 +9,8 @@ from pathlib import Path
 
 from infinity.config.resolve import ResolvedConfig
 from infinity.log import warn_once
-from infinity.memory.nvme import QueueOptions, check_usable
-from infinity.memory.stripes import even
+from infinity.memory.tiers.nvme import QueueOptions, check_usable
+from infinity.memory.tiers.striping import even
 from infinity.plan.hardware import Drive, HardwareProfile, load_profile
 
 

@@ -19,20 +19,20 @@ from functools import partial
 
 from torch import Tensor
 
-from infinity import record
 from infinity.errors import TierMemoryError, TransferError
 from infinity.log import logger
+from infinity.memory.access_control import Parties, Reservation, Snapshot
 from infinity.memory.buffers import Buffers, arena_name
-from infinity.memory.device import Device
-from infinity.memory.host import HostMemory
 from infinity.memory.ledger import Ledger
-from infinity.memory.nvme import NvmeTier
-from infinity.memory.parties import Parties, Reservation, Snapshot
 from infinity.memory.partition import Partition, State
 from infinity.memory.report import PoolUse
+from infinity.memory.tiers.device import Device
+from infinity.memory.tiers.nvme import NvmeTier
+from infinity.memory.tiers.pinned import HostMemory
+from infinity.observability import trace
+from infinity.ops.transfer import Completed, Transfer
 from infinity.plan.plan import Pools
 from infinity.plan.types import Extent, Key, PartitionSpec
-from infinity.transfer import Completed, Transfer
 
 
 class TieredStore(Parties):
@@ -442,7 +442,7 @@ class TieredStore(Parties):
             cause = "NVMe read" if partition.state is State.READING else "NVMe write"
             self._changed.release()
             try:
-                with record.span(record.WAIT, cause, partition.key, partition.spec.nbytes):
+                with trace.span(trace.WAIT, cause, partition.key, partition.spec.nbytes):
                     transfer.wait()
             except BaseException as caught:
                 error = caught

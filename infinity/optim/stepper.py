@@ -10,10 +10,10 @@ What it steps first is read while the last gradients are still to come. [Note: s
 Where nothing has to be known about all gradients before the first is used (no clipping, no check of all for NaN), the
 thread begins during backward: a sub-group is stepped as soon as the gradients of its units are there, each parameter's
 (which of them have one on some rank is only agreed on at the boundary). Where the drive does not follow, those that the
-next forward needs first overtake the others: see `infinity.plan.turns`. Such a step is a guess: that no more gradients
-come, that hyper-parameters stay, that `step()` is called at all. So it begins only where the values of before stay on
-NVMe (see [Note: slots]), which everybody sees until `step()`. There the guess is compared with what holds then: where
-it was right the new values are committed, else all is stepped from those of before. [Note: step in backward]
+next forward needs first overtake the others: see `infinity.plan.ready_queue`. Such a step is a guess: that no more
+gradients come, that hyper-parameters stay, that `step()` is called at all. So it begins only where the values of before
+stay on NVMe (see [Note: slots]), which everybody sees until `step()`. There the guess is compared with what holds then:
+where it was right the new values are committed, else all is stepped from those of before. [Note: step in backward]
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from typing import Any
 
 from torch import Tensor
 
-from infinity import record
-from infinity.memory.parties import Reservation
+from infinity.memory.access_control import Reservation
 from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
+from infinity.observability import trace
 from infinity.ops.adam import GradStats
-from infinity.optim.method import Cut, Method
-from infinity.optim.norms import Norms
+from infinity.optim.grad_norm import Norms
 from infinity.optim.sweep import Run, Sweep
+from infinity.optim.update_rules import Cut, Method
 from infinity.plan.layout import Slot, SubGroup
 from infinity.plan.plan import Plan
+from infinity.plan.ready_queue import Turns
 from infinity.plan.stepping import SOON_UNITS, STEP_READS, changed_by, first_reads
-from infinity.plan.turns import Turns
 from infinity.plan.types import Key, Kind
 
 # So many times a step may begin in a backward that was not the last of its step; then none does any more.
@@ -325,7 +325,7 @@ class Stepper:
         """Run a job behind the program."""
 
         def run() -> None:
-            with self._telling(reservation), record.span(record.ENGINE, "behind the program"):
+            with self._telling(reservation), trace.span(trace.ENGINE, "behind the program"):
                 job(*arguments)
 
         assert self._thread is not None
@@ -408,7 +408,7 @@ class Stepper:
                     span = slice(run.start, run.start + run.numel)
                     cuts.append(self._cut(states, at, local[span], local_grad[span], run, sweep.hyper[run.group]))
                 at += piece.numel
-            with record.span(record.COMPUTE, "optimizer", states.key, states.spec.nbytes):
+            with trace.span(trace.COMPUTE, "optimizer", states.key, states.spec.nbytes):
                 self._method.step(cuts, grad_scale=sweep.grad_scale, grad_bound=self._grad_bound)
                 for home, local in copies:
                     home.copy_(local)
@@ -425,7 +425,7 @@ class Stepper:
 
 def _look(future: Future[None], reservation: Reservation) -> None:
     try:
-        with record.span(record.WAIT, "optimizer step"):
+        with trace.span(trace.WAIT, "optimizer step"):
             future.result()
     except BaseException:
         reservation.seen = True

@@ -14,7 +14,7 @@ from infinity.plan.placement import Placement
 from infinity.plan.types import DTYPE_NBYTES, Tier
 
 # While a model is trained, glibc takes pieces of this size or more from the system one by one and gives them back when
-# they are freed; smaller ones stay in its heap. `infinity.memory.host` tells it so.
+# they are freed; smaller ones stay in its heap. `infinity.memory.tiers.pinned` tells it so.
 HEAP_PIECE_NBYTES_MAX = 8 << 20
 
 

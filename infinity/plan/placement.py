@@ -5,9 +5,9 @@ stage 1 also keeps GRAD whole until the boundary; stage 0 cuts nothing. Below st
 rank's PARAM partition is a view of the whole unit when the optimizer works on the device, and lives beside the
 optimizer's states otherwise, so that the split master is at hand where it is stepped.
 
-Homes may differ within one kind: see plan/homes for budgets. A unit whose states lie on several tiers keeps one GRAD
-partition, in CPU memory unless all of them are on the device; and its PARAM partition, where that would lie beside the
-states, is a view of the whole unit.
+Homes may differ within one kind: see plan/auto_placement for budgets. A unit whose states lie on several tiers keeps
+one GRAD partition, in CPU memory unless all of them are on the device; and its PARAM partition, where that would lie
+beside the states, is a view of the whole unit.
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass, field, replace
 
 from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
-from infinity.plan.budget import settle
+from infinity.plan.auto_placement import FROZEN_TRAFFIC, PARAM_TRAFFIC, STATES_TRAFFIC, Value
 from infinity.plan.capacity import Capacity, excesses
-from infinity.plan.fetch import FetchBudget, FetchSchedule, Timing, Use, make_schedule
 from infinity.plan.gradients import Scratch, left_nbytes, make_scratch, wire_in_backward
-from infinity.plan.homes import FROZEN_TRAFFIC, PARAM_TRAFFIC, STATES_TRAFFIC, Value
 from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layouts
 from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
 from infinity.plan.placement import Homes, Placement, Policy, always_whole, place, whole_units
+from infinity.plan.placement_search import settle
+from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, Use, make_schedule
 from infinity.plan.spec import ModelSpec
 from infinity.plan.stepping import STEP_WINDOW, kept_of, step_order_of, stepped_nbytes, undoable
 from infinity.plan.tiling import around_nbytes, tiles_in_words
@@ -200,7 +200,7 @@ class Plan:
     def bytes_by_tier(self) -> dict[Tier, dict[Kind, int]]:
         """Bytes that this rank holds on each tier, by kind, at most; POOL is space reserved for moves.
 
-        A bound of every phase of training (see `infinity.plan.phases`), to which activations come.
+        A bound of every phase of training (see `infinity.simulator.phases`), to which activations come.
         """
         table = self.bytes_at_home()
         _add(table, Tier.GPU, Kind.FULL, self.pools.gathered_nbytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infinity.config.units import format_bytes
-from infinity.plan.phases import initial_nbytes
+from infinity.plan.filling import initial_nbytes
 from infinity.plan.plan import Plan
 from infinity.plan.types import Tier
 

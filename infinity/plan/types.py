@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from infinity.palette import KINDS
+from infinity.plan.palette import KINDS
 
 # Bytes an element, by the name the plan uses for a dtype.
 DTYPE_NBYTES = {

@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_PUBLIC = {"Init": "infinity.building", "GatheredParameters": "infinity.api"}
+_PUBLIC = {"Init": "infinity.engine.model_init", "GatheredParameters": "infinity.engine.initialize"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     if name.startswith(("safe_get_", "safe_set_")):
-        return getattr(importlib.import_module("infinity.zero.safe"), name)
+        return getattr(importlib.import_module("infinity.integrations.deepspeed"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,7 @@ from infinity.plan.activation import Activations
 from infinity.plan.gradients import HEAP_PIECE_NBYTES_MAX
 from infinity.plan.types import DTYPE_NBYTES
 from infinity.zero.activation import measure_activations
-from infinity.zero.checkpointing import Checkpointing
+from infinity.zero.activation_checkpoint import Checkpointing
 
 # Tokens of a sequence where nobody says how long one is: few, for a run must not be refused for what it may not do.
 SEQUENCE_MAX = 128

@@ -23,7 +23,7 @@ from torch import nn
 from infinity.errors import ConfigError
 from infinity.log import logger, warn_once
 from infinity.plan.plan import Plan
-from infinity.zero.checkpointing import Offloaded, Recomputed, Replaced
+from infinity.zero.activation_checkpoint import Offloaded, Recomputed, Replaced
 from infinity.zero.hooks import ModuleHooks, not_compiled
 from infinity.zero.tiling import TiledParameter
 

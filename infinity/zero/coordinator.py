@@ -24,18 +24,18 @@ from itertools import takewhile
 import torch
 from torch import nn
 
-from infinity import record
-from infinity.comm.agreement import on_any_rank
-from infinity.comm.mesh import Mesh
+from infinity.distributed.consistency import on_any_rank
+from infinity.distributed.process_groups import Mesh
 from infinity.errors import StateError
-from infinity.memory.device import Device
-from infinity.memory.elastic import SparePages
+from infinity.memory.resizable_buffer import SparePages
 from infinity.memory.store import TieredStore
-from infinity.plan.fetch import FetchSchedule, Timing, Use
+from infinity.memory.tiers.device import Device
+from infinity.observability import trace
 from infinity.plan.plan import Plan
+from infinity.plan.prefetch import FetchSchedule, Timing, Use
 from infinity.zero.gradients import Gradients
 from infinity.zero.parameter import WHOLE_MODEL_USES, is_released, name_of
-from infinity.zero.stopwatch import Stopwatch
+from infinity.zero.prefetch_timing import Stopwatch
 from infinity.zero.unit import Gathered, Unit
 
 # Traces whose schedules are remembered, and the length after which a trace is no longer recorded.
@@ -171,14 +171,14 @@ class Coordinator:
         self._open.append(scope)
         for unit in scope.units:
             self._use(unit)
-        record.take_off(FORWARD, scope)
+        trace.take_off(FORWARD, scope)
         return scope
 
     def close_scope(self, scope: Scope, *, will_return: bool, may_hold: bool = True) -> None:
         """The module has run. `will_return`: its outputs carry gradients, so that its backward will come through
         here. `may_hold`: whether its units may stay gathered until a backward that comes at once.
         """
-        record.land(FORWARD, scope)
+        trace.land(FORWARD, scope)
         while self._open and self._open[-1] is not scope:
             # A forward that was left by an exception did not close its inner scopes.
             self._leave(self._open.pop())
@@ -263,13 +263,13 @@ class Coordinator:
             self._backward.append(scope)
             for index, unit in enumerate(scope.units):
                 self._use(unit, needed=index >= scope.looked_up)
-        record.take_off(BACKWARD, scope)
+        trace.take_off(BACKWARD, scope)
 
     def leave_backward(self, scope: Scope) -> None:
         """All gradients of the module's inputs are there, or backward is over: its units are done with this call."""
         if not scope.in_backward and not scope.held:
             return
-        record.land(BACKWARD, scope)
+        trace.land(BACKWARD, scope)
         scope.in_backward = scope.held = False
         self._backward.remove(scope)
         if self._waiting.pop(scope.number, None) is not None:
@@ -362,7 +362,7 @@ class Coordinator:
         # While it is in use another use is no event of the trace: how often a module is called inside one that has its
         # weights (a tile of tokens each time) may differ from rank to rank, and schedules may not.
         if unit.users == 1 or not unit.visible:
-            with record.span(record.ENGINE, "use", unit.key):
+            with trace.span(trace.ENGINE, "use", unit.key):
                 self._bring(unit, needed=needed)
         if unit.users == 1:
             unit.begin_use()

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from infinity import record
-from infinity.comm import collectives
-from infinity.comm.collectives import Reduction
-from infinity.comm.mesh import Mesh
+from infinity.distributed import collectives
+from infinity.distributed.collectives import Reduction
+from infinity.distributed.process_groups import Mesh
 from infinity.errors import StateError
-from infinity.memory.device import Device
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
 from infinity.memory.store import TieredStore
+from infinity.memory.tiers.device import Device
+from infinity.observability import trace
+from infinity.ops.transfer import Completed, Transfer
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind, Tier
-from infinity.transfer import Completed, Transfer
 from infinity.zero.reducer import Reducer
 from infinity.zero.unit import Unit
 
@@ -251,7 +251,7 @@ class Gradients:
 
     def _collect(self, unit: Unit) -> None:
         """Take the gradients that autograd has left on the unit's parameters."""
-        with record.span(record.ENGINE, "collect gradients", self.partition(unit)):
+        with trace.span(trace.ENGINE, "collect gradients", self.partition(unit)):
             self._take(unit)
 
     def _take(self, unit: Unit) -> None:
@@ -310,7 +310,7 @@ class Gradients:
 
     def _put_sums(self, target: Tensor, reduced: Reduction, first: bool) -> list[Transfer]:
         """Replace or add what has been reduced, by pieces where it is not left in place at once."""
-        with record.span(record.COPY, "sum"):
+        with trace.span(trace.COPY, "sum"):
             if first and not self._device.is_accelerator:
                 reduced.leave_in(target)
                 return []
@@ -321,7 +321,7 @@ class Gradients:
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
             unit, lease, copies = arriving
-            with lease, record.span(record.WAIT, "copy from the device", self.partition(unit)):
+            with lease, trace.span(trace.WAIT, "copy from the device", self.partition(unit)):
                 for copy in copies:
                     self._device.arrived(copy)
             self.landed(unit)
@@ -354,10 +354,10 @@ class Gradients:
         self._begun.add(unit)
         full = self._reducer.copy_of(buffer)
         key = self.partition(unit)
-        record.take_off("reductions", key, full.nbytes)
-        with self._store.write(key) as (partition,), record.span(record.WAIT, "reduction", key, full.nbytes):
+        trace.take_off("reductions", key, full.nbytes)
+        with self._store.write(key) as (partition,), trace.span(trace.WAIT, "reduction", key, full.nbytes):
             self._reducer.reduce(unit, full, partition.view(Kind.GRAD))
-        record.land("reductions", key)
+        trace.land("reductions", key)
         self.landed(unit)
 
     def _start_reduce(self, unit: Unit) -> None:
@@ -366,7 +366,7 @@ class Gradients:
         """
         self._land()
         full = self._reducer.flat(unit)
-        record.take_off("reductions", self.partition(unit), full.nbytes)
+        trace.take_off("reductions", self.partition(unit), full.nbytes)
         self._flying = (unit, self._reducer.start(unit, full))
 
     def _land(self) -> None:
@@ -374,9 +374,9 @@ class Gradients:
         flying = self._take_flying()
         if flying is not None:
             unit, reduction = flying
-            with record.span(record.WAIT, "reduction", self.partition(unit), unit.layout.numel * self._wire.itemsize):
+            with trace.span(trace.WAIT, "reduction", self.partition(unit), unit.layout.numel * self._wire.itemsize):
                 reduction.wait()
-            record.land("reductions", self.partition(unit))
+            trace.land("reductions", self.partition(unit))
             self._accumulate(unit, reduction)
         self._arrive()
 

@@ -104,7 +104,7 @@ def refuse_pickle(module: nn.Module, protocol: Any) -> NoReturn:
 
 
 def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("infinity.zero.")
+    return str(getattr(hook, "__module__", "")).startswith(("infinity.zero.", "infinity.tiling."))
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from infinity.comm.agreement import on_any_rank
-from infinity.comm.mesh import Mesh
+from infinity.distributed.consistency import on_any_rank
+from infinity.distributed.process_groups import Mesh
 from infinity.errors import StateError
 from infinity.zero.coordinator import Coordinator, Scope
 from infinity.zero.guards import ModelGuards

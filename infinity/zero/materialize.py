@@ -14,20 +14,20 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from infinity.comm import collectives
-from infinity.comm.agreement import on_any_rank
-from infinity.comm.mesh import Mesh
+from infinity.distributed import collectives
+from infinity.distributed.consistency import on_any_rank
+from infinity.distributed.process_groups import Mesh
 from infinity.log import Progress
-from infinity.memory.host import trim
-from infinity.memory.master import encode
+from infinity.memory.master_weights import encode
 from infinity.memory.partition import DTYPES, Partition
 from infinity.memory.store import TieredStore
+from infinity.memory.tiers.pinned import trim
+from infinity.plan.filling import FILL_NUMEL
 from infinity.plan.layout import Overlap, Slice, SubGroup
-from infinity.plan.phases import FILL_NUMEL
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
 from infinity.zero import parameter
-from infinity.zero.spool import Spool
+from infinity.zero.deferred_init import Spool
 from infinity.zero.unit import Unit
 
 # So many times the C library is asked to give back to the system what parameters had.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from infinity.comm.collectives import exchange
-from infinity.comm.mesh import Mesh
+from infinity.distributed.collectives import exchange
+from infinity.distributed.process_groups import Mesh
 from infinity.zero.gradients import Gradients
 
 _NOWHERE = math.inf

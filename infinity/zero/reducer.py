@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from infinity.comm import collectives
-from infinity.comm.collectives import Reduction
-from infinity.comm.group import Group
-from infinity.memory.device import Device
+from infinity.distributed import collectives
+from infinity.distributed.collectives import Reduction
+from infinity.distributed.group import Group
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
+from infinity.memory.tiers.device import Device
 from infinity.plan.gradients import travels_alone
 from infinity.plan.plan import Plan
 from infinity.plan.types import Kind, Tier

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from infinity.comm import collectives
+from infinity.distributed import collectives
 from infinity.errors import StateError
-from infinity.memory.master import decode, encode
+from infinity.memory.master_weights import decode, encode
 from infinity.plan.layout import Slot
 from infinity.plan.types import Kind
-from infinity.zero.access import Owner, states_of, units_of
+from infinity.zero.param_access import Owner, states_of, units_of
 from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
 

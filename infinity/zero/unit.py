@@ -22,20 +22,20 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from infinity import record
-from infinity.comm.collectives import all_gather
-from infinity.comm.mesh import Mesh
+from infinity.distributed.collectives import all_gather
+from infinity.distributed.process_groups import Mesh
 from infinity.errors import StateError, of_another_process
 from infinity.log import warn_once
-from infinity.memory.device import Device
 from infinity.memory.ledger import Ledger
 from infinity.memory.pages import let_inherit
 from infinity.memory.partition import DTYPES
 from infinity.memory.store import TieredStore
+from infinity.memory.tiers.device import Device
+from infinity.observability import trace
+from infinity.ops.transfer import Completed, Transfer
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import UnitPlacement
 from infinity.plan.types import Key, Kind, Tier
-from infinity.transfer import Completed, Transfer
 from infinity.zero import parameter
 
 
@@ -133,9 +133,9 @@ class Unit:
             self._show()
             return
         self.start_gather()
-        with record.span(record.WAIT, "gather", self.key, self.layout.nbytes):
+        with trace.span(trace.WAIT, "gather", self.key, self.layout.nbytes):
             self._transfer.wait()
-        record.land("gathers", self.key)
+        trace.land("gathers", self.key)
         self.let_go(wait=False)
         self.hidden = True
         self.state = Gathered.GATHERED
@@ -209,7 +209,7 @@ class Unit:
             return True
         if not wait and not self._copied.done():
             return False
-        with record.span(record.WAIT, "copy to the device", self.key):
+        with trace.span(trace.WAIT, "copy to the device", self.key):
             self._device.arrived(self._copied)
         self._copied = Completed()
         self.leasing = False
@@ -235,7 +235,7 @@ class Unit:
             return
         if self.state is Gathered.GATHERING:
             self._transfer.wait()
-            record.land("gathers", self.key)
+            trace.land("gathers", self.key)
         self.hide()
         # The host does not wait: the device has been told to, before it may use the bytes for something else.
         self.let_go(wait=False)
@@ -313,7 +313,7 @@ class Unit:
 
     def _fill(self) -> Transfer:
         """Put this rank's partition into its place in the full buffer and gather the others'."""
-        record.take_off("gathers", self.key, self.layout.nbytes)
+        trace.take_off("gathers", self.key, self.layout.nbytes)
         if not self.placed.aliased:
             self.let_go(wait=True)
             (partition,) = self._lease.enter_context(self._store.read(self.key))
@@ -322,7 +322,7 @@ class Unit:
             self.let_go(wait=False)
         if self.placed.parts == 1 or not self.layout.numel:
             return self._copied
-        with record.span(record.WAIT, "copy to the device", self.key):
+        with trace.span(trace.WAIT, "copy to the device", self.key):
             self._copied.wait()
         return all_gather(self.full, self.own, self._mesh.gather, self._gather_name)
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.config.untrusted import parse_json, plain_name, read_metadata, shortened
 from infinity.errors import ConfigError, TransferError
-from infinity.untrusted import parse_json, plain_name, read_metadata, shortened
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -132,7 +132,7 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor in a file: an origin of values, see `infinity.zero.spool`."""
+    """One tensor in a file: an origin of values, see `infinity.zero.deferred_init`."""
 
     file: SafetensorsFile
     name: str

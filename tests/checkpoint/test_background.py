@@ -15,7 +15,7 @@ import torch
 import infinity
 from infinity.checkpoint import files
 from infinity.checkpoint.format import broken, complete, find
-from infinity.comm.board import Board
+from infinity.distributed.hang_detection.mailbox import Board
 from infinity.errors import CheckpointError, TransferError
 from infinity.memory.store import TieredStore
 from tests.support.checkpoints import assert_same, contents

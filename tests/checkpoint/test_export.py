@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import infinity
-from infinity import exporting
 from infinity.checkpoint import describe as describing
 from infinity.checkpoint import weight_writer
 from infinity.checkpoint.extract import extract
 from infinity.checkpoint.format import find, read_manifest
 from infinity.checkpoint.weight_writer import Entry, WeightWriter, check_complete, cut_into_shards, index_of
+from infinity.engine import exporting
 from infinity.errors import CheckpointError, ConfigError, StateError, TransferError
 from tests.checkpoint.exporting import config, export_zoo, tokens, train_and_export, with_lora, zoo
 from tests.support.hub import hf_model
@@ -296,7 +296,7 @@ def test_an_export_from_a_checkpoint_needs_no_library_of_the_model(tmp_path: Pat
     with made(tmp_path) as engine:
         engine.save_checkpoint(tmp_path / "saved")
     script = (
-        "import sys\nfrom infinity.command.main import main\n"
+        "import sys\nfrom infinity.cli.main import main\n"
         f"assert main(['export', {str(tmp_path / 'saved')!r}, {str(tmp_path / 'out')!r}]) == 0\n"
         "import torch.distributed\nassert not torch.distributed.is_initialized()\n"
         "assert not {'transformers', 'peft', 'safetensors', 'infinity.engine', 'infinity.zero.unit'} & set(sys.modules)"

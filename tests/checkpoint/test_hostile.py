@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from infinity.checkpoint import format
+from infinity.checkpoint.codec import decode, encode
 from infinity.checkpoint.format import check_files, find, latest_tag, read_manifest
-from infinity.checkpoint.spelling import decode, encode
 from infinity.checkpoint.state import check_alike
 from infinity.checkpoint.verification import verify
-from infinity.command.main import main
+from infinity.cli.main import main
 from infinity.errors import CheckpointError
 from tests.checkpoint import cells
 from tests.checkpoint.hostile import CELLS, body_of, change_index, change_manifest, copied, hostile, save

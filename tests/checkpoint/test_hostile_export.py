@@ -11,7 +11,7 @@ import pytest
 import infinity
 from infinity.checkpoint.extract import extract
 from infinity.checkpoint.format import Manifest, read_manifest, seal
-from infinity.command.main import main
+from infinity.cli.main import main
 from infinity.errors import CheckpointError
 from tests.checkpoint.exporting import config
 from tests.checkpoint.hostile import hostile, hub_engine

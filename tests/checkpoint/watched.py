@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 
 import infinity
 from infinity.checkpoint.format import find
-from infinity.command.main import main as command
+from infinity.cli.main import main as command
 from infinity.errors import CheckpointError, ConfigError, StateError
 from infinity.zero.weight_files import WeightFolder
 from tests.checkpoint import cells

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infinity
-from infinity.comm import neighbours
+from infinity.distributed import cma_transport
 from tests.support.oracle import settings
 
 WIDTH = 16
@@ -113,7 +113,7 @@ def _leave(case: str, engine: Any) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     moments: list[float] = []
-    neighbours.SMALLEST_NBYTES = int(sys.argv[3])
+    cma_transport.SMALLEST_NBYTES = int(sys.argv[3])
     try:
         train(sys.argv[1], float(sys.argv[2]), moments)
     finally:

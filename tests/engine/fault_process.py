@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-import infinity.api
+import infinity
 from infinity.engine import Engine
 from infinity.ops import aio
 from tests.support.models import token_batch
@@ -51,7 +51,7 @@ def make(case: dict[str, Any]) -> Engine:
         zero={"sub_group_size": 2000}, aio={"intra_op_parallelism": 1},
     )  # fmt: skip
     model = Case().model()
-    return infinity.api.initialize(model=model, config=config, model_parameters=Case().groups(model))[0]
+    return infinity.initialize(model=model, config=config, model_parameters=Case().groups(model))[0]
 
 
 def train(engine: Engine, rank: int, where: str, fault: Fault) -> None:

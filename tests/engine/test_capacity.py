@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import infinity.api
+import infinity.engine.initialize
 from infinity.config.units import format_bytes
 from infinity.config.zero import ZeroOptimization
 from infinity.errors import CapacityError
@@ -33,7 +33,7 @@ def refused(config: dict[str, Any], model: torch.nn.Module | None = None) -> str
     """The message of the CapacityError that initialize() raises."""
     model = model if model is not None else Case().model()
     with pytest.raises(CapacityError) as caught:
-        infinity.api.initialize(model=model, config=config)
+        infinity.initialize(model=model, config=config)
     return str(caught.value)
 
 
@@ -47,7 +47,7 @@ def nbytes_in(message: str, pattern: str) -> float:
 def planned(config: dict[str, Any], *tiers: str) -> int:
     """What an engine of this configuration plans for some tiers."""
     model = Case().model()
-    with infinity.api.initialize(model=model, config=config)[0] as engine:
+    with infinity.initialize(model=model, config=config)[0] as engine:
         return sum(nbytes for tier, nbytes in engine.plan.nbytes_by_tier().items() if tier.value in tiers)
 
 
@@ -110,9 +110,9 @@ def test_the_model_is_untouched_and_trains_with_what_fits(tmp_path):
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     refused(settings(tmp_path, param="nvme", optimizer="nvme", memory={"nvme": {"max_bytes": 1000}}), model)
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
-    with infinity.api.initialize(model=model, config=settings(tmp_path, param="cpu", optimizer="cpu"))[0]:
+    with infinity.initialize(model=model, config=settings(tmp_path, param="cpu", optimizer="cpu"))[0]:
         for name, param in model.named_parameters():
-            assert torch.equal(infinity.api.state(param).master, before[name]), name
+            assert torch.equal(infinity.state(param).master, before[name]), name
     assert swap_files(tmp_path) == []
 
 
@@ -153,7 +153,7 @@ def test_what_others_leave_of_a_drive_counts(small_drive):
         refused(config, model)
         assert list(small_drive.iterdir()) == [other]
         other.unlink()
-    with infinity.api.initialize(model=model, config=config)[0]:
+    with infinity.initialize(model=model, config=config)[0]:
         assert len(swap_files(small_drive)) == 1
 
 
@@ -178,7 +178,7 @@ def test_every_rank_refuses(rank_pools, tmp_path):
 def test_the_refusal_comes_in_seconds_and_takes_no_memory(tmp_path):
     """120 GB of parameters and states on a drive of 1 GB: said at once, without touching the model's weights."""
     code = """
-import sys, time, resource, torch, infinity.api
+import sys, time, resource, torch, infinity.engine.initialize
 from infinity.errors import CapacityError
 from tests.support.oracle import settings
 model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(100)))
@@ -186,7 +186,7 @@ for layer in model:
     layer.weight = torch.nn.Parameter(torch.zeros(1).expand(10_000, 10_000))
 before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
 try:
-    infinity.api.initialize(model=model, config=settings(sys.argv[1], param="nvme", optimizer="nvme",
+    infinity.initialize(model=model, config=settings(sys.argv[1], param="nvme", optimizer="nvme",
         memory={"nvme": {"max_bytes": "1GB"}}))
 except CapacityError as error:
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infinity.comm import collectives, neighbours
-from infinity.comm.agreement import agree_on_numbers
-from infinity.comm.mesh import Mesh, detect
+from infinity.distributed import cma_transport, collectives
+from infinity.distributed.consistency import agree_on_numbers
+from infinity.distributed.process_groups import Mesh, detect
 from infinity.errors import DivergenceError
 from tests.engine.divergence_process import train
 
@@ -41,7 +41,7 @@ def diverge(
     parted: list[float] = []
     kind, text = "none", ""
     try:
-        with mock.patch.object(neighbours, "SMALLEST_NBYTES", smallest):
+        with mock.patch.object(cma_transport, "SMALLEST_NBYTES", smallest):
             train(case, watchdog, parted, stage=stage, drive=drive)
     except Exception as error:
         kind, text = type(error).__name__, str(error)
@@ -174,7 +174,7 @@ def take_part(rank: int, world: int, kinds: Sequence[str], numels: Sequence[int]
     half = 2 * rank // world
     kind, full, name = kinds[half], torch.zeros(numels[half]), f"{kinds[half]} of layers.{half}"
     try:
-        with mock.patch.object(neighbours, "SMALLEST_NBYTES", smallest):
+        with mock.patch.object(cma_transport, "SMALLEST_NBYTES", smallest):
             if kind == "gather":
                 collectives.all_gather(full, torch.ones(len(full) // world), mesh.gather, name).wait()
             elif kind == "reduction":

@@ -14,7 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import CapacityError, ConfigError, TransferError
-from infinity.memory import nvme, stripes
+from infinity.memory.tiers import nvme, striping
 from infinity.ops.aio import Queue
 from tests.support.backends import every_backend
 
@@ -74,8 +74,8 @@ def test_every_back_end_gives_the_same_bits(
 def test_several_drives_give_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: str, weights: list[float]
 ) -> None:
-    monkeypatch.setattr(stripes, "PROBE_NBYTES", 1 << 20)
-    stripes.measured_weights.cache_clear()
+    monkeypatch.setattr(striping, "PROBE_NBYTES", 1 << 20)
+    striping.measured_weights.cache_clear()
     drives = [tmp_path / "a", tmp_path / "b"]
     engine = start([str(drive) for drive in drives], {"drive_weights": weights, "checksum": True})
     sizes = [sum(file.stat().st_size for file in drive.iterdir()) for drive in drives]
@@ -84,7 +84,7 @@ def test_several_drives_give_the_same_bits(
     assert sum(sizes) == engine.plan.nvme_nbytes
     assert train(engine) == expected
     assert not any(list(drive.iterdir()) for drive in drives)
-    stripes.measured_weights.cache_clear()
+    striping.measured_weights.cache_clear()
 
 
 def test_a_bit_that_flips_on_the_drive_ends_the_step(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import infinity
-from infinity.comm.watchdog import leave
+from infinity.distributed.hang_detection.watchdog import leave
 from infinity.engine import Engine
 from infinity.errors import StateError
-from infinity.memory.parties import Reservation
+from infinity.memory.access_control import Reservation
 from tests.engine.test_hygiene import background
 from tests.support.forked import in_child
 from tests.support.models import mlp, vector_batch
@@ -103,7 +103,7 @@ ENDS = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from infinity.comm.mesh import Ranks, open_group
+from infinity.distributed.process_groups import Ranks, open_group
 from tests.engine.test_forks import step, trained
 open_group(Ranks(), accelerator=False)
 with trained(Path(sys.argv[1]), 3, "nvme") as engine:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import infinity.api
+import infinity.engine.initialize
 from infinity.errors import InfinityError
 from infinity.zero.materialize import Materializer
 from tests.support.models import token_batch
@@ -91,7 +91,7 @@ def test_a_failed_initialize_cleans_up(tmp_path, monkeypatch, place):
     def start(**given: Any) -> None:
         model = Case().model()
         config = settings(tmp_path, param="nvme", optimizer="nvme")
-        infinity.api.initialize(model=model, config=config, model_parameters=Case().groups(model), **given)[0].close()
+        infinity.initialize(model=model, config=config, model_parameters=Case().groups(model), **given)[0].close()
 
     start()
     before = resources()
@@ -100,7 +100,7 @@ def test_a_failed_initialize_cleans_up(tmp_path, monkeypatch, place):
             if place == "materialise":
                 patch.setattr(Materializer, "_fill_group", fail)
             elif place == "after the file":
-                patch.setattr(infinity.api, "ModuleHooks", fail)
+                patch.setattr(infinity.engine.initialize, "ModuleHooks", fail)
             with pytest.raises(Broken):
                 start(**({"lr_scheduler": fail} if place == "scheduler" else {}))
         after = resources()
@@ -118,16 +118,16 @@ def test_a_model_whose_initialize_failed_is_named(tmp_path, monkeypatch):
     model = Case().model()
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     with monkeypatch.context() as patch:
-        patch.setattr(infinity.api, "ModuleHooks", fail)
+        patch.setattr(infinity.engine.initialize, "ModuleHooks", fail)
         with pytest.raises(Broken):
-            infinity.api.initialize(model=model, config=settings(tmp_path, param="nvme", optimizer="nvme"))
+            infinity.initialize(model=model, config=settings(tmp_path, param="nvme", optimizer="nvme"))
     try:
-        engine, *_ = infinity.api.initialize(model=model, config=settings(tmp_path, param="nvme", optimizer="nvme"))
+        engine, *_ = infinity.initialize(model=model, config=settings(tmp_path, param="nvme", optimizer="nvme"))
     except InfinityError:
         return
     with engine:
         for name, param in model.named_parameters():
-            assert torch.equal(infinity.api.state(param).master, before[name]), name
+            assert torch.equal(infinity.state(param).master, before[name]), name
 
 
 TRAIN_FOR_EVER = """
@@ -184,7 +184,7 @@ def test_two_engines_in_one_process_do_not_disturb_each_other(tmp_path):
     for config in configs:
         model = Case().model()
         engines.append(
-            infinity.api.initialize(model=model, config=config, model_parameters=Case().groups(model))[0]
+            infinity.initialize(model=model, config=config, model_parameters=Case().groups(model))[0]
         )
     assert len(swap_files(tmp_path)) == 2
     for micro in range(4):
@@ -241,12 +241,12 @@ def together(jobs: list[subprocess.Popen[str]]) -> list[str]:
 
 DROPPED = """
 import gc, sys
-import infinity.api
+import infinity.engine.initialize
 from tests.support.models import token_batch
 from tests.support.oracle import Case, settings
 def make():
     model = Case().model()
-    engine, *_ = infinity.api.initialize(model=model, config=settings(sys.argv[1], param="nvme", optimizer="nvme"))
+    engine, *_ = infinity.initialize(model=model, config=settings(sys.argv[1], param="nvme", optimizer="nvme"))
     for micro in range(2):
         engine.backward(engine(**token_batch(0, micro)))
         engine.step()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-import infinity.api
+import infinity.engine.initialize
 from infinity.engine import Engine
 from infinity.errors import StateError, TierMemoryError
 from infinity.memory.refusal import MemoryRefused
@@ -32,7 +32,7 @@ SMALL = {"sub_group_size": 2000, "stage3_prefetch_bucket_size": 4000, "stage3_ma
 @contextmanager
 def engine_of(config: dict[str, Any], model: nn.Module | None = None) -> Iterator[Engine]:
     torch.manual_seed(0)
-    with infinity.api.initialize(model=model or TinyLlama(), config=config)[0] as engine:
+    with infinity.initialize(model=model or TinyLlama(), config=config)[0] as engine:
         yield engine
 
 
@@ -107,7 +107,7 @@ def test_units_add_up_to_the_kinds(tmp_path, tiers, dtype):
     case = Case()
     model = case.model()
     config = settings(tmp_path, param=tiers[0], optimizer=tiers[1], dtype=dtype, zero=SMALL)
-    with infinity.api.initialize(model=model, config=config, model_parameters=case.groups(model))[0] as engine:
+    with infinity.initialize(model=model, config=config, model_parameters=case.groups(model))[0] as engine:
         for micro in range(2):
             for loss in case.losses(engine, 0, micro):
                 engine.backward(loss)
@@ -143,15 +143,15 @@ def test_the_ledgers_lines_are_the_plans(tmp_path):
 
 
 UNACCOUNTED = """
-import sys, torch, infinity.api
-from infinity.memory.host import trim
+import sys, torch, infinity.engine.initialize
+from infinity.memory.tiers.pinned import trim
 from tests.support.oracle import settings
 torch.set_num_threads(1)
 tiers, folder = sys.argv[1].split(","), sys.argv[2]
 model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(24)))
 zero = {"sub_group_size": 2_000_000, "stage3_prefetch_bucket_size": 4_000_000, "stage3_max_live_parameters": 6_000_000}
 config = settings(folder, param=tiers[0], optimizer=tiers[1], dtype="bf16", clip=1.0, zero=zero)
-with infinity.api.initialize(model=model, config=config)[0] as engine:
+with infinity.initialize(model=model, config=config)[0] as engine:
     for step in range(3):
         engine.backward(engine(torch.ones(2, 1024, dtype=torch.bfloat16)).float().square().mean())
         engine.step()
@@ -226,7 +226,7 @@ def hungry_run(folder: Path, where: str | None, refusal: BaseException | None) -
     torch.manual_seed(0)
     message = ""
     config = settings(folder, param="nvme", optimizer="nvme", dtype="bf16", clip=1.0)
-    with infinity.api.initialize(model=Hungry(), config=config)[0] as engine:
+    with infinity.initialize(model=Hungry(), config=config)[0] as engine:
         for step in range(4):
             batch = {name: value.bfloat16() for name, value in vector_batch(0, step).items()}
             if step == 2 and where is not None:
@@ -242,7 +242,7 @@ def hungry_run(folder: Path, where: str | None, refusal: BaseException | None) -
             engine.backward(engine(**batch))
             engine.step()
             engine.store.check()
-        weights = torch.cat([infinity.api.state(param).master.flatten() for param in engine.module.parameters()])
+        weights = torch.cat([infinity.state(param).master.flatten() for param in engine.module.parameters()])
     return weights, message
 
 
@@ -260,7 +260,7 @@ def test_out_of_memory_shows_the_ledger_and_loses_nothing(tmp_path, where, refus
 
 def test_other_errors_are_left_alone(tmp_path):
     error = RuntimeError("a shape does not fit")
-    with infinity.api.initialize(model=Hungry(), config=settings(tmp_path))[0] as engine:
+    with infinity.initialize(model=Hungry(), config=settings(tmp_path))[0] as engine:
         engine.module.refusal = error
         with pytest.raises(RuntimeError) as caught:
             engine(**vector_batch(0, 0))
@@ -269,7 +269,7 @@ def test_other_errors_are_left_alone(tmp_path):
 
 def test_a_step_that_ends_for_lack_of_memory_ends_the_engine(tmp_path, monkeypatch):
     """It says so at each further call, and gives everything back."""
-    with infinity.api.initialize(model=Hungry(), config=settings(tmp_path))[0] as engine:
+    with infinity.initialize(model=Hungry(), config=settings(tmp_path))[0] as engine:
         engine.backward(engine(**vector_batch(0, 0)))
         monkeypatch.setattr(engine, "apply_step", None)
 
@@ -302,7 +302,7 @@ def test_a_gather_beyond_the_limit_is_refused_and_the_engine_goes_on(tmp_path):
 
 
 RLIMIT = """
-import resource, sys, torch, infinity.api
+import resource, sys, torch, infinity.engine.initialize
 from infinity.errors import TierMemoryError
 from tests.support.oracle import settings
 class Model(torch.nn.Module):
@@ -314,7 +314,7 @@ class Model(torch.nn.Module):
         return (x * torch.ones(self.workspace + 1, dtype=torch.uint8)[0]).square().mean()
 torch.set_num_threads(1)
 x = torch.ones(2, 64)
-with infinity.api.initialize(model=Model(), config=settings(sys.argv[1], param="nvme", optimizer="nvme"))[0] as engine:
+with infinity.initialize(model=Model(), config=settings(sys.argv[1], param="nvme", optimizer="nvme"))[0] as engine:
     engine.backward(engine(x)); engine.step(); engine.synchronize()
     data = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (data + (256 << 20),) * 2)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity import monitors
 from infinity.errors import ConfigError
+from infinity.observability import monitors
 from tests.engine.test_hygiene import resources
 from tests.engine.test_progress import Keep
 from tests.support.models import tiny_llama, token_batch

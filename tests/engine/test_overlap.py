@@ -330,7 +330,7 @@ def test_step_returns_while_the_drive_is_still_at_work(tmp_path, monkeypatch):
             behind.append(may_step.wait(timeout=20))
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr("infinity.optim.method.adam_step", slow)
+    monkeypatch.setattr("infinity.optim.update_rules.adam_step", slow)
 
     class Watched(Case):
         def after_step(self, call, step, access):
@@ -373,7 +373,7 @@ def test_a_step_that_fails_before_it_goes_behind_leaves_nobody_waiting(tmp_path,
 
     class Failing(Case):
         def before_step(self, call, micro, access):
-            monkeypatch.setattr("infinity.optim.method.adam_step", fail)
+            monkeypatch.setattr("infinity.optim.update_rules.adam_step", fail)
             with pytest.raises(ArithmeticError, match="for the step"):
                 call.step()
             with pytest.raises(ArithmeticError, match="for the step"):

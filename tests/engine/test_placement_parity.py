@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from infinity.comm import neighbours
+from infinity.distributed import cma_transport
 from tests.support.oracle import CLIP, Case, Result, difference, join, reference, settings, states_on, swap_files, train
 
 TIERS = ("gpu", "cpu", "nvme")
@@ -46,7 +46,7 @@ def cells(rank: int, world: int, folder: str, rows: list[dict[str, Any]]) -> lis
 
 def reading(rank: int, world: int, folder: str, rows: list[dict[str, Any]]) -> list[tuple[str, int, int, int]]:
     """As `cells`, with everything that the ranks gather and reduce read from each other's memory."""
-    with mock.patch.object(neighbours, "SMALLEST_NBYTES", 1):
+    with mock.patch.object(cma_transport, "SMALLEST_NBYTES", 1):
         return cells(rank, world, folder, rows)
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import infinity.api
+import infinity
 import infinity.memory.capacity
 from infinity.config.units import format_bytes
 from infinity.errors import CapacityError, ConfigError
-from infinity.memory.slabs import FILE_NBYTES
+from infinity.memory.growable_pool import FILE_NBYTES
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES
 from infinity.plan.types import Tier
 from infinity.zero.activation_forecast import Workload, forecast
@@ -40,7 +40,7 @@ def test_a_llama_of_70_billion_parameters_is_refused_before_it_has_values(tmp_pa
         "memory": {"nvme": {"max_bytes": "50GB"}, "cpu": {"max_bytes": "12GB"}},
     }
     with usual_seconds() as taken, pytest.raises(CapacityError) as caught:
-        infinity.api.initialize(model=model, config=config)
+        infinity.initialize(model=model, config=config)
     assert taken.seconds < 2.0
     text = str(caught.value)
     assert "rank 0 plans 847 GB" in text
@@ -52,7 +52,7 @@ def test_a_model_that_would_fit_is_refused_for_having_no_values():
     with torch.device("meta"):
         model = torch.nn.Linear(8, 8)
     with pytest.raises(ConfigError, match="meta device"):
-        infinity.api.initialize(model=model, config={})
+        infinity.initialize(model=model, config={})
 
 
 def offloading(folder: Path, limit: int | None, **more: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def offloading(folder: Path, limit: int | None, **more: Any) -> dict[str, Any]:
 
 
 def planned_nvme_nbytes(folder: Path) -> int:
-    engine, *_ = infinity.api.initialize(model=tiny_llama(), config=offloading(folder, None))
+    engine, *_ = infinity.initialize(model=tiny_llama(), config=offloading(folder, None))
     with engine:
         return engine.plan.nvme_nbytes
 
@@ -77,10 +77,10 @@ def test_checkpoints_that_have_no_room_beside_the_plan_are_refused(tmp_path):
     least = planned_nvme_nbytes(tmp_path) + FILE_NBYTES
     said = r"rank 0 has 67\.1 MB on nvme for activation checkpoints .*max_bytes"
     with pytest.raises(CapacityError, match=said) as error:
-        infinity.api.initialize(model=tiny_llama(), config=offloading(tmp_path, least - 1))
+        infinity.initialize(model=tiny_llama(), config=offloading(tmp_path, least - 1))
     assert "activation_checkpointing.offload.device" in str(error.value)
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".bin"]
-    infinity.api.initialize(model=tiny_llama(), config=offloading(tmp_path, least))[0].close()
+    infinity.initialize(model=tiny_llama(), config=offloading(tmp_path, least))[0].close()
 
 
 def test_a_token_of_each_sequence_is_the_least_of_a_large_model(tmp_path):
@@ -88,14 +88,14 @@ def test_a_token_of_each_sequence_is_the_least_of_a_large_model(tmp_path):
     model, limit = tiny_llama(), planned_nvme_nbytes(tmp_path) + 3 * 4 * 2 * 2**24
     model.config = SimpleNamespace(hidden_size=2**24)
     with pytest.raises(CapacityError, match="they take at least 403 MB"):
-        infinity.api.initialize(model=model, config=offloading(tmp_path, limit - 1))
+        infinity.initialize(model=model, config=offloading(tmp_path, limit - 1))
 
 
 def test_the_room_for_checkpoints_is_said_in_tokens(tmp_path, caplog):
     model, limit = tiny_llama(), planned_nvme_nbytes(tmp_path) + 2 * FILE_NBYTES
     model.config = SimpleNamespace(hidden_size=4096, max_position_embeddings=8192)
     with caplog.at_level(logging.INFO, "infinity"):
-        infinity.api.initialize(model=model, config=offloading(tmp_path, limit))[0].close()
+        infinity.initialize(model=model, config=offloading(tmp_path, limit))[0].close()
     tokens = 2 * FILE_NBYTES // (3 * 4096 * 2)
     said = f"{tokens:,} tokens of 3 blocks a micro-batch, which is {tokens // 4:,} for each of 4 sequences"
     assert said in caplog.text and "takes up to 8,192" in caplog.text
@@ -111,7 +111,7 @@ def test_the_refusal_says_what_is_set_aside_and_what_was_taken(monkeypatch):
     monkeypatch.setattr(infinity.memory.capacity, "free_cpu_nbytes", lambda: 60_000_000)
     config = {"train_micro_batch_size_per_gpu": 4, "memory": {"activations": {"sequence_length": 48}}}
     with pytest.raises(CapacityError) as caught:
-        infinity.api.initialize(model=small_llama(), config=config)
+        infinity.initialize(model=small_llama(), config=config)
     text = str(caught.value)
     assert re.search(r"Free: 60\.\d MB of memory\. Of that is set aside: 50\.3 MB for what", text)
     assert re.search(r"The process had \d+ MB before", text)
@@ -120,7 +120,7 @@ def test_the_refusal_says_what_is_set_aside_and_what_was_taken(monkeypatch):
 
 def test_the_start_line_says_the_most_that_the_process_will_take(caplog):
     with caplog.at_level(logging.INFO, "infinity"):
-        engine, *_ = infinity.api.initialize(model=tiny_llama(), config={"log_level": "info"})
+        engine, *_ = infinity.initialize(model=tiny_llama(), config={"log_level": "info"})
     with engine:
         report = engine.memory()
     assert f"this process takes {format_bytes(report.predicted)} of memory at most" in caplog.text
@@ -133,7 +133,7 @@ def test_what_the_configuration_says_of_activations_is_set_aside(monkeypatch, ca
     monkeypatch.setattr(infinity.memory.capacity, "free_cpu_nbytes", lambda: 10**9)
     config = {"memory": {"activations": {"max_bytes": limit}}, "log_level": "info"}
     with caplog.at_level(logging.INFO, "infinity"):
-        engine, *_ = infinity.api.initialize(model=torch.nn.Linear(64, 64), config=config)
+        engine, *_ = infinity.initialize(model=torch.nn.Linear(64, 64), config=config)
     with engine:
         room = engine.memory().limits["gpu"]
     nbytes = limit if isinstance(limit, int) else 500_000_000
@@ -167,4 +167,4 @@ def test_a_forecast_needs_no_values(tmp_path):
     with infinity.Init(config=config):
         model = small_llama()
     assert forecast(model, Workload(1, 16, "bf16"), measure=True) == expected
-    infinity.api.initialize(model=model, config=config)[0].close()
+    infinity.initialize(model=model, config=config)[0].close()

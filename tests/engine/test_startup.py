@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.memory.nvme import NvmeTier
+from infinity.memory.tiers.nvme import NvmeTier
 from infinity.plan.types import Extent
-from infinity.zero import spool
+from infinity.zero import deferred_init
 
 WIDTH, LAYERS = 64, 6
 NUMEL = LAYERS * WIDTH * WIDTH
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_a_model_that_has_not_trained_has_its_zeros(tmp_path: Pa
 def test_values_that_a_constructor_replaces_do_not_come_back(
     tmp_path: Path, moved: Moved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spool, "WINDOW_NBYTES", 20_000)
+    monkeypatch.setattr(deferred_init, "WINDOW_NBYTES", 20_000)
     with infinity.Init(config=config(tmp_path, "fp32")):
         torch.manual_seed(0)
         model = Residual()

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import infinity.api
-from infinity import record
+import infinity
 from infinity.errors import ConfigError
-from infinity.memory.nvme import NvmeTier
-from infinity.timeline import OUTSIDE, Bar, Lane, Timeline, flatten
+from infinity.memory.tiers.nvme import NvmeTier
+from infinity.observability import trace
+from infinity.observability.timeline import OUTSIDE, Bar, Lane, Timeline, flatten
 from tests.support.models import token_batch
 from tests.support.oracle import Case, join, settings, train
 
@@ -30,9 +30,9 @@ NVME = {"param": "nvme", "optimizer": "nvme", "dtype": "bf16", "clip": 1.0}
 @pytest.fixture
 def idle():
     """Nothing is recorded before and after."""
-    assert record.span(record.WAIT, "x") is record.span(record.WAIT, "y"), "somebody records"
+    assert trace.span(trace.WAIT, "x") is trace.span(trace.WAIT, "y"), "somebody records"
     yield
-    assert record.span(record.WAIT, "x") is record.span(record.WAIT, "y"), "somebody still records"
+    assert trace.span(trace.WAIT, "x") is trace.span(trace.WAIT, "y"), "somebody still records"
 
 
 class Wide(nn.Module):
@@ -56,7 +56,7 @@ def recorded(folder: Path, path: Path | None = None, **more: Any) -> tuple[Timel
     zero = {"sub_group_size": 400_000, "stage3_prefetch_bucket_size": 700_000, "stage3_max_reuse_distance": 0}
     config = settings(folder, **{**NVME, **more}, zero=zero)
     x = torch.ones(256, 768, dtype=torch.bfloat16)
-    with infinity.api.initialize(model=Wide(), config=config)[0] as engine:
+    with infinity.initialize(model=Wide(), config=config)[0] as engine:
         for _ in range(4):
             engine.backward(engine(x))
             engine.step()
@@ -191,10 +191,10 @@ def test_the_page_stands_alone(tmp_path):
 
 
 def test_names_in_the_page_do_not_end_its_script(tmp_path):
-    with Timeline(describe=lambda _: "</script><b>"), record.span(record.WAIT, "a", "b"):
+    with Timeline(describe=lambda _: "</script><b>"), trace.span(trace.WAIT, "a", "b"):
         pass
     timeline = Timeline(tmp_path / "page.html", describe=lambda _: "</script><b>")
-    with timeline, record.span(record.WAIT, "a", "b"):
+    with timeline, trace.span(trace.WAIT, "a", "b"):
         time.sleep(0.001)
     assert "</script><b>" not in (tmp_path / "page.html").read_text()
     assert timeline.lane("program").bars[1].subject == "</script><b>"
@@ -212,7 +212,7 @@ def test_a_recording_does_not_change_a_bit(tmp_path):
 def test_the_configuration_records_the_step_that_it_names(tmp_path):
     path = tmp_path / "third.json"
     config = settings(tmp_path / "nvme", **NVME, accumulation=2, timeline={"path": str(path), "step": 3})
-    with infinity.api.initialize(model=Case().model(), config=config)[0] as engine:
+    with infinity.initialize(model=Case().model(), config=config)[0] as engine:
         for micro in range(8):
             engine.backward(engine(**token_batch(0, micro, positions=8)))
             engine.step()
@@ -253,7 +253,7 @@ def test_two_ranks_write_two_files_and_see_each_other(rank_pools, tmp_path):
 
 @pytest.mark.usefixtures("idle")
 def test_there_is_one_timeline_at_a_time_and_none_after_a_failure(tmp_path):
-    with infinity.api.initialize(model=Case().model(), config=settings(tmp_path))[0] as engine:
+    with infinity.initialize(model=Case().model(), config=settings(tmp_path))[0] as engine:
         with engine.timeline(), pytest.raises(RuntimeError, match="one at a time"), engine.timeline():
             pass
         with pytest.raises(KeyError), engine.timeline(tmp_path / "step.html"):
@@ -262,31 +262,31 @@ def test_there_is_one_timeline_at_a_time_and_none_after_a_failure(tmp_path):
         with pytest.raises(ValueError, match=r"\.html or \.json"):
             engine.timeline("step.png")
     with pytest.raises(ConfigError, match=r"timeline\.path"):
-        infinity.api.initialize(model=Case().model(), config=settings(tmp_path, timeline={"path": "step.png"}))
+        infinity.initialize(model=Case().model(), config=settings(tmp_path, timeline={"path": "step.png"}))
     config = settings(tmp_path, timeline={"path": str(tmp_path / "first.html"), "step": 1})
-    with infinity.api.initialize(model=Case().model(), config=config)[0] as engine:
+    with infinity.initialize(model=Case().model(), config=config)[0] as engine:
         engine(**token_batch(0, 0, positions=8))
     assert not (tmp_path / "first.html").exists(), "the step did not come to its end"
 
 
-def span_of(what: str, cause: str, begin: int, end: int, thread: int = 1) -> record.Span:
-    return record.Span(thread, what, cause, "", begin, end, 0)
+def span_of(what: str, cause: str, begin: int, end: int, thread: int = 1) -> trace.Span:
+    return trace.Span(thread, what, cause, "", begin, end, 0)
 
 
 def test_the_innermost_span_counts():
     spans = [
-        span_of(record.PHASE, "forward", 10, 100),
-        span_of(record.ENGINE, "use", 20, 60),
-        span_of(record.WAIT, "NVMe read", 30, 40),
-        span_of(record.WAIT, "gather", 40, 50),
-        span_of(record.COPY, "copy", 90, 120),
+        span_of(trace.PHASE, "forward", 10, 100),
+        span_of(trace.ENGINE, "use", 20, 60),
+        span_of(trace.WAIT, "NVMe read", 30, 40),
+        span_of(trace.WAIT, "gather", 40, 50),
+        span_of(trace.COPY, "copy", 90, 120),
     ]
     for order in (spans, spans[::-1]):
         bars = [(bar.begin, bar.end, bar.what, bar.cause) for bar in flatten(order, 0, 130)]
         assert bars == [
-            (0, 10, OUTSIDE, OUTSIDE), (10, 20, record.COMPUTE, "forward"), (20, 30, record.ENGINE, "use"),
-            (30, 40, record.WAIT, "NVMe read"), (40, 50, record.WAIT, "gather"), (50, 60, record.ENGINE, "use"),
-            (60, 90, record.COMPUTE, "forward"), (90, 100, record.COPY, "copy"), (100, 130, OUTSIDE, OUTSIDE),
+            (0, 10, OUTSIDE, OUTSIDE), (10, 20, trace.COMPUTE, "forward"), (20, 30, trace.ENGINE, "use"),
+            (30, 40, trace.WAIT, "NVMe read"), (40, 50, trace.WAIT, "gather"), (50, 60, trace.ENGINE, "use"),
+            (60, 90, trace.COMPUTE, "forward"), (90, 100, trace.COPY, "copy"), (100, 130, OUTSIDE, OUTSIDE),
         ]  # fmt: skip
     assert [(bar.begin, bar.end) for bar in flatten([], 0, 5)] == [(0, 5)]
 
@@ -301,18 +301,18 @@ def test_rows_are_as_few_as_it_takes_and_busy_is_the_union():
 
 
 def test_spans_of_other_threads_and_those_still_open_are_kept():
-    recording = record.start()
+    recording = trace.start()
     ready, leave = threading.Event(), threading.Event()
 
     def work() -> None:
-        with record.span(record.WAIT, "long", nbytes=7):
+        with trace.span(trace.WAIT, "long", nbytes=7):
             ready.set()
             leave.wait(10)
 
     thread = threading.Thread(target=work, name="infinity-step_0")
     thread.start()
     ready.wait(10)
-    record.take_off("gathers", "unit", 3)
+    trace.take_off("gathers", "unit", 3)
     recording.stop()
     leave.set()
     thread.join()
@@ -326,10 +326,10 @@ def test_spans_of_other_threads_and_those_still_open_are_kept():
 def test_nothing_is_kept_while_nobody_records():
     with ExitStack() as stack:
         for _ in range(3):
-            stack.enter_context(record.span(record.WAIT, "x"))
-    record.take_off("gathers", "unit")
-    record.land("gathers", "unit")
-    record.level("cpu", "grad", 1)
-    recording = record.start()
+            stack.enter_context(trace.span(trace.WAIT, "x"))
+    trace.take_off("gathers", "unit")
+    trace.land("gathers", "unit")
+    trace.level("cpu", "grad", 1)
+    recording = trace.start()
     recording.stop()
     assert not recording.spans and not recording.flights and not recording.levels

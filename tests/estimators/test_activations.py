@@ -12,8 +12,8 @@ from estimators.machine import Machine
 from estimators.report import report
 from infinity import measure_activations
 from infinity.errors import ConfigError
-from infinity.plan.phases import Phase
 from infinity.plan.types import Kind, Tier
+from infinity.simulator.phases import Phase
 
 LLAMA = {
     "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -10,7 +10,7 @@ import pytest
 from estimators.estimate import Estimate, estimate
 from estimators.machine import Machine
 from estimators.picture import picture
-from infinity.palette import KINDS, PAPER
+from infinity.plan.palette import KINDS, PAPER
 from infinity.plan.types import Tier
 
 SVG = "{http://www.w3.org/2000/svg}"

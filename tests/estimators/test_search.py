@@ -12,8 +12,8 @@ from estimators.report import duration, report, to_choose
 from estimators.search import Choice, Wish, _by_budget, fit, fitting, largest, usual
 from infinity.errors import ConfigError
 from infinity.plan.hardware import ASSUMED
-from infinity.plan.traffic import Link
 from infinity.plan.types import SAVE_BLOCK_NBYTES, SAVE_BLOCKS, Tier
+from infinity.simulator.traffic import Link
 
 GB = 10**9
 

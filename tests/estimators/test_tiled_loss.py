@@ -20,8 +20,8 @@ from estimators.machine import Machine
 from estimators.search import Wish, fit, usual
 from infinity import measure_activations
 from infinity.errors import ConfigError
-from infinity.plan.time import Bound
 from infinity.plan.types import Tier
+from infinity.simulator.step_time import Bound
 from tests.estimators.test_activations import on_meta
 from tests.estimators.test_equals_plan import SMALL
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.memory.device import Device
-from infinity.memory.host import HostMemory
 from infinity.memory.ledger import Ledger
-from infinity.memory.nvme import NvmeTier
 from infinity.memory.store import TieredStore
+from infinity.memory.tiers.device import Device
+from infinity.memory.tiers.nvme import NvmeTier
+from infinity.memory.tiers.pinned import HostMemory
 from infinity.ops.aio import Queue
 from infinity.plan.plan import Pools
 from infinity.plan.types import Extent, Key, Kind, PartitionSpec, Tier, pack_sections

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinity.memory import device as device_module
-from infinity.memory.device import Device
+from infinity.memory.tiers import device as device_module
+from infinity.memory.tiers.device import Device
 
 
 class Stream:

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from infinity.errors import CapacityError, TransferError
-from infinity.memory import nvme
 from infinity.memory.capacity import free_nvme_nbytes
-from infinity.memory.host import page_aligned
-from infinity.memory.nvme import NvmeTier, QueueOptions, clean
+from infinity.memory.tiers import nvme
+from infinity.memory.tiers.nvme import NvmeTier, QueueOptions, clean
+from infinity.memory.tiers.pinned import page_aligned
 from infinity.ops.aio import Queue
 from infinity.plan.types import Extent
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Makes a tier, says so, and waits to be killed.
 OWNER = """
 import sys, time
-from infinity.memory.nvme import NvmeTier
+from infinity.memory.tiers.nvme import NvmeTier
 from infinity.ops.aio import Queue
 tier = NvmeTier(sys.argv[1], nbytes=1 << 16, rank=5, queue=Queue("python"))
 print(tier.path, flush=True)
@@ -180,7 +180,7 @@ def test_a_drive_without_room_is_an_error_and_no_file_is_left(tmp_path):
 LIMITED = """
 import resource, signal, sys
 from infinity.errors import TransferError
-from infinity.memory.nvme import NvmeTier
+from infinity.memory.tiers.nvme import NvmeTier
 from infinity.ops.aio import Queue
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinity.memory.device import Device
-from infinity.memory.elastic import ElasticBuffer
-from infinity.memory.host import HostMemory
 from infinity.memory.ledger import Ledger
 from infinity.memory.pages import let_inherit, page_aligned
+from infinity.memory.resizable_buffer import ElasticBuffer
+from infinity.memory.tiers.device import Device
+from infinity.memory.tiers.pinned import HostMemory
 from infinity.ops.aio import Queue
 from tests.support.forked import in_child
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from infinity.memory.host import page_aligned
 from infinity.memory.pool import Arena, piece_nbytes
+from infinity.memory.tiers.pinned import page_aligned
 from infinity.plan.types import EXTENT_ALIGNMENT
 
 PAGE = EXTENT_ALIGNMENT

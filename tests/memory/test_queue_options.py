@@ -9,8 +9,8 @@ import pytest
 from infinity.config import ResolveContext, load_config, resolve
 from infinity.errors import ConfigError
 from infinity.log import _said
-from infinity.memory.nvme import QueueOptions
 from infinity.memory.queue_options import queue_options
+from infinity.memory.tiers.nvme import QueueOptions
 from infinity.plan.hardware import ASSUMED, Drive, save_profile
 
 DRIVE = Drive(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from infinity.errors import TierMemoryError, TransferError
-from infinity.memory.parties import Reservation
+from infinity.memory.access_control import Reservation
 from infinity.memory.partition import State
 from infinity.plan.types import Key, Kind
 from tests.memory.conftest import Bench, param

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from infinity.errors import StateError, TierMemoryError, TransferError
+from infinity.memory.access_control import Reservation, Snapshot
 from infinity.memory.pages import page_aligned
-from infinity.memory.parties import Reservation, Snapshot
 from infinity.memory.partition import State
 from infinity.plan.types import Key, Kind, Tier
 from tests.memory.conftest import Bench, param, states

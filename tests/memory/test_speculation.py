@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infinity.errors import TransferError
-from infinity.memory.parties import Reservation, Snapshot
+from infinity.memory.access_control import Reservation, Snapshot
 from infinity.memory.partition import State
 from infinity.plan.types import Key, Kind
 from tests.memory.conftest import Bench, MakeBench, param, states

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from infinity.memory.parties import Reservation
+from infinity.memory.access_control import Reservation
 from infinity.memory.partition import State
 from infinity.plan.types import Key, Kind
 from tests.memory.conftest import param

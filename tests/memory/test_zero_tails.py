@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from infinity.memory.access_control import Reservation, Snapshot
 from infinity.memory.pages import page_aligned
-from infinity.memory.parties import Reservation, Snapshot
 from infinity.memory.partition import State
 from infinity.plan.types import Key, Kind, Tier
 from tests.memory.conftest import PAGE, Bench, param, states

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import TransferError
-from infinity.memory.host import page_aligned
+from infinity.memory.tiers.pinned import page_aligned
 from infinity.ops.aio import File, Queue, Request
 from tests.support.backends import WORKING, every_backend
 

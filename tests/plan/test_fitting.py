@@ -9,10 +9,10 @@ import pytest
 
 from infinity.config import ResolveContext, load_config, resolve
 from infinity.plan.capacity import Capacity, within
+from infinity.plan.capacity_report import refuse
 from infinity.plan.fitting import KEYS, lowered_in_words
+from infinity.plan.inputs import Question
 from infinity.plan.plan import Plan
-from infinity.plan.refusal import refuse
-from infinity.plan.request import Question
 from infinity.plan.reserve import Reserve
 from infinity.plan.spec import ModuleNode, ParamSpec
 from infinity.plan.topology import Topology

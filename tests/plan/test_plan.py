@@ -20,7 +20,7 @@ from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, Unit
 from infinity.plan.stepping import STEP_WINDOW
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, EXTENT_ALIGNMENT, Key, Kind, Tier
-from tests.plan.test_fetch import execute
+from tests.plan.test_prefetch import execute
 from tests.support.clock import usual_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -311,7 +311,7 @@ for name in "abcdef":
     root.children[name] = ModuleNode(name, "Block", {"p": spec})
 request = PlanRequest(param_tier=Tier.NVME, optimizer_tier=Tier.NVME, compute_dtype="bf16", sub_group_numel=100_000)
 plan = make_plan(find_units(root, UnitRules(unit_numel_max=100_000)), Topology(dp=2), request)
-import infinity.plan.request, infinity.config
+import infinity.plan.inputs, infinity.config
 assert "torch" not in sys.modules, "the plan imports torch"
 print(plan.fingerprint())
 """

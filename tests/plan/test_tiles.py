@@ -13,8 +13,8 @@ from torch import nn
 
 from infinity.config import ResolveContext, load_config, resolve
 from infinity.plan.capacity import Capacity
+from infinity.plan.inputs import Question
 from infinity.plan.plan import Plan
-from infinity.plan.request import Question
 from infinity.plan.spec import UnitRules, describe, find_units
 from infinity.plan.tiles import cut_rows
 from infinity.plan.topology import Topology

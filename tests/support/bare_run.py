@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import estimators
 import infinity
-from infinity.command.main import COMMANDS, main
+from infinity.cli.main import COMMANDS, main
 
 # `completion` needs an extra.
 HELP = [[], *([name] for name in COMMANDS if name != "completion")]

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infinity
-import infinity.api
 from infinity.engine import Engine
 from infinity.plan.types import Tier
 from infinity.zero.unit import Gathered
@@ -152,16 +151,16 @@ class Tiered(Access):
         return dict(call.module.named_parameters())
 
     def get(self, param: nn.Parameter, what: str) -> Tensor:
-        return getattr(infinity.api.state(param), what)
+        return getattr(infinity.state(param), what)
 
     def set(self, param: nn.Parameter, what: str, value: Tensor) -> None:
-        setattr(infinity.api.state(param), what, value)
+        setattr(infinity.state(param), what, value)
 
     def read(self, params: Any) -> Any:
-        return infinity.api.read(params)
+        return infinity.read(params)
 
     def modify(self, params: Any) -> Any:
-        return infinity.api.modify(params)
+        return infinity.modify(params)
 
 
 def join(world: int) -> None:
@@ -247,7 +246,7 @@ def train(
         given.update(prepare(model))
     else:
         given["model_parameters"] = case.groups(model)
-    engine, *_ = infinity.api.initialize(model=model, config=config, **given)
+    engine, *_ = infinity.initialize(model=model, config=config, **given)
     with engine:
         return _train(case, engine, rank, steps, backward, look)
 
@@ -289,13 +288,13 @@ def collect(engine: Engine, result: Result) -> None:
     """Read everything of the model out of its tiers. Collective."""
     digest = hashlib.sha256()
     for name, param in engine.module.named_parameters():
-        state = infinity.api.state(param)
+        state = infinity.state(param)
         result.master[name] = state.master
         values = [state.master]
         if param.requires_grad:
             result.exp_avg[name] = state.exp_avg
             values += [state.exp_avg, state.exp_avg_sq]
-        with infinity.api.read(param):
+        with infinity.read(param):
             values.append(param.detach().clone())
         for value in values:
             digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infinity.errors import TransferError
-from infinity.memory.host import page_aligned
+from infinity.memory.tiers.pinned import page_aligned
 from infinity.plan.types import Extent
 from tests.support.simulated_tier import GARBAGE, Misuse, SimulatedTier
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infinity
-from infinity.memory.host import trim
+from infinity.memory.tiers.pinned import trim
 from infinity.plan.types import Kind, Tier
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import infinity
 from infinity.errors import ConfigError, StateError
-from infinity.zero import spool
+from infinity.zero import deferred_init
 from infinity.zero.parameter import is_released
 from tests.support.spawn import RankPool
 from tests.zero.test_transformers import config_of
@@ -31,7 +31,7 @@ def config(folder: str, tier: str = "nvme") -> dict[str, Any]:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that holds a fraction of a tiny model."""
-    monkeypatch.setattr(spool, "WINDOW_NBYTES", 20_000)
+    monkeypatch.setattr(deferred_init, "WINDOW_NBYTES", 20_000)
 
 
 @pytest.mark.usefixtures("narrow")
@@ -125,7 +125,7 @@ def test_a_meta_model_is_refused_with_the_way_out() -> None:
 
 
 def build_on_ranks(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
-    spool.WINDOW_NBYTES = 20_000
+    deferred_init.WINDOW_NBYTES = 20_000
     # Ranks that seed differently: rank 0's values win.
     torch.manual_seed(rank)
     with infinity.Init(config=config(folder)):

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import infinity
 from infinity.engine import Engine
-from infinity.plan.fetch import Use
-from infinity.plan.traffic import uses
+from infinity.plan.prefetch import Use
+from infinity.simulator.traffic import uses
 from infinity.zero.unit import Gathered, Unit
 from tests.support.oracle import ADAM, join, settings
 

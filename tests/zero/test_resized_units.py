@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.memory.device import Device
-from infinity.memory.elastic import ElasticBuffer
+from infinity.memory.resizable_buffer import ElasticBuffer
+from infinity.memory.tiers.device import Device
 from tests.support.oracle import CLIP, Case, settings, train
 
 # Every configuration of one rank in which units are released: at home on the device they are whole for good.

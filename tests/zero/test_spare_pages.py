@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.memory.elastic import SparePages
+from infinity.memory.resizable_buffer import SparePages
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.unit import Unit
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from infinity.comm import neighbours
+from infinity.distributed import cma_transport
 from infinity.errors import DivergenceError
 from tests.zoo.__main__ import main
 from tests.zoo.families import FAMILIES, ON_SEVERAL_RANKS
@@ -35,7 +35,7 @@ def test_a_family_trains_as_in_plain_torch(rank_pools, ranks, name, compiler):
 
 def drop(rank: int, world: int, name: str, smallest: int) -> str:
     """What a rank is told that drops other layers than the others."""
-    with mock.patch.object(neighbours, "SMALLEST_NBYTES", smallest):
+    with mock.patch.object(cma_transport, "SMALLEST_NBYTES", smallest):
         try:
             train(name, rank, seed=lambda step: world * step + rank)
         except DivergenceError as error:

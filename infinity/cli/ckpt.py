@@ -1,0 +1,178 @@
+"""`infinity ckpt`: what is in a checkpoint, whether it is whole, and how two differ.
+
+    infinity ckpt inspect CHECKPOINT [--tag TAG] [--tensors] [--json]
+    infinity ckpt verify CHECKPOINT [--tag TAG]
+    infinity ckpt diff CHECKPOINT OTHER [--all]
+
+CHECKPOINT is a folder that `save_checkpoint` was given (of which the tag in `latest` is taken, or --tag), or the folder
+of one checkpoint in it. `infinity-ckpt` is the same. Exit codes: 0; 1 where verify has found damage, or diff a
+difference; 2 where nothing can be said, as for a folder without a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity.checkpoint.comparison import Comparison, compare
+from infinity.checkpoint.format import MANIFEST, Manifest, RankIndex, check_files, read_manifest
+from infinity.checkpoint.verification import verify
+from infinity.cli.export import locate
+from infinity.cli.meter import Meter
+from infinity.cli.terminal import say, table
+from infinity.config.units import format_bytes
+from infinity.errors import CheckpointError
+
+# Rows of what has changed that are shown unless all are asked for.
+_SHOWN_MAX = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    commands = parser.add_subparsers(dest="question", required=True, metavar="inspect|verify|diff")
+    inspecting = commands.add_parser("inspect", help="what is in it")
+    inspecting.add_argument("--tensors", action="store_true", help="every tensor, too")
+    inspecting.add_argument("--json", action="store_true", help="as JSON")
+    verifying = commands.add_parser("verify", help="read and compare every byte")
+    for each in (inspecting, verifying):
+        each.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one of them")
+        each.add_argument("--tag", help="which checkpoint of the folder (default: that of `latest`)")
+    differing = commands.add_parser("diff", help="how two differ")
+    differing.add_argument("checkpoint", metavar="CHECKPOINT")
+    differing.add_argument("other", metavar="OTHER")
+    differing.add_argument("--all", action="store_true", help="list everything that has changed")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Answer; 1 for damage or a difference."""
+    if given.question == "diff":
+        return _diff(given)
+    folder = locate(given.checkpoint, given.tag)
+    if given.question == "verify":
+        return _verify(folder)
+    manifest = read_manifest(folder)
+    facts = describe(manifest, check_files(folder, manifest))
+    if given.json:
+        say(json.dumps({"folder": str(folder), **facts}, indent=2))
+    else:
+        say(show(folder, facts, tensors=given.tensors))
+    return 0
+
+
+def describe(manifest: Manifest, indexes: Sequence[RankIndex]) -> dict[str, Any]:
+    """What a checkpoint holds, as JSON values."""
+    nbytes: dict[str, int] = {}
+    for index in indexes:
+        for array in index.arrays:
+            nbytes[array.kind] = nbytes.get(array.kind, 0) + array.nbytes
+    infos = manifest.tensors
+    numel = {
+        "trained": sum(info.numel for info in infos.values() if info.trainable),
+        "frozen": sum(info.numel for info in infos.values() if not info.trainable and "buffer" not in info.kinds),
+    }
+    files = {name: size for index in indexes for name, size in index.files.items()}
+    return {
+        "tag": manifest.tag, "id": manifest.id, "time": manifest.time, "versions": manifest.versions,
+        "plan": manifest.plan, "counters": manifest.engine["counters"],
+        "optimizer": manifest.engine["optimizer"]["kind"], "module": manifest.module.get("class"), "numel": numel,
+        "bytes": nbytes, "ranks": len(indexes), "files": files, "tied": manifest.tied,
+        "tensors": {
+            name: {"shape": list(info.shape), "dtype": info.dtype, "trained": info.trainable, "kinds": list(info.kinds)}
+            for name, info in infos.items()
+        },
+    }  # fmt: skip
+
+
+def show(folder: Path, facts: dict[str, Any], *, tensors: bool) -> str:
+    """The same as tables."""
+    plan, counters = facts["plan"], facts["counters"]
+    rows = [
+        ["checkpoint", str(folder)], ["saved", f"{facts['time']}, infinity {facts['versions']['infinity']}"],
+        ["model", f"{facts['module']}, {facts['numel']['trained']:,} parameters trained, "
+                  f"{facts['numel']['frozen']:,} frozen"],
+        ["run", f"{counters['global_steps']:,} steps ({counters['skipped_steps']:,} skipped), "
+                f"{counters['global_samples']:,} samples, {facts['optimizer']}"],
+        ["plan", f"stage {plan['stage']}, {plan['world_size']} rank(s), {plan['compute_dtype']}"],
+        ["files", f"{len(facts['files'])} of {facts['ranks']} rank(s), {format_bytes(sum(facts['files'].values()))}"],
+    ]  # fmt: skip
+    lines = [table(rows, right=False), ""]
+    lines.append(table([["kind", "bytes"], *([kind, f"{size:,}"] for kind, size in sorted(facts["bytes"].items()))]))
+    if tensors:
+        header = ["tensor", "shape", "dtype", "trained", "kinds"]
+        body = [
+            [name, "x".join(map(str, info["shape"])) or "-", info["dtype"], "yes" if info["trained"] else "no",
+             ", ".join(info["kinds"]) or "none"]
+            for name, info in facts["tensors"].items()
+        ]  # fmt: skip
+        lines += ["", table([header, *body], right=False)]
+    return "\n".join(lines)
+
+
+def _verify(folder: Path) -> int:
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        say(f"DAMAGED {MANIFEST}: {error.what}")
+        return 1
+    count = 0
+    with Meter("verify") as meter:
+        for damage in verify(folder, manifest, meter.advance):
+            meter.end()
+            say(f"DAMAGED {damage}")
+            count += 1
+    if count:
+        say(f"{folder}: {count} finding(s); {format_bytes(meter.done)} are whole")
+        return 1
+    say(f"{folder}: whole; {len(manifest.tensors):,} tensors, {meter.summary()}")
+    return 0
+
+
+def _diff(given: argparse.Namespace) -> int:
+    with Meter("diff", unit="elements") as meter:
+        folders = locate(given.checkpoint), locate(given.other)
+        first, second = ((folder, read_manifest(folder)) for folder in folders)
+        found = compare(first, second, meter.advance)
+    say(show_difference(found, everything=given.all))
+    return 0 if found.same else 1
+
+
+def show_difference(found: Comparison, *, everything: bool = False) -> str:
+    """A comparison as tables."""
+    lines = []
+    for title, names in (("added", found.added), ("removed", found.removed), ("another shape", found.reshaped)):
+        lines += [f"{title}: {name}" for name in names]
+    rows = [["kind", "tensors", "changed", "largest difference"]]
+    for kind, count in found.compared.items():
+        changes = [change for change in found.changes if change.kind == kind]
+        largest = max((change.largest for change in changes), default=0.0)
+        rows.append([kind, f"{count:,}", f"{len(changes):,}", f"{largest:.3g}"])
+    if len(rows) > 1:
+        lines += [table(rows)]
+    kinds = list(found.compared)
+    changes = sorted(found.changes, key=lambda change: (kinds.index(change.kind), -change.largest))
+    rows = [
+        [change.tensor, change.kind, f"{change.changed:,} of {change.numel:,}", f"{change.largest:.3g}"]
+        for change in changes
+    ]
+    lines += _listed(["changed", "kind", "elements", "largest difference"], rows, everything=everything)
+    lines += _listed(["kept", "first", "second"], [list(row) for row in found.unlike], everything=everything)
+    rows = [[name, _short(a), _short(b)] for name, a, b in found.counters]
+    lines += _listed(["of the run", "first", "second"], rows, everything=everything)
+    return "\n".join(lines) if not found.same else "\n".join([*lines, "nothing differs"])
+
+
+def _listed(header: list[str], rows: list[list[str]], *, everything: bool) -> list[str]:
+    """A table of the first rows, or of all; nothing where there are none."""
+    if not rows:
+        return []
+    shown = rows if everything else rows[:_SHOWN_MAX]
+    more = [f"and {len(rows) - len(shown)} more (--all)"] if len(rows) > len(shown) else []
+    return ["", table([header, *shown]), *more]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,233 @@
+"""`infinity doctor`: what is installed, built and chosen on this machine, and what would be better and how to get it.
+Every package that it names was imported.
+
+    infinity doctor [--folder FOLDER ...] [--config FILE]
+
+Folders are those that are named, those of the configuration's nvme_path, and the present one. The exit code is 1 where
+something stops a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from dataclasses import dataclass
+
+from infinity.cli.examination import Facts, examine
+from infinity.cli.folder import IN_MEMORY
+from infinity.cli.packages import Package
+from infinity.cli.terminal import say, table
+
+# File systems whose bytes are on another machine.
+_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre", "virtiofs")
+# Below this a run with states on NVMe has hardly any room.
+_FREE_NBYTES_LEAST = 10 * 10**9
+# Locked memory that pinning a few buffers needs, where there is an accelerator.
+_MEMLOCK_LEAST = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What is not as good as it could be, and how to change it. `stops`: a run that needs it does not work."""
+
+    what: str
+    remedy: str
+    stops: bool = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--folder", action="append", metavar="FOLDER",
+                        help="a folder meant for offloading; again for each drive")  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help="a configuration whose nvme_path is looked at")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print what was found and what to do; 1 where something stops a run."""
+    folders = list(given.folder or [])
+    left_out = ""
+    if given.config:
+        try:
+            # Loaded by its name, for it needs pydantic, which the doctor does not.
+            config = importlib.import_module("infinity.config")
+        except ImportError as error:
+            left_out = f"{given.config} was not looked at: {error}"
+        else:
+            folders += config.drives(config.load_config(given.config))
+    facts = examine(dict.fromkeys([*folders, "."]), named=set(folders))
+    say(show(facts))
+    if left_out:
+        say(f"\n{left_out}")
+    found = advise(facts)
+    say()
+    for advice in found:
+        say(f"{'PROBLEM' if advice.stops else 'better'}: {advice.what}. {advice.remedy}.")
+    if not found:
+        say("nothing to improve was found")
+    return 1 if any(advice.stops for advice in found) else 0
+
+
+def show(facts: Facts) -> str:
+    """What is there, as two tables."""
+    rows = [
+        ["Python", facts.python], ["packages", _package_words(facts)], ["extras", _extra_words(facts)],
+        ["accelerator", facts.accelerator or ("none" if facts.backend else "")], ["compiler", facts.compiler or "none"],
+        ["optimizer", f"{facts.adam}; {facts.simd}"],
+        ["I/O back end", f"{facts.backend}; {'; '.join(_backend_words(facts))}" if facts.backend else ""],
+        ["processor", facts.processor], ["cores", _core_words(facts)], ["memory", _memory_words(facts)],
+        ["locked memory", _limit_words(facts.memlock_nbytes)],
+        ["large pages", facts.huge_pages or "not known"],
+    ]  # fmt: skip
+    # What needs a package that is missing is not shown.
+    rows = [[name, words] for name, words in rows if words]
+    lines = [table(rows, right=False)]
+    if facts.folders:
+        drives = [["folder", "file system", "drive", "free", "O_DIRECT"]]
+        drives += [
+            [each.folder, each.place.file_system, each.place.model or "-", f"{each.place.free_nbytes / 1e9:.1f} GB",
+             each.trouble or ("yes" if each.direct else "no")]
+            for each in facts.folders
+        ]  # fmt: skip
+        lines += ["", table(drives, right=False)]
+    return "\n".join(lines)
+
+
+def advise(facts: Facts) -> list[Advice]:
+    """What would be better, most important first."""
+    asked = (_about_packages, _about_folders, _about_native, _about_io, _about_machine)
+    found = [advice for about in asked for advice in about(facts)]
+    return sorted(found, key=lambda advice: not advice.stops)
+
+
+def _about_packages(facts: Facts) -> list[Advice]:
+    found = []
+    missing = [each.name for each in facts.packages if not each.extra and not each.version and each.trouble]
+    if missing:
+        found.append(
+            Advice(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and every run needs "
+                   f"{'it' if len(missing) == 1 else 'them'}", f"Run pip install {' '.join(missing)}", True)
+        )  # fmt: skip
+    for package in facts.packages:
+        if package.version and package.trouble:
+            again = f"--force-reinstall {package.name}"
+            if package.extra:
+                again = f"--upgrade 'infinity-engine[{package.extra}]'"
+            found.append(
+                Advice(f"{_named(package)} is installed and cannot be imported: {package.trouble}",
+                       f"Run pip install {again}", not package.extra)
+            )  # fmt: skip
+    return found
+
+
+def _about_folders(facts: Facts) -> list[Advice]:
+    found = []
+    for each in facts.folders:
+        folder, place = each.folder, each.place
+        if each.trouble and each.named:
+            found.append(
+                Advice(f"{folder} cannot be used: {each.trouble}", "Choose another folder, or change its owner", True)
+            )
+        elif place.file_system in IN_MEMORY and each.named:
+            found.append(
+                Advice(f"{folder} lies in memory ({place.file_system}), so that offloading to it saves none",
+                       "Choose a folder on a drive as nvme_path", True)
+            )  # fmt: skip
+        elif place.file_system in _REMOTE and each.named:
+            found.append(
+                Advice(f"{folder} is on another machine ({place.file_system}), whose network is the limit",
+                       "Choose a folder on a local drive as nvme_path")
+            )  # fmt: skip
+        elif not each.direct and each.named:
+            found.append(
+                Advice(f"the file system of {folder} ({place.file_system}) does not take O_DIRECT, so that the page "
+                       "cache takes memory and time", "Choose a folder on ext4 or xfs; in a container, mount one")
+            )  # fmt: skip
+        if each.named and not each.trouble and place.free_nbytes < _FREE_NBYTES_LEAST:
+            found.append(
+                Advice(f"{folder} has {place.free_nbytes / 1e9:.1f} GB free, and a model's states take 12 bytes a "
+                       "parameter", "Free some space: `infinity estimate` says how much a run needs")
+            )  # fmt: skip
+    return found
+
+
+def _about_native(facts: Facts) -> list[Advice]:
+    if "plain twin" not in (facts.adam, facts.aio):
+        return []
+    missing = " and ".join(
+        name for name, path in (("the optimizer", facts.adam), ("I/O", facts.aio)) if path == "plain twin"
+    )
+    if not facts.compiler:
+        return [
+            Advice(f"{missing} run on the slower plain twins, because there is no C++ compiler",
+                   "Install g++ or clang++, or a wheel that carries the libraries")
+        ]  # fmt: skip
+    return [
+        Advice(f"{missing} run on the slower plain twins although there is a compiler ({facts.compiler})",
+               "`python -m infinity.ops.build build` shows why; INFINITY_NATIVE=0 turns native code off")
+    ]  # fmt: skip
+
+
+def _about_io(facts: Facts) -> list[Advice]:
+    reason = facts.backends.get("io_uring")
+    if facts.aio == "plain twin" or not reason:
+        return []
+    remedy = (
+        "In a container, allow it: docker run --security-opt seccomp=FILE, with the io_uring system calls in FILE"
+        if not facts.io_uring_disabled
+        else "As root: sysctl kernel.io_uring_disabled=0"
+    )
+    return [Advice(f"io_uring does not work here ({reason}); {facts.backend} serves instead", remedy)]
+
+
+def _about_machine(facts: Facts) -> list[Advice]:
+    found = []
+    if facts.accelerator and facts.memlock_nbytes is not None and facts.memlock_nbytes < _MEMLOCK_LEAST:
+        found.append(
+            Advice(f"{_limit_words(facts.memlock_nbytes)} may be locked, so that little can be pinned for the "
+                   "accelerator", "Raise it: ulimit -l unlimited, or docker run --ulimit memlock=-1")
+        )  # fmt: skip
+    if facts.torch_threads > facts.threads:
+        found.append(
+            Advice(f"torch uses {facts.torch_threads} threads where {facts.threads} cores may be used, so that they "
+                   "wait for each other", f"Set OMP_NUM_THREADS={facts.threads}")
+        )  # fmt: skip
+    if facts.huge_pages == "never":
+        found.append(
+            Advice("the kernel gives no large pages, so that touching memory costs more",
+                   "As root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")
+        )  # fmt: skip
+    return found
+
+
+def _named(package: Package) -> str:
+    return f"{package.name} {package.version}".strip()
+
+
+def _package_words(facts: Facts) -> str:
+    return ", ".join(_named(package) for package in facts.packages if not package.extra and not package.trouble)
+
+
+def _extra_words(facts: Facts) -> str:
+    there = [f"{each.extra} ({_named(each)})" for each in facts.packages if each.extra and not each.trouble]
+    missing = [each.extra for each in facts.packages if each.extra and not each.version]
+    words = [", ".join(there), f"not installed: {', '.join(missing)}" if missing else ""]
+    return "; ".join(filter(None, words))
+
+
+def _backend_words(facts: Facts) -> list[str]:
+    return [f"{name} {trouble or 'works'}" for name, trouble in facts.backends.items()]
+
+
+def _core_words(facts: Facts) -> str:
+    quota = "" if facts.quota_cores is None else f", a quota of {facts.quota_cores:g}"
+    torch = f", {facts.torch_threads} for torch" if facts.torch_threads else ""
+    return f"{facts.cores} allowed{quota}: {facts.threads} threads for the optimizer{torch}"
+
+
+def _memory_words(facts: Facts) -> str:
+    free = f"{facts.free_nbytes / 1e9:.1f} GB of " if facts.free_nbytes else ""
+    return f"{free}{facts.memory_nbytes / 1e9:.1f} GB{' free within the limits' if free else ''}"
+
+
+def _limit_words(nbytes: int | None) -> str:
+    return "unlimited" if nbytes is None else f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,44 @@
+"""`infinity config explain FILE`: every key of a configuration with its resolved value and where that comes from.
+
+    infinity config explain FILE [--ranks N] [--hidden 4096] [--dtype bf16] [--only zero_optimization]
+
+What initialize() will take, by the code that it runs. What only a program or its model can say is shown as "auto".
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from infinity.cli.terminal import say
+from infinity.config import ResolveContext, load_config, resolve, unfilled
+from infinity.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("action", choices=["explain"], help="what is wanted of the configuration")
+    parser.add_argument("file", metavar="FILE", help="a configuration (JSON)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel ranks (default: 1)")
+    parser.add_argument("--hidden", type=int, metavar="N", help="the model's hidden size, which some sizes follow")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="type of the model's weights")
+    parser.add_argument("--only", metavar="KEY", help="a key or section, instead of all")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print one line a key, and then what was set without effect."""
+    if given.ranks < 1:
+        raise ConfigError(f"--ranks {given.ranks}: at least 1 is needed")
+    if given.hidden is not None and given.hidden < 1:
+        raise ConfigError(f"--hidden {given.hidden}: at least 1 is needed")
+    context = ResolveContext(
+        world_size=given.ranks, hidden_size=given.hidden, model_dtype=given.dtype, no_auto=unfilled(), program=False
+    )
+    resolved = resolve(load_config(given.file), context)
+    lines = resolved.explain().splitlines()
+    if given.only:
+        lines = [line for line in lines if line.startswith((f"{given.only} =", f"{given.only}."))]
+        if not lines:
+            raise ConfigError(f"--only {given.only}: there is no such key or section; leave it out to see all")
+    for line in [*lines, *resolved.report()]:
+        say(line)
+    return 0

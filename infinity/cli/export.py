@@ -1,0 +1,72 @@
+"""`infinity export`: a Hugging Face folder from a checkpoint, without an accelerator, process groups or the model's
+code.
+
+    infinity export CHECKPOINT OUT [--tag TAG] [--dtype bf16|fp16|fp32] [--one-file] [--max-shard-size 5GB]
+                    [--trained-only] [--config FOLDER]
+
+CHECKPOINT is a folder that `save_checkpoint` was given (of which the tag in `latest` is taken, or --tag), or the folder
+of one checkpoint in it. `infinity-export` is the same. Exit codes: 0; 2 where it cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from infinity.checkpoint.extract import description_of, extract
+from infinity.checkpoint.format import MANIFEST, find, latest_tag, read_manifest
+from infinity.cli.meter import Meter
+from infinity.cli.terminal import say
+from infinity.config.units import format_bytes, parse_bytes
+from infinity.config.untrusted import shortened
+from infinity.errors import CheckpointError, ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one of them")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("--tag", help="which checkpoint of the folder (default: that of `latest`)")
+    parser.add_argument("--dtype", default="bf16", help="bf16 (default), fp16, or fp32: the master weights")
+    parser.add_argument("--one-file", action="store_true", help="all weights in one file")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a weight file (default: 5GB)")
+    parser.add_argument("--trained-only", action="store_true", help="leave out parameters that were frozen")
+    parser.add_argument("--config", metavar="FOLDER",
+                        help="take config.json and tokenizer files from this folder")  # fmt: skip
+
+
+def run(given: argparse.Namespace) -> int:
+    """Write the folder."""
+    folder = locate(given.checkpoint, given.tag)
+    manifest = read_manifest(folder)
+    try:
+        nbytes_max = None if given.one_file else parse_bytes(given.max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"--max-shard-size: {error}") from error
+    with Meter("export") as meter:
+        out = extract(
+            folder, manifest, Path(given.out), dtype=given.dtype, nbytes_max=nbytes_max,
+            origin=None if given.config is None else Path(given.config), frozen=not given.trained_only,
+            tell=meter.advance,
+        )  # fmt: skip
+    files = sorted(path.relative_to(out) for path in out.rglob("*.safetensors"))
+    nbytes = sum((out / name).stat().st_size for name in files)
+    say(f"{out}: {folder.name} in {given.dtype}, {format_bytes(nbytes)} in {len(files)} file(s)")
+    origin = description_of(folder, manifest).origin
+    if given.config is None and origin is not None:
+        say(f"no tokenizer files: the run had its model from {shortened(origin, 200)}; --config FOLDER takes them")
+    return 0
+
+
+def locate(path: str, tag: str | None = None) -> Path:
+    """The folder of the checkpoint that a user means; CheckpointError where there is none."""
+    folder = Path(path)
+    if tag is None and (folder / MANIFEST).is_file():
+        return folder
+    found = find(folder, tag)
+    if found is not None:
+        return found
+    named = latest_tag(folder) if tag is None else tag
+    tags = sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}"))
+    what = f"it has no checkpoint {named!r}" if named else f"it has neither {MANIFEST} nor a file that names the latest"
+    raise CheckpointError(folder, what, f"Name one with --tag: there are {', '.join(tags)}" if tags else "Name another")

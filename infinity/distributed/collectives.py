@@ -1,0 +1,279 @@
+"""The collectives that ZeRO needs, by one name in every supported torch, on flat tensors of the group's device.
+
+Each has a name for whoever waits for it, such as "gather of layers.1"; the same number of a group's collectives must
+have the same name and size on every rank. Where it has not, gloo's ranks wait and the watchdog tells: [Note: tags] in
+`group`.
+
+torch 2.13 renamed the two single-tensor collectives and warns about the old names; 2.11 has the old names only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from infinity.distributed.group import DATA, MEETING, PLACE, TAKEN, CollectiveTransfer, Group
+from infinity.observability import trace
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Elements of a sum that are added up at a time: two or more rows of them stay in a core's cache.
+_SUM_NUMEL = 1 << 16
+
+
+class _Works:
+    """Several works that are one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def all_gather(full: Tensor, partition: Tensor, group: Group, name: str = "gather") -> CollectiveTransfer:
+    """Gather every rank's partition [numel / ranks] into `full` [numel]; returns at once. `partition` may lie at its
+    place in `full`.
+
+    gloo's own passes partitions round a ring, step by step, on one thread: here every rank sends its own to each other
+    one, which took a third of the time; ranks of one host read it from each other's memory (see `cma_transport`).
+    """
+    members = group.process_group
+    if not _is_gloo(members) or not partition.numel():
+        return group.start(
+            name,
+            lambda tag: _all_gather(full, partition, group=members, async_op=True),
+            keep=(full, partition),
+            nbytes=full.nbytes,
+        )
+    return group.start(
+        name, lambda tag: _send_to_all(full, partition, group, tag), keep=(full, partition), nbytes=full.nbytes
+    )
+
+
+def _send_to_all(full: Tensor, partition: Tensor, group: Group, tag: int) -> _Works:
+    rank = dist.get_rank(group.process_group)
+    rows = full.view(dist.get_world_size(group.process_group), -1)
+    if rows[rank].data_ptr() != partition.data_ptr():
+        rows[rank].copy_(partition)
+    return _swap(rows, [partition] * len(rows), group, tag)
+
+
+def _swap(rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, group: Group, tag: int) -> _Works:
+    """Receive a row from each other rank and send it its part. Nearest neighbours first, so that not everybody sends to
+    the same rank at once.
+    """
+    members, reader = group.process_group, group.reader
+    rank, ranks = dist.get_rank(members), dist.get_world_size(members)
+    others = [(rank + step) % ranks for step in range(1, ranks)]
+    near = [other for other in others if reader is not None and reader.reads(other, rows[other])]
+    far = [other for other in others if other not in near]
+    works: list[Any] = [dist.irecv(rows[other], group=members, group_src=other, tag=DATA | tag) for other in far]
+    works += [dist.isend(parts[other], group=members, group_dst=other, tag=DATA | tag) for other in far]
+    if reader is not None and near:
+        works.append(reader.swap(rows, parts, near, place_tag=PLACE | tag, taken_tag=TAKEN | tag))
+    return _Works(works)
+
+
+def _is_gloo(members: Any) -> bool:
+    return bool(dist.get_backend(members) == "gloo")
+
+
+class Reduction(Protocol):
+    """A sum over ranks in flight, of which this rank gets its slice."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def sums(self) -> Iterator[tuple[int, Tensor]]:
+        """After `wait`, once: this rank's slice of the sum in pieces, each with the index of its first element in the
+        slice. A piece holds until the next one is asked for.
+        """
+
+    def leave_in(self, target: Tensor) -> None:
+        """After `wait`, instead of `sums`: put this rank's slice of the sum into `target`, in its dtype."""
+
+
+class _Moving:
+    """What every reduction waits for."""
+
+    def __init__(self, moving: CollectiveTransfer) -> None:
+        self._moving = moving
+
+    def done(self) -> bool:
+        return self._moving.done()
+
+    def wait(self) -> None:
+        self._moving.wait()
+
+
+class _Summed(_Moving):
+    """The backend leaves the sum in one tensor."""
+
+    def __init__(self, moving: CollectiveTransfer, mine: Tensor) -> None:
+        super().__init__(moving)
+        self._mine = mine
+
+    def sums(self) -> Iterator[tuple[int, Tensor]]:
+        yield 0, self._mine
+
+    def leave_in(self, target: Tensor) -> None:
+        if target is not self._mine:
+            target.copy_(self._mine)
+
+
+class _Exchanged(_Moving):
+    """Ranks have sent each other slices: `rows` are those for this rank, in the order of ranks, its own among them."""
+
+    def __init__(self, moving: CollectiveTransfer, rows: Sequence[Tensor]) -> None:
+        super().__init__(moving)
+        self._rows = rows
+
+    def sums(self) -> Iterator[tuple[int, Tensor]]:
+        rows, self._rows = self._rows, ()
+        for begin in range(0, rows[0].numel(), _SUM_NUMEL):
+            yield begin, _add_up([row[begin : begin + _SUM_NUMEL] for row in rows])
+
+    def leave_in(self, target: Tensor) -> None:
+        if len(self._rows) == 2 and target.dtype == self._rows[0].dtype:
+            # Read and written once.
+            rows, self._rows = self._rows, ()
+            torch.add(*rows, out=target)
+            return
+        for begin, piece in self.sums():
+            target[begin:][: piece.numel()].copy_(piece)
+
+
+def _add_up(rows: Sequence[Tensor]) -> Tensor:
+    """The sum of two or more rows, in their order; in fp32 and rounded once where they are shorter."""
+    first, second, *others = rows
+    if not others:
+        return first + second
+    total = first.to(torch.promote_types(first.dtype, torch.float32)) + second
+    for row in others:
+        total += row
+    return total.to(first.dtype)
+
+
+def reduce_scatter(
+    full: Tensor, *, group: Group, mine: Tensor | None = None, workspace: Tensor | None = None, name: str = "reduction"
+) -> Reduction:
+    """Sum `full` [numel] over ranks, of which this rank gets its slice [numel / ranks]; returns at once.
+
+    `full` is left as it is; it and what else is given must not change until the sums have been taken.
+
+    mine: where a backend with a reduction of its own leaves the slice. workspace: [numel - numel / ranks], where gloo
+    receives the slices of other ranks. Each is made here when it is needed and absent.
+
+    gloo's own runs an all-reduce of everything inside, twice the bytes and a copy: here ranks exchange slices, and each
+    adds up those that it has received, in the order of ranks, by pieces that a cache holds.
+    """
+    members = group.process_group
+    ranks = dist.get_world_size(members)
+    if not _is_gloo(members):
+        own = full.new_empty(full.numel() // ranks) if mine is None else mine
+        return _Summed(
+            group.start(
+                name,
+                lambda tag: _reduce_scatter(own, full, op=dist.ReduceOp.SUM, group=members, async_op=True),
+                keep=(full, own),
+                nbytes=full.nbytes,
+            ),
+            own,
+        )
+    received = full.new_empty(full.numel() - full.numel() // ranks) if workspace is None else workspace
+    slices, arriving = full.view(ranks, -1), iter(received.view(ranks - 1, -1))
+    rows = [row if rank == dist.get_rank(members) else next(arriving) for rank, row in enumerate(slices)]
+    moving = group.start(name, lambda tag: _swap(rows, slices, group, tag), keep=(full, received), nbytes=full.nbytes)
+    return _Exchanged(moving, rows)
+
+
+class _AfterMeeting:
+    """A collective of gloo's own, which begins when somebody waits for it and all ranks have met."""
+
+    def __init__(self, submit: Callable[[], Any], group: Group, tag: int) -> None:
+        self._submit = submit
+        self._group, self._tag = group, tag
+
+    def wait(self) -> None:
+        _meet(self._group.process_group, MEETING | self._tag)
+        self._submit().wait()
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def _meet(members: Any, tag: int) -> None:
+    """Return once every rank has come here with this tag. In each round a rank hears from one that is twice as far away
+    as in the last, and so of all that this one has heard of: log2(ranks) rounds (dissemination barrier; Hensgen,
+    Finkel and Manber, 1988).
+    """
+    rank, ranks = dist.get_rank(members), dist.get_world_size(members)
+    distance, nothing = 1, torch.zeros(1, dtype=torch.uint8, device="cpu")
+    while distance < ranks:
+        works: list[Any] = [dist.irecv(nothing.clone(), group=members, group_src=(rank - distance) % ranks, tag=tag)]
+        works.append(dist.isend(nothing, group=members, group_dst=(rank + distance) % ranks, tag=tag))
+        _Works(works).wait()
+        distance *= 2
+
+
+def _whole(tensor: Tensor, submit: Callable[[], Any], group: Group, name: str) -> CollectiveTransfer:
+    """Submit a collective of the backend's own on one tensor, the same on every rank."""
+    gloo = _is_gloo(group.process_group)
+    return group.start(
+        name, lambda tag: _AfterMeeting(submit, group, tag) if gloo else submit(), keep=(tensor,), nbytes=tensor.nbytes
+    )
+
+
+def all_reduce(tensor: Tensor, group: Group, name: str = "sum") -> CollectiveTransfer:
+    """Sum `tensor` over ranks in place. Where gloo does it, that happens in `wait`: wait for one before the next."""
+    members = group.process_group
+    return _whole(
+        tensor, lambda: dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=members, async_op=True), group, name
+    )
+
+
+def broadcast(tensor: Tensor, group: Group, source: int = 0, name: str = "broadcast") -> None:
+    """Make every rank's `tensor` that of rank `source`."""
+    members = group.process_group
+    _whole(tensor, lambda: dist.broadcast(tensor, src=source, group=members, async_op=True), group, name).wait()
+
+
+def exchange(
+    values: list[float], group: Group | None, world_size: int, name: str = "exchange of numbers"
+) -> list[list[float]]:
+    """Every rank's list of numbers (same length everywhere, float64), by rank. Blocks; meant for small decisions."""
+    if group is None:
+        return [values]
+    mine = torch.tensor(values, dtype=torch.float64, device="cpu")
+    everyone = torch.empty(world_size * len(values), dtype=torch.float64, device="cpu")
+    with trace.span(trace.WAIT, "other ranks", nbytes=everyone.nbytes):
+        all_gather(everyone, mine, group, name).wait()
+    return everyone.view(world_size, len(values)).tolist()
+
+
+def exchange_texts(text: str, group: Group, world_size: int, name: str = "exchange of texts") -> list[str]:
+    """Every rank's text, of any length, by rank. Blocks."""
+    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+    sizes = [int(row[0]) for row in exchange([float(mine.numel())], group, world_size, name)]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+    padded[: mine.numel()] = mine
+    everyone = torch.empty(world_size * max(sizes), dtype=torch.uint8, device="cpu")
+    all_gather(everyone, padded, group, name).wait()
+    rows = everyone.view(world_size, -1)
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def exchange_values(value: Any, group: Group, world_size: int, name: str = "exchange of values") -> list[Any]:
+    """Every rank's value (JSON: tuples come back as lists, keys as strings), by rank. Blocks."""
+    return [json.loads(text) for text in exchange_texts(json.dumps(value), group, world_size, name)]

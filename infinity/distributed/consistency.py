@@ -1,0 +1,80 @@
+"""Do all ranks mean the same? Asked at the beginning (the model and its plan) and at every step (what was gathered).
+
+Where the backend compares nothing itself (gloo does: [Note: tags] in `group`), two ranks that gather different units of
+one size do not hang: each gets halves of both. So every step compares a digest of all that was submitted before it
+changes a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.distributed.collectives import exchange, exchange_texts, exchange_values
+from infinity.distributed.hang_detection.flight_record import ADVICE, first_difference
+from infinity.distributed.process_groups import Mesh
+from infinity.errors import DivergenceError
+from infinity.plan.plan import Plan
+
+# Lines of a difference that an error shows.
+_SHOWN_MAX = 64
+
+
+def agree_on_plan(plan: Plan, mesh: Mesh) -> None:
+    """Raise DivergenceError on every rank unless all have the same plan of the same parameters, in the same order."""
+    if mesh.control is None:
+        return
+    world_size = mesh.ranks.world_size
+    heard = exchange_texts(plan.fingerprint(), mesh.control, world_size, "exchange of plans")
+    if len(set(heard)) == 1:
+        return
+    parameters = [
+        f"{slot.name} {list(slot.shape)} {layout.dtype}, {'trained' if layout.trainable else 'frozen'}"
+        for layout in plan.layouts
+        for slot in layout.slots
+    ]
+    everyone = exchange_texts("\n".join(parameters), mesh.control, world_size, "exchange of parameter names")
+    listed = [dict(enumerate(text.split("\n"))) for text in everyone]
+    found = first_difference(listed)
+    if found is None:
+        raise DivergenceError(
+            "the ranks' models are the same but their plans differ: give initialize() the same configuration, the same "
+            f"groups of parameters and the same offload on every rank (fingerprints: {', '.join(heard)})"
+        )
+    number, names = found
+    lines = "\n".join(f"  rank {rank}: {name}" for rank, name in enumerate(names[:_SHOWN_MAX]))
+    raise DivergenceError(
+        f"the ranks have different models; parameter {number} is the first that differs:\n{lines}\n"
+        "Build the same modules in the same order on every rank."
+    )
+
+
+def agree_on_numbers(values: list[float], mesh: Mesh, name: str) -> list[list[float]]:
+    """`exchange`, with the digests of what was submitted before: one collective for both."""
+    mine = mesh.watchdog.digests() if mesh.watchdog is not None else []
+    rows = exchange([*values, *mine], mesh.control, mesh.ranks.world_size, name)
+    _agree_on_history([row[len(values) :] for row in rows], mesh)
+    return [row[: len(values)] for row in rows]
+
+
+def on_any_rank(mine: Sequence[bool], mesh: Mesh, name: str) -> list[bool]:
+    """Element-wise 'on any rank' of a list of flags that has the same length on every rank."""
+    rows = exchange([float(flag) for flag in mine], mesh.control, mesh.ranks.world_size, name)
+    return [any(row[index] for row in rows) for index in range(len(mine))]
+
+
+def _agree_on_history(rows: Sequence[Sequence[float]], mesh: Mesh) -> None:
+    """Raise DivergenceError on every rank unless all have submitted the same. `rows`: every rank's digests."""
+    if mesh.watchdog is None or all(list(row) == list(rows[0]) for row in rows):
+        return
+    told = []
+    for group in (mesh.gather, mesh.reduce, mesh.control):
+        done = mesh.watchdog.history(group.index)
+        everyone = exchange_values(done, mesh.control, mesh.ranks.world_size, "exchange of what was done")
+        found = first_difference([{int(number): name for number, name in row.items()} for row in everyone])
+        if found is not None:
+            number, names = found
+            told += [f"  rank {rank}: {name} (number {number})" for rank, name in enumerate(names[:_SHOWN_MAX])]
+    lines = "\n".join(told)
+    raise DivergenceError(
+        f"the ranks did different things since the last step, so this one is not taken:\n{lines}\n{ADVICE}"
+    )

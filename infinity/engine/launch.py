@@ -1,0 +1,84 @@
+"""What a script says before it trains, in DeepSpeed's words: its process group, its command line, its arguments.
+
+Each is taken for what it means here, or refused with the next step.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from infinity.distributed.process_groups import Ranks, detect, open_group
+from infinity.engine.model_init import ConfigSource
+from infinity.errors import ConfigError
+from infinity.memory.tiers.device import Device
+
+_NO_AXES = "pipeline and tensor axes arrive later; leave it out, data parallelism needs none"
+# Arguments of DeepSpeed's `initialize` that say what is not so here: the reason, and values that say nothing.
+_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "mesh": (_NO_AXES, (None,)),
+    "mesh_param": (_NO_AXES, (None,)),
+    "mpu": (_NO_AXES, (None,)),
+    "distributed_port": ("the launcher chooses the port; leave it out, and give torchrun --master-port", (None, 29500)),
+}
+
+
+def init_distributed(dist_backend: str | None = None, timeout: timedelta | None = None) -> None:
+    """Open torch.distributed's group of all ranks, where none is open; without a launcher it has this rank alone.
+
+    For scripts that ask for their rank, or communicate, before `initialize`, which opens what it needs by itself.
+    dist_backend: torch's name of one; default: gloo, and nccl for what lies on an accelerator.
+    """
+    ranks = detect()
+    accelerator = Device.detect(ranks.local_rank).is_accelerator
+    open_group(ranks, accelerator=accelerator, timeout=timeout, backend=dist_backend)
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add DeepSpeed's options to a script's own; `initialize(args=...)` reads the file of --deepspeed_config."""
+    group = parser.add_argument_group("training engine")
+    group.add_argument("--deepspeed", action="store_true", help="for the script to ask; the engine needs no switch")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the configuration (JSON)")
+    return parser
+
+
+def configuration_of(config: ConfigSource, config_params: ConfigSource, args: Any) -> ConfigSource:
+    """The configuration, from the one place of three where a script has put it."""
+    if isinstance(config, nn.Module):
+        raise ConfigError(
+            "initialize(args, model, ...): by position the model comes first here, and its configuration second; name "
+            "the arguments: initialize(args=args, model=model)"
+        )
+    places = {
+        "config": config, "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }  # fmt: skip
+    given = {place: source for place, source in places.items() if source is not None}
+    if len(given) > 1:
+        raise ConfigError(f"initialize() is given {' and '.join(given)}: keep one of them")
+    if args is not None and not given:
+        raise ConfigError(
+            "initialize(args=...) is given no configuration: start the script with --deepspeed_config FILE, which "
+            "infinity.add_config_arguments(parser) adds, or pass config="
+        )
+    return next(iter(given.values()), None)
+
+
+def check_arguments(others: Mapping[str, Any], dist_init_required: bool | None, ranks: Ranks) -> None:
+    """Refuse what DeepSpeed's `initialize` would be told and this one cannot do."""
+    for name, value in others.items():
+        if name not in _REFUSED:
+            raise TypeError(f"initialize() got an unexpected keyword argument {name!r}")
+        why, says_nothing = _REFUSED[name]
+        if value not in says_nothing:
+            raise ConfigError(f"{name}: {why}")
+    if dist_init_required is False and ranks.world_size > 1 and not dist.is_initialized():
+        raise ConfigError(
+            "dist_init_required is False, but no process group is open: call infinity.init_distributed() before, or "
+            "leave it out"
+        )

@@ -1,0 +1,244 @@
+"""Before anything is allocated or written: the plan, and whether it fits what the ranks may use.
+
+Every rank makes the same plan, also where budgets decide: of what the ranks may use, the least counts, so that all of
+them go on, or none does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import astuple
+
+from torch import nn
+
+from infinity.config import ResolvedConfig
+from infinity.config.units import Share, format_bytes
+from infinity.distributed import collectives
+from infinity.distributed.process_groups import Mesh
+from infinity.errors import CapacityError, ConfigError
+from infinity.memory import growable_pool
+from infinity.memory.capacity import free_for_rank, free_nvme_nbytes, lockable_nbytes
+from infinity.memory.queue_options import check_drives
+from infinity.memory.tiers.device import Device
+from infinity.observability.memory_breakdown import baseline_nbytes
+from infinity.plan.activation_checkpoint import repeated_blocks
+from infinity.plan.capacity import Capacity, within
+from infinity.plan.capacity_report import fits_without_activations, refuse
+from infinity.plan.fitting import lowered_in_words
+from infinity.plan.inputs import Question
+from infinity.plan.plan import Plan
+from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, GAPS, HEAP_GAPS, UNKNOWN_ACTIVATION_NBYTES, Reserve
+from infinity.plan.spec import describe, dtype_name
+from infinity.plan.topology import Topology
+from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
+from infinity.zero import parameter
+from infinity.zero.activation_forecast import Workload, forecast
+from infinity.zero.deferred_init import spool_of
+
+
+def preflight(
+    config: ResolvedConfig, model: nn.Module, groups: Mapping[int, int], device: Device, mesh: Mesh,
+    *, moments: tuple[Kind, ...],
+) -> tuple[Plan, Question]:
+    """The plan of a run, and the question that it answers, with what each tier may hold while it lasts. Collective.
+
+    moments: what the optimizer keeps of an element.
+    groups: the optimizer parameter group of each trained parameter, by id. ConfigError for a folder that can hold no
+    swap files, CapacityError for a plan that does not fit, ConfigError for a model without values; of a model without
+    values that would not fit either, it is the first.
+    """
+    ranks = mesh.ranks
+    check_drives(config)
+    free = _agreed(_free(config, model, device, ranks.local_size), mesh)
+    taken = baseline_nbytes(model)
+
+    def asked(*, measure: bool) -> Question:
+        reserve = _reserve(config, model, device, free, taken_nbytes=taken, measure=measure)
+        capacity, budget = (
+            within(
+                config.config.memory, free, ranks=ranks.local_size, accelerator=device.is_accelerator,
+                by_budget=by_budget, reserved=reserve.by_tier(),
+            )
+            for by_budget in (False, True)
+        )  # fmt: skip
+        # Ranks may have limits of their own.
+        capacity, budget = _agreed(capacity, mesh), _agreed(budget, mesh)
+        return Question(
+            node=describe(model, compute_dtype=config.compute_dtype, groups=dict(groups)),
+            config=config,
+            topology=Topology(dp=ranks.world_size, local_size=ranks.local_size),
+            accelerator=device.is_accelerator,
+            capacity=capacity,
+            budget=budget,
+            blocks=tuple(getattr(model, "_no_split_modules", None) or ()),
+            moments=moments,
+            reserve=reserve,
+            free=free,
+        )
+
+    question = asked(measure=False)
+    plan = question.plan()
+    if _may_be_tight(question, plan):
+        # Only then: it takes a second or so for each billion parameters.
+        question = asked(measure=True)
+        plan = question.plan()
+    refuse(question, plan, rank=ranks.rank)
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise ConfigError(
+                f"{name} is on the meta device and has no values: build the model under `with "
+                f"infinity.Init(config=...):` instead"
+            )
+    checkpoint_room(config, model, plan, question.limits, rank=ranks.rank)
+    return plan, question
+
+
+def remarks(question: Question, model: nn.Module, plan: Plan, device: Device) -> list[str]:
+    """What the program should know of its configuration, and of a plan that fits."""
+    config, reserve = question.config, question.reserve
+    lines = [*config.report(), *pinning(plan, device), *checkpoint_room(config, model, plan, question.limits)]
+    if lowered := lowered_in_words(question.request, plan):
+        lines.append(f"fitted to the memory that is free: {lowered}")
+    held = plan.nbytes_by_tier()
+    in_memory = held[Tier.CPU] + (0 if device.is_accelerator else held[Tier.GPU])
+    lines.append(
+        f"this process takes {format_bytes(reserve.peak_nbytes(plan))} of memory at most: what it had before "
+        f"({format_bytes(reserve.taken_nbytes)}), the plan ({format_bytes(in_memory)}), {reserve.in_words()}"
+    )
+    return lines
+
+
+def _may_be_tight(question: Question, plan: Plan) -> bool:
+    """Whether it matters how much activations take: the plan leaves less than a quarter of their memory, or it would
+    fit without them.
+    """
+    held = plan.nbytes_by_tier()
+    free = question.free.gpu if question.accelerator else question.free.process
+    left = question.limits.room(Tier.GPU, held)
+    if question.fits(plan):
+        return free is not None and left is not None and left < free // 4
+    return fits_without_activations(question, plan)
+
+
+def _reserve(
+    config: ResolvedConfig, model: nn.Module, device: Device, free: Capacity, *, taken_nbytes: int, measure: bool
+) -> Reserve:
+    """What this process takes beside its plan. measure: activations by a pass on fake tensors, where one can be run."""
+    stated = config.config.memory.activations
+    blocks = checkpointed_blocks(config, model)
+    work = Workload(
+        config.micro_batch, stated.sequence_length, config.compute_dtype, blocks,
+        config.config.activation_checkpointing.keep_ops,
+    )  # fmt: skip
+    on_device = free.gpu if device.is_accelerator else free.process
+    elsewhere = in_heap = 0
+    if stated.max_bytes is not None:
+        limit = stated.max_bytes
+        nbytes = limit.of(on_device or 0) if isinstance(limit, Share) else limit
+        source = "memory.activations.max_bytes"
+    elif (found := forecast(model, work, measure=measure)) is not None:
+        nbytes, in_heap, source = found.nbytes, found.heap_nbytes, found.source
+        elsewhere = found.checkpoint_nbytes if config.checkpoint_tier != Tier.GPU.value else 0
+    else:
+        nbytes, source = UNKNOWN_ACTIVATION_NBYTES, "not known before a batch; memory.activations.max_bytes says more"
+    in_cpu = elsewhere if config.checkpoint_tier == Tier.CPU.value else 0
+    spool = spool_of(list(model.parameters()))
+    floating = [param.dtype for param in model.parameters() if param.is_floating_point()]
+    held_max = spool.held_nbytes_max if spool is not None else None
+    if spool is None and all(param.device.type != "cpu" for param in model.parameters()):
+        held_max = 0
+    return Reserve(
+        taken_nbytes=taken_nbytes, overhead_nbytes=ANONYMOUS_OVERHEAD_NBYTES, activation_nbytes=nbytes - elsewhere,
+        activations=source, checkpoint_nbytes=in_cpu,
+        heap_nbytes=0 if device.is_accelerator else int(HEAP_GAPS * in_heap),
+        gaps_nbytes=int(GAPS * (free.gpu or 0)) if device.is_accelerator else 0,
+        model_dtype=dtype_name(floating[0]) if floating else "fp32", model_nbytes_max=held_max,
+    )  # fmt: skip
+
+
+def checkpoint_room(
+    config: ResolvedConfig, model: nn.Module, plan: Plan, limits: Capacity, *, rank: int = 0
+) -> list[str]:
+    """A line that says how many tokens' activation checkpoints NVMe takes beside the plan, where they go there.
+
+    How many there will be only the batch says. CapacityError where not even the least has room: the first file, or one
+    token of each sequence of a micro-batch.
+    """
+    held = plan.nbytes_by_tier()
+    room = limits.room(Tier.NVME, held)
+    if config.checkpoint_tier != Tier.NVME.value or room is None:
+        return []
+    blocks = len(_blocks(config, model, max(config.config.activation_checkpointing.every, 1)))
+    shape = getattr(model, "config", None)
+    hidden, longest = (getattr(shape, name, None) for name in ("hidden_size", "max_position_embeddings"))
+    token_nbytes = blocks * (hidden if isinstance(hidden, int) else 0) * DTYPE_NBYTES[config.compute_dtype]
+    least = max(growable_pool.FILE_NBYTES, config.micro_batch * token_nbytes)
+    if room < least:
+        raise CapacityError(
+            f"rank {rank} has {format_bytes(room)} on nvme for activation checkpoints beside the plan's "
+            f"{format_bytes(held[Tier.NVME])}, but they take at least {format_bytes(least)}: raise "
+            "memory.nvme.max_bytes or free space on the drive, or keep them in CPU memory "
+            '(activation_checkpointing.offload.device = "cpu")'
+        )
+    line = f"activation checkpoints on nvme have {format_bytes(room)} beside the plan"
+    if not token_nbytes:
+        return [line]
+    tokens = room // token_nbytes
+    line += f": {tokens:,} tokens of {blocks} blocks a micro-batch"
+    sequence = tokens // config.micro_batch
+    if isinstance(longest, int) and sequence < longest:
+        line += f", which is {sequence:,} for each of {config.micro_batch} sequences; the model takes up to {longest:,}"
+    return [line]
+
+
+def checkpointed_blocks(config: ResolvedConfig, model: nn.Module) -> tuple[str, ...]:
+    """Paths of the blocks that the configuration has computed again in backward."""
+    every = config.config.activation_checkpointing.every
+    return _blocks(config, model, every) if every else ()
+
+
+def _blocks(config: ResolvedConfig, model: nn.Module, every: int) -> tuple[str, ...]:
+    tree = describe(model, compute_dtype=config.compute_dtype)
+    classes = tuple(getattr(model, "_no_split_modules", None) or ())
+    return repeated_blocks(tree, classes=classes, every=every)
+
+
+def pinning(plan: Plan, device: Device) -> list[str]:
+    """A line where the plan has more CPU memory than this process may pin."""
+    limit, planned = lockable_nbytes(), plan.nbytes_by_tier()[Tier.CPU]
+    if not device.is_accelerator or limit is None or planned <= limit:
+        return []
+    return [
+        f"{planned / 1e9:.1f} GB of CPU memory are planned but the locked-memory limit (ulimit -l) is "
+        f"{limit / 1e9:.3f} GB: what cannot be pinned is copied more slowly"
+    ]
+
+
+def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: int) -> Capacity:
+    """What is free for this rank. The model's own memory counts: it is given back while partitions are made."""
+    held = {"cpu": 0, device.torch.type: 0}
+    storages = [param.untyped_storage() for param in model.parameters() if _has_memory(param)]
+    for storage in {storage.data_ptr(): storage for storage in storages}.values():
+        held[storage.device.type] = held.get(storage.device.type, 0) + storage.nbytes()
+    free = device.free_nbytes()
+    drives = None
+    if config.nvme_path is not None:
+        drives = free_nvme_nbytes(config.nvme_path, config.config.aio.drive_weights)
+    elif config.checkpoint_nvme_path is not None:
+        drives = free_nvme_nbytes(config.checkpoint_nvme_path)
+    return free_for_rank(
+        ranks=local_size, device_free_nbytes=None if free is None else free + held[device.torch.type],
+        own_nbytes=held["cpu"], nvme_free_nbytes=drives,
+    )  # fmt: skip
+
+
+def _agreed(mine: Capacity, mesh: Mesh) -> Capacity:
+    """The least of what the ranks have."""
+    limits = [math.inf if limit is None else float(limit) for limit in astuple(mine)]
+    least = map(min, zip(*collectives.exchange(limits, mesh.control, mesh.ranks.world_size), strict=True))
+    return Capacity(*(None if limit == math.inf else int(limit) for limit in least))
+
+
+def _has_memory(param: nn.Parameter) -> bool:
+    return not parameter.is_released(param) and not param.is_meta

@@ -1,0 +1,1 @@
+"""Other libraries' models and names: Hugging Face's folders, DeepSpeed's functions."""

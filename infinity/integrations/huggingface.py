@@ -1,0 +1,381 @@
+"""`infinity.load_hf`: a model from a Hugging Face folder, straight into its tiers.
+
+The model is built without memory for its parameters; each one knows where its values lie in the folder's safetensors
+files, and `infinity.initialize` reads them unit by unit, every rank the ranges of its own partitions. Which stored
+tensor becomes which parameter is transformers' own mapping: names that changed, and experts that are stored one by one
+but computed with in one tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from infinity.distributed.collectives import exchange
+from infinity.engine.model_init import ConfigSource, open_spool
+from infinity.errors import ConfigError
+from infinity.log import logger
+from infinity.zero import parameter
+from infinity.zero.deferred_init import Origin, Spool
+from infinity.zero.weight_files import StoredTensor, WeightFolder
+
+try:
+    import transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+    from transformers.initialization import no_init_weights
+except ImportError as error:
+    raise ImportError("infinity.load_hf needs transformers 5: pip install 'infinity-engine[hf]'") from error
+
+# Names that one message lists of each kind.
+_NAMES_SHOWN = 20
+
+
+def load_hf(
+    path: str | Path,
+    config: ConfigSource = None,
+    *,
+    model_class: Any = None,
+    strict: bool = True,
+    **overrides: Any,
+) -> nn.Module:
+    """The model of a local folder (config.json and safetensors), ready for `infinity.initialize` with the same config.
+
+    path: the folder that `save_pretrained` or a download has made.
+    config: infinity's configuration, as for `initialize`: it names the tiers.
+    model_class: a transformers model class, automatic or not; default `AutoModelForCausalLM`.
+    strict: whether names that the folder lacks are an error. Otherwise they are reported, and what is missing gets the
+        model's own initial values. Names that the model lacks are reported, as from_pretrained() does.
+    overrides: attributes of the model's configuration, such as `attn_implementation`.
+
+    The model is in training mode. Its parameters take no memory until `initialize`; code that touches one before finds
+    it whole, and its changes are kept. Collective. Raises ConfigError for what the folder lacks or does not match.
+    """
+    folder = Path(path)
+    model_config = _configuration(folder, overrides)
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"load_hf: {folder} holds quantized weights; load it with transformers' from_pretrained() and pass the "
+            "model to infinity.initialize(), or take the unquantized weights"
+        )
+    model = _skeleton(model_class or transformers.AutoModelForCausalLM, model_config)
+    spool = open_spool(config)
+    try:
+        with spool.mesh.telling():
+            weights = WeightFolder(folder)
+            spool.resources.callback(weights.close)
+            _check_alike(spool, weights)
+            found = _match(model, weights.tensors)
+            _report(model, folder, found, strict=strict)
+            _adopt(model, spool, found)
+    except BaseException:
+        spool.close()
+        raise
+    if (folder / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)  # type: ignore[assignment]
+    return model.train()
+
+
+def _configuration(folder: Path, overrides: Mapping[str, Any]) -> Any:
+    """transformers' configuration of the model in a folder; ConfigError where there is none."""
+    if folder.is_file():
+        raise ConfigError(f"load_hf: {folder} is a file: name the folder that it lies in, with its config.json")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"load_hf: {folder} is not a folder; download the model first: "
+            f"infinity.load_hf(huggingface_hub.snapshot_download({str(folder)!r}), config)"
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"load_hf: {folder} has no config.json: name the folder that save_pretrained() or a complete download made"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, **overrides)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"load_hf: transformers cannot read {folder / 'config.json'}: {first} Fetch it again, or save the model "
+            "with save_pretrained()"
+        ) from error
+
+
+@dataclass
+class _Found:
+    """What the files have for a model: origins by parameter or buffer name, and what does not match."""
+
+    origins: dict[str, Origin] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+
+
+def _skeleton(model_class: Any, model_config: Any) -> nn.Module:
+    """The model with parameters on the meta device and real buffers, tied as its configuration says."""
+
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.is_meta or isinstance(param, nn.UninitializedParameter):
+            return None
+        # One that is registered twice stays one.
+        meta = param.__dict__.get("_infinity_meta")
+        if meta is None:
+            meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param.__dict__["_infinity_meta"] = meta
+        return meta
+
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        with no_init_weights():
+            make = getattr(model_class, "from_config", None) or model_class._from_config
+            model = make(model_config)
+    finally:
+        hook.remove()
+    model.tie_weights()
+    return model
+
+
+def _check_alike(spool: Spool, weights: WeightFolder) -> None:
+    """Every rank reads for itself: the files must be the same."""
+    ranks = spool.mesh.ranks
+    if ranks.world_size == 1:
+        return
+    seen = exchange([float(weights.fingerprint)], spool.mesh.control, ranks.world_size)
+    others = [rank for rank, row in enumerate(seen) if row != seen[0]]
+    if others:
+        raise ConfigError(
+            f"load_hf: {weights.folder} is not the same on every rank: rank {others[0]} sees other names, shapes or "
+            "files than rank 0. Copy the folder to every node, or put it on a shared drive"
+        )
+
+
+def _match(model: Any, stored: Mapping[str, StoredTensor]) -> _Found:
+    """Give every name of the model its origin, by transformers' mapping of stored names."""
+    wanted = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    found = _Found()
+    conversions: dict[str, _Conversion] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = key, None
+        if name not in wanted:
+            found.unexpected.append(key)
+        elif pattern is None:
+            tensor = stored[key]
+            found.origins[name], found.shapes[name], found.dtypes[name] = tensor, tensor.shape, tensor.dtype
+        else:
+            conversion = conversions.setdefault(name, _Conversion(by_pattern[pattern], name, model))
+            conversion.sources.setdefault(pattern, []).append(stored[key])
+    latest = _Latest()
+    for conversion in conversions.values():
+        shapes = conversion.shapes()
+        for name, shape in shapes.items():
+            found.origins[name] = conversion.in_flat_order() or _Converted(conversion, name, latest)
+            found.shapes[name], found.dtypes[name] = shape, conversion.dtype
+    _compare(model, wanted, found)
+    return found
+
+
+def _compare(model: Any, wanted: Mapping[str, Tensor], found: _Found) -> None:
+    """Find what is missing, unexpected or of another shape; what a model says may be so is left out."""
+    names = _names_by_tensor(model)
+    for name in wanted:
+        aliases = names.get(name, [name])
+        if not any(alias in found.origins for alias in aliases):
+            found.missing.append(name)
+    ignored = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or [])
+    found.missing = [name for name in found.missing if not any(re.search(pattern, name) for pattern in ignored)]
+    ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []), r"rotary_emb\.inv_freq$"]
+    found.unexpected = [name for name in found.unexpected if not any(re.search(pattern, name) for pattern in ignored)]
+    for name, shape in found.shapes.items():
+        if name not in wanted:
+            found.unexpected.append(name)
+        elif tuple(wanted[name].shape) != shape:
+            found.mismatched.append(f"{name}: stored with shape {shape}, the model's is {tuple(wanted[name].shape)}")
+
+
+def _names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
+    """For each parameter's name, all names of the same parameter: tied weights have several."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {name: aliases for aliases in names.values() for name in aliases}
+
+
+def _report(model: nn.Module, folder: Path, found: _Found, *, strict: bool) -> None:
+    kinds = {"Missing": found.missing, "Unexpected": found.unexpected, "Size mismatch for": found.mismatched}
+    lines = [f"{kind}: {_shorten(names)}" for kind, names in kinds.items() if names]
+    if not lines:
+        return
+    text = f"{type(model).__name__} and {folder} do not match.\n  " + "\n  ".join(lines)
+    if found.mismatched or (strict and found.missing):
+        advice = "" if found.mismatched else "\nPass strict=False to take what there is."
+        raise ConfigError(f"load_hf: {text}{advice}")
+    then = "What is missing gets the model's own initial values" if found.missing else "What is unexpected is not read"
+    logger.warning("%s\n  %s.", text, then)
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _adopt(model: Any, spool: Spool, found: _Found) -> None:
+    """Replace every meta parameter by one that knows its origin, and fill buffers and what has no origin."""
+    names = _names_by_tensor(model)
+    made: dict[int, nn.Parameter] = {}
+    unknown = False
+    for name, old in model.named_parameters():
+        stored = next((alias for alias in names[name] if alias in found.origins), None)
+        dtype = found.dtypes[stored] if stored is not None else old.dtype
+        trains = old.requires_grad and dtype.is_floating_point
+        if stored is None:
+            param = nn.Parameter(torch.empty(old.shape, dtype=dtype, device="cpu"), requires_grad=trains)
+            spool.adopt(param, name)
+            unknown = True
+        else:
+            stand_in = parameter.placeholder(old.shape, dtype, torch.device("cpu"))
+            param = nn.Parameter(stand_in, requires_grad=trains)
+            spool.adopt(param, name, found.origins[stored])
+            # transformers' initial values leave such a parameter alone.
+            param._is_hf_initialized = True  # type: ignore[attr-defined]
+        made[id(old)] = param
+    for module in model.modules():
+        for attribute, old in module._parameters.items():
+            if old is not None:
+                module._parameters[attribute] = made[id(old)]
+    for name, buffer in model.named_buffers():
+        if name in found.origins:
+            found.origins[name].read(0, buffer.view(-1))
+            buffer._is_hf_initialized = True
+    if unknown:
+        model.initialize_weights()
+
+
+class _Conversion:
+    """Stored tensors that transformers makes others of: `sources` by pattern, in order."""
+
+    def __init__(self, converter: WeightConverter, name: str, model: Any) -> None:
+        self._converter = converter
+        self._name = name
+        self._model = model
+        self.sources: dict[str, list[StoredTensor]] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.sources.values()))[0].dtype
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What the operations make, tried on tensors without data."""
+        made = self._run(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        return {name: tuple(value.shape) for name, value in made.items()}
+
+    def values(self) -> dict[str, Tensor]:
+        """What the operations make, in memory."""
+        return self._run(StoredTensor.whole)
+
+    def in_flat_order(self) -> Origin | None:
+        """The stored tensors one behind the other, if that is all that the operations do: then ranges can be read."""
+        operations = [(type(each).__name__, getattr(each, "dim", None)) for each in self._converter.operations]
+        columns = [self.sources.get(pattern, []) for pattern in self._converter.source_patterns]
+        if operations == [("MergeModulelist", 0)] and len(columns) == 1:
+            return _Joined(columns[0])
+        equal = len({len(column) for column in columns}) == 1
+        if operations == [("MergeModulelist", 0), ("Concatenate", 1)] and equal:
+            return _Joined([tensor for row in zip(*columns, strict=True) for tensor in row])
+        return None
+
+    def _run(self, take: Any) -> dict[str, Tensor]:
+        converter: Any = copy.deepcopy(self._converter)
+        for pattern, tensors in self.sources.items():
+            converter.collected_tensors[pattern] = [_Later(take, tensor) for tensor in tensors]
+        try:
+            made = converter.convert(self._name, model=self._model, config=self._model.config)
+        except Exception as error:
+            stored = _shorten([tensor.name for tensors in self.sources.values() for tensor in tensors])
+            raise ConfigError(
+                f"load_hf: transformers could not make {self._name} of what is stored ({stored}): {error}"
+            ) from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A stored tensor that a conversion asks for when it needs it."""
+
+    take: Any
+    tensor: StoredTensor
+
+    def __call__(self) -> Tensor:
+        return self.take(self.tensor)
+
+
+class _Joined:
+    """An origin: stored tensors one behind the other."""
+
+    def __init__(self, tensors: Iterable[StoredTensor]) -> None:
+        self._tensors = list(tensors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Origin`; fp32 of tensors that differ."""
+        found = {tensor.dtype for tensor in self._tensors}
+        return found.pop() if len(found) == 1 else torch.float32
+
+    def read(self, start: int, target: Tensor) -> None:
+        """See `Origin.read`."""
+        stop = start + target.numel()
+        at = 0
+        for tensor in self._tensors:
+            first, last = max(start, at), min(stop, at + tensor.numel)
+            if first < last:
+                tensor.read(first - at, target[first - start : last - start])
+            at += tensor.numel
+
+
+class _Latest:
+    """The results of the conversion that ran last: the next range is mostly of the same tensor."""
+
+    def __init__(self) -> None:
+        self.conversion: _Conversion | None = None
+        self.values: dict[str, Tensor] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Converted:
+    """An origin: one result of a conversion, which runs on whole tensors."""
+
+    conversion: _Conversion
+    name: str
+    latest: _Latest
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Origin`: what a conversion gives is known when it has run."""
+        return torch.float32
+
+    def read(self, start: int, target: Tensor) -> None:
+        """See `Origin.read`."""
+        if self.latest.conversion is not self.conversion:
+            # The older ones go before the new ones come.
+            self.latest.values = {}
+            self.latest.values = self.conversion.values()
+            self.latest.conversion = self.conversion
+        target.copy_(self.latest.values[self.name].reshape(-1)[start : start + target.numel()])

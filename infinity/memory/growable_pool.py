@@ -1,0 +1,173 @@
+"""Space that grows with the first step and is then reused: for bytes that no plan can know, because the batch decides.
+
+A slab is a buffer in CPU memory, or a swap file of its own. When no slab has room, another is added; once everything
+has been returned and more was needed than ever before, one slab of just that size takes the place of all. What is out
+is booked as activations, what is reserved and not out as a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infinity.memory.ledger import Ledger
+from infinity.memory.pool import Arena, piece_nbytes
+from infinity.memory.tiers.nvme import NvmeTier
+from infinity.memory.tiers.pinned import HostMemory
+from infinity.plan.types import Kind, Tier
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """A range of bytes and who has which of it. `nvme`: the file that they lie in; then the arena has no memory."""
+
+    arena: Arena
+    nvme: NvmeTier | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Bytes of one slab. In CPU memory `memory` is uint8, [nbytes], on a page; in a file it has only its place."""
+
+    slab: Slab
+    memory: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of its slab."""
+        return piece_nbytes(self.memory.numel())
+
+    @property
+    def offset(self) -> int:
+        """Where it begins in its slab, in bytes."""
+        return int(self.memory.storage_offset())
+
+
+class Slabs:
+    """Hands out pieces and takes them back. `holds_values`: pieces are where values live, not only pass through."""
+
+    def __init__(
+        self, tier: Tier, make: Callable[[int], Slab], *, ledger: Ledger, holds_values: bool, owner: str,
+        least_nbytes: int = 0,
+    ) -> None:  # fmt: skip
+        self._tier = tier
+        self._make = make
+        self._ledger = ledger
+        self._kind = Kind.ACTIVATION if holds_values else Kind.POOL
+        self._owner = owner
+        self._least_nbytes = least_nbytes
+        self._slabs: list[Slab] = []
+        # The most that was out, and how much of it one slab already holds.
+        self._most_nbytes = 0
+        self._merged_nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return sum(slab.arena.nbytes for slab in self._slabs)
+
+    @property
+    def taken_nbytes(self) -> int:
+        """Bytes of the pieces that are out."""
+        return sum(slab.arena.taken_nbytes for slab in self._slabs)
+
+    @property
+    def largest_nbytes(self) -> int:
+        """Bytes of the largest slab."""
+        return max((slab.arena.nbytes for slab in self._slabs), default=0)
+
+    def take(self, nbytes: int) -> Piece | None:
+        """A piece of `nbytes` bytes, or None where no slab has room."""
+        for slab in self._slabs:
+            memory = slab.arena.take(nbytes)
+            if memory is not None:
+                piece = Piece(slab, memory)
+                self._move(piece.nbytes)
+                self._most_nbytes = max(self._most_nbytes, self.taken_nbytes)
+                return piece
+        return None
+
+    def grow(self, nbytes: int) -> None:
+        """Reserve a slab of at least `nbytes` more. TierMemoryError beyond the tier's limit, TransferError where the
+        drive has no room.
+        """
+        size = max(piece_nbytes(nbytes), self._least_nbytes)
+        with self._ledger.taking(self._tier, {Kind.POOL: size}, self._owner):
+            self._slabs.append(self._make(size))
+
+    def give(self, piece: Piece) -> None:
+        """Return a piece."""
+        if piece.slab in self._slabs:
+            self._move(-piece.nbytes)
+            piece.slab.arena.give(piece.memory)
+
+    def settle(self) -> None:
+        """Where everything has been returned: one slab of the size that was needed, instead of several."""
+        if len(self._slabs) < 2 or self._most_nbytes <= self._merged_nbytes or self.taken_nbytes:
+            return
+        self._merged_nbytes = self._most_nbytes
+        self.close()
+        self.grow(self._merged_nbytes)
+
+    def close(self) -> None:
+        """Give everything back. Raises the first failure of a file that nobody has seen."""
+        slabs, self._slabs = self._slabs, []
+        failure: BaseException | None = None
+        for slab in slabs:
+            taken = slab.arena.taken_nbytes
+            self._ledger.add(self._tier, self._kind, -taken)
+            self._ledger.add(self._tier, Kind.POOL, taken - slab.arena.nbytes)
+            slab.arena.close()
+            try:
+                if slab.nvme is not None:
+                    slab.nvme.close()
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _move(self, nbytes: int) -> None:
+        """Book what goes out of the pool, or comes back."""
+        if self._kind is not Kind.POOL:
+            for kind, amount in ((Kind.POOL, -nbytes), (self._kind, nbytes)):
+                self._ledger.add(self._tier, kind, amount)
+
+
+def host_slabs(host: HostMemory, *, ledger: Ledger, holds_values: bool) -> Slabs:
+    """Slabs in CPU memory, pinned where `host` pins."""
+    return Slabs(
+        Tier.CPU, lambda nbytes: Slab(_HostArena("checkpoints", host, nbytes)), ledger=ledger,
+        holds_values=holds_values, owner="activation checkpoints" if holds_values else "staging of checkpoints",
+    )  # fmt: skip
+
+
+def file_slabs(open_file: Callable[[int], NvmeTier], *, ledger: Ledger) -> Slabs:
+    """Slabs that are swap files; `open_file` makes one of so many bytes."""
+
+    def make(nbytes: int) -> Slab:
+        nvme = open_file(nbytes)
+        # An arena of places: nothing is ever read or written in a tensor without memory.
+        return Slab(Arena("checkpoints", torch.empty(nbytes, dtype=torch.uint8, device="meta")), nvme)
+
+    return Slabs(
+        Tier.NVME, make, ledger=ledger, holds_values=True, owner="activation checkpoints", least_nbytes=FILE_NBYTES
+    )
+
+
+# The least size of a file: the first ones of a first step would be many and small.
+FILE_NBYTES = 64 << 20
+
+
+class _HostArena(Arena):
+    """An arena whose buffer is unpinned when it is closed."""
+
+    def __init__(self, name: str, host: HostMemory, nbytes: int) -> None:
+        super().__init__(name, host.allocate(nbytes))
+        self._host = host
+
+    def close(self) -> None:
+        self._host.release(self.buffer)
+        super().close()

@@ -1,0 +1,403 @@
+"""The NVMe tier: one preallocated swap file a rank and drive, moved through asynchronous queues.
+
+A file's name is unique, its owner holds a lock on it for as long as it lives, and it is unlinked on close. A file
+whose lock is free belongs to a process that was killed: the next start on the same directory removes it. Creation and
+removal happen under a lock on the directory, so that nobody takes a file for stale between its creation and its first
+lock.
+
+Several drives share the tier's bytes by their bandwidth (see `infinity.memory.tiers.striping`); each has a queue of its
+own, so that a slow one never holds up the others.
+
+What a drive gives back is not trusted. Of every piece that is written the CRC-32C of a sample (one line of each page;
+on request of all bytes) is kept in memory, by drive, offset and length, and every read of the piece must give the same.
+
+[Note: swapped bytes] The number in memory is identity and generation at once, so that extents need no header. It is of
+this process: the file of another process or of an earlier run is never opened (names are unique, files are made anew,
+and no partition is read that this process has not written), and bytes that somebody else writes into ours differ. It
+is of this place: a write that went elsewhere leaves older bytes here and foreign ones there. It is of the latest write:
+older bytes differ in each page of which the sampled line has changed, and a step changes every element of the states
+that it steps. A difference in the sampled lines of a piece goes unseen once in 2**32. What only all bytes find is a
+bit that flips outside the lines; drives have codes of their own against that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import uuid
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from infinity.errors import CapacityError, ConfigError, TransferError
+from infinity.log import logger
+from infinity.memory.tiers.striping import PROBE_NBYTES, Piece, Stripes, measured_weights
+from infinity.observability import trace
+from infinity.ops.aio import BLOCK_NBYTES, File, Queue, Request
+from infinity.ops.transfer import Transfer
+from infinity.plan.types import Extent
+
+_PREFIX = "infinity-swap-"
+_SUFFIX = ".bin"
+_NAME_ANOTHER = "Name a folder on a drive that this process may write to"
+
+# Of what part of the bytes checksums are kept.
+Checked = bool | Literal["sampled"]
+Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueOptions:
+    """How the drives are used: blocks in flight, I/O threads, the time limit of one request, bytes of a block; of
+    what part of the written bytes a checksum is kept and compared at each read (all, a sample, none); and what share of
+    the bytes each of several drives takes (empty: by its measured bandwidth).
+    """
+
+    depth: int = 32
+    threads: int = 4
+    timeout_seconds: float = 300.0
+    block_nbytes: int = BLOCK_NBYTES
+    checksum: Checked = "sampled"
+    weights: tuple[float, ...] = ()
+
+
+class SwapFile:
+    """One file on one drive, locked for as long as it lives and then removed, and the queue that moves its bytes."""
+
+    def __init__(self, directory: Path, *, nbytes: int, rank: int, queue: Queue) -> None:
+        """Create and reserve it, under the directory's lock; TransferError when the drive has no room."""
+        self.queue = queue
+        self._owner = os.getpid()
+        self.path = directory / f"{_PREFIX}{uuid.uuid4().hex}-rank{rank}{_SUFFIX}"
+        self.file = File.create(self.path, nbytes)
+        try:
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self.file.close()
+            self.path.unlink()
+            raise
+        _try_lock(self._lock)
+        # A program that ends without close() leaves no file either.
+        self._remove = weakref.finalize(self, _remove_owned, self.path, self._owner)
+        queue.register(self.file)
+
+    def close(self) -> None:
+        """Stop the queue and remove the file. A forked child that inherited it leaves both alone."""
+        if os.getpid() != self._owner or self._lock < 0:
+            return
+        try:
+            self.queue.close()
+        finally:
+            self.file.close()
+            self._remove()
+            os.close(self._lock)
+            self._lock = -1
+
+
+class NvmeTier:
+    """This rank's swap files, one a drive, and the queues that move its extents."""
+
+    def __init__(
+        self, directory: Folders, *, nbytes: int, rank: int, queue: Queue | Sequence[Queue],
+        weights: Sequence[float] = (), checksum: Checked = "sampled",
+    ) -> None:  # fmt: skip
+        """Create and reserve the files. `queue` is one for each directory, and closed with the tier.
+
+        Raises TransferError when the drive has no room for `nbytes`, CapacityError when one of several drives has none
+        for its share: then nothing was written anywhere.
+        """
+        directories = folders(directory)
+        queues = [queue] if isinstance(queue, Queue) else list(queue)
+        self._stripes = Stripes(nbytes, weights or (1.0,) * len(directories))
+        shares = self._stripes.nbytes_by_drive
+        # How many bytes were written last, and their checksum, by drive and offset; a request knows its own once it is
+        # done.
+        self._written: dict[tuple[int, int], tuple[int, Request | int]] | None = {} if checksum else None
+        self._sampled = checksum == "sampled"
+        for path in directories:
+            _make(path)
+        with ExitStack() as locks, ExitStack() as undo:
+            # In one order, so that two processes do not wait for each other.
+            for path in sorted({path.resolve() for path in directories}):
+                locks.enter_context(_directory_lock(path))
+                remove_stale(path)
+            if len(directories) > 1:
+                _check_room(directories, shares, "its share of the swap files")
+            self._drives: list[SwapFile] = []
+            for path, share, each in zip(directories, shares, queues, strict=True):
+                drive = SwapFile(path, nbytes=share, rank=rank, queue=each)
+                undo.callback(drive.close)
+                self._drives.append(drive)
+            undo.pop_all()
+
+    @classmethod
+    def open(cls, directory: Folders, *, nbytes: int, rank: int, options: QueueOptions) -> NvmeTier:
+        """A tier with queues of its own, closed with it. Several drives without given weights are measured first."""
+        directories = folders(directory)
+        weights = options.weights
+        if len(directories) > 1 and not weights:
+            for path in directories:
+                _make(path)
+            _check_room(directories, [PROBE_NBYTES] * len(directories), "a measurement of its bandwidth")
+            weights = measured_weights(tuple(directories), options.depth, options.timeout_seconds)
+        if len(directories) > 1:
+            shares = ", ".join(f"{path} {w / sum(weights):.0%}" for path, w in zip(directories, weights, strict=True))
+            logger.debug("%.2f GB striped over %d drives: %s", nbytes / 1e9, len(directories), shares)
+        with ExitStack() as undo:
+            queues = []
+            for _ in directories:
+                queue = Queue(
+                    depth=options.depth,
+                    threads=options.threads,
+                    timeout_s=options.timeout_seconds,
+                    block_nbytes=options.block_nbytes,
+                )
+                undo.callback(queue.close)
+                queues.append(queue)
+            tier = cls(
+                directories, nbytes=nbytes, rank=rank, queue=queues, weights=weights, checksum=options.checksum
+            )
+            undo.pop_all()
+        return tier
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the files together."""
+        return sum(drive.file.nbytes for drive in self._drives)
+
+    @property
+    def nbytes_by_path(self) -> dict[Path, int]:
+        """Size of each file."""
+        return {drive.path: drive.file.nbytes for drive in self._drives}
+
+    @property
+    def path(self) -> Path:
+        """The file on the first drive."""
+        return self._drives[0].path
+
+    @property
+    def directory(self) -> Path:
+        """Where that is."""
+        return self.path.parent
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers bypass the page cache (O_DIRECT) on every drive."""
+        return all(drive.file.direct for drive in self._drives)
+
+    @property
+    def backend(self) -> str:
+        """The I/O back end in use."""
+        return self._drives[0].queue.backend
+
+    @property
+    def ahead_nbytes(self) -> int:
+        """Bytes that may have begun before a request whose turn is next."""
+        return sum(drive.queue.ahead_nbytes for drive in self._drives)
+
+    def register(self, buffer: Tensor) -> bool:
+        """Make a long-lived buffer known to the kernel, until `close`: transfers in it cost less. False: not taken."""
+        return all([drive.queue.register(buffer) for drive in self._drives])
+
+    def read(self, extent: Extent, buffer: Tensor, *, priority: int = 0) -> Transfer:
+        """Submit a read of one extent into `buffer` (uint8, `extent.nbytes` long). Greater priorities go first.
+
+        `wait` raises TransferError (errno EBADMSG) where the bytes that are compared are not those that were written.
+        """
+        return self._submit(extent, buffer, write=False, priority=priority)
+
+    def write(self, extent: Extent, buffer: Tensor, *, priority: int = 0) -> Transfer:
+        """Submit a write of `buffer` (uint8, `extent.nbytes` long), which must not change meanwhile, to one extent."""
+        return self._submit(extent, buffer, write=True, priority=priority)
+
+    def close(self) -> None:
+        """Stop the queues and remove the files; raises the first failure that nobody has seen."""
+        with ExitStack() as stack:
+            for drive in reversed(self._drives):
+                stack.callback(drive.close)
+
+    def _submit(self, extent: Extent, buffer: Tensor, *, write: bool, priority: int) -> Transfer:
+        requests: list[Request] = []
+        try:
+            for piece in self._stripes.pieces(extent):
+                whole = piece.nbytes == extent.nbytes
+                part = buffer if whole else buffer[piece.begin : piece.begin + piece.nbytes]
+                requests.append(self._move(piece, part, extent, write=write, priority=priority))
+        except BaseException:
+            # The caller takes the buffer back: nothing may be in flight in it.
+            striped = Striped(requests)
+            striped.cancel()
+            with contextlib.suppress(TransferError):
+                striped.wait()
+            raise
+        return requests[0] if len(requests) == 1 else Striped(requests)
+
+    def _move(self, piece: Piece, part: Tensor, extent: Extent, *, write: bool, priority: int) -> Request:
+        request = self._submit_piece(piece, part, write=write, priority=priority)
+        lane = f"NVMe {'writes' if write else 'reads'}"
+        # The extent tells whose bytes they are.
+        trace.follow(lane if len(self._drives) == 1 else f"{lane}, drive {piece.drive}", extent, part.nbytes, request)
+        return request
+
+    def _submit_piece(self, piece: Piece, part: Tensor, *, write: bool, priority: int) -> Request:
+        drive = self._drives[piece.drive]
+        if self._written is None:
+            submit = drive.queue.write if write else drive.queue.read
+            return submit(drive.file, piece.offset, part, priority=priority)
+        key = (piece.drive, piece.offset)
+        if write:
+            request = drive.queue.write(
+                drive.file, piece.offset, part, priority=priority, checksum=True, sampled=self._sampled
+            )
+            self._written[key] = piece.nbytes, request
+            return request
+        nbytes, written = self._written.get(key, (0, None))
+        if isinstance(written, Request) and written.done():
+            # Unknown after a failure; else the number is all that is kept.
+            written = written.checksum
+            if written is None:
+                del self._written[key]
+            else:
+                self._written[key] = nbytes, written
+        # A part of what was written has no checksum of its own.
+        expected = written if isinstance(written, int) and nbytes == piece.nbytes else None
+        return drive.queue.read(
+            drive.file, piece.offset, part, priority=priority, expected=expected, sampled=self._sampled
+        )
+
+
+class Striped:
+    """The requests of one extent on several drives, as one transfer."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+
+    def done(self) -> bool:
+        """Whether all have ended: the buffer is free."""
+        return all([request.done() for request in self._requests])
+
+    def wait(self) -> None:
+        """Wait for all, also after a failure; then raise the first one's."""
+        first: TransferError | None = None
+        for request in self._requests:
+            try:
+                request.wait()
+            except TransferError as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def cancel(self) -> bool:
+        """See Request.cancel: whether anything was stopped."""
+        return any([request.cancel() for request in self._requests])
+
+
+def folders(directory: Folders) -> list[Path]:
+    """The directories of one tier."""
+    several = [directory] if isinstance(directory, (str, os.PathLike)) else directory
+    return [Path(each) for each in several]
+
+
+def check_usable(directory: Folders, key: str) -> None:
+    """ConfigError, which names the configuration's `key`, where a folder can hold no swap file. It need not exist yet,
+    and nothing is made.
+    """
+    for path in folders(directory):
+        at = path.absolute()
+        while not os.path.lexists(at):
+            at = at.parent
+        mode = os.W_OK | os.X_OK | (os.R_OK if at == path.absolute() else 0)
+        if not at.is_dir():
+            why = f"{at} is not a folder"
+        elif not os.access(at, mode):
+            why = f"this process may not write to {at}"
+        elif not os.statvfs(at).f_blocks:
+            why = f"the file system of {at} keeps no files"
+        else:
+            continue
+        raise ConfigError(f"{key}: {path} cannot hold swap files: {why}. {_NAME_ANOTHER}")
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"nvme_path: {path} cannot be made: {error.strerror}. {_NAME_ANOTHER}") from error
+
+
+def _check_room(directories: Sequence[Path], needs: Sequence[int], purpose: str) -> None:
+    """CapacityError where a drive is too small for what its directories need of it, with all the numbers."""
+    needed: dict[int, int] = {}
+    for path, nbytes in zip(directories, needs, strict=True):
+        device = path.stat().st_dev
+        needed[device] = needed.get(device, 0) + nbytes
+    for path in directories:
+        space = os.statvfs(path)
+        free = space.f_bavail * space.f_frsize
+        if needed[path.stat().st_dev] > free:
+            plans = ", ".join(f"{each} {nbytes:,}" for each, nbytes in zip(directories, needs, strict=True))
+            raise CapacityError(
+                f"the drive of {path} has {free:,} bytes free but {purpose} needs "
+                f"{needed[path.stat().st_dev]:,} (bytes a folder: {plans}). Free space there, leave the drive out of "
+                "nvme_path, or give it a smaller share with aio.drive_weights."
+            )
+
+
+def clean(directory: Path) -> list[Path]:
+    """Remove swap files that killed processes left in `directory`; returns their paths."""
+    with _directory_lock(directory):
+        return remove_stale(directory)
+
+
+def remove_stale(directory: Path) -> list[Path]:
+    """Remove swap files whose owner is gone; returns their paths. Call it under the directory's lock."""
+    removed = []
+    for path in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
+        # What cannot be opened or removed is not ours: another user's, or no file at all.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if _try_lock(descriptor):
+                    nbytes = os.fstat(descriptor).st_size
+                    path.unlink()
+                    removed.append(path)
+                    logger.info("removed %s (%.2f GB), left by a process that was killed", path, nbytes / 1e9)
+            finally:
+                os.close(descriptor)
+    return removed
+
+
+def _remove_owned(path: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _directory_lock(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # File systems without locks (some network ones) lose the protection against a race, not the function.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Take the exclusive lock if nobody has it. False also on a file system without locks: then nothing is stale."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
+            return False
+        raise
+    return True

@@ -1,0 +1,91 @@
+"""What an engine shows while it runs: the memory breakdown, a timeline of one step, and errors that carry the ledger.
+
+It follows the loop's verbs from outside and never changes what they do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from infinity.config.schema import Config
+from infinity.log import logger
+from infinity.memory.report import MemoryReport
+from infinity.observability import trace
+from infinity.observability.memory_breakdown import Breakdown
+from infinity.observability.timeline import Timeline
+
+# What holds after a phase that ended for lack of memory.
+_AFTER = {
+    "forward": (
+        "Nothing is lost: weights, states and the gradients of earlier micro-batches are as they were. Use a smaller "
+        "micro-batch, shorter sequences or activation checkpointing, or offload more."
+    ),
+    "backward": (
+        "Weights and states are as they were, but this step's gradients are incomplete: call engine.zero_grad(), then "
+        "go on with a smaller micro-batch, shorter sequences or activation checkpointing."
+    ),
+    "step": "The step is incomplete: this engine cannot go on. Close it, and start from a checkpoint with less.",
+}
+_OTHERS = " The other ranks are told, and end."
+
+
+class Observer:
+    """One engine's. `broken`: why the engine cannot go on, after a step or a load that failed in the middle."""
+
+    def __init__(self, breakdown: Breakdown, config: Config, *, rank: int, world_size: int) -> None:
+        self.broken = ""
+        self._breakdown = breakdown
+        self._config = config
+        self._rank = rank
+        self._alone = world_size == 1
+        self._timed: Timeline | None = None
+
+    def report(self, *, by_unit: bool) -> MemoryReport:
+        """See `Engine.memory`."""
+        return self._breakdown.report(by_unit=by_unit)
+
+    def timeline(self, path: str | os.PathLike[str] | None) -> Timeline:
+        """See `Engine.timeline`."""
+        return Timeline(path, rank=self._rank, describe=self._breakdown.name, begin=self._breakdown.tell_levels)
+
+    @contextmanager
+    def phase(self, name: str, undo: Callable[[BaseException], None]) -> Iterator[None]:
+        """One verb of the loop; `undo` follows a failure, and may find that the engine is broken. Where memory lacks,
+        the error shows the ledger.
+        """
+        try:
+            with trace.span(trace.PHASE, name):
+                yield
+        except BaseException as error:
+            undo(error)
+            after = f"This engine cannot go on: {self.broken}." if self.broken else _AFTER[name]
+            told = self._breakdown.explain(error, name, after + ("" if self._alone else _OTHERS))
+            if told is None:
+                raise
+            if name == "step":
+                self.broken = "its latest step ended for lack of memory, with some of the weights stepped"
+            raise told from error
+
+    def begin_step(self, step: int) -> None:
+        """A forward of optimizer step `step` (from 1 on) begins. The one that the configuration wants is recorded."""
+        wanted = self._config.timeline
+        if wanted.path is not None and step == wanted.step and self._timed is None:
+            self._timed = self.timeline(wanted.path)
+            self._timed.start()
+
+    def end_step(self, step: int) -> None:
+        """Optimizer step `step` is over."""
+        timed = self._timed
+        if timed is not None and timed.running:
+            timed.stop()
+            logger.info("%s: %s", timed.path, timed)
+        every = self._config.steps_per_print
+        if self._config.memory_breakdown and (step == 1 or (every and step % every == 0)):
+            logger.info("memory of rank %d after step %d:\n%s", self._rank, step, self.report(by_unit=False))
+
+    def close(self) -> None:
+        """End a recording whose step did not come to its end."""
+        if self._timed is not None:
+            self._timed.abandon()

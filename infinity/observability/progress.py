@@ -1,0 +1,146 @@
+"""What a run says of itself on its way: a quiet line now and then, the breakdown of a step's time, rows for monitors.
+
+    step 200: loss 2.314, lr 0.0003, gradient norm 0.81, 1.2e+04 tokens/s, 3 skipped; gpu 1.20 GB, nvme 14.20 GB;
+    waiting 12% (NVMe read 8%, optimizer step 4%)
+
+Every `steps_per_print` optimizer steps there is a line, on rank 0; monitors get a row for every step. The loss is rank
+0's own, averaged over the micro-steps of the step. Tokens are counted where the model is called with `input_ids`, or
+with a table of whole numbers first; otherwise samples are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from infinity.config.schema import Config
+from infinity.config.units import format_bytes
+from infinity.errors import StateError
+from infinity.log import logger
+from infinity.memory.ledger import Ledger
+from infinity.observability import trace
+from infinity.observability.monitors import Monitors, mean_loss
+from infinity.observability.step_timing import StepTimes, WallClock
+from infinity.plan.types import Tier
+
+
+@dataclass
+class _Amount:
+    """What all ranks have trained on in a stretch of steps."""
+
+    samples: int = 0
+    tokens: int = 0
+    steps: int = 0
+
+    def add(self, samples: int, tokens: int) -> None:
+        self.samples += samples
+        self.tokens += tokens
+        self.steps += 1
+
+    def rate(self, seconds: float) -> tuple[float, str]:
+        """A second, and of what: tokens where they are known."""
+        amount, unit = (self.tokens, "tokens") if self.tokens else (self.samples, "samples")
+        return amount / max(seconds, 1e-9), unit
+
+
+class Progress:
+    """Of one engine. Where the configuration asks for nothing it does nothing."""
+
+    def __init__(self, config: Config, ledger: Ledger, *, rank: int, world_size: int) -> None:
+        """ConfigError where a monitor cannot be opened."""
+        self._every = (config.steps_per_print or 0) if rank == 0 else 0
+        self._breakdown = config.wall_clock_breakdown and rank == 0
+        self._ledger = ledger
+        self._world_size = world_size
+        self._monitors = Monitors(config) if rank == 0 else None
+        timed = self._every or self._monitors or config.wall_clock_breakdown
+        self._clock = WallClock() if timed else None
+        self._latest: StepTimes | None = None
+        self._batch, self._tokens = config.train_batch_size or 0, 0
+        self._amount = _Amount()
+
+    def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A forward for training begins with these arguments."""
+        ids = kwargs.get("input_ids", args[0] if args else None) if self._clock is not None else None
+        if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
+            self._tokens += ids.numel() * self._world_size
+
+    def stepped(
+        self, step: int, samples: int, *, losses: Sequence[Tensor], lr: float, norm: float, scale: float | None,
+        skipped: int,
+    ) -> None:  # fmt: skip
+        """An optimizer step is over; `step` counts them and `samples` what all ranks have trained on since the start.
+
+        The device is waited for only where a line is due, or monitors write.
+        """
+        if self._clock is None:
+            return
+        with trace.span(trace.ENGINE, "progress"):
+            times = self._latest = self._clock.lap()
+            amount = _Amount()
+            amount.add(self._batch, self._tokens)
+            self._amount.add(self._batch, self._tokens)
+            self._tokens = 0
+            if self._monitors:
+                loss = {"train_loss": mean_loss(losses)} if losses else {}
+                scales = {} if scale is None else {"loss_scale": scale}
+                self._monitors.add(samples, self._row(
+                    {**loss, "lr": lr, **scales, "grad_norm": norm, "skipped_steps": skipped}, amount, times
+                ))  # fmt: skip
+            if self._every and step % self._every == 0:
+                self._say(step, losses, f"lr {lr:.3g}, gradient norm {norm:.4g}", scale, skipped)
+            elif self._breakdown and step == 1:
+                logger.info("time of step 1: %s", times)
+
+    def step_times(self) -> StepTimes:
+        """See `Engine.step_times`."""
+        if self._latest is None:
+            raise StateError(
+                "no step has been timed: set wall_clock_breakdown, or on rank 0 steps_per_print, and take a step"
+            )
+        return self._latest
+
+    def close(self) -> None:
+        """Write what monitors have not written yet, and count no longer."""
+        if self._clock is not None:
+            self._clock.close()
+        if self._monitors is not None:
+            self._monitors.close()
+
+    def _row(self, own: dict[str, float | Tensor], amount: _Amount, times: StepTimes) -> dict[str, float | Tensor]:
+        """The figures of a step by their tags."""
+        rate, unit = amount.rate(times.seconds)
+        row = {**own, f"{unit}_per_second": rate, "step_seconds": times.seconds}
+        return {
+            **{f"Train/Samples/{name}": value for name, value in row.items()},
+            **{f"Memory/{tier.value}_bytes": self._ledger.total(tier) for tier in Tier},
+            **{f"Wait/{cause}": seconds for cause, seconds in times.waits.items()},
+        }
+
+    def _say(self, step: int, losses: Sequence[Tensor], told: str, scale: float | None, skipped: int) -> None:
+        """The line, and the breakdown below it."""
+        assert self._clock is not None
+        mean, amount = self._clock.mean(), self._amount
+        rate, unit = amount.rate(mean.seconds * amount.steps)
+        parts = [told, f"{rate:.3g} {unit}/s"]
+        if losses:
+            parts.insert(0, f"loss {float(mean_loss(losses)):.4g}")
+        if scale is not None:
+            parts.append(f"loss scale {scale:g}")
+        if skipped:
+            parts.append(f"{skipped} skipped")
+        held = ", ".join(f"{tier.value} {format_bytes(self._ledger.total(tier))}" for tier in Tier)
+        logger.info("step %d: %s; %s; %s", step, ", ".join(parts), held, _waiting(mean))
+        if self._breakdown:
+            logger.info("time of a step, mean of %d: %s", amount.steps, mean)
+        self._amount = _Amount()
+
+
+def _waiting(times: StepTimes) -> str:
+    """The share of the time that is waited, and for what."""
+    total = max(times.seconds, 1e-9)
+    causes = ", ".join(f"{cause} {spent / total:.0%}" for cause, spent in times.waits.items() if spent / total >= 0.005)
+    return f"waiting {sum(times.waits.values()) / total:.0%}" + (f" ({causes})" if causes else "")

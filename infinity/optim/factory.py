@@ -1,0 +1,62 @@
+"""Which method steps the parameters, with which hyper-parameters: from torch's optimizer, or from a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.optim import update_rules
+from infinity.optim.torch_rule import TorchMethod
+from infinity.optim.update_rules import Method
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """`groups` are None where the program brought no optimizer; `name` is for people."""
+
+    name: str
+    method: Method
+    defaults: dict[str, Any]
+    groups: list[dict[str, Any]] | None = None
+
+
+def from_torch(optimizer: torch.optim.Optimizer) -> Chosen:
+    """The method of an instance that has not stepped; ConfigError for one that cannot run on partitions."""
+    kind = type(optimizer)
+    native = update_rules.native_method_of(optimizer)
+    if any(_has_stepped(state) for state in optimizer.state.values()):
+        raise ConfigError("the optimizer has stepped already; pass it to initialize() before its first step")
+    if optimizer.state and native is None:
+        raise ConfigError(
+            f"optimizer {kind.__name__} makes its states when it is constructed, for whole parameters; pass one that "
+            "makes them in its first step, as torch's do"
+        )
+    chosen = native if native is not None else TorchMethod(optimizer)
+    # The very dictionaries: what a scheduler of the given optimizer writes there is read here.
+    return Chosen(kind.__name__, chosen, dict(optimizer.defaults), optimizer.param_groups)
+
+
+def from_name(name: str, params: Mapping[str, Any]) -> Chosen:
+    """The method of one of the configuration's types. `params` are its hyper-parameters, complete."""
+    if name == "Lion":
+        return Chosen(name, update_rules.lion(), dict(params))
+    template = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **params)
+    template.state.clear()
+    native = update_rules.native_method_of(template)
+    return Chosen(name, native if native is not None else TorchMethod(template), dict(template.defaults))
+
+
+def adam_from_params(params: Mapping[str, Any], *, decoupled: bool) -> Chosen:
+    """Adam by DeepSpeed's hyper-parameters."""
+    defaults = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    chosen = update_rules.adam(decoupled=decoupled, bias_correction=params["bias_correction"])
+    return Chosen("AdamW" if decoupled else "Adam", chosen, defaults)
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    step = state.get("step")
+    return bool(state) and (step is None or float(step) > 0)

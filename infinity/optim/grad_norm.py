@@ -1,0 +1,83 @@
+"""Sums of squares of gradients, and how many of their elements are not finite: by unit, of all, and by parameter.
+
+They are summed by unit in a fixed tree, so that their bits depend on neither placement nor threads nor on when each
+unit was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from infinity.memory.access_control import Reservation
+from infinity.memory.store import TieredStore
+from infinity.observability import trace
+from infinity.ops.adam import GradStats, grad_stats
+from infinity.plan.layout import Slot
+from infinity.plan.plan import Plan
+from infinity.plan.types import Key, Kind
+
+
+class Norms:
+    """Of one rank's gradient partitions. `index` is this rank's among the ranks that share a unit."""
+
+    def __init__(self, plan: Plan, store: TieredStore, *, index: int) -> None:
+        self._plan = plan
+        self._store = store
+        self._index = index
+        self._trained = [layout for layout in plan.layouts if layout.trainable]
+        self._found: dict[int, tuple[float, int]] = {}
+
+    def forget(self, unit: int) -> None:
+        """A unit's gradients have changed."""
+        self._found.pop(unit, None)
+
+    def measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
+        """Measure units, on behalf of the reservation that has their gradients, which then lets go of them."""
+        keys = [Key(Kind.GRAD, unit) for unit in units]
+        with self._store.read(*keys, by=reservation) as partitions, trace.span(trace.COMPUTE, "gradient norm"):
+            found = _stats([partition.view(Kind.GRAD) for partition in partitions])
+        self._found.update((unit, (stats[0], stats[1])) for unit, stats in zip(units, found, strict=True))
+        if reservation is not None:
+            self._store.release(reservation, *keys)
+
+    def total(self) -> tuple[float, int]:
+        """Sum of squares (fp64), and number of non-finite elements; what is not measured yet is measured now."""
+        self.measure([layout.index for layout in self._trained if layout.index not in self._found], None)
+        # In the plan's order, whatever the order of arrival: a sum's bits depend on it.
+        rows = [self._found[layout.index] for layout in self._trained]
+        self._found.clear()
+        total, nonfinite = 0.0, 0
+        for sum_of_squares, count in rows:
+            total += sum_of_squares
+            nonfinite += count
+        return total, nonfinite
+
+    def by_parameter(self, behind: Reservation | None) -> dict[tuple[int, Slot], GradStats]:
+        """By (unit, slot). `behind`: a step that may go on, which reads them, too, and is not waited for."""
+        pieces: list[tuple[int, Slot, Tensor]] = []
+        keys = [Key(Kind.GRAD, layout.index) for layout in self._trained]
+        with self._store.read(*keys, by=behind) as partitions:
+            for layout, partition in zip(self._trained, partitions, strict=True):
+                held = partition.view(Kind.GRAD)
+                first = layout.partition_start(self._plan.placement.units[layout.index].parts, self._index)
+                pieces += [
+                    (layout.index, overlap.slot, held[overlap.range_start : overlap.range_start + overlap.numel])
+                    for overlap in layout.overlaps(first, first + held.numel())
+                ]
+            found = _stats([tensor for *_, tensor in pieces])
+            return {(unit, slot): stats for (unit, slot, _), stats in zip(pieces, found, strict=True)}
+
+
+def _stats(tensors: Sequence[Tensor]) -> list[GradStats]:
+    """`grad_stats` of gradients that may have different homes (a `ratio` below 1, "auto"), by one call a home."""
+    homes: dict[bool, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        homes.setdefault(tensor.is_cpu, []).append(index)
+    found = {
+        index: stats
+        for indices in homes.values()
+        for index, stats in zip(indices, grad_stats([tensors[index] for index in indices]), strict=True)
+    }
+    return [found[index] for index in range(len(tensors))]

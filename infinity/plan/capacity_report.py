@@ -1,0 +1,296 @@
+"""A plan that does not fit is refused: what is too much where, and the nearest configuration that does fit.
+
+Nothing here is a guess. Each suggestion is a plan that was made for the same model and machine with the changed keys,
+and that fits; where no change of keys helps, more ranks are tried; where those do not help either, the smallest plan
+says what hardware would have to have. The estimator asks the same questions before there is a model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from infinity.config.resolve import ResolvedConfig, changed
+from infinity.config.units import format_bytes
+from infinity.errors import CapacityError
+from infinity.plan.capacity import Capacity, excesses
+from infinity.plan.fitting import lowered_in_words
+from infinity.plan.inputs import Question, plan_request
+from infinity.plan.partitions import states_kinds
+from infinity.plan.plan import SUB_GROUPS_MAX, Plan
+from infinity.plan.types import DTYPE_NBYTES, Tier
+
+_ZERO = "zero_optimization"
+_PARAM, _OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
+_LIVE, _AHEAD = f"{_ZERO}.stage3_max_live_parameters", f"{_ZERO}.stage3_prefetch_bucket_size"
+_GROUP = f"{_ZERO}.sub_group_size"
+# Stands for a drive that nobody has named: how much room it needs is said when the plan is made.
+_SOME_DRIVE = ("a folder on a drive",)
+# Live parameters, in elements, of the tighter choices: they also bound the size of a unit, which is a quarter of it.
+_LIVE_NUMELS = (200_000_000, 40_000_000, 8_000_000)
+# Up to so many times the ranks are tried, by these factors from the least that could do.
+_TIMES_MAX = 1024
+_MARGINS = (1.1, 1.5, 3.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A configuration that fits: the keys to change (dotted path -> value), the number of ranks, and its plan."""
+
+    changes: Mapping[str, Any]
+    ranks: int
+    plan: Plan
+
+    def as_json(self) -> str:
+        """The keys to change, as they stand in a configuration file."""
+        tree: dict[str, Any] = {}
+        for path, value in self.changes.items():
+            *sections, key = path.split(".")
+            place = tree
+            for section in sections:
+                place = place.setdefault(section, {})
+            if value == _SOME_DRIVE:
+                value = f"{_SOME_DRIVE[0]} with {format_bytes(self.plan.nvme_nbytes)} free for each rank"
+            place[key] = value
+        return json.dumps(tree)
+
+
+def refuse(question: Question, plan: Plan, rank: int = 0) -> None:
+    """Raise CapacityError with the whole account when `plan`, the question's own, does not fit. Touches nothing."""
+    if question.fits(plan):
+        return
+    lines = list(excesses(plan.bytes_by_tier(), question.limits))[:1] or [_initial(question, plan)]
+    lines[0] = f"rank {rank} {lines[0]}"
+    if lowered := lowered_in_words(question.request, plan):
+        lines.append(f"  That is with {lowered}.")
+    lines.append(account(plan, question.limits))
+    if aside := question.reserve.in_words():
+        free = question.free
+        rooms = {"the accelerator": free.gpu, "CPU memory": free.cpu, "memory": free.process}
+        found = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in rooms.items() if nbytes is not None)
+        lines.append(
+            f"  Free: {found}. Of that is set aside: {aside}. The process had "
+            f"{format_bytes(question.reserve.taken_nbytes)} before."
+        )
+        if fits_without_activations(question, plan):
+            lines.append(
+                "  It would fit without the activations: have them computed again in backward "
+                "(activation_checkpointing.every = 1), lower the micro-batch, or say how long sequences are "
+                "(memory.activations.sequence_length)."
+            )
+    raise CapacityError("\n".join([*lines, _way_out(question)]))
+
+
+def fits_without_activations(question: Question, plan: Plan) -> bool:
+    """Whether there would be room for a plan if no activations were set aside."""
+    held = plan.nbytes_by_tier()
+    held[Tier.GPU] -= question.reserve.activation_nbytes
+    return question.limits.fits(held)
+
+
+def _initial(question: Question, plan: Plan) -> str:
+    """What is too much while partitions are made: the model as it was built lies beside them."""
+    free = question.free.cpu if question.accelerator else question.free.process
+    text = (
+        f"needs {format_bytes(question.reserve.initial_nbytes(plan))} of memory while the partitions are made from "
+        f"the model, but {format_bytes(free or 0)} are free"
+    )
+    if question.reserve.model_nbytes_max is not None:
+        return f"{text}."
+    return (
+        f"{text}: the model has its values in memory. Build it under `with infinity.Init(config=...):`, or load it "
+        "with infinity.load_hf(folder, config)."
+    )
+
+
+def account(plan: Plan, capacity: Capacity) -> str:
+    """The table: tier x kind x bytes x limit."""
+    lines = [f"  {'tier':<6}{'kind':<22}{'planned':>12}{'limit':>12}"]
+    for tier, kinds in plan.bytes_by_tier().items():
+        parts = sorted(kinds.items(), key=lambda item: -item[1])
+        lines += [f"  {tier.value:<6}{kind.label:<22}{format_bytes(nbytes):>12}" for kind, nbytes in parts]
+        own = {Tier.GPU: capacity.gpu, Tier.CPU: capacity.cpu, Tier.NVME: capacity.nvme}[tier]
+        if kinds:
+            lines.append(_sum(f"{tier.value:<6}together", sum(kinds.values()), own))
+    held = plan.nbytes_by_tier()
+    if capacity.process is not None:
+        lines.append(_sum("gpu and cpu (one memory)", held[Tier.GPU] + held[Tier.CPU], capacity.process))
+    return "\n".join(lines)
+
+
+def nearest_fit(question: Question) -> Fit | None:
+    """The first of an ordered list of changes whose plan fits: fewest keys first, and of those the fastest tiers; then
+    the same on more ranks. None when nothing of it fits.
+    """
+    choices = [(keys, changed(question.config, keys)) for keys in _changes(question.config, _group_numel(question))]
+    choices = [(keys, config) for keys, config in choices if not _hopeless(replace(question, config=config))]
+    for keys, config in choices:
+        other = replace(question, config=config)
+        plan = other.plan(raised=False)
+        if other.fits(plan):
+            return Fit(keys, question.topology.world_size, plan)
+    return _more_ranks(question)
+
+
+def _more_ranks(question: Question) -> Fit | None:
+    """More nodes like these, with the configuration as it is, or else with budgets deciding: a few numbers of them from
+    the least that could be enough on, so that what is found is near the fewest.
+    """
+    for keys in ({}, _different(question.config, _by_budget(question.config)) or None):
+        if keys is None:
+            continue
+        other = replace(question, config=changed(question.config, keys))
+        for times in _enough(other):
+            there = _times(other, times)
+            plan = there.plan(raised=False)
+            if there.fits(plan):
+                return Fit(keys, there.topology.world_size, plan)
+    return None
+
+
+def _enough(question: Question) -> list[int]:
+    """How many times the ranks to try: what could just do, and more."""
+    numbers = range(2, _TIMES_MAX)
+
+    def could_do(times: int) -> bool:
+        return not _hopeless(_times(question, times))
+
+    at = bisect_left(numbers, True, key=could_do)
+    return [math.ceil(numbers[at] * margin) for margin in _MARGINS] if at < len(numbers) else []
+
+
+def _times(question: Question, times: int) -> Question:
+    return replace(question, topology=replace(question.topology, dp=question.topology.dp * times))
+
+
+def smallest(question: Question) -> Plan:
+    """The plan with as much as possible on NVMe and the least in memory: what any hardware must have for this model."""
+    keys = {**_nvme(question.config, "offload_param", "offload_optimizer"), f"{_ZERO}.stage": 3}
+    keys |= {_LIVE: _LIVE_NUMELS[-1], _AHEAD: 0, _GROUP: _group_numel(question)}
+    return replace(question, config=changed(question.config, keys)).plan()
+
+
+def _way_out(question: Question) -> str:
+    fit = nearest_fit(question)
+    if fit is None:
+        held = smallest(question).nbytes_by_tier()
+        needs = ", ".join(f"{format_bytes(nbytes)} on {tier.value}" for tier, nbytes in held.items() if nbytes)
+        ranks = question.topology.world_size
+        return (
+            f"Nothing that was tried fits, on up to {ranks * _TIMES_MAX} ranks. The smallest plan of this model on "
+            f"{ranks} needs {needs} for each rank: give it hardware that has so much, or raise the limits in memory."
+        )
+    held = fit.plan.nbytes_by_tier()
+    takes = ", ".join(f"{format_bytes(nbytes)} on {tier.value}" for tier, nbytes in held.items() if nbytes)
+    where = f"on {fit.ranks} ranks" if fit.ranks != question.topology.world_size else ""
+    with_keys = f"with {fit.as_json()}" if fit.changes else ""
+    return f"Nearest configuration that fits: {' '.join(filter(None, (with_keys, where)))} (takes {takes})."
+
+
+def _changes(config: ResolvedConfig, group_numel: int) -> list[dict[str, Any]]:
+    """Changes of keys to try, the nearest first: the fewest keys, then the fastest tiers."""
+    found: list[dict[str, Any]] = []
+    for keys in _proposals(config, group_numel):
+        different = _different(config, keys)
+        if different and different not in found:
+            found.append(different)
+    # A drive that is not there is further away than any key.
+    return sorted(found, key=lambda keys: (_SOME_DRIVE in keys.values(), len(keys)))
+
+
+def _group_numel(question: Question) -> int:
+    """A small sub-group, yet not so small that a plan had too many."""
+    return max(1 << 18, question.numels[1] // question.topology.dp // SUB_GROUPS_MAX)
+
+
+def _proposals(config: ResolvedConfig, group_numel: int) -> Iterator[dict[str, Any]]:
+    stage = {f"{_ZERO}.stage": 3}
+    cpu_states, cpu_params = {f"{_OPTIMIZER}.device": "cpu"}, {f"{_PARAM}.device": "cpu", **stage}
+    nvme_states, nvme_params = _nvme(config, "offload_optimizer"), {**_nvme(config, "offload_param"), **stage}
+    yield {_GROUP: group_numel}
+    yield {_AHEAD: 0}
+    for numel in _LIVE_NUMELS:
+        yield {_LIVE: numel, _AHEAD: numel // 8}
+    yield cpu_states
+    yield stage
+    yield {**stage, **cpu_states}
+    yield cpu_params
+    yield nvme_states
+    yield {**stage, **nvme_states}
+    yield {**cpu_params, **cpu_states}
+    yield {**cpu_params, **nvme_states}
+    yield {**nvme_params, **nvme_states}
+    for by_budget in (_by_budget(config), {**_by_budget(config), **_nvme_path(config)}):
+        yield by_budget
+        for numel in _LIVE_NUMELS:
+            yield {**by_budget, _LIVE: numel, _AHEAD: numel // 8}
+
+
+def _by_budget(config: ResolvedConfig) -> dict[str, Any]:
+    return {f"{_PARAM}.device": "auto", f"{_OPTIMIZER}.device": "auto", f"{_ZERO}.stage": 3}
+
+
+def _nvme(config: ResolvedConfig, *sections: str) -> dict[str, Any]:
+    """Keys that put sections on the drive that the configuration names anywhere, or on some drive."""
+    keys: dict[str, Any] = {}
+    for name in sections:
+        path = getattr(getattr(config.zero, name), "nvme_path", None)
+        keys |= {f"{_ZERO}.{name}.device": "nvme", f"{_ZERO}.{name}.nvme_path": path or _drive(config)}
+    return keys
+
+
+def _nvme_path(config: ResolvedConfig) -> dict[str, Any]:
+    return {f"{_OPTIMIZER}.nvme_path": _drive(config)}
+
+
+def _drive(config: ResolvedConfig) -> tuple[str, ...]:
+    sections = (config.zero.offload_optimizer, config.zero.offload_param)
+    return next((section.nvme_path for section in sections if section is not None and section.nvme_path), _SOME_DRIVE)
+
+
+def _different(config: ResolvedConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the keys whose value is another one now; bounds are only ever lowered."""
+    different = {}
+    for path, value in keys.items():
+        place: Any = config.config
+        for name in path.split("."):
+            place = getattr(place, name, None)
+        lower = path not in (_LIVE, _AHEAD, _GROUP) or place > value
+        if place != value and lower:
+            different[path] = value
+    return different
+
+
+def _hopeless(question: Question) -> bool:
+    """Whether what must lie somewhere is too much already: known without a plan."""
+    config, limits, dp = question.config, question.limits, question.topology.dp
+    request = plan_request(config, accelerator=question.accelerator, moments=question.moments)
+    numel, trained = question.numels
+    trained //= dp if request.stage else 1
+    states = trained * sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype, request.moments))
+    params = numel * DTYPE_NBYTES[request.compute_dtype]
+    whole, cut = (params, 0) if request.stage < 3 else (0, params // dp)
+    # Gradients never go to NVMe: at least one of the memory tiers has them, or they have a part each.
+    grads = trained * DTYPE_NBYTES[request.grad_dtype]
+    at_home = states if request.optimizer_share == 1 else 0
+    least = {Tier.GPU: whole}
+    if request.optimizer_tier is not None:
+        least[request.optimizer_tier] = least.get(request.optimizer_tier, 0) + at_home
+        beside = Tier.GPU if request.optimizer_tier is Tier.GPU else Tier.CPU
+        least[beside] = least.get(beside, 0) + (grads if request.optimizer_share == 1 else 0)
+    memory = [limits.process] if limits.process is not None else [limits.gpu, limits.cpu]
+    rooms = [(memory, whole + grads), ([*memory, limits.nvme if request.drive else 0], whole + cut + grads + states)]
+    return not limits.fits(least) or any(
+        None not in room and nbytes > sum(limit for limit in room if limit is not None) for room, nbytes in rooms
+    )
+
+
+def _sum(where: str, planned: int, limit: int | None) -> str:
+    if limit is None:
+        return f"  {where:<28}{format_bytes(planned):>12}{'none':>12}"
+    excess = f"   {format_bytes(planned - limit)} too much" if planned > limit else ""
+    return f"  {where:<28}{format_bytes(planned):>12}{format_bytes(limit):>12}{excess}"

@@ -1,0 +1,149 @@
+"""From a resolved configuration to what a plan is asked for: plain numbers, tiers and dtype names.
+
+The engine and the estimator ask the same `Question`, so that an estimate is the plan of the same run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from infinity.config.resolve import ResolvedConfig
+from infinity.plan.capacity import Capacity
+from infinity.plan.fitting import KEYS, fit
+from infinity.plan.optimizer_states import moments_of
+from infinity.plan.plan import Plan, PlanRequest, make_plan
+from infinity.plan.reserve import Reserve
+from infinity.plan.spec import ModuleNode, UnitRules, find_units
+from infinity.plan.stepping import STEP_WINDOW
+from infinity.plan.topology import Topology
+from infinity.plan.types import Kind, Tier
+
+# A bound that nothing meets.
+UNBOUNDED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """All that a plan is made of, so that the same can be asked of another configuration or of more ranks."""
+
+    # The model's tree, and the classes of modules that it wants whole.
+    node: ModuleNode
+    config: ResolvedConfig
+    topology: Topology
+    # Whether the device has memory of its own.
+    accelerator: bool
+    # What the tiers may hold, and what budgets fill of it: less, where nobody gave a limit (None: all of it).
+    capacity: Capacity
+    budget: Capacity | None = None
+    blocks: tuple[str, ...] = ()
+    # What the optimizer keeps of an element; None: what the configuration's does.
+    moments: tuple[Kind, ...] | None = None
+    # What the process takes beside the plan, and what was free before anything was set aside for it.
+    reserve: Reserve = field(default_factory=Reserve)
+    free: Capacity = field(default_factory=Capacity)
+    # Elements of the model, and of its trained parameters.
+    numels: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        specs = self.node.all_params().values()
+        trained = sum(spec.numel for spec in specs if spec.trainable)
+        object.__setattr__(self, "numels", (sum(spec.numel for spec in specs), trained))
+
+    @property
+    def limits(self) -> Capacity:
+        """What holds for this configuration."""
+        return self.budget if self._by_budget and self.budget is not None else self.capacity
+
+    @property
+    def _by_budget(self) -> bool:
+        return "auto" in (self.config.param_tier, self.config.optimizer_tier)
+
+    def plan(self, *, raised: bool = True) -> Plan:
+        """The plan of this model, configuration and machine, with its bounds lowered where it does not fit; whether it
+        fits then or not. raised: lowered no further than it has to be, which takes a dozen plans.
+        """
+        spec = find_units(self.node, unit_rules(self.config, self.blocks))
+
+        def plan_of(request: PlanRequest) -> Plan:
+            return make_plan(spec, self.topology, request, self.limits)
+
+        chosen = frozenset(name for name, path in KEYS.items() if self.config.sources.get(path) == "file")
+        return fit(
+            self.request, chosen, plan_of, fits=self.fits, fits_at_rest=self._fits_at_rest,
+            raised=raised and not self._by_budget,
+        )  # fmt: skip
+
+    @property
+    def request(self) -> PlanRequest:
+        """What the configuration asks for, before anything is lowered."""
+        return plan_request(self.config, accelerator=self.accelerator, moments=self.moments)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether there is room for a plan of this question, and for making its partitions from the model."""
+        memory = self.free.cpu if self.accelerator else self.free.process
+        if not self.limits.fits(plan.nbytes_by_tier()):
+            return False
+        return memory is None or self.reserve.initial_nbytes(plan) <= memory
+
+
+    def _fits_at_rest(self, plan: Plan) -> bool:
+        home = plan.bytes_at_home()
+        return self.limits.fits({tier: sum(kinds.values()) - kinds.get(Kind.POOL, 0) for tier, kinds in home.items()})
+
+
+def plan_request(
+    config: ResolvedConfig, *, accelerator: bool, moments: tuple[Kind, ...] | None = None
+) -> PlanRequest:
+    """What the configuration asks of the plan. `accelerator`: whether the device has memory of its own; `moments`: what
+    an optimizer keeps that the program has brought.
+    """
+    zero = config.zero
+    compute = config.compute_dtype
+    # Several micro-batches add up in fp32 unless the configuration says otherwise; a single one is kept as it arrives.
+    several = config.accumulation > 1 or not config.config.managed_gradient_accumulation
+    grad = config.grad_accum_dtype or ("fp32" if several else compute)
+    return PlanRequest(
+        stage=config.stage, param_tier=_tier(config.param_tier), optimizer_tier=_tier(config.optimizer_tier),
+        optimizer_share=config.optimizer_share, param_cpu_numel=config.param_cpu_numel,
+        state_buffers=max(config.state_buffers, STEP_WINDOW),
+        drive=config.nvme_path is not None, compute_dtype=compute, grad_dtype=grad,
+        communication_dtype=config.communication_dtype or compute,
+        moments=moments_of(config.config.optimizer) if moments is None else moments,
+        sub_group_numel=zero.sub_group_size,
+        prefetch_numel=zero.stage3_prefetch_bucket_size, persistence_numel=zero.stage3_param_persistence_threshold,
+        persistent_total_numel=zero.stage3_model_persistence_threshold, live_numel=zero.stage3_max_live_parameters,
+        reuse_numel=zero.stage3_max_reuse_distance, accelerator=accelerator, early=config.steps_early,
+    )  # fmt: skip
+
+
+def unit_rules(config: ResolvedConfig, block_classes: tuple[str, ...] = ()) -> UnitRules:
+    """What bounds the units; `block_classes` is the model's own list of modules not to split."""
+    zero = config.zero
+    leaf = zero.leaf_module
+    whole, tile = _tile_bounds(config)
+    return UnitRules(
+        # Four units' worth of budget: one in use, one arriving, and two for what the schedule keeps.
+        unit_numel_max=max(zero.stage3_max_live_parameters // 4, 1),
+        merge_numel_max=zero.stage3_param_persistence_threshold, block_classes=block_classes,
+        leaf_classes=tuple(name.rpartition(".")[2] for name in leaf.classes),
+        leaf_names=tuple(leaf.names), leaf_suffixes=tuple(leaf.name_suffixes), whole_numel_max=whole,
+        tile_numel_max=tile,
+    )  # fmt: skip
+
+
+def _tile_bounds(config: ResolvedConfig) -> tuple[int, int]:
+    """Elements of the largest weight that is gathered whole, and of a tile of any other. Wherever parameters live:
+    their place must not change how a layer is computed.
+    """
+    zero = config.zero
+    if config.stage < 3 or zero.tile_parameters == 0:
+        return UNBOUNDED, UNBOUNDED
+    if zero.tile_parameters is not None:
+        return zero.tile_parameters, zero.tile_parameters
+    live = max(zero.stage3_max_live_parameters, 1)
+    return live, max(live // 4, 1)
+
+
+def _tier(name: str) -> Tier | None:
+    """A tier by its name; None for "auto", which the budgets decide."""
+    return None if name == "auto" else Tier(name)

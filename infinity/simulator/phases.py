@@ -1,0 +1,220 @@
+"""What each phase of training holds at its peak, by tier and kind: derived from the plan alone, moment by moment.
+
+`Plan.bytes_by_tier` bounds them all; here is what really lies in memory. A phase is followed through its moments (a
+sub-group filled, a unit used, a unit saved) and its busiest is returned. Where the device has no memory of its own the
+busiest is that of all memory together, for there is one memory; with an accelerator each tier has its own.
+
+What a process pays once, whatever it trains, is in no phase: see `OVERHEAD_NBYTES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from infinity.plan.activation import Offloaded
+from infinity.plan.filling import Table, add_nbytes, copy_table, in_process, initialise
+from infinity.plan.gradients import left_nbytes, wire_in_backward
+from infinity.plan.plan import Plan
+from infinity.plan.types import (
+    DTYPE_NBYTES,
+    EXTENT_ALIGNMENT,
+    HUGE_PAGE,
+    SAVE_BLOCK_NBYTES,
+    SAVE_BLOCKS,
+    Kind,
+    Tier,
+    align_up,
+)
+
+# Resident memory that the first steps of any model add to a process: pages of torch's and our own libraries as they are
+# first used, Python modules loaded late, threads' stacks, connections, I/O queues, tables of the C library's heap.
+# Measured, and held to these bounds, by benchmarks/memory_truth.py. A torch that is built with CUDA loads more, even
+# where there is no device: 202 MiB in 2.11, 237 in 2.15.
+OVERHEAD_NBYTES = 192 << 20
+OVERHEAD_WITH_CUDA_NBYTES = 256 << 20
+
+
+class Phase(Enum):
+    """What a training run is doing."""
+
+    # From the built model to filled partitions.
+    INITIALISE = "initialise"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    # The optimizer's step, reductions at the accumulation boundary included.
+    STEP = "step"
+    # A checkpoint: partitions go to the drive from where they are, through pools that are there, or by blocks.
+    SAVE = "save"
+
+    __hash__ = object.__hash__
+
+
+def bytes_by_phase(
+    plan: Plan, activation_nbytes: int = 0, *, model_dtype: str = "fp32", model_nbytes_max: int | None = None,
+    offloaded: Offloaded | None = None,
+) -> dict[Phase, Table]:  # fmt: skip
+    """Bytes by tier and kind at each phase's busiest moment, of any rank, in the steady state.
+
+    activation_nbytes: what autograd keeps and computes with at its peak (see `estimators.activations`).
+    model_dtype, model_nbytes_max: what the model is built in, and how much of it lies in memory at a time (None: all),
+    beside the parameter being worked on. offloaded: checkpoints among the activations that lie on another tier; their
+    space is kept from the first step on.
+    """
+    if offloaded is not None:
+        activation_nbytes -= offloaded.freed_nbytes
+    gathered = _Gathered.follow(plan)
+    rest = _at_rest(plan, gathered)
+    moments = {
+        Phase.INITIALISE: initialise(plan, model_dtype, model_nbytes_max),
+        Phase.FORWARD: _forward(plan, rest, gathered, activation_nbytes),
+        Phase.BACKWARD: _backward(plan, rest, gathered, activation_nbytes),
+        Phase.STEP: iter([rest]),
+        Phase.SAVE: iter([_saving(plan, rest)]),
+    }
+    found = {phase: _busiest([*tables], plan.request.accelerator) for phase, tables in moments.items()}
+    if offloaded is not None:
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.SAVE):
+            passing = phase in (Phase.FORWARD, Phase.BACKWARD)
+            add_nbytes(found[phase], offloaded.tier, Kind.ACTIVATION if passing else Kind.POOL, offloaded.nbytes)
+            add_nbytes(found[phase], Tier.CPU, Kind.POOL, offloaded.buffers * offloaded.each_nbytes)
+    return found
+
+
+def at_rest(plan: Plan) -> Table:
+    """Bytes by tier and kind between two steps."""
+    return _at_rest(plan, _Gathered.follow(plan))
+
+
+def state_dict_nbytes(plan: Plan) -> int:
+    """CPU memory that `state_dict()` takes on rank 0, beside what is there at rest: the whole model."""
+    return sum(slot.numel * DTYPE_NBYTES[layout.dtype] for layout in plan.layouts for slot in layout.slots)
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Whole units by the schedule: bytes at each position of a pass that was preceded by another.
+
+    Where the device's memory is the process's, released units leave theirs to the next ones, as the coordinator does:
+    the oldest is freed when the plan's bound would be passed, and its pages are spare for the next, within that bound.
+    """
+
+    live: dict[int, int] = field(default_factory=dict)
+    # Released units whose memory is still there.
+    retained: dict[int, int] = field(default_factory=dict)
+    spare: int = 0
+    nbytes: list[int] = field(default_factory=list)
+
+    @classmethod
+    def follow(cls, plan: Plan) -> _Gathered:
+        sizes, schedule = plan.full_nbytes(), plan.schedule
+        ahead = plan.topology.dp > 1 or plan.request.accelerator
+        found = cls()
+        for _ in range(2):
+            found.nbytes = []
+            for position, (unit, needed) in enumerate(schedule.uses):
+                for other in (*([unit] if needed else []), *(schedule.gather_ahead[position] if ahead else ())):
+                    found._gather(other, sizes[other], plan.pools.gathered_nbytes)
+                found.nbytes.append(found.now)
+                if needed and not schedule.keep[position]:
+                    found._release(unit, plan)
+            for unit in [*found.live]:
+                found._release(unit, plan)
+        return found
+
+    @property
+    def now(self) -> int:
+        return self._held() + self.spare
+
+    def _held(self) -> int:
+        return sum(self.live.values()) + sum(self.retained.values())
+
+    def _gather(self, unit: int, nbytes: int, bound: int) -> None:
+        if unit in self.live:
+            return
+        if self.retained.pop(unit, None) is None:
+            while self.retained and self._held() + nbytes > bound:
+                self.spare += _in_parts(self.retained.pop(next(iter(self.retained))))
+            self.spare = _in_parts(min(self.spare, max(bound - self._held(), nbytes)))
+            self.spare -= min(self.spare, _in_parts(nbytes))
+        self.live[unit] = nbytes
+
+    def _release(self, unit: int, plan: Plan) -> None:
+        nbytes = self.live.pop(unit)
+        if not plan.request.accelerator:
+            self.retained[unit] = nbytes
+
+
+def _in_parts(nbytes: int) -> int:
+    """What of a unit's memory can go to another one."""
+    return nbytes // HUGE_PAGE * HUGE_PAGE
+
+
+def _at_rest(plan: Plan, gathered: _Gathered) -> Table:
+    pools = plan.pools
+    table = plan.bytes_at_home()
+    add_nbytes(table, Tier.CPU, Kind.POOL, pools.param_nbytes + pools.states_nbytes + pools.staging_nbytes)
+    add_nbytes(table, Tier.GPU, Kind.FULL_GRAD, pools.scratch.nbytes)
+    add_nbytes(table, Tier.GPU, Kind.FULL, gathered.now)
+    return table
+
+
+def _saving(plan: Plan, rest: Table) -> Table:
+    """At rest, and the blocks in use by turns where direct I/O does not take the memory as it is: all of what the
+    device has, and the last block of a partition in CPU memory that ends inside a page.
+    """
+    blocks = [0] * SAVE_BLOCKS
+    turn = 0
+    for spec in plan.partitions:
+        if spec.home is Tier.NVME or spec.key.kind is Kind.GRAD:
+            continue
+        whole = align_up(spec.nbytes, EXTENT_ALIGNMENT)
+        last = whole % SAVE_BLOCK_NBYTES or min(whole, SAVE_BLOCK_NBYTES)
+        full = 0 if spec.home is Tier.CPU else min((whole - last) // SAVE_BLOCK_NBYTES, SAVE_BLOCKS)
+        tail = [last] if spec.home is Tier.GPU or spec.nbytes != whole else []
+        for nbytes in [SAVE_BLOCK_NBYTES] * full + tail:
+            blocks[turn % SAVE_BLOCKS] = max(blocks[turn % SAVE_BLOCKS], nbytes)
+            turn += 1
+        if min(blocks) == SAVE_BLOCK_NBYTES:
+            break
+    table = copy_table(rest)
+    add_nbytes(table, Tier.CPU, Kind.POOL, sum(blocks))
+    return table
+
+
+def _forward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: int) -> Iterator[Table]:
+    """Activations grow with each use, and are all there at the last."""
+    count = len(plan.schedule) // 2
+    for position in range(count):
+        yield _in_pass(rest, gathered, position, activation_nbytes * (position + 1) // count)
+
+
+def _backward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: int) -> Iterator[Table]:
+    """Gradients come, and what forward kept goes use by use, taken as equal parts. In the process's own memory it does
+    not go: the C library keeps it for the next forward, as an accelerator's allocator does with its own.
+    """
+    begin = len(plan.schedule) // 2
+    trace = plan.schedule.trace[begin:]
+    accelerator = plan.request.accelerator
+    wire = wire_in_backward(plan.placement, dp=plan.topology.dp, wire=plan.request.communication_dtype)
+    for index, left in enumerate(left_nbytes(trace, plan.layouts, accelerator=accelerator, wire=wire)):
+        kept = activation_nbytes
+        if accelerator:
+            kept = kept * (len(trace) - index) // len(trace)
+        table = _in_pass(rest, gathered, begin + index, kept)
+        add_nbytes(table, Tier.GPU, Kind.FULL_GRAD, left)
+        yield table
+
+
+def _in_pass(rest: Table, gathered: _Gathered, position: int, activation_nbytes: int) -> Table:
+    table = copy_table(rest)
+    add_nbytes(table, Tier.GPU, Kind.FULL, gathered.nbytes[position] - gathered.now)
+    add_nbytes(table, Tier.GPU, Kind.ACTIVATION, activation_nbytes)
+    return table
+
+
+def _busiest(tables: Sequence[Table], accelerator: bool) -> Table:
+    if not accelerator:
+        return max(tables, key=lambda table: in_process(table, accelerator=False))
+    return {tier: max((table[tier] for table in tables), key=lambda kinds: sum(kinds.values())) for tier in Tier}

@@ -1,0 +1,1 @@
+"""Layers and losses that treat a sequence a few tokens at a time."""

@@ -1,0 +1,241 @@
+"""Activation checkpointing by configuration, and checkpoints that lie on another tier until backward.
+
+Blocks that are computed again run under torch's non-reentrant `torch.utils.checkpoint`: their `forward` is replaced on
+the module object, beneath the hooks that gather and release, so that a unit is gathered once for its backward. What a
+checkpointed call keeps are its inputs. Where a tier is given, these inputs go there: saved-tensor hooks around the
+whole model's forward see every tensor that autograd saves outside of checkpointed calls, and take those that
+torch.utils.checkpoint itself saves, whoever called it: this file, the model, or a library. All others stay where they
+are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType, MethodType
+from typing import Any, cast
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from infinity.errors import ConfigError
+from infinity.memory.activation_tier import ActivationTier, Saved
+from infinity.zero.hooks import replace_tensors
+
+# Arguments by which a block is told to fill a cache: computed twice, it would fill it twice.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class Checkpointing:
+    """The blocks of one model that are computed again, and the tier of its checkpoints.
+
+    blocks: paths of modules. keep_ops: names of operators ("aten.mm") whose results are kept all the same. tier: where
+    checkpoints go, the model's own included; None leaves them on the device. `close` undoes everything.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str] = (), *, keep_ops: Sequence[str] = (),
+        tier: ActivationTier | None = None,
+    ) -> None:  # fmt: skip
+        self._tier = tier
+        kept = operators(keep_ops)
+        self._replaced: list[Replaced] = [Recomputed(model.get_submodule(path), kept) for path in blocks]
+        if tier is not None:
+            self._replaced.append(Offloaded(model, tier))
+
+    def settle(self) -> None:
+        """Give back what graphs that are gone had on the tier."""
+        if self._tier is not None:
+            self._tier.settle()
+
+    def close(self) -> None:
+        """Give the modules their own `forward` back, and the tier's memory and files to the system."""
+        while self._replaced:
+            self._replaced.pop().restore()
+        if self._tier is not None:
+            self._tier.close()
+
+
+def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
+    """Overloads of the operators of these names: "aten.mm" (all of them) or "aten.mm.default". ConfigError for a name
+    that torch does not know.
+    """
+    found: list[torch._ops.OpOverload] = []
+    for name in names:
+        namespace, _, rest = name.removeprefix("torch.ops.").partition(".")
+        packet_name, _, overload = rest.partition(".")
+        packet = getattr(getattr(torch.ops, namespace), packet_name, None) if namespace and packet_name else None
+        overloads = packet.overloads() if packet is not None else []
+        if packet is None or (overload and overload not in overloads):
+            raise ConfigError(
+                f"activation_checkpointing.keep_ops: torch has no operator {name!r}; names are those of torch.ops, "
+                "such as aten.mm, aten.bmm or aten._scaled_dot_product_flash_attention"
+            )
+        found += [getattr(packet, each) for each in overloads if overload in ("", each)]
+    return found
+
+
+class Replaced:
+    """Stands in for a module's `forward`. A deep copy of the module has its class's own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # An instance may have one of its own already, from a library.
+        self._own = module.__dict__.get("forward")
+        # What is run, and what that was before it was compiled.
+        self._forward: Callable[..., Any] = module.forward
+        self._eager = self._forward
+        functools.update_wrapper(cast(Callable[..., Any], self), self._forward, updated=())
+        module.forward = self  # type: ignore[assignment]
+
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """What lies beneath, before it was compiled."""
+        return self._eager
+
+    def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Compile what lies beneath."""
+        self._forward = compiler(self._eager)
+
+    def restore(self) -> None:
+        """Take it away again."""
+        if self._module.__dict__.get("forward") is not self:
+            return
+        if self._own is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = memo[id(self._module)]
+        return MethodType(type(module).forward, module)
+
+
+class Recomputed(Replaced):
+    """A block's `forward`, computed again in backward."""
+
+    def __init__(self, module: nn.Module, kept: list[torch._ops.OpOverload]) -> None:
+        super().__init__(module)
+        self._options: dict[str, Any] = {"use_reentrant": False}
+        if kept:
+            self._options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
+        self._signature = inspect.signature(self._forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self._module.training and getattr(self._module, "gradient_checkpointing", False)
+        if not torch.is_grad_enabled() or own:
+            # Nothing is kept, or the module computes itself again.
+            return self._forward(*args, **kwargs)
+        if self._module.training:
+            args, kwargs = self._without_cache(args, kwargs)
+        elif self._fills_cache(args, kwargs):
+            # In evaluation it is what the program wants: the next call reads it.
+            return self._forward(*args, **kwargs)
+        tensors, filled = _apart((args, kwargs))
+
+        def run(*tensors: Tensor) -> Any:
+            args, kwargs = filled(tensors)
+            return self._forward(*args, **kwargs)
+
+        return checkpoint(run, *tensors, **self._options)
+
+    def _fills_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        named = {**dict(zip(self._signature.parameters, args, strict=False)), **kwargs}
+        return named.get("use_cache") is True or any(named.get(name) is not None for name in _CACHES)
+
+    def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments, but nothing to be filled."""
+        idle = {**dict.fromkeys(_CACHES), "use_cache": False}
+        kwargs = {name: idle.get(name, value) for name, value in kwargs.items()}
+        # By position as the signature names them.
+        names = [*self._signature.parameters][: len(args)]
+        names += [""] * (len(args) - len(names))
+        return tuple(idle.get(name, value) for name, value in zip(names, args, strict=True)), kwargs
+
+
+def _apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The tensors of a call's arguments that need a gradient, and a function that puts tensors in their places.
+
+    torch's checkpoint saves as tensors what it is given by position, and merely holds all else, whatever is inside.
+    """
+    taken: list[Tensor] = []
+    places: dict[int, Tensor] = {}
+
+    def take(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        if id(tensor) not in places:
+            # A tensor without elements stands for it.
+            places[id(tensor)] = tensor.new_empty(0)
+            taken.append(tensor)
+        return places[id(tensor)]
+
+    empty = replace_tensors(value, take)
+    standing = [id(place) for place in places.values()]
+
+    def filled(tensors: Sequence[Tensor]) -> Any:
+        by_place = dict(zip(standing, tensors, strict=True))
+        return replace_tensors(empty, lambda tensor: by_place.get(id(tensor), tensor))
+
+    return taken, filled
+
+
+class Offloaded(Replaced):
+    """A model's `forward`, with the inputs of its checkpointed calls on a tier."""
+
+    def __init__(self, module: nn.Module, tier: ActivationTier) -> None:
+        super().__init__(module)
+        self._tier = tier
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return self._forward(*args, **kwargs)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        wanted = type(tensor) is Tensor and tensor.requires_grad and tensor.is_floating_point()
+        if wanted and tensor.device == self._tier.device and _saved_by_checkpoint(sys._getframe(1)):
+            saved = self._tier.put(tensor)
+            if saved is not None:
+                return saved
+        # Not an output itself: the node that it hangs on would hold itself.
+        return _Stays(tensor if tensor.grad_fn is None else tensor.detach())
+
+    def _unpack(self, held: Any) -> Tensor:
+        return self._tier.get(held) if isinstance(held, Saved) else held.tensor()
+
+
+class _Stays:
+    """A tensor that stays on the device. With hooks autograd leaves it to them to see that it has not changed."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def tensor(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self._tensor.type()} {list(self._tensor.shape)}] is at version {self._tensor._version}; expected "
+                f"version {self._version} instead"
+            )
+        return self._tensor
+
+
+def _saved_by_checkpoint(frame: FrameType | None) -> bool:
+    """Whether torch.utils.checkpoint saves the tensor: directly, or as the input of an autograd function of its own."""
+    for _ in range(3):
+        if frame is None:
+            return False
+        if frame.f_globals is torch.utils.checkpoint.__dict__:
+            return True
+        frame = frame.f_back
+    return False

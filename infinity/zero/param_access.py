@@ -1,0 +1,254 @@
+"""Whole parameters outside the training loop: `read`, `modify`, and what `infinity.zero.states` builds on.
+
+They work on every rank together: a gather is collective, so every rank must enter with the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from infinity.distributed import collectives
+from infinity.distributed.consistency import on_any_rank
+from infinity.distributed.process_groups import Mesh
+from infinity.errors import StateError
+from infinity.memory.store import TieredStore
+from infinity.plan.layout import Slot, slices_of
+from infinity.plan.plan import Plan
+from infinity.plan.types import Key, Kind
+from infinity.zero import parameter
+from infinity.zero.coordinator import Coordinator
+from infinity.zero.gradients import Gradients
+from infinity.zero.parameter import name_of, whole_of
+from infinity.zero.saved_weights import gathered_for_backward
+from infinity.zero.tiling import assembled, tiles_of
+from infinity.zero.unit import Unit
+
+Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
+
+
+class Owner(Protocol):
+    """What an engine offers to this file."""
+
+    plan: Plan
+    store: TieredStore
+    mesh: Mesh
+    coordinator: Coordinator
+    gradients: Gradients
+    units: list[Unit]
+
+    @property
+    def grad_factor(self) -> float: ...
+
+
+def owners_of(params: Params) -> list[tuple[Owner, list[nn.Parameter]]]:
+    """The parameters by the engine that keeps them; those that no engine keeps are ordinary and left out."""
+    if isinstance(params, nn.Module):
+        chosen = list(params.parameters())
+    else:
+        chosen = [params] if isinstance(params, nn.Parameter) else list(params)
+    found: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
+    for param in chosen:
+        owner = param.__dict__.get("_infinity_owner")
+        if owner is not None:
+            found.setdefault(id(owner), (owner, []))[1].append(param)
+    return list(found.values())
+
+
+def units_of(owner: Owner, params: Iterable[nn.Parameter]) -> list[Unit]:
+    """The units that hold `params`, in the plan's order, each once."""
+    wanted = {id(param) for param in params}
+    return [unit for unit in owner.units if any(id(whole_of(param)) in wanted for param in unit.params)]
+
+
+def full_state_dict(owner: Owner, module: nn.Module, *, wanted: bool) -> dict[str, Tensor]:
+    """A module's full tensors in CPU memory, gathered unit by unit; empty where they are not wanted. Collective."""
+    whole: dict[int, Tensor] = {}
+    for unit in owner.units:
+        with gathered(owner, [unit]):
+            for param, slot in zip(unit.params, unit.layout.slots, strict=True) if wanted else ():
+                if slot.is_tile:
+                    _put_rows(whole, param, slot)
+                else:
+                    whole[id(param)] = param.detach().cpu().clone()
+    if not wanted:
+        return {}
+    names = {name: param for name, param in module.named_parameters(remove_duplicate=False)}
+    skipped = {
+        f"{path}.{name}" if path else name
+        for path, inner in module.named_modules()
+        for name in inner._non_persistent_buffers_set
+    }
+    buffers = {name: b.detach().cpu() for name, b in module.named_buffers() if name not in skipped}
+    return {**{name: whole[id(param)] for name, param in names.items()}, **buffers}
+
+
+def _put_rows(whole: dict[int, Tensor], tile: nn.Parameter, slot: Slot) -> None:
+    """Copy a gathered tile into the tensor of the parameter's whole shape in CPU memory."""
+    key = id(whole_of(tile))
+    if key not in whole:
+        whole[key] = torch.empty(slot.shape, dtype=tile.dtype, device="cpu")
+    whole[key].view(-1)[slot.start : slot.start + slot.numel].copy_(tile.detach().view(-1))
+
+
+@contextmanager
+def gathered(owner: Owner, units: list[Unit]) -> Iterator[None]:
+    """Keep units whole for the length of the block."""
+    held: list[Unit] = []
+    try:
+        for unit in units:
+            unit.users += 1
+            held.append(unit)
+            unit.finish_gather()
+            # Nobody looks again before the block may write the partition, or needs its buffer's room.
+            unit.let_go(wait=True)
+        yield
+    finally:
+        for unit in held:
+            unit.users -= 1
+            if unit.users <= 0:
+                unit.release()
+
+
+@contextmanager
+def read(params: Params) -> Iterator[None]:
+    """Parameters (a module, a parameter or an iterable) whole and read-only, on every rank.
+
+    Raises StateError on every rank when one of them was changed in place: use `modify` for that.
+    """
+    with ExitStack() as stack:
+        entered = [(owner, chosen) for owner, chosen in owners_of(params)]
+        for owner, chosen in entered:
+            stack.enter_context(gathered(owner, _cut_together(units_of(owner, chosen))))
+            for param in chosen:
+                stack.enter_context(_assembled(owner, param))
+        versions = [[param._version for param in chosen] for _, chosen in entered]
+        with gathered_for_backward({owner.coordinator: owner.units for owner, _ in entered}):
+            yield
+        for (owner, chosen), before in zip(entered, versions, strict=True):
+            home = {id(param): unit for unit in units_of(owner, chosen) for param in unit.params}
+            changed = [
+                param._version != version or (id(param) in home and home[id(param)].strayed(param) is not None)
+                for param, version in zip(chosen, before, strict=True)
+            ]
+            for param, flag in zip(chosen, on_any_rank(changed, owner.mesh, "end of read()"), strict=True):
+                if flag:
+                    for unit in home.values():
+                        unit.accept_changes()
+                    raise StateError(
+                        f"{name_of(param)} was changed inside infinity.read(), which would be lost: use "
+                        f"infinity.modify()"
+                    )
+
+
+@contextmanager
+def modify(params: Params, source: int = 0) -> Iterator[None]:
+    """Parameters whole and writable on every rank; the values of rank `source` win and survive the next step.
+
+    Master weights follow: where a 16-bit value was changed, its master is that value; elsewhere it keeps its precision.
+    """
+    with ExitStack() as stack:
+        entered = []
+        for owner, chosen in owners_of(params):
+            units = _cut_together(units_of(owner, chosen))
+            stack.enter_context(gathered(owner, units))
+            tiled = [(param, stack.enter_context(_assembled(owner, param))) for param in chosen]
+            # A unit that is whole for good may be its partition itself, and is changed without a lease.
+            owner.store.await_saved(*(unit.key for unit in units))
+            stack.enter_context(parameter.writable(chosen))
+            entered.append((owner, units, [unit.own.clone() for unit in units], tiled))
+        with torch.no_grad():
+            yield
+        for owner, units, before, tiled in entered:
+            for param, data in tiled:
+                if data is not None:
+                    _take(param, param.data if param.data.data_ptr() != data.data_ptr() else None, data)
+                    _write_tiles(owner, param, data, source)
+            for unit, old in zip(units, before, strict=True):
+                for param in unit.params:
+                    _take(param, unit.strayed(param), param.data)
+                if owner.mesh.ranks.world_size > 1:
+                    collectives.broadcast(unit.full, owner.mesh.gather, source, f"broadcast of {unit.layout.name}")
+                _write_back(owner, unit, old)
+
+
+def _cut_together(units: list[Unit]) -> list[Unit]:
+    """Units that are gathered to be whole: tiles are gathered one by one."""
+    return [unit for unit in units if not unit.layout.is_tile]
+
+
+@contextmanager
+def _assembled(owner: Owner, param: nn.Parameter) -> Iterator[Tensor | None]:
+    """Have a parameter in tiles whole on the device for the length of the block, and give its data; None for others."""
+    tiles = tiles_of(param)
+    if tiles is None or not parameter.is_released(param):
+        # Whole by itself, or by a block around this one.
+        yield None if tiles is None else param.data
+        return
+    data = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+    for tile in tiles.tiles:
+        with gathered(owner, [tile.unit]):
+            data[tile.start : tile.stop].copy_(tile.param.detach())
+    with assembled(param, data):
+        yield data
+
+
+def _write_tiles(owner: Owner, param: nn.Parameter, data: Tensor, source: int) -> None:
+    """Put the changed values of a parameter in tiles into its partitions."""
+    tiles = tiles_of(param)
+    assert tiles is not None
+    for tile in tiles.tiles:
+        with gathered(owner, [tile.unit]):
+            old = tile.unit.own.clone()
+            tile.param.data.copy_(data[tile.start : tile.stop])
+            if owner.mesh.ranks.world_size > 1:
+                name = f"broadcast of {tile.unit.layout.name}"
+                collectives.broadcast(tile.unit.full, owner.mesh.gather, source, name)
+            _write_back(owner, tile.unit, old)
+
+
+def _take(param: nn.Parameter, assigned: Tensor | None, data: Tensor) -> None:
+    """Keep in `data` what was assigned to a parameter instead of being written into it."""
+    if assigned is None:
+        return
+    if assigned.shape != data.shape:
+        raise StateError(
+            f"{name_of(param)} has shape {tuple(data.shape)} in the engine's plan and was given data of shape "
+            f"{tuple(assigned.shape)}: change shapes (resize embeddings) before infinity.initialize(), or close the "
+            "engine and make a new one"
+        )
+    data.copy_(assigned)
+
+
+def _write_back(owner: Owner, unit: Unit, old: Tensor) -> None:
+    """Put a unit's changed values into its partition and its master."""
+    new = unit.own.clone()
+    with owner.store.write(unit.key) as (partition,):
+        partition.view(Kind.PARAM).copy_(new)
+    owner.store.flush(unit.key)
+    unit.accept_changes()
+    if not unit.layout.trainable or new.dtype is torch.float32:
+        return
+    changed = (new != old).cpu()
+    for key, start, at, numel in states_of(owner.plan, unit):
+        with owner.store.write(key) as (states,):
+            mask = changed[start : start + numel]
+            if new.dtype is torch.bfloat16:
+                states.view(Kind.REMAINDER)[at : at + numel].masked_fill_(
+                    mask.to(states.view(Kind.REMAINDER).device), 0
+                )
+            else:
+                master = states.view(Kind.MASTER)[at : at + numel]
+                values = new[start : start + numel].float().to(master.device)
+                master.copy_(torch.where(mask.to(master.device), values, master))
+        owner.store.flush(key)
+
+
+def states_of(plan: Plan, unit: Unit) -> Iterator[tuple[Key, int, int, int]]:
+    """Where a unit's states lie: (sub-group's key, start in the unit's partition, start in the states, numel)."""
+    for group, piece, at in slices_of(plan.sub_groups, unit.layout.index):
+        yield Key(Kind.STATES, group.index), piece.start, at, piece.numel

@@ -1,0 +1,110 @@
+"""How long computation takes between the uses of units, and how fast units come: what the fetch schedule is timed by.
+
+One training pass is measured, when the first ones have warmed everything up. Times are the device's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from infinity.distributed.collectives import exchange
+from infinity.distributed.process_groups import Mesh
+from infinity.memory.store import TieredStore
+from infinity.memory.tiers.device import Device
+from infinity.plan.prefetch import Timing, Use
+from infinity.zero.unit import Gathered, Unit
+
+# What is read to measure a drive: long enough to tell its rate, short enough not to be noticed.
+_PROBE_NBYTES = 64 << 20
+
+
+class Stopwatch:
+    """Marks the uses of one pass. `arrived` comes after a use's gather, which is not computation."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._begun: list[Any] = []
+        self._arrived: list[Any] = []
+        self._end: Any = None
+
+    def begin_use(self) -> None:
+        self._begun.append(self._device.mark())
+
+    def arrived(self) -> None:
+        self._arrived.append(self._device.mark())
+
+    def stop(self) -> None:
+        """The pass is over."""
+        self._end = self._device.mark()
+
+    def use_seconds(self) -> tuple[float, ...]:
+        """Seconds of computation from each use's arrival to the beginning of the next. The device is waited for."""
+        self._device.synchronize()
+        ends = [*self._begun[1:], self._end]
+        return tuple(
+            max(self._device.seconds_between(begin, end), 0.0) for begin, end in zip(self._arrived, ends, strict=True)
+        )
+
+
+def agree(
+    measured: tuple[tuple[Use, ...], tuple[float, ...]] | None, units: Sequence[Unit], store: TieredStore,
+    device: Device, mesh: Mesh, gathered: Callable[[Unit], AbstractContextManager[None]],
+) -> tuple[tuple[Use, ...], Timing] | None:  # fmt: skip
+    """(uses, timing) for all ranks: the slowest rates and the shortest computations; None where their passes differ.
+    Collective. `measured` is a pass of this rank and its seconds of computation, if it was timed. gathered: a block in
+    which a unit is whole.
+    """
+    uses, seconds = measured if measured is not None else ((), ())
+    rates = [fetch_rate(units, store), gather_rate(units, store, device, gathered)]
+    # Six bytes, so that a float holds them.
+    digest = int.from_bytes(hashlib.sha256(str(uses).encode()).digest()[:6], "big")
+    mine = [float(digest), *rates, -store.ahead_nbytes / rates[0]]
+    rows = exchange(mine, mesh.control, mesh.ranks.world_size, "exchange of rates")
+    if not uses or len({row[0] for row in rows}) > 1:
+        return None
+    _, fetch, gather, latency = (min(column) for column in zip(*rows, strict=True))
+    everyone = exchange([*seconds], mesh.control, mesh.ranks.world_size, "exchange of times")
+    shortest = [min(column) for column in zip(*everyone, strict=True)]
+    return uses, Timing(
+        use_seconds=tuple(shortest), fetch_rate=fetch, gather_rate=gather, fetch_latency=-latency
+    )
+
+
+def fetch_rate(units: Sequence[Unit], store: TieredStore) -> float:
+    """Bytes a second from NVMe to CPU memory, by reading some partitions anew; infinite where none is there."""
+    chosen, nbytes = [], 0
+    for unit in units:
+        spec = store[unit.key].spec
+        if spec.extent is not None and nbytes + spec.nbytes <= max(_PROBE_NBYTES, spec.nbytes):
+            chosen.append(unit.key)
+            nbytes += spec.nbytes
+    store.drop(*chosen)
+    fresh = [key for key in chosen if not store.in_memory(key)]
+    began = time.perf_counter()
+    store.prefetch(*fresh)
+    for key in fresh:
+        with store.read(key):
+            pass
+    seconds = time.perf_counter() - began
+    moved = sum(store[key].spec.nbytes for key in fresh)
+    return moved / seconds if moved else float("inf")
+
+
+def gather_rate(
+    units: Sequence[Unit], store: TieredStore, device: Device, gathered: Callable[[Unit], AbstractContextManager[None]]
+) -> float:
+    """Bytes a second from CPU memory (and the other ranks) to whole units, by gathering the largest. Collective."""
+    apart = [unit for unit in units if not unit.placed.whole and unit.state is Gathered.PARTITIONED]
+    if not apart:
+        return float("inf")
+    largest = max(apart, key=lambda unit: unit.layout.nbytes)
+    with store.read(largest.key):
+        began = time.perf_counter()
+        with gathered(largest):
+            device.synchronize()
+            seconds = time.perf_counter() - began
+    return largest.layout.nbytes / seconds

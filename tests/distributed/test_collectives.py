@@ -1,0 +1,34 @@
+"""Collectives that gloo composes itself: ranks meet before them, however many they are, and however late one comes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from infinity.distributed import collectives
+from infinity.distributed.process_groups import Mesh, detect
+
+
+def sums(rank: int, world: int) -> list[list[float]]:
+    """Sums and broadcasts one after the other, some of the same name and size, each rank late once."""
+    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    found = []
+    for turn in range(world + 2):
+        if turn == rank:
+            time.sleep(0.2)
+        values = torch.full((3,), float(rank + turn))
+        collectives.all_reduce(values, mesh.reduce, "sum").wait()
+        mine = torch.full((2,), float(rank))
+        collectives.broadcast(mine, mesh.reduce, turn % world, "broadcast")
+        found.append([*values.tolist(), *mine.tolist()])
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_sums_and_broadcasts_are_those_of_all_ranks(rank_pools, ranks):
+    turns = range(ranks + 2)
+    expected = [[sum(rank + turn for rank in range(ranks))] * 3 + [turn % ranks] * 2 for turn in turns]
+    assert rank_pools[ranks].run(sums) == [expected] * ranks

@@ -1,0 +1,191 @@
+"""Who a rank is: from an open group, from the launcher's environment, or alone; and groups that are closed again."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from infinity.distributed import collectives
+from infinity.distributed.process_groups import Mesh, Ranks, detect
+from infinity.errors import ConfigError
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def launched(monkeypatch, **values: str) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_without_a_launcher_this_is_the_only_rank():
+    assert detect() == Ranks(rank=0, world_size=1, local_rank=0, local_size=1)
+
+
+def test_the_environment_of_a_launcher_is_read(monkeypatch):
+    launched(
+        monkeypatch, RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", MASTER_ADDR="localhost",
+        MASTER_PORT="1",
+    )  # fmt: skip
+    assert detect() == Ranks(rank=5, world_size=8, local_rank=1, local_size=4)
+
+
+def test_one_rank_needs_no_address(monkeypatch):
+    launched(monkeypatch, RANK="0", WORLD_SIZE="1")
+    assert detect().world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "missing"),
+    [
+        ({}, "MASTER_ADDR and MASTER_PORT"),
+        ({"MASTER_PORT": "1"}, "MASTER_ADDR is"),
+        ({"MASTER_ADDR": "x"}, "MASTER_PORT is"),
+    ],
+)
+def test_an_address_that_is_missing_is_named(monkeypatch, values, missing):
+    launched(monkeypatch, RANK="0", WORLD_SIZE="2", **values)
+    with pytest.raises(ConfigError, match=f"WORLD_SIZE is 2 but {missing}.*torchrun"):
+        detect()
+
+
+def test_one_rank_opens_no_group():
+    mesh = Mesh(Ranks(), accelerator=False, timeout_seconds=5)
+    assert mesh.gather is mesh.reduce is mesh.control is None and not dist.is_initialized()
+    assert collectives.exchange([1.0, 2.0], mesh.control, 1) == [[1.0, 2.0]]
+    mesh.close()
+    mesh.close()
+
+
+def talk(rank: int, world_size: int) -> dict[str, object]:
+    """Every collective once, in a mesh of its own."""
+    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    full, own = torch.zeros(6), torch.full((3,), float(rank + 1))
+    gathering = collectives.all_gather(full, own, mesh.gather)
+    gathering.wait()
+    reduction = collectives.reduce_scatter(torch.arange(6.0) * (rank + 1), group=mesh.reduce)
+    reduction.wait()
+    ((_, reduced),) = reduction.sums()
+    summed = torch.full((2,), float(rank + 1))
+    collectives.all_reduce(summed, mesh.reduce).wait()
+    sent = torch.full((2,), float(rank + 1))
+    collectives.broadcast(sent, mesh.control, source=1)
+    precise = collectives.exchange([2.0**53 + rank, float(rank)], mesh.control, world_size)
+    # Waited for twice: the second is over at once.
+    gathering.wait()
+    done = gathering.done()
+    mesh.close()
+    mesh.close()
+    return {
+        "gathered": full.tolist(), "reduced": reduced.tolist(), "summed": summed.tolist(), "sent": sent.tolist(),
+        "exchanged": precise, "done": done, "open": dist.is_initialized(), "ranks": mesh.ranks,
+    }  # fmt: skip
+
+
+def reduced(rank: int, world_size: int, dtype: torch.dtype, numel: int) -> list[bool]:
+    """Reductions with a workspace and without one, taken by pieces and left in place, also in another dtype: whether
+    this rank's slice is the sum in fp64, rounded once.
+    """
+    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    # Small whole numbers: every order of adding them up is exact in every dtype.
+    everyone = [
+        torch.randint(-20, 20, (numel,), generator=torch.Generator().manual_seed(each)).to(dtype)
+        for each in range(world_size)
+    ]
+    own = numel // world_size
+    right = sum(each.double() for each in everyone)[rank * own :][:own].to(dtype)
+    found = []
+    room = torch.full((numel - own,), 7.0, dtype=dtype)
+    for workspace, kept, by_pieces in ((None, dtype, True), (room, dtype, False), (room, torch.float32, False)):
+        full, slice_of_sum = everyone[rank].clone(), torch.zeros(own, dtype=kept)
+        reduction = collectives.reduce_scatter(full, group=mesh.reduce, workspace=workspace)
+        reduction.wait()
+        reduction.wait()
+        if by_pieces:
+            for begin, piece in reduction.sums():
+                slice_of_sum[begin:][: piece.numel()] = piece
+        else:
+            reduction.leave_in(slice_of_sum)
+        found += [torch.equal(slice_of_sum, right.to(kept)), torch.equal(full, everyone[rank]), reduction.done()]
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reductions_of_many_pieces_are_exact_and_leave_gradients_alone(rank_pools, ranks, dtype):
+    for numel in (48 * ranks, ranks * 200_000):
+        for found in rank_pools[ranks].run(reduced, dtype, numel):
+            assert all(found), (numel, found)
+
+
+def test_sums_of_16_bits_are_rounded_once():
+    rows = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]
+    (rounded_once,) = collectives._add_up(rows)
+    assert rounded_once == 260, "259, to the nearest of bf16; one after the other they would all be lost"
+
+
+def test_collectives_do_what_they_say(rank_pools):
+    for rank, heard in enumerate(rank_pools[2].run(talk)):
+        assert heard["gathered"] == [1, 1, 1, 2, 2, 2]
+        assert heard["reduced"] == [[0, 3, 6], [9, 12, 15]][rank]
+        assert heard["summed"] == [3, 3] and heard["sent"] == [2, 2]
+        assert heard["exchanged"] == [[2.0**53, 0.0], [2.0**53, 1.0]]
+        assert heard["done"] is True and heard["open"] is True, "the next mesh finds the group open"
+        assert heard["ranks"] == Ranks(rank=rank, world_size=2, local_rank=rank, local_size=2)
+
+
+def both_orders(rank: int, world_size: int) -> list[float]:
+    """Gathers and reductions have groups of their own: ranks may submit them in different orders."""
+    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    full, summed = torch.zeros(2), torch.tensor([float(rank)])
+    submit = [
+        lambda: collectives.all_gather(full, torch.tensor([float(rank)]), mesh.gather),
+        lambda: collectives.all_reduce(summed, mesh.reduce),
+    ]
+    for transfer in [act() for act in (submit if rank == 0 else submit[::-1])]:
+        transfer.wait()
+    mesh.close()
+    return [*full.tolist(), *summed.tolist()]
+
+
+def test_gathers_and_reductions_have_no_mutual_order(rank_pools):
+    assert rank_pools[2].run(both_orders) == [[0, 1, 1], [0, 1, 1]]
+
+
+def inside_of_the_programs_group(rank: int, world_size: int) -> tuple[Ranks, bool]:
+    dist.init_process_group("gloo")
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name)
+    ranks = detect()
+    Mesh(ranks, accelerator=False, timeout_seconds=60).close()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    return ranks, dist.is_initialized()
+
+
+def test_a_group_of_the_program_is_used_and_left_open(rank_pools):
+    for rank, (ranks, still_open) in enumerate(rank_pools[2].run(inside_of_the_programs_group)):
+        assert (ranks.rank, ranks.world_size) == (rank, 2) and still_open
+
+
+def test_a_group_of_one_that_the_program_opened_is_enough():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+        assert mesh.ranks == Ranks() and mesh.control is None
+        mesh.close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()

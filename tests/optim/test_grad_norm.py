@@ -1,0 +1,67 @@
+"""Norms of gradients whose partitions have different homes: some on the device, some in CPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from infinity.ops.adam import GradStats
+from infinity.optim import grad_norm
+from infinity.optim.grad_norm import Norms
+from infinity.plan.types import Key, Kind
+
+# Elements of each unit's gradient, and where it lies; `meta` stands for a device.
+UNITS = [(3, "cpu"), (5, "meta"), (7, "cpu"), (11, "meta")]
+
+
+def refusing(tensors: Sequence[Tensor]) -> list[GradStats]:
+    """As `grad_stats`, which takes tensors of one home; it counts elements."""
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise ValueError(f"tensors lie on {[str(tensor.device) for tensor in tensors]}: one device a call")
+    return [GradStats(float(tensor.numel()), tensor.numel() % 2) for tensor in tensors]
+
+
+class Store:
+    @contextmanager
+    def read(self, *keys: Key, by: Any) -> Iterator[list[Any]]:
+        partitions = []
+        for key in keys:
+            numel, device = UNITS[key.index]
+            grad = torch.empty(numel, device=device)
+            partitions.append(SimpleNamespace(view=lambda kind, grad=grad: grad if kind is Kind.GRAD else None))
+        yield partitions
+
+
+@pytest.fixture
+def mixed(monkeypatch: pytest.MonkeyPatch) -> Norms:
+    monkeypatch.setattr(grad_norm, "grad_stats", refusing)
+
+    def overlaps(index: int) -> Any:
+        slot = SimpleNamespace(name=f"param{index}")
+        return lambda first, end: [SimpleNamespace(slot=slot.name, range_start=0, numel=end - first)]
+
+    layouts = [
+        SimpleNamespace(
+            index=index, trainable=True, partition_start=lambda parts, own: 0, overlaps=overlaps(index)
+        )
+        for index in range(len(UNITS))
+    ]
+    placement = SimpleNamespace(units=[SimpleNamespace(parts=1) for _ in UNITS])
+    return Norms(SimpleNamespace(layouts=layouts, placement=placement), Store(), index=0)  # type: ignore[arg-type]
+
+
+def test_a_norm_over_mixed_homes_is_taken_home_by_home(mixed):
+    assert mixed.total() == (26.0, 4)
+
+
+def test_norms_by_parameter_over_mixed_homes_keep_their_order(mixed):
+    found = mixed.by_parameter(None)
+    assert [(unit, stats.sum_of_squares) for (unit, _), stats in found.items()] == [
+        (index, float(numel)) for index, (numel, _) in enumerate(UNITS)
+    ]
