@@ -26,9 +26,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import cpuinfo
 import torch
 
 from tests.support.memory_limit import leave, limited
@@ -223,7 +225,12 @@ def main(arguments: Sequence[str]) -> int:
     wrong = [f"{row['model']} at {row['gib']:g} GiB" for row in rows if not row["ok"]]
     print(f"{len(rows) - len(wrong)} of {len(rows)} as they should be, {len(fitted)} fitted; wrong: {wrong or 'none'}")
     if given.out is not None:
-        report = {"command": "python -m tests.memory_cases " + " ".join(arguments), "rows": rows}
+        kept = [{name: value for name, value in row.items() if name != "stderr" or not row["ok"]} for row in rows]
+        options = f"--models {given.models} --gib {given.gib} --steps {given.steps}"
+        report = {
+            "command": f"python -m tests.memory_cases {options}", "date": date.today().isoformat(),
+            "torch": torch.__version__, "processor": cpuinfo.get_cpu_info().get("brand_raw"), "rows": kept,
+        }  # fmt: skip
         Path(given.out).write_text(json.dumps(report, indent=1) + "\n")
     return 1 if wrong else 0
 
