@@ -121,7 +121,7 @@ def _without_preflight() -> None:
     from infinity.memory.ledger import Ledger
     from infinity.plan import inputs
 
-    inputs.fit = lambda asked, chosen, plan_of, **_: plan_of(asked)
+    inputs.fitted = lambda asked, chosen, plan_of, **_: plan_of(asked)
     preflight.refuse = lambda *_, **__: None
     Ledger.room = lambda *_: None  # type: ignore[method-assign,assignment]
 
@@ -141,8 +141,8 @@ def run_case(
         peak, result = _Watched(child.pid), {}
         alarm = threading.Timer(timeout, child.kill)
         alarm.start()
+        assert child.stdout is not None
         try:
-            assert child.stdout is not None
             for line in child.stdout:
                 # With the first line the case itself is over.
                 peak.stop()
@@ -151,7 +151,9 @@ def run_case(
         finally:
             alarm.cancel()
             child.kill()
+            child.wait()
             peak.stop()
+            child.stdout.close()
         errors.seek(0)
         stderr = errors.read()
     killed = child.returncode == -signal.SIGKILL

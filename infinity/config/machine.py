@@ -45,7 +45,7 @@ class Tier(Section):
     bound of its own for what computes."""
 
 
-class Activations(Section):
+class ActivationReserve(Section):
     """What is set aside for a micro-batch's activations, beside the plan, before there is a batch."""
 
     max_bytes: Annotated[Limit, HONOURED] = None
@@ -61,7 +61,7 @@ class Memory(Section):
     gpu: Tier = Tier()
     cpu: Tier = Tier()
     nvme: Tier = Tier()
-    activations: Activations = Activations()
+    activations: ActivationReserve = ActivationReserve()
 
 
 class Timeline(Section):

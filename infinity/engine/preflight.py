@@ -33,7 +33,7 @@ from infinity.plan.spec import describe, dtype_name
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
 from infinity.zero import parameter
-from infinity.zero.activation_forecast import Workload, forecast
+from infinity.zero.activation_forecast import MicroBatch, forecast
 from infinity.zero.deferred_init import spool_of
 
 
@@ -127,7 +127,7 @@ def _reserve(
     """What this process takes beside its plan. measure: activations by a pass on fake tensors, where one can be run."""
     stated = config.config.memory.activations
     blocks = checkpointed_blocks(config, model)
-    work = Workload(
+    work = MicroBatch(
         config.micro_batch, stated.sequence_length, config.compute_dtype, blocks,
         config.config.activation_checkpointing.keep_ops,
     )  # fmt: skip

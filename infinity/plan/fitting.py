@@ -31,7 +31,7 @@ _SHARES = (1, 4, 16, 64)
 _GRAIN = 64
 
 
-def fit(
+def fitted(
     request: PlanRequest, chosen: frozenset[str], plan_of: Callable[[PlanRequest], Plan], *,
     fits: Callable[[Plan], bool], fits_at_rest: Callable[[Plan], bool], raised: bool,
 ) -> Plan:  # fmt: skip

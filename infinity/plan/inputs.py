@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from infinity.config.resolve import ResolvedConfig
 from infinity.plan.capacity import Capacity
-from infinity.plan.fitting import KEYS, fit
+from infinity.plan.fitting import KEYS, fitted
 from infinity.plan.optimizer_states import moments_of
 from infinity.plan.plan import Plan, PlanRequest, make_plan
 from infinity.plan.reserve import Reserve
@@ -68,7 +68,7 @@ class Question:
             return make_plan(spec, self.topology, request, self.limits)
 
         chosen = frozenset(name for name, path in KEYS.items() if self.config.sources.get(path) == "file")
-        return fit(
+        return fitted(
             self.request, chosen, plan_of, fits=self.fits, fits_at_rest=self._fits_at_rest,
             raised=raised and not self._by_budget,
         )  # fmt: skip

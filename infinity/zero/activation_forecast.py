@@ -42,7 +42,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class MicroBatch:
     """What is run: sequences of a micro-batch, tokens of each if anybody said, dtype by name ("bf16"), blocks that our
     own checkpointing computes again, by path.
     """
@@ -54,7 +54,7 @@ class Workload:
     keep_ops: Sequence[str] = ()
 
 
-def forecast(model: nn.Module, work: Workload, *, measure: bool) -> Forecast | None:
+def forecast(model: nn.Module, work: MicroBatch, *, measure: bool) -> Forecast | None:
     """The activations of a causal language model of transformers, alone or in peft's wrapper; None for any other.
 
     measure: run the model on fake tensors; else by the sizes of its configuration, or where it cannot be run so.
@@ -104,7 +104,7 @@ def _block_nbytes(hidden: int, inner: int, dtype: str) -> int:
     return DTYPE_NBYTES[dtype] * (12 * hidden + 4 * inner) + 8 * hidden
 
 
-def _measured(model: nn.Module, work: Workload, sequence: int) -> Activations:
+def _measured(model: nn.Module, work: MicroBatch, sequence: int) -> Activations:
     tokens = torch.zeros(work.batch, sequence, dtype=torch.long, device="cpu")
     checkpointing = Checkpointing(model, work.blocks, keep_ops=work.keep_ops)
     with closing(checkpointing), _training(model):

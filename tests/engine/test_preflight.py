@@ -20,7 +20,7 @@ from infinity.errors import CapacityError, ConfigError
 from infinity.memory.growable_pool import FILE_NBYTES
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES
 from infinity.plan.types import Tier
-from infinity.zero.activation_forecast import Workload, forecast
+from infinity.zero.activation_forecast import MicroBatch, forecast
 from tests.support.clock import usual_seconds
 from tests.support.models import tiny_llama
 
@@ -150,21 +150,21 @@ def test_a_forecast_is_what_is_measured_of_the_real_pass():
     expected = infinity.measure_activations(copy.deepcopy(model).bfloat16(), {"input_ids": tokens, "labels": tokens})
     model.eval()
     before, state = [module.training for module in model.modules()], torch.get_rng_state()
-    found = forecast(model, Workload(2, 32, "bf16"), measure=True)
+    found = forecast(model, MicroBatch(2, 32, "bf16"), measure=True)
     assert found is not None and found.nbytes == expected.nbytes and found.source == "2 x 32 tokens, measured"
     assert [module.training for module in model.modules()] == before and torch.equal(torch.get_rng_state(), state)
-    about = forecast(model, Workload(2, 32, "bf16"), measure=False)
+    about = forecast(model, MicroBatch(2, 32, "bf16"), measure=False)
     assert about is not None and 0.7 * expected.nbytes < about.nbytes < 1.6 * expected.nbytes, (about, expected.nbytes)
-    again = forecast(model, Workload(2, 32, "bf16", blocks=("model.layers.0", "model.layers.1")), measure=True)
+    again = forecast(model, MicroBatch(2, 32, "bf16", blocks=("model.layers.0", "model.layers.1")), measure=True)
     assert again is not None and again.nbytes < found.nbytes and again.checkpoint_nbytes == 2 * 32 * 64 * 2
-    assert forecast(torch.nn.Linear(4, 4), Workload(1, None, "fp32"), measure=True) is None
+    assert forecast(torch.nn.Linear(4, 4), MicroBatch(1, None, "fp32"), measure=True) is None
 
 
 def test_a_forecast_needs_no_values(tmp_path):
     """Under Init parameters are away; their shapes are enough."""
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
-    expected = forecast(small_llama(), Workload(1, 16, "bf16"), measure=True)
+    expected = forecast(small_llama(), MicroBatch(1, 16, "bf16"), measure=True)
     with infinity.Init(config=config):
         model = small_llama()
-    assert forecast(model, Workload(1, 16, "bf16"), measure=True) == expected
+    assert forecast(model, MicroBatch(1, 16, "bf16"), measure=True) == expected
     infinity.initialize(model=model, config=config)[0].close()
