@@ -13,10 +13,10 @@ from pathlib import Path
 
 from infinity.plan.capacity import Capacity
 from infinity.plan.free_memory import free_cpu_nbytes
+from infinity.plan.reserve import GAPS
 
-# Set aside on an accelerator: its context, and what the allocator cannot use for the gaps between blocks.
+# Set aside on an accelerator beside its allocator's gaps (`GAPS`): its context.
 CONTEXT_NBYTES = 10**9
-GAPS = 0.04
 # Set aside in CPU memory: for the node, and for each process's interpreter, torch and libraries.
 SYSTEM_NBYTES = 2 * 10**9
 PROCESS_NBYTES = 10**9

@@ -22,9 +22,11 @@ from infinity.memory.capacity import free_for_rank, free_nvme_nbytes, lockable_n
 from infinity.memory.queue_options import check_drives
 from infinity.memory.tiers.device import Device
 from infinity.observability.memory_breakdown import baseline_nbytes
+from infinity.plan.activation import Offloaded
 from infinity.plan.activation_checkpoint import repeated_blocks
 from infinity.plan.capacity import Capacity, within
 from infinity.plan.capacity_report import fits_without_activations, refuse
+from infinity.plan.filling import in_process
 from infinity.plan.fitting import lowered_in_words
 from infinity.plan.inputs import Question
 from infinity.plan.plan import Plan
@@ -52,6 +54,7 @@ def preflight(
     check_drives(config)
     free = _agreed(_free(config, model, device, ranks.local_size), mesh)
     taken = baseline_nbytes(model)
+    node = describe(model, compute_dtype=config.compute_dtype, groups=dict(groups))
 
     def asked(*, measure: bool) -> Question:
         reserve = _reserve(config, model, device, free, taken_nbytes=taken, measure=measure)
@@ -65,7 +68,7 @@ def preflight(
         # Ranks may have limits of their own.
         capacity, budget = _agreed(capacity, mesh), _agreed(budget, mesh)
         return Question(
-            node=describe(model, compute_dtype=config.compute_dtype, groups=dict(groups)),
+            node=node,
             config=config,
             topology=Topology(dp=ranks.world_size, local_size=ranks.local_size),
             accelerator=device.is_accelerator,
@@ -100,8 +103,7 @@ def remarks(question: Question, model: nn.Module, plan: Plan, device: Device) ->
     lines = [*config.report(), *pinning(plan, device), *checkpoint_room(config, model, plan, question.limits)]
     if lowered := lowered_in_words(question.request, plan):
         lines.append(f"fitted to the memory that is free: {lowered}")
-    held = plan.nbytes_by_tier()
-    in_memory = held[Tier.CPU] + (0 if device.is_accelerator else held[Tier.GPU])
+    in_memory = in_process(plan.bytes_by_tier(), accelerator=device.is_accelerator)
     lines.append(
         f"this process takes {format_bytes(reserve.peak_nbytes(plan))} of memory at most: what it had before "
         f"({format_bytes(reserve.taken_nbytes)}), the plan ({format_bytes(in_memory)}), {reserve.in_words()}"
@@ -113,12 +115,10 @@ def _may_be_tight(question: Question, plan: Plan) -> bool:
     """Whether it matters how much activations take: the plan leaves less than a quarter of their memory, or it would
     fit without them.
     """
-    held = plan.nbytes_by_tier()
-    free = question.free.gpu if question.accelerator else question.free.process
-    left = question.limits.room(Tier.GPU, held)
-    if question.fits(plan):
-        return free is not None and left is not None and left < free // 4
-    return fits_without_activations(question, plan)
+    if not question.fits(plan):
+        return fits_without_activations(question, plan)
+    free, left = question.free.device, question.limits.room(Tier.GPU, plan.nbytes_by_tier())
+    return free is not None and left is not None and left < free // 4
 
 
 def _reserve(
@@ -126,20 +126,19 @@ def _reserve(
 ) -> Reserve:
     """What this process takes beside its plan. measure: activations by a pass on fake tensors, where one can be run."""
     stated = config.config.memory.activations
-    blocks = checkpointed_blocks(config, model)
     work = MicroBatch(
-        config.micro_batch, stated.sequence_length, config.compute_dtype, blocks,
+        config.micro_batch, stated.sequence_length, config.compute_dtype, checkpointed_blocks(config, model),
         config.config.activation_checkpointing.keep_ops,
     )  # fmt: skip
-    on_device = free.gpu if device.is_accelerator else free.process
     elsewhere = in_heap = 0
     if stated.max_bytes is not None:
         limit = stated.max_bytes
-        nbytes = limit.of(on_device or 0) if isinstance(limit, Share) else limit
+        nbytes = limit.of(free.device or 0) if isinstance(limit, Share) else limit
         source = "memory.activations.max_bytes"
     elif (found := forecast(model, work, measure=measure)) is not None:
-        nbytes, in_heap, source = found.nbytes, found.heap_nbytes, found.source
-        elsewhere = found.checkpoint_nbytes if config.checkpoint_tier != Tier.GPU.value else 0
+        nbytes, in_heap, source = found.nbytes, found.heap_nbytes or 0, found.source
+        if (tier := Tier(config.checkpoint_tier)) is not Tier.GPU:
+            elsewhere = Offloaded(tier, found.inputs, found.input_nbytes).freed_nbytes
     else:
         nbytes, source = UNKNOWN_ACTIVATION_NBYTES, "not known before a batch; memory.activations.max_bytes says more"
     in_cpu = elsewhere if config.checkpoint_tier == Tier.CPU.value else 0

@@ -23,6 +23,16 @@ class Capacity:
     # Of the GPU and the CPU tier together, where both are the process's own memory.
     process: int | None = None
 
+    @property
+    def host(self) -> int | None:
+        """CPU memory, of which a process without an accelerator has only its one memory."""
+        return self.process if self.cpu is None else self.cpu
+
+    @property
+    def device(self) -> int | None:
+        """What computes: the accelerator's memory, or the process's one memory."""
+        return self.process if self.gpu is None else self.gpu
+
     def of(self, tier: Tier) -> int | None:
         """What one tier may hold when the others hold nothing."""
         own = {Tier.GPU: self.gpu, Tier.CPU: self.cpu, Tier.NVME: self.nvme}[tier]

@@ -94,7 +94,7 @@ def fits_without_activations(question: Question, plan: Plan) -> bool:
 
 def _initial(question: Question, plan: Plan) -> str:
     """What is too much while partitions are made: the model as it was built lies beside them."""
-    free = question.free.cpu if question.accelerator else question.free.process
+    free = question.free.host
     text = (
         f"needs {format_bytes(question.reserve.initial_nbytes(plan))} of memory while the partitions are made from "
         f"the model, but {format_bytes(free or 0)} are free"

@@ -80,11 +80,9 @@ class Question:
 
     def fits(self, plan: Plan) -> bool:
         """Whether there is room for a plan of this question, and for making its partitions from the model."""
-        memory = self.free.cpu if self.accelerator else self.free.process
         if not self.limits.fits(plan.nbytes_by_tier()):
             return False
-        return memory is None or self.reserve.initial_nbytes(plan) <= memory
-
+        return self.free.host is None or self.reserve.initial_nbytes(plan) <= self.free.host
 
     def _fits_at_rest(self, plan: Plan) -> bool:
         home = plan.bytes_at_home()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infinity.config.units import format_bytes
-from infinity.plan.filling import initial_nbytes
+from infinity.plan.filling import in_process, initial_nbytes
 from infinity.plan.plan import Plan
 from infinity.plan.types import Tier
 
@@ -62,10 +62,9 @@ class Reserve:
         """The most memory that this process will have at once by the plan, of what maps no file: on a machine with an
         accelerator without what lies there.
         """
-        held = plan.nbytes_by_tier()
-        training = held[Tier.CPU] + self.by_tier()[Tier.CPU]
-        if not plan.request.accelerator:
-            training += held[Tier.GPU] + self.by_tier()[Tier.GPU]
+        accelerator, beside = plan.request.accelerator, self.by_tier()
+        training = in_process(plan.bytes_by_tier(), accelerator=accelerator)
+        training += beside[Tier.CPU] + (0 if accelerator else beside[Tier.GPU])
         return self.taken_nbytes + max(training, self.initial_nbytes(plan))
 
     def in_words(self) -> str:

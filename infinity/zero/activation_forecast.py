@@ -1,21 +1,22 @@
 """What activations a micro-batch will need, before there is one: of models whose shapes say it.
 
 Only the batch knows how long a sequence is. What is forecast holds for a stated number of tokens: the configuration's
-(`memory.activations.sequence_length`), or 128. A model of transformers is measured on
-fake tensors, which takes a second or so for each billion parameters; where memory is plenty anyway the sizes of its
-configuration do. Of any other model nothing is known.
+(`memory.activations.sequence_length`), or 128. A model of transformers is measured on fake tensors, which takes a
+second or so for each billion parameters; where memory is plenty anyway the sizes of its configuration do. Of any other
+model nothing is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.memory.partition import DTYPES
 from infinity.plan.activation import Activations
 from infinity.plan.gradients import HEAP_PIECE_NBYTES_MAX
 from infinity.plan.types import DTYPE_NBYTES
@@ -24,21 +25,7 @@ from infinity.zero.activation_checkpoint import Checkpointing
 
 # Tokens of a sequence where nobody says how long one is: few, for a run must not be refused for what it may not do.
 SEQUENCE_MAX = 128
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LIBRARIES = ("transformers.", "peft.")
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """Bytes of one micro-batch's activations at their busiest, and of the pieces of them that the C library's heap has
-    in CPU memory; where they are from; bytes of the checkpoints among them, the last block's left out, which may lie
-    elsewhere.
-    """
-
-    nbytes: int
-    heap_nbytes: int
-    source: str
-    checkpoint_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +41,9 @@ class MicroBatch:
     keep_ops: Sequence[str] = ()
 
 
-def forecast(model: nn.Module, work: MicroBatch, *, measure: bool) -> Forecast | None:
-    """The activations of a causal language model of transformers, alone or in peft's wrapper; None for any other.
+def forecast(model: nn.Module, work: MicroBatch, *, measure: bool) -> Activations | None:
+    """The activations of a causal language model of transformers, alone or in peft's wrapper; None for any other. Their
+    `inputs` are those of the blocks that our own checkpointing computes again.
 
     measure: run the model on fake tensors; else by the sizes of its configuration, or where it cannot be run so.
     """
@@ -69,23 +57,22 @@ def forecast(model: nn.Module, work: MicroBatch, *, measure: bool) -> Forecast |
     tokens = work.batch * sequence
     shape = f"{work.batch} x {sequence:,} tokens"
     input_nbytes = tokens * hidden * DTYPE_NBYTES[work.compute_dtype]
-    checkpoints = max(len(work.blocks) - 1, 0) * input_nbytes
     if measure:
-        try:
+        # A pass that depends on values (a mixture of experts) cannot be measured.
+        with suppress(ConfigError):
             found = _measured(model, work, sequence)
-            return Forecast(found.nbytes, found.heap_nbytes or 0, f"{shape}, measured", checkpoints)
-        except ConfigError:
-            # It depends on values: a mixture of experts.
-            pass
+            return replace(found, source=f"{shape}, measured", inputs=len(work.blocks), input_nbytes=input_nbytes)
     inner = getattr(config, "intermediate_size", None)
     block = _block_nbytes(hidden, inner if isinstance(inner, int) else 4 * hidden, work.compute_dtype) * tokens
-    again = len(work.blocks) or (layers if _recomputes(model) else 0)
-    again = min(again, layers)
+    again = min(len(work.blocks), layers) or (layers if _recomputes(model) else 0)
     kept = (layers - again) * block + again * input_nbytes + (block if again else 0)
     # Logits in fp32: log-probabilities, their gradient and the logits' own.
     loss = 3 * tokens * vocabulary * DTYPE_NBYTES["fp32"]
-    in_heap = kept + (loss if loss // 3 < HEAP_PIECE_NBYTES_MAX else 0)
-    return Forecast(kept + loss, in_heap, f"{shape}, by the model's sizes", checkpoints)
+    return Activations(
+        nbytes=kept + loss, parts={"blocks": kept, "logits and loss": loss}, source=f"{shape}, by the model's sizes",
+        inputs=len(work.blocks), input_nbytes=input_nbytes,
+        heap_nbytes=kept + (loss if loss // 3 < HEAP_PIECE_NBYTES_MAX else 0),
+    )  # fmt: skip
 
 
 def _is_known(model: nn.Module) -> bool:
@@ -108,7 +95,7 @@ def _measured(model: nn.Module, work: MicroBatch, sequence: int) -> Activations:
     tokens = torch.zeros(work.batch, sequence, dtype=torch.long, device="cpu")
     checkpointing = Checkpointing(model, work.blocks, keep_ops=work.keep_ops)
     with closing(checkpointing), _training(model):
-        return measure_activations(model, {"input_ids": tokens, "labels": tokens}, dtype=_DTYPES[work.compute_dtype])
+        return measure_activations(model, {"input_ids": tokens, "labels": tokens}, dtype=DTYPES[work.compute_dtype])
 
 
 @contextmanager
