@@ -2,7 +2,8 @@
 
     python benchmarks/aio.py PART [--folder DIR] [--gib 4] [--turn-mib 512] [--rounds 8] [--distinct]
 
-PART is read, write, mixed (half of the requests each), twin (the plain twin and a plain loop, all three patterns), crc
+PART is read, write, mixed (half of the requests each), twin (the Python fallback and a plain loop, all
+three patterns), crc
 (checksums on and off) or overhead (microseconds a request in Python). All but the last alternate, in one run on one
 file whose blocks were written before, in an order shuffled a round: each back end at requests of 1, 4, 16 and 64 MiB,
 and fio with O_DIRECT at several settings, of which the best median counts. Each turn moves --turn-mib at the next place

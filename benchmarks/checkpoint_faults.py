@@ -28,7 +28,7 @@ from support.machine import describe
 from support.table import Table, claim
 
 import infinity
-from infinity.checkpoint.files import Reader
+from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import broken, check_files, complete, read_manifest
 from infinity.errors import CheckpointError, TransferError
 
@@ -187,7 +187,7 @@ def _fills(folder: Path, width: int) -> int:
                     error = caught
             print(f"  {'behind the program' if asynchronous else 'in the foreground'}: {error}")
             newest, manifest = complete(folder / "saved" / "all")[0]
-            with Reader(newest, manifest, check_files(newest, read_manifest(newest))) as reader:
+            with ExtentReader(newest, manifest, check_files(newest, read_manifest(newest))) as reader:
                 verified = sum(reader.verify()) > 0
             intact = verified and not broken(folder / "saved" / "all")
             intact = intact and int(newest.name) == engine.global_steps - 1

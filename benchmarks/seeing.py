@@ -29,7 +29,7 @@ from support.with_infinity import build
 
 from infinity.config import load_config
 from infinity.observability import trace
-from infinity.observability.progress import Progress
+from infinity.observability.progress import StepProgress
 from infinity.observability.step_timing import WallClock
 
 LIMIT = 0.02
@@ -90,7 +90,7 @@ def seen(engine: Any, folder: Path, into: list[float]) -> Iterator[None]:
     csv = {"enabled": True, "output_path": str(folder), "job_name": "run"}
     config = load_config({"csv_monitor": csv, "steps_per_print": 1, "wall_clock_breakdown": True})
     silent = engine._progress
-    engine._progress = Progress(config, silent._ledger, rank=0, world_size=1)
+    engine._progress = StepProgress(config, silent._ledger, rank=0, world_size=1)
     engine._progress.stepped = timed(engine._progress.stepped, into)
     try:
         yield

@@ -23,7 +23,7 @@ from infinity.config.section import (
     reply_of,
     sections_of,
 )
-from infinity.config.values import Reader
+from infinity.config.values import ValueReader
 
 PAGE = Path(__file__).with_name("configuration.md")
 
@@ -63,7 +63,7 @@ def _section(section: type[Section], path: str, title: str) -> Iterator[str]:
         if classes := sections_of(field):
             for one in classes:
                 # A schedule is headed by its type as well, because its keys depend on it.
-                kind = f" ({one.__name__})" if len(classes) > 1 else ""
+                kind = f" ({one.__name__.removesuffix('Config')})" if len(classes) > 1 else ""
                 inner.append((one, dotted(path, name), f"{dotted(path, name)}{kind}"))
         else:
             rows.append(_row(name, field))
@@ -110,7 +110,7 @@ def _nested(annotation: Any) -> Iterator[Any]:
 
 def _expectations(metadata: list[Any]) -> Iterator[str]:
     for item in metadata:
-        if isinstance(item, BeforeValidator) and isinstance(item.func, Reader):
+        if isinstance(item, BeforeValidator) and isinstance(item.func, ValueReader):
             yield item.func.expected
 
 

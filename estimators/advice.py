@@ -1,7 +1,7 @@
 """What a friend with this machine would train with: the most tokens a second that fit it and do not wear its drive out.
 
-`fit` finds placements for one batch; here micro-batches grow as far as they fit, and are accumulated up to a batch that
-is still usual. Of what lasts long enough, the three fastest that differ are shown, with what each costs.
+`search` finds placements for one batch; here micro-batches grow as far as they fit, and are accumulated up to a batch
+that is still usual. Of what lasts long enough, the three fastest that differ are shown, with what each costs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from estimators.search import Choice, Wish, fit, fitting
+from estimators.search import Choice, Wish, fitting, search
 from infinity.plan.types import Kind, Tier
 
 # Training at so many hours a day, a drive has to last so many days.
@@ -43,7 +43,7 @@ def advise(wish: Wish) -> Advice:
     """The fastest configurations that fit and last; where none fits, what lacks the least."""
     found = [*_grown(wish)]
     if not found:
-        return Advice([fit(wish)], lasting=True)
+        return Advice([search(wish)], lasting=True)
     lasting = [choice for choice in found if lasts(choice)]
     found = sorted(lasting or found, key=lambda choice: tokens_a_second(choice) / choice.handicap, reverse=True)
     if not lasting:

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from estimators.decoders import (
-    Hyper,
+    DecoderConfig,
     Module,
     Style,
     deepseek,
@@ -30,7 +30,7 @@ from infinity.plan.spec import ModuleNode, ParamSpec
 class Architecture:
     """How to build one `model_type`, and the values of hyper-parameters that its config.json may leave out."""
 
-    build: Callable[[Hyper, str], Module]
+    build: Callable[[DecoderConfig, str], Module]
     prefix: str
     # The suffix of the repeated block's class: what transformers lists as not to be split.
     block: str
@@ -45,7 +45,7 @@ def known() -> tuple[str, ...]:
 def model_tree(values: Mapping[str, Any], *, compute_dtype: str) -> ModuleNode:
     """The tree of the causal language model that a config.json describes; ConfigError for an unknown one."""
     architecture = _architecture(values)
-    root = architecture.build(Hyper(values, architecture.defaults), architecture.prefix)
+    root = architecture.build(DecoderConfig(values, architecture.defaults), architecture.prefix)
     return _grow(root, "", _specs(root, compute_dtype))
 
 

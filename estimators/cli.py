@@ -32,14 +32,14 @@ from estimators.report import (
     advised,
     as_json,
     chosen,
-    compare,
+    compare_estimates,
     folded,
+    format_report,
     headline,
     largest_found,
-    report,
     to_choose,
 )
-from estimators.search import Choice, Wish, fit, largest, nearest, usual
+from estimators.search import Choice, Wish, largest, nearest, search, usual
 from infinity.cli.usage import Parser
 from infinity.config import parse_bytes
 from infinity.errors import ConfigError
@@ -110,7 +110,7 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
         both = {"known": _choice(member), "deepest": _choice(deepest)} if args.json else None
         return largest_found(member, deepest), both, best.estimate, deepest.estimate.fits
     if searches:
-        advice = advise(wish) if args.fit else Advice([fit(wish)], lasting=True)
+        advice = advise(wish) if args.fit else Advice([search(wish)], lasting=True)
         choice = advice.best
         _save(choice, args.save, found=choice.estimate.fits)
         text = advised(advice) if args.fit else chosen(choice)
@@ -119,7 +119,8 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
         rows = _compared(args, wish)
         data = [{"name": name, **found.as_dict()} for name, found in rows] if args.json else None
         title = "" if args.compare else "parameters, optimizer"
-        text = "\n".join([_compared_model(args, rows), "", compare(rows, title=title, width=_width()), *_hints(args)])
+        table = compare_estimates(rows, title=title, width=_width())
+        text = "\n".join([_compared_model(args, rows), "", table, *_hints(args)])
         return text, data, rows[0][1], all(found.fits for _, found in rows)
     single = estimate(
         model, args.config, machine=machine, checkpointing=bool(args.checkpointing),
@@ -129,7 +130,7 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
     told = single.as_dict() if args.json else None
     if told is not None and not single.fits:
         told["nearest"] = None if near is None else near.keys
-    return report(single, near), told, single, single.fits
+    return format_report(single, near), told, single, single.fits
 
 
 def _refuse_idle(args: argparse.Namespace, searches: bool) -> None:

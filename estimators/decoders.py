@@ -24,7 +24,7 @@ class Module:
     ties: Mapping[str, str] = field(default_factory=dict)
 
 
-class Hyper:
+class DecoderConfig:
     """The values of one config.json, or the architecture's defaults; a wrong or missing one is named."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -88,12 +88,12 @@ class Style:
     # Queries, keys and values are one matrix, and so are the gate and the way up.
     fused: bool = False
     # The mixture of experts that is the feed-forward layer, or None for the layers that have an ordinary one.
-    experts: Callable[[Hyper, str, int, int], Module | None] | None = None
+    experts: Callable[[DecoderConfig, str, int, int], Module | None] | None = None
     body: str = "Model"
     embedding: str = "Embedding"
 
 
-def llama(hyper: Hyper, prefix: str, style: Style) -> Module:
+def llama(hyper: DecoderConfig, prefix: str, style: Style) -> Module:
     """Llama and what was built in its image."""
     hidden = hyper.size("hidden_size")
     norm = _affine(f"{prefix}RMSNorm", (hidden,))
@@ -113,7 +113,7 @@ def llama(hyper: Hyper, prefix: str, style: Style) -> Module:
 
 
 def _language_model(
-    hyper: Hyper, prefix: str, layer: Callable[[int], Module], norm: Module, body: str, embedding: str
+    hyper: DecoderConfig, prefix: str, layer: Callable[[int], Module], norm: Module, body: str, embedding: str
 ) -> Module:
     hidden, vocabulary = hyper.size("hidden_size"), hyper.size("vocab_size")
     layers = {str(index): layer(index) for index in range(hyper.size("num_hidden_layers"))}
@@ -133,7 +133,7 @@ def _language_model(
     )
 
 
-def _attention(hyper: Hyper, prefix: str, hidden: int, norm_class: str, style: Style) -> Module:
+def _attention(hyper: DecoderConfig, prefix: str, hidden: int, norm_class: str, style: Style) -> Module:
     heads = hyper.size("num_attention_heads")
     if hyper.absent("head_dim"):
         hyper.divides("num_attention_heads", hidden, "the hidden size")
@@ -171,7 +171,7 @@ def _experts(prefix: str, count: int, inner: int, hidden: int) -> Module:
     return Module(f"{prefix}Experts", shapes)
 
 
-def mixtral_experts(hyper: Hyper, prefix: str, hidden: int, layer: int) -> Module:
+def mixtral_experts(hyper: DecoderConfig, prefix: str, hidden: int, layer: int) -> Module:
     """Every layer is a mixture."""
     count = hyper.first(EXPERT_COUNTS)
     return Module(
@@ -183,7 +183,7 @@ def mixtral_experts(hyper: Hyper, prefix: str, hidden: int, layer: int) -> Modul
     )
 
 
-def qwen3_experts(hyper: Hyper, prefix: str, hidden: int, layer: int) -> Module | None:
+def qwen3_experts(hyper: DecoderConfig, prefix: str, hidden: int, layer: int) -> Module | None:
     """Every so many layers; experts have a width of their own."""
     if layer in hyper.numbers("mlp_only_layers") or (layer + 1) % hyper.size("decoder_sparse_step"):
         return None
@@ -193,7 +193,7 @@ def qwen3_experts(hyper: Hyper, prefix: str, hidden: int, layer: int) -> Module 
     return Module(f"{prefix}SparseMoeBlock", children={"experts": experts, "gate": router})
 
 
-def qwen2_experts(hyper: Hyper, prefix: str, hidden: int, layer: int) -> Module | None:
+def qwen2_experts(hyper: DecoderConfig, prefix: str, hidden: int, layer: int) -> Module | None:
     """As Qwen3's, and one expert that every token sees, behind a gate."""
     block = qwen3_experts(hyper, prefix, hidden, layer)
     if block is None:
@@ -206,7 +206,7 @@ def qwen2_experts(hyper: Hyper, prefix: str, hidden: int, layer: int) -> Module 
     return Module(block.class_name, children=children)
 
 
-def deepseek(hyper: Hyper, prefix: str) -> Module:
+def deepseek(hyper: DecoderConfig, prefix: str) -> Module:
     """DeepSeek-V3: latent attention, a few dense layers, then mixtures with shared experts."""
     hidden = hyper.size("hidden_size")
     norm = _affine(f"{prefix}RMSNorm", (hidden,))
@@ -230,7 +230,7 @@ def deepseek(hyper: Hyper, prefix: str) -> Module:
     return _language_model(hyper, prefix, layer, norm, "Model", "Embedding")
 
 
-def _latent_attention(hyper: Hyper, prefix: str, hidden: int) -> Module:
+def _latent_attention(hyper: DecoderConfig, prefix: str, hidden: int) -> Module:
     heads, biased = hyper.size("num_attention_heads"), hyper.flag("attention_bias")
     rope, plain, value = (hyper.size(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     latent = hyper.size("kv_lora_rank")
@@ -255,7 +255,7 @@ def _latent_attention(hyper: Hyper, prefix: str, hidden: int) -> Module:
     )
 
 
-def gpt2(hyper: Hyper, prefix: str) -> Module:
+def gpt2(hyper: DecoderConfig, prefix: str) -> Module:
     """GPT-2: learned positions, norms with biases, weights of (inputs, outputs)."""
     width = hyper.size("n_embd")
     hyper.divides("n_head", width, "the width")

@@ -3,7 +3,7 @@
     estimate("llama-3.1-8b", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, ranks=8)
 
 Nothing is computed here that the engine does not decide in the same way: the tree is that of transformers, the rules
-and the request are made by the engine's own functions, which is asked the engine's `Question`.
+and the request are made by the engine's own functions, which is asked the engine's `PlanInputs`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from estimators.machine import Machine
 from estimators.model import Described, described
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve, unfilled
 from infinity.errors import ConfigError
-from infinity.plan.activation import Activations, Offloaded
+from infinity.plan.activation import Activations, OffloadedCheckpoints
 from infinity.plan.capacity import Capacity, within
 from infinity.plan.hardware import HardwareProfile, assumed, load_profile
-from infinity.plan.inputs import Question
+from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, Tier
@@ -111,13 +111,13 @@ class Estimate:
         )  # fmt: skip
 
     @cached_property
-    def offloaded(self) -> Offloaded | None:
+    def offloaded(self) -> OffloadedCheckpoints | None:
         """What of the activations lies on another tier between forward and backward."""
         found, tier = self.activations, Tier(self.config.checkpoint_tier)
         if tier is Tier.GPU or found is None or not found.inputs:
             return None
         buffers = self.config.config.activation_checkpointing.offload.buffer_count if tier is Tier.NVME else 0
-        return Offloaded(tier, found.inputs, found.input_nbytes, buffers)
+        return OffloadedCheckpoints(tier, found.inputs, found.input_nbytes, buffers)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -345,7 +345,7 @@ def estimate(
     topology = Topology(dp=ranks, local_size=local)
     size = resolved.micro_batch if batch is None else batch
     work = Workload.of(what, size, sequence, checkpointing=checkpointing, tiled_loss=tiled_loss).under(resolved)
-    asked = Question(
+    asked = PlanInputs(
         node=what.tree(resolved.compute_dtype), config=resolved, topology=topology, accelerator=machine.accelerator,
         capacity=_capacity(resolved, machine, local), blocks=what.blocks,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from estimators.presets import preset, preset_name
 from infinity.config import DtypeName
 from infinity.config.load import hub_cache
 from infinity.errors import ConfigError
-from infinity.plan.spec import ModuleNode, describe, dtype_name
+from infinity.plan.spec import ModuleNode, dtype_name, module_tree
 
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PRECISIONS: dict[str, DtypeName] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -46,7 +46,7 @@ class Described:
     def tree(self, compute_dtype: str) -> ModuleNode:
         """The tree of modules and parameters, trained in `compute_dtype`."""
         if self.module is not None:
-            return describe(self.module, compute_dtype=compute_dtype)
+            return module_tree(self.module, compute_dtype=compute_dtype)
         assert self.values is not None
         root = model_tree(self.values, compute_dtype=compute_dtype)
         return root if self.lora is None else adapted(root, self.lora, str(self.values["model_type"]), self.hidden_size)

@@ -57,7 +57,7 @@ def folded(text: str, width: int = WIDTH) -> str:
     return "\n".join(lines).replace("\xa0", " ")
 
 
-def report(found: Estimate, near: Near | None = None) -> str:
+def format_report(found: Estimate, near: Near | None = None) -> str:
     """Everything that one estimate says; `near`: of one that does not fit, the nearest configuration that does."""
     lines = headline(found)
     if found.excess:
@@ -153,7 +153,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def compare(rows: Sequence[tuple[str, Estimate]], *, title: str = "", width: int = WIDTH) -> str:
+def compare_estimates(rows: Sequence[tuple[str, Estimate]], *, title: str = "", width: int = WIDTH) -> str:
     """Several estimates side by side, one a line: the most that each tier holds, and the step."""
     first = rows[0][1]
     differing = _differing([found for _, found in rows])

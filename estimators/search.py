@@ -199,7 +199,7 @@ class Wish:
             )
 
 
-def fit(wish: Wish) -> Choice:
+def search(wish: Wish) -> Choice:
     """The configuration with the shortest step of those that fit; where none does, the one that lacks the least.
 
     ConfigError where the machine's memory is not known.
@@ -219,7 +219,7 @@ def fit(wish: Wish) -> Choice:
 
 
 def fitting(wish: Wish, configs: Sequence[Mapping[str, Any]] | None = None) -> list[Choice]:
-    """All that fits: of these configurations with the wish's micro-batch, or of all that `fit` would try."""
+    """All that fits: of these configurations with the wish's micro-batch, or of all that `search` would try."""
     wish.check()
     if configs is None:
         tried = [*_varied([*_planned(wish, _candidates(wish))], wish.ways), *_by_budget(wish)]
@@ -323,7 +323,7 @@ def largest(wish: Wish) -> tuple[Choice | None, Choice]:
         raise ConfigError("the largest model is searched for from a name or a config.json, not from a module")
     members = [name for name in PRESETS if family(name) == family(what.name)] if what.name in PRESETS else []
     sized = sorted(members, key=_numel, reverse=True)
-    member = next((found for name in sized if (found := fit(wish.of(name))).estimate.fits), None)
+    member = next((found for name in sized if (found := search(wish.of(name))).estimate.fits), None)
     key = "n_layer" if "n_layer" in what.values else "num_hidden_layers"
 
     def with_layers(layers: int) -> dict[str, Any]:
@@ -331,7 +331,7 @@ def largest(wish: Wish) -> tuple[Choice | None, Choice]:
         return {**what.values, "_name_or_path": f"{what.name} with {layers:,} layers", key: layers}
 
     count = _last(lambda layers: _fits(wish.of(with_layers(layers))))
-    return member, fit(wish.of(with_layers(max(count, 1))))
+    return member, search(wish.of(with_layers(max(count, 1))))
 
 
 def _last(holds: Callable[[int], bool]) -> int:

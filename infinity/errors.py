@@ -52,10 +52,14 @@ def of_another_process(what: str, owner: int) -> StateError:
     )
 
 
-class DivergenceError(StateError):
-    """The ranks of a job no longer do the same, or one of them has failed, ended or is late; the message says where
-    each of them is.
+class DesyncError(StateError):
+    """The ranks of a job no longer do the same, or one of them has failed, ended or is late; the message names each
+    rank's position.
     """
+
+
+# The name of the version before.
+DivergenceError = DesyncError
 
 
 class NonFiniteError(InfinityError, ArithmeticError):

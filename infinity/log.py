@@ -14,7 +14,7 @@ logger = logging.getLogger("infinity")
 _said: set[str] = set()
 
 
-def start(rank: int, level: str | None) -> None:
+def configure_logging(rank: int, level: str | None) -> None:
     """Make INFO lines of rank 0 visible, and only errors of others, unless the program configured logging itself."""
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -32,7 +32,7 @@ def warn_once(code: str, message: str) -> None:
         logger.warning("%s [%s]", message, code)
 
 
-class Progress:
+class PhaseProgress:
     """Bytes done, rate and time left of a long phase, said once in `every_seconds`; a short one says nothing."""
 
     def __init__(self, what: str, total_nbytes: int, every_seconds: float = 5.0) -> None:

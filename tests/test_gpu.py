@@ -63,8 +63,8 @@ def no_host_stop() -> Iterator[None]:
 
 @needs_nvcc
 def test_the_kernels_run_here(device: Device) -> None:
-    assert kernels.describe(device.torch) == "kernels"
-    assert build.describe(cuda=True)["kernels"] != "plain twin"
+    assert kernels.kernels_report(device.torch) == "kernels"
+    assert build.native_report(cuda=True)["kernels"] != "Python fallback"
 
 
 @needs_nvcc

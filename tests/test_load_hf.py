@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import infinity
 from infinity.errors import ConfigError, TransferError
 from infinity.integrations import huggingface
-from infinity.log import Progress
+from infinity.log import PhaseProgress
 from infinity.zero.parameter import ReleasedParameter
 from infinity.zero.weight_files import SafetensorsFile
 from tests.support.hub import hf_config
@@ -233,9 +233,9 @@ def test_what_is_changed_before_initialize_is_kept(tmp_path: Path) -> None:
 
 def test_a_long_phase_says_bytes_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "infinity"):
-        Progress("reading", 4_000_000_000).advance(1_000_000_000)
+        PhaseProgress("reading", 4_000_000_000).advance(1_000_000_000)
         assert caplog.text == ""
-        progress = Progress("reading", 4_000_000_000, every_seconds=0.01)
+        progress = PhaseProgress("reading", 4_000_000_000, every_seconds=0.01)
         time.sleep(0.02)
         progress.advance(1_000_000_000)
         progress.advance(1)

@@ -86,14 +86,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for phase in ("forward", "backward", "step"):
             with trace.span(trace.PHASE, phase):
                 for module in MODULES:
-                    trace.take_off(f"modules, {phase}", module)
-                    trace.take_off("NVMe reads", f"parameters of {module}", 10**7)
+                    trace.begin_async(f"modules, {phase}", module)
+                    trace.begin_async("NVMe reads", f"parameters of {module}", 10**7)
                     with trace.span(trace.WAIT, "copy from the device"):
                         time.sleep(0.002)
                     with trace.span(trace.COPY, "copy", module, 10**7):
                         time.sleep(0.001)
-                    trace.land("NVMe reads", f"parameters of {module}")
-                    trace.land(f"modules, {phase}", module)
+                    trace.end_async("NVMe reads", f"parameters of {module}")
+                    trace.end_async(f"modules, {phase}", module)
     return path
 
 

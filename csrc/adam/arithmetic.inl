@@ -7,8 +7,8 @@
 //   load_bf16, load_f16       16-bit bits -> fp32, exact
 //   store_bf16, store_f16     nearest with ties away from zero; nearest with ties to even
 //   load_split, store_split   fp32 <-> (bf16 bits, int16 remainder)
-//   broadcast, add, sub, mul, div, root, fma(a, b, c) = a * b + c rounded once, all to nearest even, denormals kept
-//   least, most               of two vectors of numbers, lane by lane
+//   broadcast, add, sub, mul, div, sqrt, fma(a, b, c) = a * b + c rounded once, all to nearest even, denormals kept
+//   min, max                  of two vectors of numbers, lane by lane
 //   sign                      1, -1, or 0 for both zeros and what is no number
 //   nonfinite                 the number of lanes that are infinite or not a number
 //
@@ -116,7 +116,7 @@ template <Dtype grad_dtype, Storage storage, Form form>
 INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
     Vec p = load_weight<storage>(at);
     // It is finite here: what is not was left out before.
-    Vec g = most(least(scaled_grad<grad_dtype>(at.grad, c), c.grad_bound), c.minus_grad_bound);
+    Vec g = max(min(scaled_grad<grad_dtype>(at.grad, c), c.grad_bound), c.minus_grad_bound);
     if (form == kAdamWForm || (form == kOneState && c.rule == kLion)) {
         p = mul(p, c.decay);
     } else {
@@ -126,7 +126,7 @@ INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
     if constexpr (two_states<form>()) {
         m = fma(c.one_minus_beta1, sub(g, m), c.from_grad ? g : m);
         const Vec v = fma(mul(c.one_minus_beta2, g), g, mul(c.beta2, load(at.exp_avg_sq)));
-        const Vec denominator = add(div(root(v), c.sqrt_bias_correction2), c.eps);
+        const Vec denominator = add(div(sqrt(v), c.sqrt_bias_correction2), c.eps);
         store(at.exp_avg, m);
         store(at.exp_avg_sq, v);
         store_weight<storage>(at, add(p, div(mul(c.minus_step_size, m), denominator)));
@@ -138,7 +138,7 @@ INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
         m = fma(c.one_minus_beta2, sub(g, m), m);
     } else if (c.rule == kAdagrad) {
         m = fma(g, g, m);
-        u = div(g, add(root(m), c.eps));
+        u = div(g, add(sqrt(m), c.eps));
     } else {
         m = fma(c.beta2, m, mul(c.one_minus_beta1, g));
         // The buffer itself, or Nesterov's look ahead.

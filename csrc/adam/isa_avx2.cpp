@@ -59,10 +59,10 @@ inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
-inline Vec root(Vec a) { return _mm256_sqrt_ps(a); }
+inline Vec sqrt(Vec a) { return _mm256_sqrt_ps(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-inline Vec least(Vec a, Vec b) { return _mm256_min_ps(a, b); }
-inline Vec most(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec sign(Vec a) {
     const Vec none = _mm256_setzero_ps(), one = _mm256_set1_ps(1.0f);
     return _mm256_sub_ps(_mm256_and_ps(_mm256_cmp_ps(a, none, _CMP_GT_OQ), one),

@@ -63,10 +63,10 @@ inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
-inline Vec root(Vec a) { return _mm512_sqrt_ps(a); }
+inline Vec sqrt(Vec a) { return _mm512_sqrt_ps(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-inline Vec least(Vec a, Vec b) { return _mm512_min_ps(a, b); }
-inline Vec most(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec sign(Vec a) {
     const Vec none = _mm512_setzero_ps(), one = _mm512_set1_ps(1.0f);
     const Vec above = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, none, _CMP_GT_OQ), one);

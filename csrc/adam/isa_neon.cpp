@@ -37,10 +37,10 @@ inline Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
 inline Vec sub(Vec a, Vec b) { return vsubq_f32(a, b); }
 inline Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
 inline Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
-inline Vec root(Vec a) { return vsqrtq_f32(a); }
+inline Vec sqrt(Vec a) { return vsqrtq_f32(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
-inline Vec least(Vec a, Vec b) { return vminq_f32(a, b); }
-inline Vec most(Vec a, Vec b) { return vmaxq_f32(a, b); }
+inline Vec min(Vec a, Vec b) { return vminq_f32(a, b); }
+inline Vec max(Vec a, Vec b) { return vmaxq_f32(a, b); }
 inline Vec sign(Vec a) {
     const uint32x4_t one = vreinterpretq_u32_f32(vdupq_n_f32(1.0f));
     return vsubq_f32(vreinterpretq_f32_u32(vandq_u32(vcgtzq_f32(a), one)),

@@ -72,11 +72,11 @@ inline Vec add(Vec a, Vec b) { return {a.value + b.value}; }
 inline Vec sub(Vec a, Vec b) { return {a.value - b.value}; }
 inline Vec mul(Vec a, Vec b) { return {a.value * b.value}; }
 inline Vec div(Vec a, Vec b) { return {a.value / b.value}; }
-inline Vec root(Vec a) { return {std::sqrt(a.value)}; }
+inline Vec sqrt(Vec a) { return {std::sqrt(a.value)}; }
 inline int nonfinite(Vec a) { return (bits_of(a.value) & 0x7F800000u) == 0x7F800000u; }
 inline Vec fma(Vec a, Vec b, Vec c) { return {__builtin_fmaf(a.value, b.value, c.value)}; }
-inline Vec least(Vec a, Vec b) { return a.value < b.value ? a : b; }
-inline Vec most(Vec a, Vec b) { return a.value > b.value ? a : b; }
+inline Vec min(Vec a, Vec b) { return a.value < b.value ? a : b; }
+inline Vec max(Vec a, Vec b) { return a.value > b.value ? a : b; }
 inline Vec sign(Vec a) { return {a.value > 0.0f ? 1.0f : a.value < 0.0f ? -1.0f : 0.0f}; }
 
 inline Vec finite_or_zero(Vec a) { return nonfinite(a) ? Vec{0.0f} : a; }

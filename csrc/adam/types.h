@@ -1,7 +1,7 @@
 // What crosses the C ABI and the table of functions that every instruction set provides.
 //
 // The arithmetic is defined once, in arithmetic.inl. All of it is fp32 with explicit fused multiply-adds and IEEE square
-// root and division, so that every instruction set, any number of threads and the plain twin in Python
+// root and division, so that every instruction set, any number of threads and the Python fallback
 // (infinity/ops/reference.py) give the same bits for every input that is not a NaN; a NaN stays a NaN.
 #pragma once
 

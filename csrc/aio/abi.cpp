@@ -65,7 +65,8 @@ INFINITY_EXPORT void* infinity_aio_submit(void* queue, int32_t write, const Targ
     *error = guarded([&] {
         handle = std::make_unique<Handle>();
         *handle = static_cast<Queue*>(queue)->push(
-            Order{write != 0, *target, static_cast<char*>(buffer), offset, nbytes, priority, static_cast<Check>(check)});
+            IoRequest{write != 0, *target, static_cast<char*>(buffer), offset, nbytes, priority,
+                      static_cast<Check>(check)});
         return 0;
     });
     return *error == 0 ? handle.release() : nullptr;
@@ -73,7 +74,7 @@ INFINITY_EXPORT void* infinity_aio_submit(void* queue, int32_t write, const Targ
 
 // 1 where another request would be taken, 0 where that is not so for `timeout_s`.
 INFINITY_EXPORT int32_t infinity_aio_wait_room(void* queue, double timeout_s) {
-    return static_cast<Queue*>(queue)->room().wait(timeout_s) ? 1 : 0;
+    return static_cast<Queue*>(queue)->pending_limit().wait(timeout_s) ? 1 : 0;
 }
 
 INFINITY_EXPORT int32_t infinity_aio_done(void* request) { return request_of(request).done() ? 1 : 0; }

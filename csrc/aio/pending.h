@@ -21,7 +21,7 @@ class Pending {
     bool empty() const { return reads_.empty() && writes_.empty(); }
 
     void push(std::shared_ptr<Request> request) {
-        request->rank = -static_cast<int64_t>(request->order.priority);
+        request->rank = -static_cast<int64_t>(request->io.priority);
         request->arrival = arrivals_++;
         const Key key = key_of(*request);
         list_of(*request).emplace(key, Entry{request, 0});
@@ -34,7 +34,7 @@ class Pending {
             const auto first = list.begin();
             Entry& entry = first->second;
             const Request& request = *entry.request;
-            const uint64_t nbytes = request.order.nbytes;
+            const uint64_t nbytes = request.io.nbytes;
             const uint64_t end = entry.next + std::min(nbytes - entry.next, request.block_nbytes);
             Block block{entry.request, entry.next, entry.next, end};
             entry.next = end;
@@ -42,7 +42,7 @@ class Pending {
             const bool begun = block.request->begin_block(last);
             if (last || !begun) list.erase(first);
             if (!begun) continue;
-            wrote_last_ = block.request->order.write;
+            wrote_last_ = block.request->io.write;
             return block;
         }
         return Block{};
@@ -90,7 +90,7 @@ class Pending {
     };
     using List = std::map<Key, Entry>;
 
-    List& list_of(const Request& request) { return request.order.write ? writes_ : reads_; }
+    List& list_of(const Request& request) { return request.io.write ? writes_ : reads_; }
     // The kind that was not served last, unless one head alone is to stay behind.
     List& next_list() {
         if (reads_.empty()) return writes_;

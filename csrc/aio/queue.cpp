@@ -4,21 +4,21 @@ namespace infinity::aio {
 
 Queue::Queue(Backend backend, uint32_t depth, int threads, uint64_t block_nbytes, uint64_t pending_max)
     : block_nbytes_(block_nbytes),
-      room_(std::make_shared<Room>(pending_max)),
-      threads_(make_thread_lane(threads)) {
-    if (backend == Backend::kIoUring) kernel_ = make_kernel_lane(make_io_uring, depth);
-    if (backend == Backend::kLibaio) kernel_ = make_kernel_lane(make_libaio, depth);
+      pending_limit_(std::make_shared<PendingLimit>(pending_max)),
+      threads_(make_thread_backend(threads)) {
+    if (backend == Backend::kIoUring) kernel_ = make_kernel_backend(make_io_uring, depth);
+    if (backend == Backend::kLibaio) kernel_ = make_kernel_backend(make_libaio, depth);
 }
 
-Handle Queue::push(const Order& order) {
-    auto request = std::make_shared<Request>(order, block_nbytes_, room_);
-    if (!room_->enter()) throw std::system_error(EBUSY, std::generic_category());
+Handle Queue::push(const IoRequest& io) {
+    auto request = std::make_shared<Request>(io, block_nbytes_, pending_limit_);
+    if (!pending_limit_->enter()) throw std::system_error(EBUSY, std::generic_category());
     try {
-        Lane& lane = kernel_ && request->is_direct() ? *kernel_ : *threads_;
-        auto pending = lane.push(request);
+        IoBackend& backend = kernel_ && request->is_direct() ? *kernel_ : *threads_;
+        auto pending = backend.push(request);
         return Handle{std::move(request), std::move(pending)};
     } catch (...) {
-        room_->leave();
+        pending_limit_->leave();
         throw;
     }
 }

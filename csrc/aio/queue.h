@@ -1,9 +1,9 @@
-// The queue: sends each request down the lane that serves it best.
+// The queue: sends each request down the backend that serves it best.
 #pragma once
 
 #include <memory>
 
-#include "lane.h"
+#include "io_backend.h"
 #include "request.h"
 
 namespace infinity::aio {
@@ -22,19 +22,19 @@ class Queue {
     Queue(Backend backend, uint32_t depth, int threads, uint64_t block_nbytes, uint64_t pending_max);
 
     // Throws std::system_error with EBUSY where `pending_max` requests are not done yet.
-    Handle push(const Order& order);
-    Room& room() { return *room_; }
-    // See Lane::close.
+    Handle push(const IoRequest& io);
+    PendingLimit& pending_limit() { return *pending_limit_; }
+    // See IoBackend::close.
     bool close(double timeout_s);
     // Null for Backend::kThreads.
     KernelQueue* kernel() { return kernel_ ? kernel_->kernel() : nullptr; }
 
   private:
     const uint64_t block_nbytes_;
-    const std::shared_ptr<Room> room_;
-    std::unique_ptr<Lane> threads_;
+    const std::shared_ptr<PendingLimit> pending_limit_;
+    std::unique_ptr<IoBackend> threads_;
     // Serves aligned requests; null for Backend::kThreads.
-    std::unique_ptr<Lane> kernel_;
+    std::unique_ptr<IoBackend> kernel_;
 };
 
 }  // namespace infinity::aio

@@ -22,23 +22,23 @@ int64_t now_ns() {
 
 }  // namespace
 
-Request::Request(const Order& order, uint64_t block_nbytes, std::shared_ptr<Room> room)
-    : order(order),
-      block_nbytes((block_nbytes + order.target.alignment - 1) / order.target.alignment * order.target.alignment),
-      room_(std::move(room)) {
-    if (checked()) digests_.resize((order.nbytes + this->block_nbytes - 1) / this->block_nbytes);
+Request::Request(const IoRequest& io, uint64_t block_nbytes, std::shared_ptr<PendingLimit> limit)
+    : io(io),
+      block_nbytes((block_nbytes + io.target.alignment - 1) / io.target.alignment * io.target.alignment),
+      pending_limit_(std::move(limit)) {
+    if (checked()) digests_.resize((io.nbytes + this->block_nbytes - 1) / this->block_nbytes);
 }
 
 int Request::descriptor_for(uint64_t begin, uint64_t end) const {
-    const Target& target = order.target;
-    const bool aligned = (static_cast<uint64_t>(order.offset) + begin) % target.alignment == 0 &&
+    const Target& target = io.target;
+    const bool aligned = (static_cast<uint64_t>(io.offset) + begin) % target.alignment == 0 &&
                          (end - begin) % target.alignment == 0 &&
-                         reinterpret_cast<uintptr_t>(order.buffer + begin) % target.memory_alignment == 0;
+                         reinterpret_cast<uintptr_t>(io.buffer + begin) % target.memory_alignment == 0;
     return aligned && target.direct_fd >= 0 ? target.direct_fd : target.buffered_fd;
 }
 
 bool Request::is_direct() const {
-    return order.target.direct_fd >= 0 && descriptor_for(0, order.nbytes) == order.target.direct_fd;
+    return io.target.direct_fd >= 0 && descriptor_for(0, io.nbytes) == io.target.direct_fd;
 }
 
 bool Request::begin_block(bool last) {
@@ -80,14 +80,14 @@ bool Request::wait(double timeout_s) {
 
 void Request::outcome(int32_t* error, uint64_t* position) const {
     *error = error_;
-    *position = error_ == 0 ? order.nbytes : position_;
+    *position = error_ == 0 ? io.nbytes : position_;
 }
 
 void Request::digest(uint64_t first) {
-    const uint64_t nbytes = std::min(order.nbytes - first, block_nbytes);
-    digests_[first / block_nbytes] = order.check == Check::kSample
+    const uint64_t nbytes = std::min(io.nbytes - first, block_nbytes);
+    digests_[first / block_nbytes] = io.check == Check::kSample
                                          ? sample(first, first + nbytes)
-                                         : Digest{crc32c(0, order.buffer + first, nbytes), nbytes};
+                                         : Digest{crc32c(0, io.buffer + first, nbytes), nbytes};
 }
 
 // Of the part of each sampled line that lies in [first, end).
@@ -96,11 +96,11 @@ Request::Digest Request::sample(uint64_t first, uint64_t end) const {
     for (uint64_t page = first / kPageNbytes; page * kPageNbytes < end; ++page) {
         // No prefetcher of a processor follows from page to page: without this hint, which may point behind the end, it
         // takes four times as long.
-        __builtin_prefetch(order.buffer + sampled_line(page + kPagesAhead));
+        __builtin_prefetch(io.buffer + sampled_line(page + kPagesAhead));
         const uint64_t low = std::max(sampled_line(page), first);
         const uint64_t high = std::min(sampled_line(page) + kLineNbytes, end);
         if (low >= high) continue;
-        digest.crc = crc32c(digest.crc, order.buffer + low, high - low);
+        digest.crc = crc32c(digest.crc, io.buffer + low, high - low);
         digest.nbytes += high - low;
     }
     return digest;
@@ -122,7 +122,7 @@ void Request::settle() {
     ended_ns_ = now_ns();
     done_.store(true, std::memory_order_release);
     changed_.notify_all();
-    room_->leave();
+    pending_limit_->leave();
 }
 
 Verdict settle(Block& block, int64_t result) {
@@ -138,13 +138,13 @@ Verdict settle(Block& block, int64_t result) {
 
 void move_now(Block& block, const std::atomic<bool>& abandoned) {
     Request& request = *block.request;
-    const Order& order = request.order;
+    const IoRequest& io = request.io;
     for (;;) {
         const int fd = block.descriptor();
-        char* const at = order.buffer + block.begin;
+        char* const at = io.buffer + block.begin;
         const size_t nbytes = block.end - block.begin;
-        const off_t offset = static_cast<off_t>(order.offset + static_cast<int64_t>(block.begin));
-        const ssize_t moved = order.write ? ::pwrite(fd, at, nbytes, offset) : ::pread(fd, at, nbytes, offset);
+        const off_t offset = static_cast<off_t>(io.offset + static_cast<int64_t>(block.begin));
+        const ssize_t moved = io.write ? ::pwrite(fd, at, nbytes, offset) : ::pread(fd, at, nbytes, offset);
         switch (settle(block, moved < 0 ? -static_cast<int64_t>(errno) : moved)) {
             case Verdict::kMoved:
                 if (request.checked()) request.digest(block.first);

@@ -24,9 +24,9 @@ struct Target {
 };
 
 // How many requests are not done yet, and the bound on that.
-class Room {
+class PendingLimit {
   public:
-    explicit Room(uint64_t pending_max) : pending_max_(pending_max) {}
+    explicit PendingLimit(uint64_t pending_max) : pending_max_(pending_max) {}
 
     bool enter() {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -72,7 +72,7 @@ inline uint64_t sampled_line(uint64_t page) {
 }
 
 // What a request does, in one value.
-struct Order {
+struct IoRequest {
     bool write;
     Target target;
     char* buffer;
@@ -86,7 +86,7 @@ struct Order {
 class Request {
   public:
     // `room` was entered for this request, and is left when it is done.
-    Request(const Order& order, uint64_t block_nbytes, std::shared_ptr<Room> room);
+    Request(const IoRequest& io, uint64_t block_nbytes, std::shared_ptr<PendingLimit> limit);
 
     // The descriptor for bytes [begin, end) of the request: the one place that knows about alignment. Whatever is not
     // aligned goes through the page cache, which the kernel keeps coherent with direct I/O.
@@ -108,7 +108,7 @@ class Request {
     // After done(): errno (0: all bytes moved) and the byte of the request at which it occurred.
     void outcome(int32_t* error, uint64_t* position) const;
 
-    bool checked() const { return order.check != Check::kNone; }
+    bool checked() const { return io.check != Check::kNone; }
     // Computes and keeps the CRC-32C of the block that begins at byte `first`. Different blocks may be digested at the
     // same time.
     void digest(uint64_t first);
@@ -117,7 +117,7 @@ class Request {
     // After done(): when its first block began (0: none did) and when it was over; steady clock, nanoseconds.
     void moments(int64_t* began_ns, int64_t* ended_ns) const;
 
-    const Order order;
+    const IoRequest io;
     // Of all blocks but the last; a multiple of the file's alignment.
     const uint64_t block_nbytes;
     // Where the request stands among those that wait: the lock of the list that it waits in guards these.
@@ -133,7 +133,7 @@ class Request {
     void settle();
     Digest sample(uint64_t first, uint64_t end) const;
 
-    const std::shared_ptr<Room> room_;
+    const std::shared_ptr<PendingLimit> pending_limit_;
     // By block.
     std::vector<Digest> digests_;
     std::mutex mutex_;
@@ -156,7 +156,7 @@ struct Block {
     uint64_t end = 0;
 
     int descriptor() const { return request->descriptor_for(begin, end); }
-    bool digests(bool write) const { return request->checked() && request->order.write == write; }
+    bool digests(bool write) const { return request->checked() && request->io.write == write; }
 };
 
 enum class Verdict {

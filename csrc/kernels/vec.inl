@@ -37,11 +37,11 @@ INFINITY_FN Vec add(Vec a, Vec b) { return {sum(a.value, b.value)}; }
 INFINITY_FN Vec sub(Vec a, Vec b) { return {difference(a.value, b.value)}; }
 INFINITY_FN Vec mul(Vec a, Vec b) { return {product(a.value, b.value)}; }
 INFINITY_FN Vec div(Vec a, Vec b) { return {quotient(a.value, b.value)}; }
-INFINITY_FN Vec root(Vec a) { return {square_root(a.value)}; }
+INFINITY_FN Vec sqrt(Vec a) { return {square_root(a.value)}; }
 INFINITY_FN Vec fma(Vec a, Vec b, Vec c) { return {fma_once(a.value, b.value, c.value)}; }
 
-INFINITY_FN Vec least(Vec a, Vec b) { return a.value < b.value ? a : b; }
-INFINITY_FN Vec most(Vec a, Vec b) { return a.value > b.value ? a : b; }
+INFINITY_FN Vec min(Vec a, Vec b) { return a.value < b.value ? a : b; }
+INFINITY_FN Vec max(Vec a, Vec b) { return a.value > b.value ? a : b; }
 INFINITY_FN Vec sign(Vec a) { return {a.value > 0.0f ? 1.0f : a.value < 0.0f ? -1.0f : 0.0f}; }
 
 INFINITY_FN int nonfinite(Vec a) { return (bits_of(a.value) & 0x7F800000u) == 0x7F800000u; }

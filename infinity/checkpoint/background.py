@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infinity.distributed.hang_detection.mailbox import Board
-from infinity.distributed.process_groups import Mesh
+from infinity.distributed.hang_detection.mailbox import StoreMailbox
+from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import CheckpointError
 from infinity.log import logger
 from infinity.memory.access_control import Snapshot
@@ -34,7 +34,7 @@ Job = Callable[[Together, Callable[[], None]], None]
 class Background:
     """One engine's."""
 
-    def __init__(self, store: TieredStore, mesh: Mesh) -> None:
+    def __init__(self, store: TieredStore, mesh: ProcessGroups) -> None:
         self._store = store
         self._mesh = mesh
         self._thread: threading.Thread | None = None
@@ -52,7 +52,7 @@ class Background:
         self._store.capture(snapshot)
         self._snapshot, self._path = snapshot, path
         self._count += 1
-        board = self._mesh.board(f"save/{self._count}")
+        board = self._mesh.mailbox(f"save/{self._count}")
         self._thread = threading.Thread(target=self._run, args=(board, snapshot, path, job), name="infinity-save")
         # No daemon: a program that ends without close() waits here until its checkpoint is whole.
         self._thread.start()
@@ -94,7 +94,7 @@ class Background:
             self._store.end(snapshot)
         self.finish()
 
-    def _run(self, board: Board, snapshot: Snapshot, path: Path, job: Job) -> None:
+    def _run(self, board: StoreMailbox, snapshot: Snapshot, path: Path, job: Job) -> None:
         def check() -> None:
             self._mesh.check()
             if snapshot.over:
@@ -112,7 +112,7 @@ class Background:
             self._snapshot = None
 
 
-def _agree(board: Board, name: str, part: Callable[[], Any], path: Path, check: Callable[[], None]) -> list[Any]:
+def _agree(board: StoreMailbox, name: str, part: Callable[[], Any], path: Path, check: Callable[[], None]) -> list[Any]:
     """Do this rank's part and hear of the others'. Where one has failed every rank raises."""
     error: BaseException | None = None
     value: Any = None

@@ -22,11 +22,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-class Unspeakable(ValueError):
+class NotSerializable(ValueError):
     """A value that has no spelling; the text names its path and its type."""
 
 
-class Misspelled(ValueError):
+class NotDecodable(ValueError):
     """JSON that no value is spelled as."""
 
 
@@ -61,7 +61,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
     try:
         return _decode(value, tensors or {})
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise Misspelled(f"a value is spelled in no way that is known ({type(error).__name__}: {error})") from error
+        raise NotDecodable(f"a value is spelled in no way that is known ({type(error).__name__}: {error})") from error
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -130,9 +130,9 @@ def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor] | None,
     }
 
 
-def _unspeakable(value: Any, path: str) -> Unspeakable:
+def _unspeakable(value: Any, path: str) -> NotSerializable:
     kind = type(value)
-    return Unspeakable(
+    return NotSerializable(
         f"{path or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which could only be pickled: keep numbers, "
         "texts, lists, tuples, dictionaries, tensors and numpy arrays there"
     )

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.files import Reader
+from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import BUFFER, MASTER, PARAM, REMAINDER, Manifest, check_files
-from infinity.checkpoint.load import Saved
+from infinity.checkpoint.load import CheckpointSource
 
 WEIGHT = "weight"
 _BLOCK_NUMEL = 1 << 20
@@ -55,7 +55,7 @@ class Comparison:
         return not (self.added or self.removed or self.reshaped or self.unlike or self.changes or self.counters)
 
 
-def compare(
+def compare_checkpoints(
     first: tuple[Path, Manifest], second: tuple[Path, Manifest],
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:  # fmt: skip
@@ -69,10 +69,10 @@ def compare(
     changes = []
     done = 0
     with (
-        Reader(one_folder, one, check_files(one_folder, one)) as left,
-        Reader(two_folder, two, check_files(two_folder, two)) as right,
+        ExtentReader(one_folder, one, check_files(one_folder, one)) as left,
+        ExtentReader(two_folder, two, check_files(two_folder, two)) as right,
     ):
-        sources = Saved(left), Saved(right)
+        sources = CheckpointSource(left), CheckpointSource(right)
         for name, kind in work:
             numel, changed, largest = one.tensors[name].numel, 0, 0.0
             compared[kind] = compared.get(kind, 0) + 1
@@ -110,7 +110,7 @@ def _unlike(one: Manifest, two: Manifest, names: Iterable[str]) -> Iterator[tupl
             yield name, first, second
 
 
-def _blocks(source: Saved, name: str, kind: str) -> Iterator[Tensor]:
+def _blocks(source: CheckpointSource, name: str, kind: str) -> Iterator[Tensor]:
     numel = source.tensors[name].numel
     for start in range(0, numel, _BLOCK_NUMEL):
         count = min(_BLOCK_NUMEL, numel - start)

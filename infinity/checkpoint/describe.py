@@ -1,4 +1,4 @@
-"""A module's description for exports: `describe(module)`. Nothing is read of its weights but names and shapes.
+"""A module's description for exports: `describe_model(module)`. Nothing is read of its weights but names and shapes.
 
 What transformers and peft know about their files is asked of them, with tensors that have no memory: each tensor that
 they would save is a view of one of the model's, and its offset says where. A library is looked for among what is
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity.checkpoint.description import Description, Place, Source
+from infinity.checkpoint.description import Description, TensorLocation, TensorSource
 from infinity.config.untrusted import plain_name
 from infinity.log import logger
 from infinity.plan.spec import dtype_name
 
 
-def describe(module: nn.Module) -> Description:
+def describe_model(module: nn.Module) -> Description:
     """What an export of `module` will look like. Never fails: what cannot be exported can still be saved."""
     try:
         return _describe(module)
@@ -64,11 +64,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name not in left_out}
 
 
-def sources_of(module: nn.Module) -> list[Source]:
+def sources_of(module: nn.Module) -> list[TensorSource]:
     """All tensors of a module that a state dict has, tied ones once."""
-    params = [Source(name, dtype_name(p.dtype), tuple(p.shape)) for name, p in module.named_parameters()]
+    params = [TensorSource(name, dtype_name(p.dtype), tuple(p.shape)) for name, p in module.named_parameters()]
     buffers = persistent_buffers(module).items()
-    return params + [Source(name, dtype_name(b.dtype), tuple(b.shape), is_buffer=True) for name, b in buffers]
+    return params + [TensorSource(name, dtype_name(b.dtype), tuple(b.shape), is_buffer=True) for name, b in buffers]
 
 
 def _of_library(module: nn.Module, library: str) -> bool:
@@ -100,7 +100,7 @@ def _shadows(module: nn.Module) -> dict[str, Tensor]:
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in named.items()}
 
 
-def _places(shadows: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> tuple[list[Place], list[str]]:
+def _places(shadows: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> tuple[list[TensorLocation], list[str]]:
     """Where each saved tensor is in the model, and the names of those that are no range of a tensor of it."""
     names = {tensor.untyped_storage()._cdata: name for name, tensor in shadows.items()}
     places, others = [], []
@@ -109,11 +109,11 @@ def _places(shadows: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> tuple
         if source is None or not tensor.is_contiguous() or tensor.dtype is not shadows[source].dtype:
             others.append(name)
         else:
-            places.append(Place(name, source, int(tensor.storage_offset()), tuple(tensor.shape)))
+            places.append(TensorLocation(name, source, int(tensor.storage_offset()), tuple(tensor.shape)))
     return places, others
 
 
-def _as_stored(model: Any) -> dict[str, list[Place]] | None:
+def _as_stored(model: Any) -> dict[str, list[TensorLocation]] | None:
     """How transformers stores the model's tensors; None for their own names, which it reads as well."""
     revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
     shadows = _shadows(model)
@@ -133,7 +133,7 @@ def _as_stored(model: Any) -> dict[str, list[Place]] | None:
     return {"model": places}
 
 
-def _numel_of(places: Sequence[Place]) -> int:
+def _numel_of(places: Sequence[TensorLocation]) -> int:
     return sum(torch.Size(place.shape).numel() for place in places)
 
 

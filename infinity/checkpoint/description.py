@@ -38,7 +38,7 @@ _COMPANIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """A tensor of the model: its name (of a tied one the first), its dtype (the plan's word) and shape."""
 
     name: str
@@ -54,7 +54,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorLocation:
     """Where a stored tensor is in the model: elements from `start` on of the flattened `source`."""
 
     name: str
@@ -74,7 +74,7 @@ class Description:
     class_name: str
     texts: Mapping[str, Any] = field(default_factory=dict)
     origin: str | None = None
-    weights: Mapping[str, Sequence[Place]] | None = None
+    weights: Mapping[str, Sequence[TensorLocation]] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     # Why there can be no export, in a sentence; usually none.
     refusal: str = ""
@@ -90,12 +90,12 @@ class Description:
         """
         found = ExportBody.model_validate(value)
         weights = None if found.weights is None else {
-            stem: [Place(each.name, each.source, each.start, each.shape) for each in places]
+            stem: [TensorLocation(each.name, each.source, each.start, each.shape) for each in places]
             for stem, places in found.weights.items()
         }  # fmt: skip
         return cls(found.class_name, found.texts, found.origin, weights, found.aliases, found.refusal)
 
-    def misplaced(self, sources: Sequence[Source]) -> str:
+    def misplaced(self, sources: Sequence[TensorSource]) -> str:
         """A stored tensor that is no range of its own of a tensor of the model; "" where there is none."""
         numels = {source.name: math.prod(source.shape) for source in sources}
         places = [place for group in (self.weights or {}).values() for place in group]
@@ -110,7 +110,7 @@ class Description:
         return ""
 
     def shards(
-        self, sources: Sequence[Source], dtype: str, *, stem: str = "model", nbytes_max: int | None = SHARD_NBYTES
+        self, sources: Sequence[TensorSource], dtype: str, *, stem: str = "model", nbytes_max: int | None = SHARD_NBYTES
     ) -> list[Shard]:
         """The weight files for the tensors of a model. Tensors that are not in `sources` are left out.
 

@@ -13,17 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.description import SHARD_NBYTES, Description, Source, copy_files, float_dtype
-from infinity.checkpoint.files import Reader
+from infinity.checkpoint.description import SHARD_NBYTES, Description, TensorSource, copy_files, float_dtype
+from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import BUFFER, MANIFEST, PARAM, Manifest, TensorInfo, check_files
-from infinity.checkpoint.load import Saved
+from infinity.checkpoint.load import CheckpointSource
 from infinity.checkpoint.schema import explained
 from infinity.checkpoint.weight_writer import (
     WeightWriter,
     as_bytes,
     beside,
     check_complete,
-    publish,
+    publish_folder,
     write_texts,
 )
 from infinity.config.untrusted import shortened
@@ -50,7 +50,7 @@ def extract(
         for name, info in manifest.tensors.items()
         if frozen or info.trainable or (description.weights is not None and "model" not in description.weights)
     }
-    sources = [Source(name, info.dtype, info.shape, BUFFER in info.kinds) for name, info in kept.items()]
+    sources = [TensorSource(name, info.dtype, info.shape, BUFFER in info.kinds) for name, info in kept.items()]
     shards = description.shards(sources, chosen, nbytes_max=nbytes_max)
     wanted = {entry.source for shard in shards for entry, _ in shard.entries}
     lacking = sorted(name for name in wanted if not manifest.tensors[name].kinds)
@@ -62,7 +62,7 @@ def extract(
     indexes = check_files(folder, manifest)
     made = beside(target)
     try:
-        with Reader(folder, manifest, indexes) as reader:
+        with ExtentReader(folder, manifest, indexes) as reader:
             # Before a file is made, whose size is that of what the manifest says.
             reader.check_covered({name: manifest.tensors[name] for name in wanted})
             made.mkdir(parents=True)
@@ -70,14 +70,14 @@ def extract(
             write_texts(made, description.companions(shards, chosen))
             total = sum(entry.nbytes for shard in shards for entry, _ in shard.entries)
             with WeightWriter(made, shards, create=True) as writer:
-                source = Saved(reader)
+                source = CheckpointSource(reader)
                 for name, dtype_stored in writer.dtypes.items():
                     for start, values in _values(source, name, kept[name], dtype_stored):
                         writer.write(name, start, as_bytes(values, dtype_stored, name))
                         tell(writer.written_nbytes, total)
                 writer.sync()
                 check_complete(writer.written_nbytes, shards, target)
-        publish(made, target)
+        publish_folder(made, target)
     except OSError as error:
         if isinstance(error, InfinityError):
             raise
@@ -91,7 +91,7 @@ def description_of(folder: Path, manifest: Manifest) -> Description:
     """What an export of a checkpoint has besides weights; CheckpointError where the manifest says nothing usable."""
     try:
         description = Description.from_json(manifest.module.get("export"))
-        sources = [Source(name, info.dtype, info.shape) for name, info in manifest.tensors.items()]
+        sources = [TensorSource(name, info.dtype, info.shape) for name, info in manifest.tensors.items()]
         if misplaced := description.misplaced(sources):
             raise ValueError(f"{shortened(misplaced)} is no part of a tensor of the model")
     except ValueError as error:
@@ -114,7 +114,7 @@ def _copy(origin: Path | None, made: Path) -> None:
     copy_files(origin, made)
 
 
-def _values(source: Saved, name: str, info: TensorInfo, dtype: str) -> Iterator[tuple[int, Tensor]]:
+def _values(source: CheckpointSource, name: str, info: TensorInfo, dtype: str) -> Iterator[tuple[int, Tensor]]:
     """(first element, values [n]) of a tensor: of its masters for fp32, else as it is computed with."""
     numel = torch.Size(info.shape).numel()
     for start in range(0, numel, _BLOCK_NUMEL):

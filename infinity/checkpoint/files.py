@@ -24,7 +24,7 @@ from infinity.checkpoint.format import (
     BLOCK_NBYTES,
     DTYPE_NBYTES,
     Array,
-    Extent,
+    FileExtent,
     Manifest,
     RankIndex,
     TensorInfo,
@@ -89,14 +89,14 @@ class Writer:
         self._staging = staging
         self._end = 0
         self._requests: dict[int, list[Request]] = {}
-        self._extents: list[Extent] = []
+        self._extents: list[FileExtent] = []
         self._file = File.create(path, nbytes)
 
     def extent(self, buffer: Tensor) -> int:
         """Submit the writes of `buffer` ([n] uint8), which must not change until `wait`; returns the extent's index."""
         index = len(self._extents)
         nbytes = align_up(buffer.numel(), ALIGNMENT)
-        self._extents.append(Extent(self._path.name, self._end, nbytes, ()))
+        self._extents.append(FileExtent(self._path.name, self._end, nbytes, ()))
         requests = self._requests[index] = []
         for begin in range(0, nbytes, BLOCK_NBYTES):
             block = buffer[begin : begin + BLOCK_NBYTES]
@@ -118,7 +118,7 @@ class Writer:
         """As `extent`, of bytes that are read from elsewhere: `fetch` submits a read from one byte on into a block."""
         index = len(self._extents)
         whole = align_up(nbytes, ALIGNMENT)
-        self._extents.append(Extent(self._path.name, self._end, whole, ()))
+        self._extents.append(FileExtent(self._path.name, self._end, whole, ()))
         self._requests[index] = []
         # Blocks on their way into staging memory, in the order of their turns.
         coming: deque[tuple[int, Tensor, Transfer]] = deque()
@@ -142,17 +142,17 @@ class Writer:
         self._requests[index].append(request)
         self._staging.used_by(request, ago)
 
-    def wait(self, index: int, tell: Callable[[int], None] = lambda nbytes: None) -> Extent:
+    def wait(self, index: int, tell: Callable[[int], None] = lambda nbytes: None) -> FileExtent:
         """Return when an extent is written, with its checksums. `tell` hears of every block's bytes."""
         for request in self._requests[index]:
             request.wait()
             tell(request.nbytes)
         blocks = tuple(request.checksum or 0 for request in self._requests.pop(index))
         old = self._extents[index]
-        self._extents[index] = Extent(old.file, old.offset, old.nbytes, blocks)
+        self._extents[index] = FileExtent(old.file, old.offset, old.nbytes, blocks)
         return self._extents[index]
 
-    def close(self) -> list[Extent]:
+    def close(self) -> list[FileExtent]:
         """Wait for all extents and for the drive; returns them."""
         for index in list(self._requests):
             self.wait(index)
@@ -205,30 +205,30 @@ class BlockReader:
         if self._own is not None:
             self._own.close()
 
-    def verified(self, extents: Iterable[Extent]) -> Iterator[int]:
+    def verified(self, extents: Iterable[FileExtent]) -> Iterator[int]:
         """Read all of these; yields the bytes of each block when it was found right.
 
         CheckpointError where a block is not what was written, TransferError where it cannot be read.
         """
         staging = Staging()
-        flying: deque[tuple[Request, Extent]] = deque()
+        flying: deque[tuple[Request, FileExtent]] = deque()
         try:
             for extent in extents:
                 for block in range(len(extent.blocks)):
                     if len(flying) >= STAGING_COUNT:
-                        yield self._arrive(*flying.popleft())
+                        yield self._wait_read(*flying.popleft())
                     size = min(BLOCK_NBYTES, extent.nbytes - block * BLOCK_NBYTES)
                     request = self._submit(extent, block, staging.take()[:size])
                     staging.used_by(request)
                     flying.append((request, extent))
             while flying:
-                yield self._arrive(*flying.popleft())
+                yield self._wait_read(*flying.popleft())
         finally:
             for request, _ in flying:
                 with suppress(TransferError):
                     request.wait()
 
-    def _submit(self, extent: Extent, block: int, target: Tensor) -> Request:
+    def _submit(self, extent: FileExtent, block: int, target: Tensor) -> Request:
         assert self._queue is not None
         file = self._files.pop(extent.file, None) or File.open(inside(self.folder, extent.file))
         self._files[extent.file] = file
@@ -239,7 +239,7 @@ class BlockReader:
             file, extent.offset + block * BLOCK_NBYTES, target, expected=extent.blocks[block]
         )  # fmt: skip
 
-    def _arrive(self, request: Request, extent: Extent) -> int:
+    def _wait_read(self, request: Request, extent: FileExtent) -> int:
         try:
             request.wait()
         except TransferError as error:
@@ -254,7 +254,7 @@ class BlockReader:
         return request.nbytes
 
 
-class Reader(BlockReader):
+class ExtentReader(BlockReader):
     """Reads any range of any tensor of a checkpoint. See BlockReader."""
 
     def __init__(
@@ -266,7 +266,7 @@ class Reader(BlockReader):
         self.indexes = indexes
         # Blocks of which only a part was wanted, the latest last.
         self._cache: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
-        self._places: dict[tuple[str, str], list[tuple[Array, Extent]]] = {}
+        self._places: dict[tuple[str, str], list[tuple[Array, FileExtent]]] = {}
         for index in indexes:
             for array in index.arrays:
                 place = (array, index.extents[array.extent])
@@ -334,7 +334,7 @@ class Reader(BlockReader):
                 self.folder, f"elements {at} to {stop} of {tensor} ({kind}) are not in it", "Load another checkpoint"
             )
 
-    def read_bytes(self, extent: Extent, begin: int, target: Tensor) -> None:
+    def read_bytes(self, extent: FileExtent, begin: int, target: Tensor) -> None:
         """Bytes from `begin` of an extent on into `target` ([n] uint8, on any device)."""
         requests: deque[Request] = deque()
         try:
@@ -345,12 +345,12 @@ class Reader(BlockReader):
                 # Read where it belongs; through the page cache where the address is odd.
                 if last - first == size and target.is_cpu:
                     if len(requests) >= _IN_FLIGHT:
-                        self._arrive(requests.popleft(), extent)
+                        self._wait_read(requests.popleft(), extent)
                     requests.append(self._submit(extent, block, piece))
                 else:
                     piece.copy_(self._block(extent, block)[first:last])
             while requests:
-                self._arrive(requests.popleft(), extent)
+                self._wait_read(requests.popleft(), extent)
         finally:
             for request in requests:
                 with suppress(TransferError):
@@ -360,7 +360,7 @@ class Reader(BlockReader):
         """Read all files; see `verified`."""
         return self.verified(extent for index in self.indexes for extent in index.extents)
 
-    def _block(self, extent: Extent, block: int) -> Tensor:
+    def _block(self, extent: FileExtent, block: int) -> Tensor:
         key = (extent.file, extent.offset + block * BLOCK_NBYTES)
         held = self._cache.pop(key, None)
         if held is None:
@@ -369,13 +369,13 @@ class Reader(BlockReader):
             else:
                 room = page_aligned(BLOCK_NBYTES)
             size = min(BLOCK_NBYTES, extent.nbytes - block * BLOCK_NBYTES)
-            self._arrive(self._submit(extent, block, room[:size]), extent)
+            self._wait_read(self._submit(extent, block, room[:size]), extent)
             held = room
         self._cache[key] = held
         return held
 
 
-def _blocks(extent: Extent, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _blocks(extent: FileExtent, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
     """(block, first byte in it, behind the last) of a range of an extent's bytes."""
     for block in range(begin // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
         offset = block * BLOCK_NBYTES

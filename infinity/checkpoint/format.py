@@ -141,7 +141,7 @@ class _Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class FileExtent:
     """A range of a file's bytes, with the CRC-32C of each of its blocks."""
 
     file: str
@@ -173,7 +173,7 @@ class RankIndex(_Written):
 
     rank: int
     files: dict[str, int]
-    extents: tuple[Extent, ...]
+    extents: tuple[FileExtent, ...]
     arrays: tuple[Array, ...]
     # The rank's random-number generators.
     rng: dict[str, Any] = field(default_factory=dict)
@@ -195,7 +195,7 @@ class RankIndex(_Written):
             ],
         }  # fmt: skip
 
-    def extent_of(self, arrays: Sequence[Array]) -> Extent | None:
+    def extent_of(self, arrays: Sequence[Array]) -> FileExtent | None:
         """The extent that holds these arrays, in this order at these offsets, and no other; None where there is none.
 
         The arrays' own `extent` does not count.
@@ -214,7 +214,7 @@ class RankIndex(_Written):
     def of(cls, body: Any) -> RankIndex:
         """See `_Written`."""
         found = IndexBody.model_validate(body)
-        extents = tuple(Extent(name, offset, nbytes, tuple(crcs)) for name, offset, nbytes, crcs in found.extents)
+        extents = tuple(FileExtent(name, offset, nbytes, tuple(crcs)) for name, offset, nbytes, crcs in found.extents)
         arrays = tuple(Array(*row) for row in found.arrays)
         return cls(found.rank, found.files, extents, arrays, found.rng, found.singles)
 
@@ -358,7 +358,7 @@ def find(directory: Path | str, tag: str | None = None) -> Path | None:
     return folder if (folder / MANIFEST).is_file() else None
 
 
-def folders(directory: Path | str) -> Iterator[Path]:
+def checkpoint_folders(directory: Path | str) -> Iterator[Path]:
     """Folders below DIR that hold files of checkpoints, whole or not."""
     try:
         paths = sorted(Path(directory).iterdir())
@@ -434,7 +434,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _examined(directory: Path | str) -> Iterator[tuple[Path, Manifest | None, str]]:
-    for folder in folders(directory):
+    for folder in checkpoint_folders(directory):
         if not (folder / MANIFEST).is_file():
             yield folder, None, "it has no manifest: the save did not come to its end"
             continue

@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.files import Reader
-from infinity.checkpoint.format import MASTER, PARAM, REMAINDER, Extent, TensorInfo
-from infinity.checkpoint.pieces import Piece, holdings, stretches_of
-from infinity.memory.master_weights import encode
+from infinity.checkpoint.files import ExtentReader
+from infinity.checkpoint.format import MASTER, PARAM, REMAINDER, FileExtent, TensorInfo
+from infinity.checkpoint.pieces import TensorSpan, holdings, stretches_of
+from infinity.memory.master_weights import store_masters
 from infinity.memory.pages import page_aligned
 from infinity.memory.partition import DTYPES, Partition, State
 from infinity.memory.store import TieredStore
@@ -32,7 +32,7 @@ _CHUNK_NUMEL = 1 << 20
 _COMPANIONS = (REMAINDER, MASTER)
 
 
-class Source(Protocol):
+class ValueSource(Protocol):
     """Where values come from."""
 
     @property
@@ -47,19 +47,19 @@ class Source(Protocol):
     def read(self, name: str, kind: str, start: int, numel: int, out: Tensor) -> None:
         """The bytes of elements of one kind into `out` ([numel], of the kind's width)."""
 
-    def extent_of(self, piece: Piece) -> Extent | None:
+    def extent_of(self, piece: TensorSpan) -> FileExtent | None:
         """The extent that holds just the arrays of a piece."""
 
-    def read_bytes(self, extent: Extent, begin: int, target: Tensor) -> None:
+    def read_bytes(self, extent: FileExtent, begin: int, target: Tensor) -> None:
         """Bytes of an extent."""
 
 
-class Saved:
+class CheckpointSource:
     """A checkpoint as a source. What it returns lies in memory that is used again and again: blocks that come and go
     would be scattered in the C library's heap, more of it with every tensor.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: ExtentReader) -> None:
         self.tensors = reader.manifest.tensors
         self._reader = reader
         self.read = reader.read
@@ -95,7 +95,7 @@ class Saved:
             room = self._rooms[use] = page_aligned(nbytes)
         return room[:nbytes].view(dtype)
 
-    def extent_of(self, piece: Piece) -> Extent | None:
+    def extent_of(self, piece: TensorSpan) -> FileExtent | None:
         """See Source."""
         found = (index.extent_of(piece.arrays) for index in self._reader.indexes)
         return next((extent for extent in found if extent is not None), None)
@@ -115,7 +115,7 @@ class Filling:
     start: float
 
 
-def fill(filling: Filling, store: TieredStore, source: Source) -> None:
+def fill_partitions(filling: Filling, store: TieredStore, source: ValueSource) -> None:
     """Give this rank's partitions their values."""
     raw = all(_is_raw(filling, source, piece) for piece in holdings(filling.plan, filling.rank))
     for piece in holdings(filling.plan, filling.rank):
@@ -132,7 +132,7 @@ def fill(filling: Filling, store: TieredStore, source: Source) -> None:
     store.settle()
 
 
-def _is_raw(filling: Filling, source: Source, piece: Piece) -> bool:
+def _is_raw(filling: Filling, source: ValueSource, piece: TensorSpan) -> bool:
     """Whether the bytes are those that the plan keeps: the same kinds, in the same types."""
     for array in piece.arrays:
         name = filling.names[array.tensor]
@@ -144,7 +144,7 @@ def _is_raw(filling: Filling, source: Source, piece: Piece) -> bool:
     return True
 
 
-def _fill_raw(filling: Filling, store: TieredStore, source: Source, piece: Piece) -> None:
+def _fill_raw(filling: Filling, store: TieredStore, source: ValueSource, piece: TensorSpan) -> None:
     wanted = [
         array
         for array in piece.arrays
@@ -169,7 +169,7 @@ def _fill_raw(filling: Filling, store: TieredStore, source: Source, piece: Piece
     store.flush(piece.key)
 
 
-def _fill_frozen(filling: Filling, store: TieredStore, source: Source, piece: Piece) -> None:
+def _fill_frozen(filling: Filling, store: TieredStore, source: ValueSource, piece: TensorSpan) -> None:
     """A unit that is not trained, in another type than here."""
     with store.write(piece.key) as (partition,):
         values = partition.view(Kind.PARAM)
@@ -184,7 +184,7 @@ def _fill_frozen(filling: Filling, store: TieredStore, source: Source, piece: Pi
     store.flush(piece.key)
 
 
-def _fill_group(filling: Filling, store: TieredStore, source: Source, piece: Piece) -> None:
+def _fill_group(filling: Filling, store: TieredStore, source: ValueSource, piece: TensorSpan) -> None:
     """A sub-group's masters, which lie in its parameters and its states, and its moments."""
     plan = filling.plan
     group = plan.sub_groups[piece.key.index]
@@ -200,14 +200,14 @@ def _fill_group(filling: Filling, store: TieredStore, source: Source, piece: Pie
             for begin in range(0, overlap.numel, _CHUNK_NUMEL):
                 piece_of = target[begin : begin + _CHUNK_NUMEL]
                 masters = source.masters(name, overlap.tensor_start + begin, piece_of.numel())
-                encode(masters.float(), piece_of, states, first + begin)
+                store_masters(masters.float(), piece_of, states, first + begin)
             if filling.moments:
                 _fill_moments(filling, source, states, name, overlap, first)
     store.flush(piece.key, *params)
 
 
 def _fill_moments(
-    filling: Filling, source: Source, states: Partition, name: str, overlap: Overlap, first: int
+    filling: Filling, source: ValueSource, states: Partition, name: str, overlap: Overlap, first: int
 ) -> None:
     for kind in filling.plan.request.moments:
         values = states.view(kind)[first : first + overlap.numel]

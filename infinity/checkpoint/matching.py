@@ -58,7 +58,7 @@ def match(
     return found
 
 
-def report(found: Match, path: object, *, strict: bool) -> None:
+def report_mismatch(found: Match, path: object, *, strict: bool) -> None:
     """CheckpointError with everything that does not fit; without `strict` what is missing or too much is only said."""
     lines = [
         f"{kind}: {_shorten(names)}"

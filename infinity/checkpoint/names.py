@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from infinity.config.untrusted import leaves
+from infinity.config.untrusted import leads_out
 from infinity.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -53,7 +53,7 @@ def is_tag(tag: str) -> bool:
 
 def inside(folder: Path, name: str) -> Path:
     """The path of a checkpoint's file; CheckpointError where it is a link that leads out of the folder."""
-    if leaves(folder, name):
+    if leads_out(folder, name):
         raise CheckpointError(
             folder / name, f"it is a link to {os.path.realpath(folder / name)}, outside the checkpoint's folder",
             "Copy the files themselves (cp -rL), if you trust where it leads",

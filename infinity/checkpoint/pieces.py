@@ -18,7 +18,7 @@ WEIGHTS, FROZEN, STATES = "weights", "frozen", "states"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSpan:
     """Bytes [begin, begin + nbytes) of a partition's buffer; `arrays` count their offsets from `begin`."""
 
     key: Key
@@ -28,7 +28,7 @@ class Piece:
     arrays: tuple[Array, ...]
 
 
-def shares(plan: Plan, rank: int, *, frozen: bool = True) -> list[Piece]:
+def shares(plan: Plan, rank: int, *, frozen: bool = True) -> list[TensorSpan]:
     """What this rank writes: all ranks' together are every element once. `frozen`: with parameters not trained."""
     return [
         piece
@@ -38,7 +38,7 @@ def shares(plan: Plan, rank: int, *, frozen: bool = True) -> list[Piece]:
     ]
 
 
-def holdings(plan: Plan, rank: int) -> list[Piece]:
+def holdings(plan: Plan, rank: int) -> list[TensorSpan]:
     """What this rank holds: one piece for each partition of parameters and states."""
     return [piece for spec in _specs(plan, frozen=True) for piece in _pieces(plan, spec, rank, shared=False)]
 
@@ -50,7 +50,7 @@ def _specs(plan: Plan, *, frozen: bool) -> Iterator[PartitionSpec]:
             yield spec
 
 
-def _pieces(plan: Plan, spec: PartitionSpec, rank: int, *, shared: bool) -> Iterator[Piece]:
+def _pieces(plan: Plan, spec: PartitionSpec, rank: int, *, shared: bool) -> Iterator[TensorSpan]:
     """The pieces of one partition. `shared`: of what all ranks have, only this rank's share."""
     states = spec.key.kind is Kind.STATES
     units = [spec.key.index] if not states else [piece.unit for piece in plan.sub_groups[spec.key.index].slices]
@@ -62,13 +62,13 @@ def _pieces(plan: Plan, spec: PartitionSpec, rank: int, *, shared: bool) -> Iter
             for section in spec.sections
             for array in _arrays(plan, spec.key, section.kind.value, section.dtype, rank, 0, numel, section.offset)
         ]
-        yield Piece(spec.key, part, 0, spec.nbytes, tuple(arrays))
+        yield TensorSpan(spec.key, part, 0, spec.nbytes, tuple(arrays))
         return
     first, last = (_cut(numel, at, plan.topology.dp) for at in (rank, rank + 1))
     for section in spec.sections:
         width = DTYPE_NBYTES[section.dtype]
         arrays = list(_arrays(plan, spec.key, section.kind.value, section.dtype, rank, first, last, 0))
-        yield Piece(spec.key, part, section.offset + first * width, (last - first) * width, tuple(arrays))
+        yield TensorSpan(spec.key, part, section.offset + first * width, (last - first) * width, tuple(arrays))
 
 
 def _cut(numel: int, rank: int, ranks: int) -> int:

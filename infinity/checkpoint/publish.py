@@ -25,9 +25,9 @@ from infinity.checkpoint.format import (
     FileInfo,
     Manifest,
     check_files,
+    checkpoint_folders,
     complete,
     find,
-    folders,
     identity_of,
     is_ours,
     is_tag,
@@ -61,7 +61,7 @@ class Retention:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SaveTarget:
     """Where a save goes: the identity of its files, its number, a checkpoint that may have frozen files to share, and
     those that are to go when this one is published.
     """
@@ -105,7 +105,7 @@ def claimed(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def prepare(directory: Path, tag: str, retention: Retention, *, latest: bool) -> Place:
+def prepare(directory: Path, tag: str, retention: Retention, *, latest: bool) -> SaveTarget:
     """Make the folder of a tag, which `latest` is to name or not, and remove what killed saves have left in DIR. Under
     `claimed`.
     """
@@ -113,7 +113,7 @@ def prepare(directory: Path, tag: str, retention: Retention, *, latest: bool) ->
     with suppress(CheckpointError):
         # A damaged `latest` is replaced.
         previous = find(directory)
-    for folder in folders(directory):
+    for folder in checkpoint_folders(directory):
         try:
             manifest = read_manifest(folder)
         except CheckpointError:
@@ -131,7 +131,7 @@ def prepare(directory: Path, tag: str, retention: Retention, *, latest: bool) ->
         )  # fmt: skip
     (directory / tag).mkdir(exist_ok=True)
     sync_folder(directory)
-    return Place(
+    return SaveTarget(
         secrets.token_hex(6), max(numbers) + 1, None if previous is None else previous.name,
         _outdated(directory, retention, tag, latest=latest),
     )  # fmt: skip
@@ -165,7 +165,7 @@ def write_client(folder: Path, identity: str, tensors: Mapping[str, Tensor]) -> 
     return FileInfo(path.name, path.stat().st_size, crc)
 
 
-def publish(directory: Path, manifest: Manifest, *, latest: bool, checked: bool) -> None:
+def publish_checkpoint(directory: Path, manifest: Manifest, *, latest: bool, checked: bool) -> None:
     """Make the checkpoint one; then `latest`, and what an older one of the same tag had. `checked`: not before all
     indexes and sizes of files are found right.
     """

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from infinity.distributed.collectives import exchange_values
-from infinity.distributed.process_groups import Mesh
+from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import CheckpointError, InfinityError
 
 
-def together(mesh: Mesh, name: str, job: Callable[[], Any], *, path: object) -> list[Any]:
+def run_on_all_ranks(mesh: ProcessGroups, name: str, job: Callable[[], Any], *, path: object) -> list[Any]:
     """Run `job` on every rank; its values (JSON) by rank. Collective.
 
     Where it raises, this rank raises the same, and every other one a CheckpointError about `path` that says which rank

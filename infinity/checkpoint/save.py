@@ -24,18 +24,18 @@ from infinity.checkpoint.format import (
     BLOCK_NBYTES,
     BUFFER,
     Array,
-    Extent,
+    FileExtent,
     FileInfo,
     RankIndex,
     index_name,
     replace_file,
 )
 from infinity.checkpoint.names import data_name
-from infinity.checkpoint.pieces import FROZEN, WEIGHTS, Piece
+from infinity.checkpoint.pieces import FROZEN, WEIGHTS, TensorSpan
 from infinity.checkpoint.publish import remove_rank
-from infinity.checkpoint.sources import Lent, Source
+from infinity.checkpoint.sources import Lent, PartitionSource
 from infinity.errors import CheckpointError
-from infinity.log import Progress, logger
+from infinity.log import PhaseProgress, logger
 from infinity.memory.pages import page_aligned
 from infinity.ops.aio import Queue
 from infinity.ops.checksum import checksum
@@ -52,7 +52,7 @@ class Capture:
     """
 
     rank: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorSpan, ...]
     buffers: tuple[tuple[str, str, Tensor], ...] = ()
     rng: Mapping[str, Any] = field(default_factory=dict)
     singles: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Capture:
 
 
 def write(
-    capture: Capture, source: Source, folder: Path, identity: str, queue: Queue, *, read_back: bool = False,
+    capture: Capture, source: PartitionSource, folder: Path, identity: str, queue: Queue, *, read_back: bool = False,
     moved: Callable[[], None] = lambda: None,
 ) -> FileInfo:  # fmt: skip
     """Stream a capture from a source into `folder` and leave its index there; returns the index's file.
@@ -78,7 +78,7 @@ def write(
     read_back: compare what the drive has with what was written. moved: called with every block that is done. Where
     anything fails, no file of this rank is left.
     """
-    tell = _teller(Progress(f"saving to {folder}", capture.nbytes), moved)
+    tell = _teller(PhaseProgress(f"saving to {folder}", capture.nbytes), moved)
     with ExitStack() as undo:
         undo.callback(lambda: remove_rank(folder, identity, capture.rank))
         linked = _link_frozen(capture, source, folder, identity, queue, tell)
@@ -86,12 +86,12 @@ def write(
         written = _Files(capture, left, folder, identity, queue, tell).run(source)
         if read_back:
             new = [extent for extents, _ in written for extent in extents]
-            again = Progress(f"reading back {folder}", sum(extent.nbytes for extent in new))
+            again = PhaseProgress(f"reading back {folder}", sum(extent.nbytes for extent in new))
             _read_back(folder, new, queue, _teller(again, moved))
         if linked is not None:
             written.append(linked)
         files: dict[str, int] = {}
-        extents: list[Extent] = []
+        extents: list[FileExtent] = []
         arrays: list[Array] = []
         for found, placed in written:
             files[found[0].file] = sum(extent.nbytes for extent in found)
@@ -106,7 +106,7 @@ def write(
     return FileInfo(name, len(index), checksum(index))
 
 
-def _teller(progress: Progress, moved: Callable[[], None]) -> Callable[[int], None]:
+def _teller(progress: PhaseProgress, moved: Callable[[], None]) -> Callable[[int], None]:
     def tell(nbytes: int) -> None:
         progress.advance(nbytes)
         moved()
@@ -114,7 +114,7 @@ def _teller(progress: Progress, moved: Callable[[], None]) -> Callable[[int], No
     return tell
 
 
-def _read_back(folder: Path, extents: Sequence[Extent], queue: Queue, tell: Callable[[int], None]) -> None:
+def _read_back(folder: Path, extents: Sequence[FileExtent], queue: Queue, tell: Callable[[int], None]) -> None:
     with BlockReader(folder, queue, tell) as reader:
         for _ in reader.verified(extents):
             pass
@@ -124,12 +124,12 @@ class _Files:
     """The files of one rank while they are being written: side by side, in whatever order the source has."""
 
     def __init__(
-        self, capture: Capture, pieces: Sequence[Piece], folder: Path, identity: str, queue: Queue,
+        self, capture: Capture, pieces: Sequence[TensorSpan], folder: Path, identity: str, queue: Queue,
         tell: Callable[[int], None],
     ) -> None:  # fmt: skip
         self._capture = capture
         self._tell = tell
-        self._by_key: dict[Key, list[Piece]] = {}
+        self._by_key: dict[Key, list[TensorSpan]] = {}
         sizes: dict[str, list[int]] = {}
         for piece in pieces:
             self._by_key.setdefault(piece.key, []).append(piece)
@@ -149,7 +149,7 @@ class _Files:
             self._abort()
             raise
 
-    def run(self, source: Source) -> list[tuple[list[Extent], list[Array]]]:
+    def run(self, source: PartitionSource) -> list[tuple[list[FileExtent], list[Array]]]:
         """The extents of each file, and the arrays in them."""
         try:
             for key in source.order([*self._by_key], self._let_go):
@@ -164,7 +164,7 @@ class _Files:
             self._abort()
             raise
 
-    def _submit(self, key: Key, source: Source) -> None:
+    def _submit(self, key: Key, source: PartitionSource) -> None:
         lease = ExitStack()
         lent = lease.enter_context(source.lend(key))
         with lease:
@@ -196,7 +196,7 @@ class _Files:
             self._held.popleft()[0].close()
 
 
-def _fetch(lent: Lent, piece: Piece, begin: int, room: Tensor) -> Transfer:
+def _fetch(lent: Lent, piece: TensorSpan, begin: int, room: Tensor) -> Transfer:
     return lent.fetch(piece.begin + begin, room)
 
 
@@ -207,8 +207,8 @@ def _bytes_of(values: Tensor) -> Tensor:
 
 
 def _link_frozen(
-    capture: Capture, source: Source, folder: Path, identity: str, queue: Queue, tell: Callable[[int], None]
-) -> tuple[list[Extent], list[Array]] | None:
+    capture: Capture, source: PartitionSource, folder: Path, identity: str, queue: Queue, tell: Callable[[int], None]
+) -> tuple[list[FileExtent], list[Array]] | None:
     """Give the file of frozen parameters of an earlier checkpoint a second name, where it has these very values.
 
     What memory holds and what the drive holds are compared by the blocks' checksums: reading wears no drive, takes no
@@ -218,7 +218,7 @@ def _link_frozen(
     if not pieces or capture.previous is None:
         return None
     earlier, index = capture.previous
-    extents: list[Extent] = []
+    extents: list[FileExtent] = []
     arrays: list[Array] = []
     for piece in pieces:
         found = index.extent_of(piece.arrays) if piece.arrays else None
@@ -255,7 +255,7 @@ def _link_frozen(
     return placed, arrays
 
 
-def _block_checksums(lent: Lent, piece: Piece, nbytes: int) -> tuple[int, ...]:
+def _block_checksums(lent: Lent, piece: TensorSpan, nbytes: int) -> tuple[int, ...]:
     """Checksums of the blocks of an extent of `nbytes` bytes that holds a piece and zeros behind it."""
     found = []
     room = page_aligned(BLOCK_NBYTES) if lent.buffer is None else None

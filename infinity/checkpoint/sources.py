@@ -45,7 +45,7 @@ class Lent:
     fetch: Callable[[int, Tensor], Transfer]
 
 
-class Source(Protocol):
+class PartitionSource(Protocol):
     """See the module's text."""
 
     def order(self, keys: Sequence[Key], let_go: LetGo) -> Iterator[Key]:
@@ -58,7 +58,7 @@ class Source(Protocol):
         """These are not asked for any more."""
 
 
-class Leases:
+class LiveSource:
     """The partitions as they are, for as long as nobody changes them: a save in the foreground."""
 
     def __init__(self, store: TieredStore) -> None:
@@ -82,7 +82,7 @@ class Leases:
         """See Source."""
 
 
-class Kept:
+class SnapshotSource:
     """The partitions of a snapshot that has been taken: a save behind the program.
 
     share: of the time in which bytes are moved while nobody waits for the save.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from infinity.checkpoint.codec import Unspeakable, decode, encode
+from infinity.checkpoint.codec import NotSerializable, decode, encode
 from infinity.config.untrusted import shortened
 from infinity.errors import CheckpointError, InfinityError
 from infinity.log import logger
@@ -31,14 +31,14 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Steps(Protocol):
+class OptimizerProgress(Protocol):
     """How often each parameter was stepped, and what the optimizer keeps of it in one value."""
 
     steps: dict[str, int]
 
-    def singles(self) -> dict[str, dict[str, Any]]: ...
+    def parameter_scalars(self) -> dict[str, dict[str, Any]]: ...
 
-    def load_singles(self, singles: Mapping[str, Mapping[str, Any]]) -> None: ...
+    def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]]) -> None: ...
 
 
 # A mapping, or what makes one at the time of a save.
@@ -60,14 +60,14 @@ class Trainee(Protocol):
     client_state: ClientState
 
 
-def names_of(module: nn.Module) -> dict[int, str]:
+def parameter_names(module: nn.Module) -> dict[int, str]:
     """The first name of each parameter, by identity."""
     return {id(param): name for name, param in module.named_parameters()}
 
 
-def run_state(trainee: Trainee, stepper: Steps, precision: Stateful, *, path: object) -> dict[str, Any]:
+def run_state(trainee: Trainee, stepper: OptimizerProgress, precision: Stateful, *, path: object) -> dict[str, Any]:
     """The part of the manifest that is the same on all ranks. CheckpointError for what has no spelling."""
-    names = names_of(trainee.module)
+    names = parameter_names(trainee.module)
     scheduler, loader = trainee.lr_scheduler, trainee.training_dataloader
     try:
         return {
@@ -94,7 +94,7 @@ def run_state(trainee: Trainee, stepper: Steps, precision: Stateful, *, path: ob
             },
             "loader": None if loader is None else encode(loader.state_dict(), path="loader"),
         }  # fmt: skip
-    except Unspeakable as error:
+    except NotSerializable as error:
         raise CheckpointError(path, str(error), "Save without it") from error
 
 
@@ -102,13 +102,13 @@ def spelled(value: Any, tensors: dict[str, torch.Tensor], *, path: object) -> An
     """A program's client state as JSON and tensors; CheckpointError for what would have to be pickled."""
     try:
         return encode(value, tensors, "client_state")
-    except Unspeakable as error:
+    except NotSerializable as error:
         raise CheckpointError(path, str(error), "Leave it out of client_state") from error
 
 
-def singles_of(stepper: Steps) -> dict[str, Any]:
+def singles_of(stepper: OptimizerProgress) -> dict[str, Any]:
     """What the optimizer keeps of a parameter in one value, as JSON."""
-    return {name: encode(values) for name, values in stepper.singles().items()}
+    return {name: encode(values) for name, values in stepper.parameter_scalars().items()}
 
 
 def check_run(
@@ -168,7 +168,7 @@ def check_alike(own: Any, saved: Any, *, complete: bool = False) -> None:
     try:
         # As a save would write it: a number of numpy's is a number.
         own = decode(encode(own))
-    except Unspeakable:
+    except NotSerializable:
         return
     _compare(own, saved, "it", complete=complete)
 
@@ -200,13 +200,13 @@ def _is_number(value: Any) -> bool:
 
 
 def restore_run(
-    trainee: Trainee, stepper: Steps, precision: Stateful, state: Mapping[str, Any],
+    trainee: Trainee, stepper: OptimizerProgress, precision: Stateful, state: Mapping[str, Any],
     singles: Sequence[Mapping[str, Any]], source_of: Mapping[str, str | None], *, optimizer: bool, scheduler: bool,
     accumulation: int, path: object,
 ) -> None:  # fmt: skip
-    """Give a run its state back, which `check_run` has seen. `singles`: every rank's. `source_of`: by what name the
-    checkpoint has each of the model's parameters, None for one that it has not. `accumulation`: calls of `step()` that
-    make a step here. CheckpointError where a part of the run refuses its state.
+    """Give a run its state back, which `check_run` has seen. `parameter_scalars`: every rank's. `source_of`: by what
+    name the checkpoint has each of the model's parameters, None for one that it has not. `accumulation`: calls of
+    `step()` that make a step here. CheckpointError where a part of the run refuses its state.
     """
     for name in COUNTERS:
         setattr(trainee, name, int(state["counters"][name]))
@@ -218,7 +218,7 @@ def restore_run(
         saved = state["optimizer"]
         stepper.steps.update({name: saved["steps"].get(source_of[name] or "", 0) for name in stepper.steps})
         merged = {name: values for each in singles for name, values in each.items()}
-        stepper.load_singles(
+        stepper.load_parameter_scalars(
             {name: decode(merged[source]) for name in stepper.steps if (source := source_of[name]) in merged}
         )
     if scheduler and trainee.lr_scheduler is not None and state["scheduler"] is not None:
@@ -239,7 +239,7 @@ def _restore_groups(
     trainee: Trainee, saved: Sequence[Mapping[str, Any]], source_of: Mapping[str, str | None]
 ) -> None:
     """Hyper-parameters go to the group that has the same parameters, or a part of them."""
-    names = names_of(trainee.module)
+    names = parameter_names(trainee.module)
     group_of = {name: at for at, group in enumerate(saved) for name in group["params"]}
     for at, group in enumerate(trainee.optimizer.param_groups):
         found = {group_of.get(source_of.get(names[id(param)]) or "") for param in group["params"]}

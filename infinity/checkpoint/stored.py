@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.format import PARAM, Extent, TensorInfo
-from infinity.checkpoint.pieces import Piece
+from infinity.checkpoint.format import PARAM, FileExtent, TensorInfo
+from infinity.checkpoint.pieces import TensorSpan
 from infinity.plan.spec import dtype_name
 
 
@@ -26,7 +26,7 @@ class StoredLike(Protocol):
 
 
 class Stored:
-    """See `infinity.checkpoint.load.Source`."""
+    """See `infinity.checkpoint.load.ValueSource`."""
 
     def __init__(self, tensors: Mapping[str, StoredLike]) -> None:
         self.tensors = {
@@ -48,10 +48,10 @@ class Stored:
         stored = self._stored[name]
         stored.read(start, out.view(stored.dtype))
 
-    def extent_of(self, piece: Piece) -> Extent | None:
+    def extent_of(self, piece: TensorSpan) -> FileExtent | None:
         """There are none."""
         return None
 
-    def read_bytes(self, extent: Extent, begin: int, target: Tensor) -> None:
+    def read_bytes(self, extent: FileExtent, begin: int, target: Tensor) -> None:
         """Never called: see `extent_of`."""
         raise NotImplementedError

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infinity.checkpoint.extract import description_of
-from infinity.checkpoint.files import Reader
-from infinity.checkpoint.format import BLOCK_NBYTES, MANIFEST, Extent, FileInfo, Manifest, RankIndex, inside
+from infinity.checkpoint.files import ExtentReader
+from infinity.checkpoint.format import BLOCK_NBYTES, MANIFEST, FileExtent, FileInfo, Manifest, RankIndex, inside
 from infinity.errors import CheckpointError, TransferError
 from infinity.ops.checksum import checksum
 
@@ -83,11 +83,11 @@ def verify(
         yield from _client(folder, manifest.client)
 
 
-def _blocks(folder: Path, manifest: Manifest, index: RankIndex, extents: list[Extent]) -> Iterator[int | Damage]:
+def _blocks(folder: Path, manifest: Manifest, index: RankIndex, extents: list[FileExtent]) -> Iterator[int | Damage]:
     """Bytes found right, and blocks that are not; reading goes on behind a damaged one."""
     while extents:
         position, within = 0, 0
-        with Reader(folder, manifest, [replace(index, extents=tuple(extents), arrays=())]) as reader:
+        with ExtentReader(folder, manifest, [replace(index, extents=tuple(extents), arrays=())]) as reader:
             try:
                 for nbytes in reader.verify():
                     yield nbytes
@@ -128,7 +128,7 @@ def _few(names: tuple[str, ...]) -> str:
 
 
 def _gaps(folder: Path, manifest: Manifest, indexes: list[RankIndex]) -> Iterator[Damage]:
-    with Reader(folder, manifest, indexes) as reader:
+    with ExtentReader(folder, manifest, indexes) as reader:
         for name, info in manifest.tensors.items():
             for kind in info.kinds:
                 if not reader.covered(name, kind, info.numel):

@@ -225,7 +225,7 @@ def beside(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.{uuid.uuid4().hex[:12]}.partial"
 
 
-def publish(made: Path, folder: Path) -> None:
+def publish_folder(made: Path, folder: Path) -> None:
     """Make `made` what `folder` is: by one rename where that is new or empty, else file by file.
 
     Into a folder that has files, the weights of an earlier export go first and the index comes last: a reader in

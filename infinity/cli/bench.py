@@ -20,7 +20,7 @@ import psutil
 from infinity.cli import rates
 from infinity.cli.drive_rates import check_drive, measure_drive
 from infinity.cli.processor import processor
-from infinity.cli.terminal import Progress, say, table
+from infinity.cli.terminal import TaskProgress, format_table, say
 from infinity.errors import ConfigError
 from infinity.memory.tiers.device import Device
 from infinity.ops.adam import set_threads, shutdown_threads
@@ -59,7 +59,7 @@ def run(given: argparse.Namespace) -> int:
         check_drive(folder)
     began = time.monotonic()
     before = signal.signal(signal.SIGTERM, _terminated)
-    progress = Progress()
+    progress = TaskProgress()
     try:
         profile = measure(folders, seconds=given.seconds, endurance_tb=given.tbw or [], progress=progress)
     finally:
@@ -90,11 +90,11 @@ def check_output(path: str) -> None:
 
 
 def measure(
-    folders: Sequence[str], *, seconds: float, endurance_tb: Sequence[float] = (), progress: Progress | None = None
+    folders: Sequence[str], *, seconds: float, endurance_tb: Sequence[float] = (), progress: TaskProgress | None = None
 ) -> HardwareProfile:
     """A profile of this machine, made in `seconds` at most: each part gets its share of what is left."""
     began = time.monotonic()
-    progress = progress or Progress()
+    progress = progress or TaskProgress()
     progress.task("the processor")
     name = processor()
     device = Device.detect(0)
@@ -146,7 +146,7 @@ def show(profile: HardwareProfile) -> str:
              f"{drive.block_nbytes >> 10} KiB", str(drive.queue_depth), "yes" if drive.direct else "no"]
             for drive in profile.drives
         ]  # fmt: skip
-        lines += ["", table(rows)]
+        lines += ["", format_table(rows)]
     dtypes = list(profile.adam_seconds)
     known = [profile.compute.get(dtype) for dtype in dtypes]
     rows = [["", *dtypes]]
@@ -156,7 +156,7 @@ def show(profile: HardwareProfile) -> str:
     rows.append(["  and for 1 B logits of the head", *(_seconds(each.logit_seconds) for each in fixed)])
     rows.append(["Adam step of 1 B parameters", *(_seconds(profile.adam_seconds[dtype]) for dtype in dtypes)])
     rows.append(["norm of 1 B gradients", *(_seconds(profile.norm_seconds.get(dtype)) for dtype in dtypes)])
-    lines += ["", table(rows), "", f"copies within CPU memory {_rate(profile.copy_rate)}"]
+    lines += ["", format_table(rows), "", f"copies within CPU memory {_rate(profile.copy_rate)}"]
     if profile.up_rate is not None and profile.down_rate is not None:
         lines.append(f"CPU to accelerator {_rate(profile.up_rate)}, back {_rate(profile.down_rate)}")
     if profile.assumptions:

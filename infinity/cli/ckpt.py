@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.comparison import Comparison, compare
+from infinity.checkpoint.comparison import Comparison, compare_checkpoints
 from infinity.checkpoint.format import MANIFEST, Manifest, RankIndex, check_files, read_manifest
 from infinity.checkpoint.verification import verify
 from infinity.cli.export import locate
 from infinity.cli.meter import Meter
-from infinity.cli.terminal import say, table
+from infinity.cli.terminal import format_table, say
 from infinity.config.units import format_bytes
 from infinity.errors import CheckpointError
 
@@ -54,7 +54,7 @@ def run(given: argparse.Namespace) -> int:
     if given.question == "verify":
         return _verify(folder)
     manifest = read_manifest(folder)
-    facts = describe(manifest, check_files(folder, manifest))
+    facts = checkpoint_summary(manifest, check_files(folder, manifest))
     if given.json:
         say(json.dumps({"folder": str(folder), **facts}, indent=2))
     else:
@@ -62,7 +62,7 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def describe(manifest: Manifest, indexes: Sequence[RankIndex]) -> dict[str, Any]:
+def checkpoint_summary(manifest: Manifest, indexes: Sequence[RankIndex]) -> dict[str, Any]:
     """What a checkpoint holds, as JSON values."""
     nbytes: dict[str, int] = {}
     for index in indexes:
@@ -98,8 +98,9 @@ def show(folder: Path, facts: dict[str, Any], *, tensors: bool) -> str:
         ["plan", f"stage {plan['stage']}, {plan['world_size']} rank(s), {plan['compute_dtype']}"],
         ["files", f"{len(facts['files'])} of {facts['ranks']} rank(s), {format_bytes(sum(facts['files'].values()))}"],
     ]  # fmt: skip
-    lines = [table(rows, right=False), ""]
-    lines.append(table([["kind", "bytes"], *([kind, f"{size:,}"] for kind, size in sorted(facts["bytes"].items()))]))
+    lines = [format_table(rows, right=False), ""]
+    kinds = [[kind, f"{size:,}"] for kind, size in sorted(facts["bytes"].items())]
+    lines.append(format_table([["kind", "bytes"], *kinds]))
     if tensors:
         header = ["tensor", "shape", "dtype", "trained", "kinds"]
         body = [
@@ -107,7 +108,7 @@ def show(folder: Path, facts: dict[str, Any], *, tensors: bool) -> str:
              ", ".join(info["kinds"]) or "none"]
             for name, info in facts["tensors"].items()
         ]  # fmt: skip
-        lines += ["", table([header, *body], right=False)]
+        lines += ["", format_table([header, *body], right=False)]
     return "\n".join(lines)
 
 
@@ -134,7 +135,7 @@ def _diff(given: argparse.Namespace) -> int:
     with Meter("diff", unit="elements") as meter:
         folders = locate(given.checkpoint), locate(given.other)
         first, second = ((folder, read_manifest(folder)) for folder in folders)
-        found = compare(first, second, meter.advance)
+        found = compare_checkpoints(first, second, meter.advance)
     say(show_difference(found, everything=given.all))
     return 0 if found.same else 1
 
@@ -150,7 +151,7 @@ def show_difference(found: Comparison, *, everything: bool = False) -> str:
         largest = max((change.largest for change in changes), default=0.0)
         rows.append([kind, f"{count:,}", f"{len(changes):,}", f"{largest:.3g}"])
     if len(rows) > 1:
-        lines += [table(rows)]
+        lines += [format_table(rows)]
     kinds = list(found.compared)
     changes = sorted(found.changes, key=lambda change: (kinds.index(change.kind), -change.largest))
     rows = [
@@ -170,7 +171,7 @@ def _listed(header: list[str], rows: list[list[str]], *, everything: bool) -> li
         return []
     shown = rows if everything else rows[:_SHOWN_MAX]
     more = [f"and {len(rows) - len(shown)} more (--all)"] if len(rows) > len(shown) else []
-    return ["", table([header, *shown]), *more]
+    return ["", format_table([header, *shown]), *more]
 
 
 def _short(value: Any) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from infinity.cli.examination import Facts, examine
 from infinity.cli.folder import IN_MEMORY
 from infinity.cli.packages import Package
-from infinity.cli.terminal import say, table
+from infinity.cli.terminal import format_table, say
 
 # File systems whose bytes are on another machine.
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre", "virtiofs")
@@ -27,7 +27,7 @@ _MEMLOCK_LEAST = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Finding:
     """What is not as good as it could be, and how to change it. `stops`: a run that needs it does not work."""
 
     what: str
@@ -58,7 +58,7 @@ def run(given: argparse.Namespace) -> int:
     say(show(facts))
     if left_out:
         say(f"\n{left_out}")
-    found = advise(facts)
+    found = recommend(facts)
     say()
     for advice in found:
         say(f"{'PROBLEM' if advice.stops else 'better'}: {advice.what}. {advice.remedy}.")
@@ -80,7 +80,7 @@ def show(facts: Facts) -> str:
     ]  # fmt: skip
     # What needs a package that is missing is not shown.
     rows = [[name, words] for name, words in rows if words]
-    lines = [table(rows, right=False)]
+    lines = [format_table(rows, right=False)]
     if facts.folders:
         drives = [["folder", "file system", "drive", "free", "O_DIRECT"]]
         drives += [
@@ -88,24 +88,24 @@ def show(facts: Facts) -> str:
              each.trouble or ("yes" if each.direct else "no")]
             for each in facts.folders
         ]  # fmt: skip
-        lines += ["", table(drives, right=False)]
+        lines += ["", format_table(drives, right=False)]
     return "\n".join(lines)
 
 
-def advise(facts: Facts) -> list[Advice]:
+def recommend(facts: Facts) -> list[Finding]:
     """What would be better, most important first."""
     asked = (_about_packages, _about_folders, _about_native, _about_io, _about_machine)
     found = [advice for about in asked for advice in about(facts)]
     return sorted(found, key=lambda advice: not advice.stops)
 
 
-def _about_packages(facts: Facts) -> list[Advice]:
+def _about_packages(facts: Facts) -> list[Finding]:
     found = []
     missing = [each.name for each in facts.packages if not each.extra and not each.version and each.trouble]
     if missing:
         found.append(
-            Advice(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and every run needs "
-                   f"{'it' if len(missing) == 1 else 'them'}", f"Run pip install {' '.join(missing)}", True)
+            Finding(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and every run "
+                    f"needs {'it' if len(missing) == 1 else 'them'}", f"Run pip install {' '.join(missing)}", True)
         )  # fmt: skip
     for package in facts.packages:
         if package.version and package.trouble:
@@ -113,87 +113,87 @@ def _about_packages(facts: Facts) -> list[Advice]:
             if package.extra:
                 again = f"--upgrade 'infinity-engine[{package.extra}]'"
             found.append(
-                Advice(f"{_named(package)} is installed and cannot be imported: {package.trouble}",
+                Finding(f"{_named(package)} is installed and cannot be imported: {package.trouble}",
                        f"Run pip install {again}", not package.extra)
             )  # fmt: skip
     return found
 
 
-def _about_folders(facts: Facts) -> list[Advice]:
+def _about_folders(facts: Facts) -> list[Finding]:
     found = []
     for each in facts.folders:
         folder, place = each.folder, each.place
         if each.trouble and each.named:
             found.append(
-                Advice(f"{folder} cannot be used: {each.trouble}", "Choose another folder, or change its owner", True)
+                Finding(f"{folder} cannot be used: {each.trouble}", "Choose another folder, or change its owner", True)
             )
         elif place.file_system in IN_MEMORY and each.named:
             found.append(
-                Advice(f"{folder} lies in memory ({place.file_system}), so that offloading to it saves none",
+                Finding(f"{folder} lies in memory ({place.file_system}), so that offloading to it saves none",
                        "Choose a folder on a drive as nvme_path", True)
             )  # fmt: skip
         elif place.file_system in _REMOTE and each.named:
             found.append(
-                Advice(f"{folder} is on another machine ({place.file_system}), whose network is the limit",
+                Finding(f"{folder} is on another machine ({place.file_system}), whose network is the limit",
                        "Choose a folder on a local drive as nvme_path")
             )  # fmt: skip
         elif not each.direct and each.named:
             found.append(
-                Advice(f"the file system of {folder} ({place.file_system}) does not take O_DIRECT, so that the page "
+                Finding(f"the file system of {folder} ({place.file_system}) does not take O_DIRECT, so that the page "
                        "cache takes memory and time", "Choose a folder on ext4 or xfs; in a container, mount one")
             )  # fmt: skip
         if each.named and not each.trouble and place.free_nbytes < _FREE_NBYTES_LEAST:
             found.append(
-                Advice(f"{folder} has {place.free_nbytes / 1e9:.1f} GB free, and a model's states take 12 bytes a "
+                Finding(f"{folder} has {place.free_nbytes / 1e9:.1f} GB free, and a model's states take 12 bytes a "
                        "parameter", "Free some space: `infinity estimate` says how much a run needs")
             )  # fmt: skip
     return found
 
 
-def _about_native(facts: Facts) -> list[Advice]:
-    if "plain twin" not in (facts.adam, facts.aio):
+def _about_native(facts: Facts) -> list[Finding]:
+    if "Python fallback" not in (facts.adam, facts.aio):
         return []
     missing = " and ".join(
-        name for name, path in (("the optimizer", facts.adam), ("I/O", facts.aio)) if path == "plain twin"
+        name for name, path in (("the optimizer", facts.adam), ("I/O", facts.aio)) if path == "Python fallback"
     )
     if not facts.compiler:
         return [
-            Advice(f"{missing} run on the slower plain twins, because there is no C++ compiler",
+            Finding(f"{missing} run on the slower Python fallbacks, because there is no C++ compiler",
                    "Install g++ or clang++, or a wheel that carries the libraries")
         ]  # fmt: skip
     return [
-        Advice(f"{missing} run on the slower plain twins although there is a compiler ({facts.compiler})",
+        Finding(f"{missing} run on the slower Python fallbacks although there is a compiler ({facts.compiler})",
                "`python -m infinity.ops.build build` shows why; INFINITY_NATIVE=0 turns native code off")
     ]  # fmt: skip
 
 
-def _about_io(facts: Facts) -> list[Advice]:
+def _about_io(facts: Facts) -> list[Finding]:
     reason = facts.backends.get("io_uring")
-    if facts.aio == "plain twin" or not reason:
+    if facts.aio == "Python fallback" or not reason:
         return []
     remedy = (
         "In a container, allow it: docker run --security-opt seccomp=FILE, with the io_uring system calls in FILE"
         if not facts.io_uring_disabled
         else "As root: sysctl kernel.io_uring_disabled=0"
     )
-    return [Advice(f"io_uring does not work here ({reason}); {facts.backend} serves instead", remedy)]
+    return [Finding(f"io_uring does not work here ({reason}); {facts.backend} serves instead", remedy)]
 
 
-def _about_machine(facts: Facts) -> list[Advice]:
+def _about_machine(facts: Facts) -> list[Finding]:
     found = []
     if facts.accelerator and facts.memlock_nbytes is not None and facts.memlock_nbytes < _MEMLOCK_LEAST:
         found.append(
-            Advice(f"{_limit_words(facts.memlock_nbytes)} may be locked, so that little can be pinned for the "
+            Finding(f"{_limit_words(facts.memlock_nbytes)} may be locked, so that little can be pinned for the "
                    "accelerator", "Raise it: ulimit -l unlimited, or docker run --ulimit memlock=-1")
         )  # fmt: skip
     if facts.torch_threads > facts.threads:
         found.append(
-            Advice(f"torch uses {facts.torch_threads} threads where {facts.threads} cores may be used, so that they "
+            Finding(f"torch uses {facts.torch_threads} threads where {facts.threads} cores may be used, so that they "
                    "wait for each other", f"Set OMP_NUM_THREADS={facts.threads}")
         )  # fmt: skip
     if facts.huge_pages == "never":
         found.append(
-            Advice("the kernel gives no large pages, so that touching memory costs more",
+            Finding("the kernel gives no large pages, so that touching memory costs more",
                    "As root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")
         )  # fmt: skip
     return found

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infinity.cli.folder import Place, look
+from infinity.cli.folder import FolderInfo, look
 from infinity.errors import ConfigError
 from infinity.memory.pages import page_aligned
 from infinity.ops.aio import File, Queue, Request
@@ -64,7 +64,7 @@ def check_drive(folder: str | os.PathLike[str]) -> None:
         )
 
 
-def _file_nbytes(place: Place) -> int:
+def _file_nbytes(place: FolderInfo) -> int:
     return min(FILE_NBYTES, place.free_nbytes // 4) // _REQUEST_NBYTES * _REQUEST_NBYTES
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.cli.folder import Place, look
+from infinity.cli.folder import FolderInfo, look
 from infinity.cli.packages import Package, look_at_packages
 from infinity.errors import InfinityError
 from infinity.ops import build
@@ -28,7 +28,7 @@ class FolderFacts:
 
     folder: str
     named: bool
-    place: Place
+    place: FolderInfo
     direct: bool
     trouble: str = ""
 
@@ -41,7 +41,7 @@ class Facts:
     packages: tuple[Package, ...]
     accelerator: str
     compiler: str
-    # Path of a library and where it came from, or "plain twin".
+    # Path of a library and where it came from, or "Python fallback".
     adam: str
     aio: str
     simd: str
@@ -68,7 +68,7 @@ def examine(folders: Iterable[str], named: Collection[str] = ()) -> Facts:
     works = not any(package.trouble for package in packages if not package.extra)
     # Loaded by its name, for it needs torch.
     seen = importlib.import_module("infinity.cli.engine_facts").see() if works else None
-    built = build.describe(cuda=seen is not None and seen.is_accelerator)
+    built = build.native_report(cuda=seen is not None and seen.is_accelerator)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cores = len(allowed_cores())
     return Facts(

@@ -11,7 +11,7 @@ IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FolderInfo:
     """A folder's file system; `path` is the nearest folder above that exists."""
 
     path: Path
@@ -24,14 +24,14 @@ class Place:
     writable: bool
 
 
-def look(folder: str | os.PathLike[str], root: Path = Path("/")) -> Place:
+def look(folder: str | os.PathLike[str], root: Path = Path("/")) -> FolderInfo:
     """What is behind a folder, which need not exist yet. `root` stands for the file system of the system, for tests."""
     path = Path(folder).absolute()
     while not path.exists():
         path = path.parent
     path = path if path.is_dir() else path.parent
     space, device = os.statvfs(path), path.stat().st_dev
-    return Place(
+    return FolderInfo(
         path=path, device=device, file_system=_file_system(path, root), free_nbytes=space.f_bavail * space.f_frsize,
         capacity_nbytes=space.f_blocks * space.f_frsize, model=_model(device, root), writable=os.access(path, os.W_OK),
     )  # fmt: skip

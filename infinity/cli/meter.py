@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from infinity.cli.terminal import Progress
+from infinity.cli.terminal import TaskProgress
 from infinity.config.units import format_bytes
 
 
@@ -16,7 +16,7 @@ class Meter:
         self.done = 0
         self._what = what
         self._unit = unit
-        self._progress = Progress()
+        self._progress = TaskProgress()
         self._every = 0.5 if sys.stderr.isatty() else 5.0
         self._began = self._said = time.monotonic()
 

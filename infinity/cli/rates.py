@@ -168,7 +168,7 @@ def compute(dtype: str, device: Device, seconds: float) -> Compute:
         add_block()
     taken = {tokens: passes(tokens, (ends - time.perf_counter()) / share) for tokens, share in ((few, 4), (many, 2))}
     numel = sum(param.numel() for param in blocks.parameters())
-    found = fit(numel, {tokens: flops(tokens) for tokens in taken}, taken)
+    found = fit_rates(numel, {tokens: flops(tokens) for tokens in taken}, taken)
     head = repeat(_head(many, hidden, _DTYPES[dtype], device), ends - time.perf_counter())
     operations = 6 * many * hidden * _VOCABULARY
     beyond = head - operations / found.rate - hidden * _VOCABULARY * found.parameter_seconds
@@ -190,7 +190,7 @@ def _head(tokens: int, hidden: int, dtype: torch.dtype, device: Device) -> Calla
     return run
 
 
-def fit(numel: int, flops: dict[int, float], taken: dict[int, float]) -> Compute:
+def fit_rates(numel: int, flops: dict[int, float], taken: dict[int, float]) -> Compute:
     """From floating-point operations and seconds by number of tokens: the rate, and what a parameter takes anyway."""
     few, many = min(taken), max(taken)
     slope = (taken[many] - taken[few]) / (flops[many] - flops[few])

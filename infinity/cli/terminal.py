@@ -20,7 +20,7 @@ def complain(command: str, text: str) -> None:
     print(f"infinity {command}: {text}", file=sys.stderr, flush=True)
 
 
-def table(rows: Sequence[Sequence[str]], *, right: bool = True) -> str:
+def format_table(rows: Sequence[Sequence[str]], *, right: bool = True) -> str:
     """Rows of cells in columns as wide as they need; all columns but the first are aligned to the right."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = []
@@ -33,7 +33,7 @@ def table(rows: Sequence[Sequence[str]], *, right: bool = True) -> str:
     return "\n".join(lines)
 
 
-class Progress:
+class TaskProgress:
     """What is being done and for how long: one line that is written over on a terminal, a line a task elsewhere."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infinity.config.schema import Config
-from infinity.config.training import OneCycle, WarmupCosineLR, WarmupDecayLR
+from infinity.config.training import OneCycleConfig, WarmupCosineLRConfig, WarmupDecayLRConfig
 
 
 def conflicts(config: Config) -> list[str]:
@@ -116,9 +116,9 @@ def _checkpointing(config: Config) -> list[str]:
 
 def _schedule(config: Config) -> list[str]:
     match config.scheduler:
-        case OneCycle(params=params):
+        case OneCycleConfig(params=params):
             required = {"cycle_min_lr": params.cycle_min_lr, "cycle_max_lr": params.cycle_max_lr}
-        case WarmupDecayLR(params=steps) | WarmupCosineLR(params=steps):
+        case WarmupDecayLRConfig(params=steps) | WarmupCosineLRConfig(params=steps):
             required = {"total_num_steps": steps.total_num_steps}
         case _:
             return []

@@ -24,11 +24,11 @@ from infinity.config.section import (
     Refused,
     Section,
     dotted,
-    leaves,
     mark,
-    names_of,
     reply_of,
+    section_leaves,
     sections_of,
+    spellings_of,
 )
 from infinity.config.values import read_flag
 from infinity.errors import ConfigError
@@ -166,7 +166,7 @@ def _repeated(raw: Any, path: str = "") -> Iterator[str]:
 
 def _walk(section: type[Section], raw: Mapping[Any, Any], path: str, found: _Found) -> dict[str, Any]:
     """The section under the names of its fields; unknown keys become problems, and "auto" is set aside."""
-    names = names_of(section)
+    names = spellings_of(section)
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for key, value in raw.items():
@@ -280,7 +280,7 @@ def _sentence(problem: dict[str, Any]) -> str:
 
 def _refusals(config: Config) -> list[str]:
     problems = []
-    for leaf in leaves(config):
+    for leaf in section_leaves(config):
         reply = None if sections_of(leaf.field) else reply_of(leaf.field)
         if isinstance(reply, Refused) and not leaf.is_default and leaf.value not in reply.accepted:
             problems.append(reply.sentence(leaf.path, leaf.value))

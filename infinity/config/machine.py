@@ -35,7 +35,7 @@ class Aio(Section):
     """Move bytes between the drive and the accelerator directly."""
 
 
-class Tier(Section):
+class TierLimit(Section):
     """The cap of one tier."""
 
     max_bytes: Annotated[Limit, HONOURED] = None
@@ -58,13 +58,13 @@ class ActivationReserve(Section):
 class Memory(Section):
     """Ours. Hard caps: a plan that does not fit is refused before anything is allocated."""
 
-    gpu: Tier = Tier()
-    cpu: Tier = Tier()
-    nvme: Tier = Tier()
+    gpu: TierLimit = TierLimit()
+    cpu: TierLimit = TierLimit()
+    nvme: TierLimit = TierLimit()
     activations: ActivationReserve = ActivationReserve()
 
 
-class Timeline(Section):
+class TimelineSection(Section):
     """Ours. A picture of one optimizer step: where it waited, what moved, what memory held (docs/timeline.md)."""
 
     path: Annotated[Picture | None, HONOURED] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infinity.config.schema import Config
-from infinity.config.training import OneCycle, WarmupDecayLR, WarmupLR
+from infinity.config.training import OneCycleConfig, WarmupDecayLRConfig, WarmupLRConfig
 
 _MACHINE = "what the machine has"
 
@@ -54,9 +54,9 @@ def notes(config: Config) -> dict[str, str]:
 def _schedule(config: Config) -> dict[str, str]:
     rate = "the optimizer's rate"
     match config.scheduler:
-        case WarmupLR() | WarmupDecayLR():
+        case WarmupLRConfig() | WarmupDecayLRConfig():
             return {"scheduler.params.warmup_max_lr": rate}
-        case OneCycle(params=params):
+        case OneCycleConfig(params=params):
             return {
                 "scheduler.params.cycle_second_step_size": f"{params.cycle_first_step_size}, as of the rising half",
                 "scheduler.params.cycle_second_stair_count": f"{params.cycle_first_stair_count}, as of the rising half",

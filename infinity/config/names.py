@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterable
 from typing import get_args
 
-from infinity.config.section import Section, dotted, names_of, sections_of
+from infinity.config.section import Section, dotted, sections_of, spellings_of
 
 # More keys than this in one line help nobody.
 _LISTED = 16
@@ -57,7 +57,7 @@ def _one_edit_apart(left: str, right: str) -> bool:
 def _types_with(schema: type[Section], path: list[str], types: tuple[str, ...]) -> list[str]:
     """The types of a section, of those that choose it, that have the key at a path. `types`: where it begins."""
     name, *rest = path
-    if name not in (names := names_of(schema)):
+    if name not in (names := spellings_of(schema)):
         return []
     sections = sections_of(schema.model_fields[names[name]])
     if not rest:
@@ -71,7 +71,7 @@ def _types_with(schema: type[Section], path: list[str], types: tuple[str, ...]) 
 def _places(schema: type[Section], path: str = "") -> list[str]:
     """Every dotted path of a schema."""
     places = []
-    for name, field in names_of(schema).items():
+    for name, field in spellings_of(schema).items():
         places.append(dotted(path, name))
         for section in sections_of(schema.model_fields[field]):
             places += _places(section, dotted(path, name))

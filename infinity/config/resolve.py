@@ -16,7 +16,7 @@ from infinity.config.load import complaint
 from infinity.config.meanings import meanings, notes
 from infinity.config.optimizer import Adam
 from infinity.config.schema import Config, Provenance
-from infinity.config.section import Absent, NoEffect, Section, leaves, mark, reply_of, sections_of
+from infinity.config.section import Absent, NoEffect, Section, mark, reply_of, section_leaves, sections_of
 from infinity.config.zero import OffloadOptimizer, OffloadParam, ZeroOptimization
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
@@ -192,7 +192,7 @@ class ResolvedConfig:
         lines, beside_others = [], idle(self.config)
         compute = "the model's type" if self.open & _PRECISIONS else self.compute_dtype
         absent, more = meanings(self.config, compute), notes(self.config)
-        for leaf in leaves(self.config):
+        for leaf in section_leaves(self.config):
             if mark(leaf.field, Absent):
                 continue
             source = self.sources[leaf.path]
@@ -227,7 +227,7 @@ def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
     reasons: dict[str, str] = {}
     settled = config.from_source(Provenance(provenance.origin, provenance.given, frozenset(still_open)))
     # A rule may look at keys that are "auto" themselves, and those stand earlier in the schema.
-    for leaf in [leaf for leaf in leaves(config) if leaf.path in provenance.autos]:
+    for leaf in [leaf for leaf in section_leaves(config) if leaf.path in provenance.autos]:
         value, reason = _RULES.get(leaf.path, _default)(settled, context, leaf.value)
         settled = _with(settled, leaf.path, value)
         reasons[leaf.path] = f"auto: {still_open.get(leaf.path, reason)}"
@@ -242,7 +242,7 @@ def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
     sources = {
         leaf.path: derived.get(leaf.path) or reasons.get(leaf.path) or chosen.get(leaf.path)
         or _written(leaf.path, provenance)
-        for leaf in leaves(settled)
+        for leaf in section_leaves(settled)
     }  # fmt: skip
     return ResolvedConfig(settled, sources, frozenset(still_open))
 

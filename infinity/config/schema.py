@@ -12,10 +12,10 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr
 
 from infinity.config.checkpointing import ActivationCheckpointing
-from infinity.config.machine import Aio, Memory, Timeline
+from infinity.config.machine import Aio, Memory, TimelineSection
 from infinity.config.monitors import CsvMonitor, TensorBoard, Wandb
 from infinity.config.optimizer import AnyOptimizer
-from infinity.config.section import HONOURED, Absent, Also, NoEffect, Refused, Section, leaves, mark, reply_of
+from infinity.config.section import HONOURED, Absent, Also, NoEffect, Refused, Section, mark, reply_of, section_leaves
 from infinity.config.training import Amp, Bf16, DataTypes, Fp16, Scheduler, TorchAutocast
 from infinity.config.values import (
     Count,
@@ -209,7 +209,7 @@ class Config(Section):
     zero_optimization: ZeroOptimization = ZeroOptimization()
     aio: Aio = Aio()
     memory: Memory = Memory()
-    timeline: Timeline = Timeline()
+    timeline: TimelineSection = TimelineSection()
     tensorboard: TensorBoard = TensorBoard()
     csv_monitor: CsvMonitor = CsvMonitor()
     wandb: Wandb = Wandb()
@@ -372,7 +372,7 @@ class Config(Section):
         """One line for each key that the user set and that has no effect here."""
         given = self._provenance.given
         lines = []
-        for leaf in leaves(self):
+        for leaf in section_leaves(self):
             if leaf.path not in given or not leaf.in_use:
                 continue
             reply = reply_of(leaf.field)

@@ -122,7 +122,7 @@ def sections_of(field: FieldInfo) -> tuple[type[Section], ...]:
     return tuple(classes(field.annotation))
 
 
-def names_of(section: type[Section]) -> dict[str, str]:
+def spellings_of(section: type[Section]) -> dict[str, str]:
     """Every spelling of every key of a section, with the name of its field."""
     names = {name: name for name in section.model_fields}
     for name, field in section.model_fields.items():
@@ -146,13 +146,13 @@ class Leaf:
         return bool(self.value == self.field.get_default(call_default_factory=True))
 
 
-def leaves(section: Section, path: str = "") -> Iterator[Leaf]:
+def section_leaves(section: Section, path: str = "") -> Iterator[Leaf]:
     """Every value, in the order of the schema; an absent section is one leaf that is None."""
     in_use = getattr(section, "enabled", True)
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
-            yield from leaves(value, dotted(path, name))
+            yield from section_leaves(value, dotted(path, name))
         else:
             yield Leaf(dotted(path, name), field, value, in_use or name == "enabled")
 

@@ -106,7 +106,7 @@ class WarmupCosineLRParams(Section):
     """Shape of the warm-up."""
 
 
-class LRRangeTest(Section):
+class LRRangeTestConfig(Section):
     """A sweep that finds a usable learning rate."""
 
     type: Annotated[Literal["LRRangeTest"], HONOURED, _NAMED]
@@ -114,7 +114,7 @@ class LRRangeTest(Section):
     params: LRRangeTestParams = LRRangeTestParams()
 
 
-class OneCycle(Section):
+class OneCycleConfig(Section):
     """One rise and fall of the rate, momentum against it, then a decay."""
 
     type: Annotated[Literal["OneCycle"], HONOURED, _NAMED]
@@ -122,7 +122,7 @@ class OneCycle(Section):
     params: OneCycleParams = OneCycleParams()
 
 
-class WarmupLR(Section):
+class WarmupLRConfig(Section):
     """A warm-up, then a constant rate."""
 
     type: Annotated[Literal["WarmupLR"], HONOURED, _NAMED]
@@ -130,7 +130,7 @@ class WarmupLR(Section):
     params: WarmupLRParams = WarmupLRParams()
 
 
-class WarmupDecayLR(Section):
+class WarmupDecayLRConfig(Section):
     """A warm-up, then a straight line to zero."""
 
     type: Annotated[Literal["WarmupDecayLR"], HONOURED, _NAMED]
@@ -138,7 +138,7 @@ class WarmupDecayLR(Section):
     params: WarmupDecayLRParams = WarmupDecayLRParams()
 
 
-class WarmupCosineLR(Section):
+class WarmupCosineLRConfig(Section):
     """A warm-up, then half a cosine."""
 
     type: Annotated[Literal["WarmupCosineLR"], HONOURED, _NAMED]
@@ -146,7 +146,7 @@ class WarmupCosineLR(Section):
     params: WarmupCosineLRParams = WarmupCosineLRParams()
 
 
-Scheduler = LRRangeTest | OneCycle | WarmupLR | WarmupDecayLR | WarmupCosineLR
+Scheduler = LRRangeTestConfig | OneCycleConfig | WarmupLRConfig | WarmupDecayLRConfig | WarmupCosineLRConfig
 
 
 class Fp16(Section):

@@ -86,7 +86,7 @@ def reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
-def leaves(folder: Path, name: str) -> bool:
+def leads_out(folder: Path, name: str) -> bool:
     """Whether a file of a folder is a link that leads out of it."""
     path = folder / name
     return path.is_symlink() and Path(os.path.realpath(path)).parent != Path(os.path.realpath(folder))

@@ -22,7 +22,7 @@ class Unusable(ValueError):
 
 
 @dataclass(frozen=True)
-class Reader:
+class ValueReader:
     """Converts what a file holds, or says in words what it expected."""
 
     expected: str
@@ -86,7 +86,7 @@ def _one_of(*choices: str, synonyms: dict[str, str] | None = None) -> BeforeVali
             raise ValueError(value)
         return known[value.lower()]
 
-    return BeforeValidator(Reader("one of " + ", ".join(f'"{choice}"' for choice in choices), convert))
+    return BeforeValidator(ValueReader("one of " + ", ".join(f'"{choice}"' for choice in choices), convert))
 
 
 def _text(value: Any) -> str:
@@ -177,7 +177,7 @@ def _limit(value: Any) -> int | Share | None:
 
 
 def _expected(words: str, convert: Callable[[Any], Any]) -> BeforeValidator:
-    return BeforeValidator(Reader(words, convert))
+    return BeforeValidator(ValueReader(words, convert))
 
 
 Flag = Annotated[bool, _expected("true or false", read_flag)]

@@ -120,7 +120,7 @@ def acquaint(introductions: Sequence[Sequence[Any]], rank: int, mine: Introducti
     return {other: pid for other, pid in found.items() if pid is not None}
 
 
-def report(pids: Mapping[int, int], reasons: Sequence[str]) -> None:
+def log_transport(pids: Mapping[int, int], reasons: Sequence[str]) -> None:
     """Say how ranks of this host exchange bytes."""
     if pids:
         logger.info("gathers and reductions: from the memory of %d other rank(s) of this host", len(pids))
@@ -199,7 +199,7 @@ class Swap:
             raise RuntimeError(str(self._error)) from self._error
 
 
-class Reader:
+class RowCopier:
     """A thread that copies rows from other ranks' memory, in the order in which a group's collectives were started:
     it is the same on every rank, so that ranks wait for each other in no circle.
     """

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 from infinity.distributed.collectives import exchange, exchange_texts, exchange_values
 from infinity.distributed.hang_detection.flight_record import ADVICE, first_difference
-from infinity.distributed.process_groups import Mesh
-from infinity.errors import DivergenceError
+from infinity.distributed.process_groups import ProcessGroups
+from infinity.errors import DesyncError
 from infinity.plan.plan import Plan
 
 # Lines of a difference that an error shows.
 _SHOWN_MAX = 64
 
 
-def agree_on_plan(plan: Plan, mesh: Mesh) -> None:
-    """Raise DivergenceError on every rank unless all have the same plan of the same parameters, in the same order."""
+def agree_on_plan(plan: Plan, mesh: ProcessGroups) -> None:
+    """Raise DesyncError on every rank unless all have the same plan of the same parameters, in the same order."""
     if mesh.control is None:
         return
     world_size = mesh.ranks.world_size
@@ -36,19 +36,19 @@ def agree_on_plan(plan: Plan, mesh: Mesh) -> None:
     listed = [dict(enumerate(text.split("\n"))) for text in everyone]
     found = first_difference(listed)
     if found is None:
-        raise DivergenceError(
+        raise DesyncError(
             "the ranks' models are the same but their plans differ: give initialize() the same configuration, the same "
             f"groups of parameters and the same offload on every rank (fingerprints: {', '.join(heard)})"
         )
     number, names = found
     lines = "\n".join(f"  rank {rank}: {name}" for rank, name in enumerate(names[:_SHOWN_MAX]))
-    raise DivergenceError(
+    raise DesyncError(
         f"the ranks have different models; parameter {number} is the first that differs:\n{lines}\n"
         "Build the same modules in the same order on every rank."
     )
 
 
-def agree_on_numbers(values: list[float], mesh: Mesh, name: str) -> list[list[float]]:
+def agree_on_numbers(values: list[float], mesh: ProcessGroups, name: str) -> list[list[float]]:
     """`exchange`, with the digests of what was submitted before: one collective for both."""
     mine = mesh.watchdog.digests() if mesh.watchdog is not None else []
     rows = exchange([*values, *mine], mesh.control, mesh.ranks.world_size, name)
@@ -56,14 +56,14 @@ def agree_on_numbers(values: list[float], mesh: Mesh, name: str) -> list[list[fl
     return [row[: len(values)] for row in rows]
 
 
-def on_any_rank(mine: Sequence[bool], mesh: Mesh, name: str) -> list[bool]:
+def on_any_rank(mine: Sequence[bool], mesh: ProcessGroups, name: str) -> list[bool]:
     """Element-wise 'on any rank' of a list of flags that has the same length on every rank."""
     rows = exchange([float(flag) for flag in mine], mesh.control, mesh.ranks.world_size, name)
     return [any(row[index] for row in rows) for index in range(len(mine))]
 
 
-def _agree_on_history(rows: Sequence[Sequence[float]], mesh: Mesh) -> None:
-    """Raise DivergenceError on every rank unless all have submitted the same. `rows`: every rank's digests."""
+def _agree_on_history(rows: Sequence[Sequence[float]], mesh: ProcessGroups) -> None:
+    """Raise DesyncError on every rank unless all have submitted the same. `rows`: every rank's digests."""
     if mesh.watchdog is None or all(list(row) == list(rows[0]) for row in rows):
         return
     told = []
@@ -75,6 +75,6 @@ def _agree_on_history(rows: Sequence[Sequence[float]], mesh: Mesh) -> None:
             number, names = found
             told += [f"  rank {rank}: {name} (number {number})" for rank, name in enumerate(names[:_SHOWN_MAX])]
     lines = "\n".join(told)
-    raise DivergenceError(
+    raise DesyncError(
         f"the ranks did different things since the last step, so this one is not taken:\n{lines}\n{ADVICE}"
     )

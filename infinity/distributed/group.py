@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from infinity.distributed.cma_transport import Reader
+from infinity.distributed.cma_transport import RowCopier
 from infinity.distributed.hang_detection.flight_record import Wait
 from infinity.distributed.hang_detection.watchdog import Watchdog
 from infinity.ops.transfer import WorkTransfer
@@ -37,7 +37,7 @@ class Group:
     process_group: Any
     index: int = 0
     watchdog: Watchdog | None = None
-    reader: Reader | None = None
+    reader: RowCopier | None = None
 
     def start(
         self, name: str, submit: Callable[[int], Any], keep: Sequence[Tensor], *, nbytes: int

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from infinity.distributed import collectives
-from infinity.distributed.cma_transport import Introduction, Reader, acquaint, report
+from infinity.distributed.cma_transport import Introduction, RowCopier, acquaint, log_transport
 from infinity.distributed.group import Group
-from infinity.distributed.hang_detection.mailbox import Board
+from infinity.distributed.hang_detection.mailbox import StoreMailbox
 from infinity.distributed.hang_detection.watchdog import BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN, Watchdog, leave
 from infinity.errors import ConfigError
 
@@ -76,7 +76,7 @@ def open_group(
     atexit.register(_end, os.getpid())
 
 
-class Mesh:
+class ProcessGroups:
     """The process groups of the data-parallel axis. All groups, and the watchdog, are None at world size 1."""
 
     def __init__(
@@ -117,14 +117,14 @@ class Mesh:
         # Whom each can read, and what kept it from reading the others of its host.
         answers = tell([sorted(found), mine.reason])
         mutual = {other: pid for other, pid in found.items() if self.ranks.rank in answers[other][0]}
-        report(mutual, [reason for _, reason in answers])
+        log_transport(mutual, [reason for _, reason in answers])
         for group in (self.gather, self.reduce, self.control):
             if mutual:
-                group.reader = Reader(group.process_group, mutual, limit_seconds)
+                group.reader = RowCopier(group.process_group, mutual, limit_seconds)
 
-    def board(self, topic: str) -> Board:
+    def mailbox(self, topic: str) -> StoreMailbox:
         """A place where ranks leave notes for each other outside of the collectives; a topic names one for good."""
-        return Board(
+        return StoreMailbox(
             self._notes, topic, rank=self.ranks.rank, world_size=self.ranks.world_size,
             timeout_seconds=self._timeout_seconds,
         )  # fmt: skip
@@ -144,7 +144,7 @@ class Mesh:
             self.watchdog.failed(error)
 
     def check(self) -> None:
-        """Raise DivergenceError when the ranks can no longer go on together."""
+        """Raise DesyncError when the ranks can no longer go on together."""
         if self.watchdog is not None:
             self.watchdog.check()
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 
-class Order(Sampler[int]):
+class SampleOrder(Sampler[int]):
     """This rank's samples of an epoch: a permutation from `start` on, dealt out in turn.
 
     What is missing for equal shares is taken from the epoch's beginning, or with `drop_last` left out.
@@ -71,7 +71,7 @@ class Loader(DataLoader[Any]):
     ) -> None:  # fmt: skip
         self._device = device
         self._rank, self._ranks = rank, ranks
-        self._order = Order(len(cast(Sized, data)), rank=rank, ranks=ranks, seed=seed, drop_last=drop_last)
+        self._order = SampleOrder(len(cast(Sized, data)), rank=rank, ranks=ranks, seed=seed, drop_last=drop_last)
         # Samples of all ranks in a full batch.
         self._step = batch * ranks
         # Epochs that have begun, samples of all ranks that were drawn in the latest, and whether that goes on.

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from infinity.checkpoint.background import Background
 from infinity.engine import exporting, loading, precision, saving
 from infinity.engine.loading import Wanted
-from infinity.engine.preemption import Rescue
-from infinity.engine.runtime import Parts
-from infinity.engine.step import Boundary, Verdict
+from infinity.engine.preemption import PreemptionHandler
+from infinity.engine.runtime import Runtime
+from infinity.engine.step import Boundary, StepVerdict
 from infinity.errors import StateError
 from infinity.log import logger
 from infinity.memory.report import MemoryReport
 from infinity.memory.tiers.pinned import trim
 from infinity.observability.memory_breakdown import Breakdown
 from infinity.observability.observer import Observer
-from infinity.observability.progress import Progress
+from infinity.observability.progress import StepProgress
 from infinity.observability.step_timing import StepTimes
 from infinity.observability.timeline import Timeline
 from infinity.ops.adam import shutdown_threads
@@ -49,7 +49,7 @@ class Engine(nn.Module):
 
     __reduce_ex__ = guards.refuse_pickle
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Runtime) -> None:
         super().__init__()
         self.module = parts.module
         self.config = parts.config
@@ -71,8 +71,8 @@ class Engine(nn.Module):
         self._parts = parts
         checkpoint, alone = parts.config.config.checkpoint, parts.mesh.ranks.world_size == 1
         self._background = Background(parts.store, parts.mesh)
-        self._rescue = Rescue(checkpoint.path, checkpoint.on_signal, self._background, alone=alone)
-        self._boundary = Boundary(parts, self._rescue.says)
+        self._preemption = PreemptionHandler(checkpoint.path, checkpoint.on_signal, self._background, alone=alone)
+        self._boundary = Boundary(parts, self._preemption.says)
         # Of the micro-steps since the latest boundary, unscaled; looked at when somebody asks.
         self._losses: list[Tensor] = []
         self._applied = self._closed = False
@@ -80,8 +80,8 @@ class Engine(nn.Module):
         self._observer = Observer(
             Breakdown(parts.plan, parts.ledger, parts.store, parts.units, parts.device), parts.config.config, **place
         )
-        self._progress = Progress(parts.config.config, parts.ledger, **place)
-        self.gradients.landed = self._on_landed
+        self._progress = StepProgress(parts.config.config, parts.ledger, **place)
+        self.gradients.on_accumulated = self._on_landed
         for unit in self.units:
             for param in unit.params:
                 whole_of(param).__dict__["_infinity_owner"] = self
@@ -120,7 +120,7 @@ class Engine(nn.Module):
         factor *= self.loss_scale
         scaled = precision.scaled(loss, factor)
         if self._boundary.early and self.is_gradient_accumulation_boundary():
-            self._stepper.begin_early(self.optimizer.param_groups, grad_scale=self.grad_factor)
+            self._stepper.start_in_backward(self.optimizer.param_groups, grad_scale=self.grad_factor)
         with self._observer.phase("backward", self._abandon_backward):
             self.coordinator.begin_backward(scaled=True)
             scaled.backward(retain_graph=retain_graph)
@@ -144,21 +144,22 @@ class Engine(nn.Module):
             verdict = self._apply_gradients()
         self._observer.end_step(self.global_steps)
         with self.mesh.telling():
-            if self._boundary.hopeless:
-                self._rescue.give_up(self, partial(self._boundary.despair, self.global_steps - 1, verdict))
-            self._rescue.after_step(self, verdict)
+            if self._boundary.should_abort:
+                error = partial(self._boundary.abort_error, self.global_steps - 1, verdict)
+                self._preemption.abort_with_save(self, error)
+            self._preemption.after_step(self, verdict)
 
-    def _apply_gradients(self) -> Verdict:
+    def _apply_gradients(self) -> StepVerdict:
         """The step at the accumulation boundary."""
         self._hooks.check_tree()
         self.coordinator.check_unchanged()
         self._checkpointing.settle()
-        verdict = self._boundary.judge(self.global_steps, self._losses)
+        verdict = self._boundary.reduce_and_check(self.global_steps, self._losses)
         self.skipped_steps += verdict.skipped
         if not verdict.skipped:
             self.optimizer.step()
             self._applied = True
-        self._boundary.leave(verdict)
+        self._boundary.finish(verdict)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self.lr_scheduler is not None and self._applied:
@@ -354,7 +355,7 @@ class Engine(nn.Module):
         what it is in the end by a rename; other files in it stay.
         """
         self._alive("export")
-        return exporting.export(
+        return exporting.export_folder(
             self._parts, os.fspath(folder), dtype=dtype, max_shard_size=max_shard_size, one_file=one_file,
             tokenizer=tokenizer,
         )  # fmt: skip
@@ -391,7 +392,7 @@ class Engine(nn.Module):
             stack.callback(self._progress.close)
             stack.callback(lambda: self._stepper.close(at_once=at_once))
             stack.callback(lambda: self._background.close(at_once=at_once))
-            stack.callback(self._rescue.close)
+            stack.callback(self._preemption.close)
 
     def _return_everything(self) -> None:
         self._hooks.remove()
@@ -429,9 +430,9 @@ class Engine(nn.Module):
 
     def _on_landed(self, unit: Unit) -> None:
         # What was copied out of its partition arrived before its gradients: a step may begin to write it.
-        unit.let_go(wait=True)
+        unit.release_lease(wait=True)
         final = self.is_gradient_accumulation_boundary()
-        self._stepper.landed(unit.layout.index, self.gradients.arrived[unit], final=final)
+        self._stepper.on_accumulated(unit.layout.index, self.gradients.arrived[unit], final=final)
 
     def _alive(self, verb: str, *, broken_is_fine: bool = False) -> None:
         self.store.check_process(verb)
@@ -440,7 +441,7 @@ class Engine(nn.Module):
         if self._observer.broken and not broken_is_fine:
             raise StateError(f"cannot {verb}: {self._observer.broken}")
         self._stepper.check()
-        self._rescue.check()
+        self._preemption.check()
         self.mesh.check()
 
     def _abandon(self, error: BaseException) -> None:

@@ -14,23 +14,23 @@ from typing import Any
 
 from torch import Tensor
 
-from infinity.checkpoint.describe import describe, persistent_buffers, sources_of
-from infinity.checkpoint.description import SHARD_NBYTES, Source, copy_files, float_dtype
-from infinity.checkpoint.ranks import together
+from infinity.checkpoint.describe import describe_model, persistent_buffers, sources_of
+from infinity.checkpoint.description import SHARD_NBYTES, TensorSource, copy_files, float_dtype
+from infinity.checkpoint.ranks import run_on_all_ranks
 from infinity.checkpoint.weight_writer import (
     Shard,
     WeightWriter,
     as_bytes,
     beside,
     check_complete,
-    publish,
+    publish_folder,
     write_texts,
 )
 from infinity.config.units import parse_bytes
-from infinity.engine.runtime import Parts
+from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError, StateError
-from infinity.log import Progress
-from infinity.memory.master_weights import decode
+from infinity.log import PhaseProgress
+from infinity.memory.master_weights import load_masters
 from infinity.plan.layout import UnitLayout, slices_of
 from infinity.plan.types import Key, Kind
 from infinity.zero.unit import Unit
@@ -39,14 +39,14 @@ from infinity.zero.unit import Unit
 _BLOCK_NUMEL = 4 << 20
 
 
-def export(
-    parts: Parts, folder: str | Path, *, dtype: str = "bf16", max_shard_size: int | str = SHARD_NBYTES,
+def export_folder(
+    parts: Runtime, folder: str | Path, *, dtype: str = "bf16", max_shard_size: int | str = SHARD_NBYTES,
     one_file: bool = False, tokenizer: Any = None, stem: str = "model", frozen: bool = True,
 ) -> Path:  # fmt: skip
     """See `Engine.export`. stem: name of the weights' file. frozen: with parameters that are not trained."""
     parts.hooks.check_tree()
     target, chosen = Path(folder), float_dtype(dtype)
-    description, sources = describe(parts.module), sources_of(parts.module)
+    description, sources = describe_model(parts.module), sources_of(parts.module)
     if not frozen:
         trained = {slot.name for unit in parts.units if unit.layout.trainable for slot in unit.layout.slots}
         sources = [source for source in sources if source.name in trained]
@@ -74,29 +74,32 @@ def export(
         return made.name
 
     try:
-        made = target.resolve().parent / together(parts.mesh, "beginning of an export", prepare, path=target)[0]
-        done = together(parts.mesh, "files of an export", lambda: _write(parts, sources, shards, made), path=target)
+        made = target.resolve().parent / run_on_all_ranks(parts.mesh, "beginning of an export", prepare, path=target)[0]
+        done = run_on_all_ranks(
+            parts.mesh, "files of an export", lambda: _write(parts, sources, shards, made), path=target
+        )
 
         def finish() -> None:
             if first:
                 check_complete(sum(done), shards, target)
-                publish(made, target)
+                publish_folder(made, target)
 
-        together(parts.mesh, "end of an export", finish, path=target)
+        run_on_all_ranks(parts.mesh, "end of an export", finish, path=target)
     finally:
         for folder in hidden:
             shutil.rmtree(folder, ignore_errors=True)
     return target
 
 
-def export_16bit(parts: Parts, folder: str | os.PathLike[str], filename: str, *, frozen: bool) -> None:
+def export_16bit(parts: Runtime, folder: str | os.PathLike[str], filename: str, *, frozen: bool) -> None:
     """See `Engine.save_16bit_model`."""
     stem = Path(filename).stem
     dtype = "fp16" if parts.config.compute_dtype == "fp16" else "bf16"
-    export(parts, os.fspath(folder), dtype=dtype, stem="model" if stem == "pytorch_model" else stem, frozen=frozen)
+    stem = "model" if stem == "pytorch_model" else stem
+    export_folder(parts, os.fspath(folder), dtype=dtype, stem=stem, frozen=frozen)
 
 
-def _write(parts: Parts, sources: Sequence[Source], shards: Sequence[Shard], made: Path) -> int:
+def _write(parts: Runtime, sources: Sequence[TensorSource], shards: Sequence[Shard], made: Path) -> int:
     """Write this rank's ranges; returns the bytes."""
     ranks = parts.mesh.ranks
     if not made.is_dir():
@@ -107,7 +110,7 @@ def _write(parts: Parts, sources: Sequence[Source], shards: Sequence[Shard], mad
     with WeightWriter(made, shards, create=False) as writer:
         wanted = writer.dtypes
         total = sum(entry.nbytes for shard in shards for entry, _ in shard.entries)
-        progress = Progress(f"export to {made.parent}", total // ranks.world_size)
+        progress = PhaseProgress(f"export to {made.parent}", total // ranks.world_size)
         for name, start, values in _elements(parts, wanted):
             raw = as_bytes(values, wanted[name], name)
             writer.write(name, start, raw)
@@ -120,7 +123,7 @@ def _write(parts: Parts, sources: Sequence[Source], shards: Sequence[Shard], mad
         return writer.written_nbytes
 
 
-def _elements(parts: Parts, wanted: Mapping[str, str]) -> Iterator[tuple[str, int, Tensor]]:
+def _elements(parts: Runtime, wanted: Mapping[str, str]) -> Iterator[tuple[str, int, Tensor]]:
     """(tensor, first element, values [n] on the CPU) of all parameters' elements that this rank writes."""
     for unit in parts.units:
         layout: UnitLayout = unit.layout
@@ -137,7 +140,7 @@ def _elements(parts: Parts, wanted: Mapping[str, str]) -> Iterator[tuple[str, in
                     yield piece.slot.name, piece.tensor_start, own
 
 
-def _own_range(parts: Parts, unit: Unit) -> tuple[int, int, int]:
+def _own_range(parts: Runtime, unit: Unit) -> tuple[int, int, int]:
     """Where this rank's partition begins in the unit, and the part of it that this rank writes: [start, stop)."""
     numel = unit.layout.partition_numel(unit.placed.parts)
     if unit.placed.parts > 1:
@@ -147,14 +150,14 @@ def _own_range(parts: Parts, unit: Unit) -> tuple[int, int, int]:
     return 0, numel * rank // ranks, numel * (rank + 1) // ranks
 
 
-def _values(parts: Parts, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+def _values(parts: Runtime, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
     with parts.store.read(unit.key) as (partition,):
         whole = partition.view(Kind.PARAM)
         for at in range(start, stop, _BLOCK_NUMEL):
             yield at, whole[at : min(at + _BLOCK_NUMEL, stop)].detach().cpu()
 
 
-def _masters(parts: Parts, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+def _masters(parts: Runtime, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
     for group, piece, at in slices_of(parts.plan.sub_groups, unit.layout.index):
         low, high = max(start, piece.start), min(stop, piece.start + piece.numel)
         if low >= high:
@@ -163,4 +166,4 @@ def _masters(parts: Parts, unit: Unit, start: int, stop: int) -> Iterator[tuple[
             whole = partition.view(Kind.PARAM)
             for begin in range(low, high, _BLOCK_NUMEL):
                 end = min(begin + _BLOCK_NUMEL, high)
-                yield begin, decode(whole[begin:end], states, at + begin - piece.start)
+                yield begin, load_masters(whole[begin:end], states, at + begin - piece.start)

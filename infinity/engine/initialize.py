@@ -21,15 +21,15 @@ from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
 from infinity.config.optimizer import Adam
 from infinity.distributed.collectives import exchange
 from infinity.distributed.consistency import agree_on_plan
-from infinity.distributed.process_groups import Mesh, Ranks, detect
+from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.engine.data import Loader, Workers
 from infinity.engine.engine import Engine
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.model_init import ConfigSource, mesh_of
 from infinity.engine.preflight import checkpointed_blocks, preflight, remarks
-from infinity.engine.runtime import Parts
+from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError
-from infinity.log import logger, start
+from infinity.log import configure_logging, logger
 from infinity.memory.activation_tier import ActivationTier
 from infinity.memory.ledger import Ledger
 from infinity.memory.queue_options import queue_options
@@ -95,7 +95,7 @@ def initialize(
     check_arguments({"mesh": mesh, **others}, dist_init_required, ranks)
     model = unwrapped(_checked(model))
     resolved = _resolve(source, model, ranks, optimizer, lr_scheduler)
-    start(ranks.rank, resolved.config.log_level)
+    configure_logging(ranks.rank, resolved.config.log_level)
     device = Device.detect(ranks.local_rank)
     spool = spool_of(list(model.parameters()))
     # First of all: from here on what one rank raises ends the others too.
@@ -258,12 +258,12 @@ def _build(
     config: ResolvedConfig,
     model: nn.Module,
     plan: Plan,
-    mesh: Mesh,
+    mesh: ProcessGroups,
     device: Device,
     trained: _Trained,
     ledger: Ledger,
     undo: ExitStack,
-) -> Parts:
+) -> Runtime:
     """Allocate what the plan says and move the model into it. What was built is taken down again when a later part
     fails.
     """
@@ -293,7 +293,7 @@ def _build(
     )
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
-            parameter.adopt(param, coordinator, slot.name)
+            parameter.attach(param, coordinator, slot.name)
     tiling.adopt_tiles(units, coordinator)
     for buffer_owner in model.modules():
         for name, buffer in buffer_owner._buffers.items():
@@ -308,7 +308,7 @@ def _build(
     undo.callback(compiled.close)
     stepper = _stepper(config, plan, store, ranks, device, trained)
     undo.callback(stepper.close)
-    return Parts(
+    return Runtime(
         module=model, config=config, plan=plan, device=device, mesh=mesh, ledger=ledger, store=store, units=units,
         gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper, checkpointing=checkpointing,
         compiled=compiled,
@@ -393,7 +393,7 @@ def _is_factory(scheduler: Any) -> bool:
 
 
 def _loader(
-    config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, mesh: Mesh, device: Device
+    config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, mesh: ProcessGroups, device: Device
 ) -> Loader | None:
     if data is None:
         return None

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from infinity.checkpoint.codec import decode
-from infinity.checkpoint.files import Reader
+from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import (
     BUFFER,
     MANIFEST,
@@ -36,17 +36,17 @@ from infinity.checkpoint.format import (
     latest_tag,
     read_manifest,
 )
-from infinity.checkpoint.load import Filling, Saved, Source, fill
-from infinity.checkpoint.matching import Match, match, report
+from infinity.checkpoint.load import CheckpointSource, Filling, ValueSource, fill_partitions
+from infinity.checkpoint.matching import Match, match, report_mismatch
 from infinity.checkpoint.pieces import holdings
-from infinity.checkpoint.ranks import together
+from infinity.checkpoint.ranks import run_on_all_ranks
 from infinity.checkpoint.state import Trainee, check_random, check_run, restore_random, restore_run
 from infinity.checkpoint.stored import Stored
-from infinity.engine.runtime import Parts
+from infinity.engine.runtime import Runtime
 from infinity.engine.saving import buffers_of, queue_of, tied_of
 from infinity.engine.step import Boundary
 from infinity.errors import CheckpointError, ConfigError, TransferError
-from infinity.log import Progress, logger
+from infinity.log import PhaseProgress, logger
 from infinity.memory.partition import DTYPES
 from infinity.observability.observer import Observer
 from infinity.zero.weight_files import INDEX, SINGLE, WeightFolder
@@ -74,7 +74,7 @@ class Found:
 
 
 def load_checkpoint(
-    trainee: Trainee, parts: Parts, boundary: Boundary, observer: Observer, directory: str | Path, tag: object = None,
+    trainee: Trainee, parts: Runtime, boundary: Boundary, observer: Observer, directory: str | Path, tag: object = None,
     wanted: Wanted | None = None,
 ) -> tuple[str | None, Any]:  # fmt: skip
     """See `Engine.load_checkpoint`."""
@@ -86,7 +86,7 @@ def load_checkpoint(
         found.append(_find(trainee, parts, boundary, path, None if tag is None else str(tag), wanted))
         return None if found[0] is None else str(found[0].manifest.id if found[0].manifest else found[0].folder)
 
-    seen = together(parts.mesh, "what to load", examine, path=path)
+    seen = run_on_all_ranks(parts.mesh, "what to load", examine, path=path)
     if len(set(seen)) > 1:
         others = next(rank for rank, each in enumerate(seen) if each != seen[0])
         raise CheckpointError(
@@ -104,7 +104,7 @@ def load_checkpoint(
 
 
 def resume(
-    load: Callable[[Path, str], tuple[str | None, Any]], parts: Parts, load_dir: str | os.PathLike[str] | None
+    load: Callable[[Path, str], tuple[str | None, Any]], parts: Runtime, load_dir: str | os.PathLike[str] | None
 ) -> tuple[str | None, Any]:
     """See `Engine.resume`. `load` loads a tag of a folder; it raises alike on all ranks."""
     chosen = parts.config.config.checkpoint.path if load_dir is None else load_dir
@@ -118,7 +118,7 @@ def resume(
         tags = [folder.name for folder, _ in complete(directory)]
         return tags, _unusable(directory, tags)
 
-    tags, unusable = together(parts.mesh, "checkpoints to resume from", look, path=directory)[0]
+    tags, unusable = run_on_all_ranks(parts.mesh, "checkpoints to resume from", look, path=directory)[0]
     failures: list[str] = []
     for at, why, was_whole in unusable:
         logger.warning("not resumed from %s: %s", at, why)
@@ -159,7 +159,7 @@ def _unusable(directory: Path, tags: list[str]) -> list[tuple[str, str, bool]]:
 
 
 def _find(
-    trainee: Trainee, parts: Parts, boundary: Boundary, directory: Path, tag: str | None, wanted: Wanted
+    trainee: Trainee, parts: Runtime, boundary: Boundary, directory: Path, tag: str | None, wanted: Wanted
 ) -> Found | None:
     """The checkpoint, looked at as far as can be without reading its tensors; None where there is none."""
     folder = find(directory, tag)
@@ -180,8 +180,8 @@ def _find(
         if rank < len(indexes):
             check_random(indexes[rank].rng, parts.device, path=folder)
     found = match(_tensors(parts), tied_of(parts.module), manifest.tensors, manifest.tied)
-    report(found, folder, strict=wanted.strict)
-    with Reader(folder, manifest, indexes) as reader:
+    report_mismatch(found, folder, strict=wanted.strict)
+    with ExtentReader(folder, manifest, indexes) as reader:
         reader.check_covered(manifest.tensors)
     return Found(folder, found, manifest, indexes, _client_state(folder, manifest))
 
@@ -200,12 +200,12 @@ def _client_state(folder: Path, manifest: Manifest) -> Any:
         ) from error  # fmt: skip
 
 
-def _find_weights(parts: Parts, folder: Path, wanted: Wanted) -> Found:
+def _find_weights(parts: Runtime, folder: Path, wanted: Wanted) -> Found:
     """A folder of safetensors files."""
     weights = WeightFolder(folder)
     try:
         found = match(_tensors(parts), tied_of(parts.module), Stored(weights.tensors).tensors, {})
-        report(found, folder, strict=wanted.strict)
+        report_mismatch(found, folder, strict=wanted.strict)
     finally:
         weights.close()
     return Found(folder, found)
@@ -236,7 +236,7 @@ def _has_states(manifest: Manifest) -> bool:
     return any(info.trainable for info in manifest.tensors.values())
 
 
-def _tensors(parts: Parts) -> dict[str, TensorInfo]:
+def _tensors(parts: Runtime) -> dict[str, TensorInfo]:
     """What the model has."""
     tensors = {
         slot.name: TensorInfo(slot.shape, layout.dtype, layout.trainable, (PARAM,))
@@ -262,7 +262,7 @@ def _overwriting(observer: Observer, folder: Path) -> Iterator[None]:
     observer.broken = ""
 
 
-def _take_over(trainee: Trainee, parts: Parts, found: Found, wanted: Wanted) -> None:
+def _take_over(trainee: Trainee, parts: Runtime, found: Found, wanted: Wanted) -> None:
     """Partitions on every rank, then what is whole on the device."""
     filling = Filling(
         plan=parts.plan, rank=parts.mesh.ranks.rank, names=found.match.source,
@@ -274,17 +274,17 @@ def _take_over(trainee: Trainee, parts: Parts, found: Found, wanted: Wanted) -> 
         for settle in (parts.stepper.reset, parts.coordinator.next_step, parts.gradients.reset):
             settle()
         with _source(found, parts) as source:
-            fill(filling, parts.store, source)
+            fill_partitions(filling, parts.store, source)
             _fill_buffers(parts, found, source)
 
-    together(parts.mesh, "partitions of a checkpoint", job, path=found.folder)
+    run_on_all_ranks(parts.mesh, "partitions of a checkpoint", job, path=found.folder)
     for unit in parts.units:
         if unit.placed.whole:
             unit.refresh()
 
 
 @contextmanager
-def _source(found: Found, parts: Parts) -> Iterator[Source]:
+def _source(found: Found, parts: Runtime) -> Iterator[ValueSource]:
     with ExitStack() as stack:
         if found.manifest is None:
             weights = WeightFolder(found.folder)
@@ -294,13 +294,13 @@ def _source(found: Found, parts: Parts) -> Iterator[Source]:
         assert found.indexes is not None
         queue = stack.enter_context(queue_of(parts))
         total = sum(piece.nbytes for piece in holdings(parts.plan, parts.mesh.ranks.rank))
-        progress = Progress(f"loading {found.folder}", total)
-        yield Saved(
-            stack.enter_context(Reader(found.folder, found.manifest, found.indexes, queue, progress.advance))
+        progress = PhaseProgress(f"loading {found.folder}", total)
+        yield CheckpointSource(
+            stack.enter_context(ExtentReader(found.folder, found.manifest, found.indexes, queue, progress.advance))
         )
 
 
-def _fill_buffers(parts: Parts, found: Found, source: Source) -> None:
+def _fill_buffers(parts: Runtime, found: Found, source: ValueSource) -> None:
     for name, _, buffer in buffers_of(parts.module):
         saved = found.match.source[name]
         if saved is None or not buffer.numel():
@@ -312,7 +312,7 @@ def _fill_buffers(parts: Parts, found: Found, source: Source) -> None:
             buffer.copy_(values.view(info.shape))
 
 
-def _restore(trainee: Trainee, parts: Parts, boundary: Boundary, found: Found, wanted: Wanted) -> None:
+def _restore(trainee: Trainee, parts: Runtime, boundary: Boundary, found: Found, wanted: Wanted) -> None:
     manifest, indexes = found.manifest, found.indexes
     if manifest is None or indexes is None or wanted.module_only:
         return

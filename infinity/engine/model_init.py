@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve
-from infinity.distributed.process_groups import Mesh, Ranks, detect
+from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.errors import ConfigError
-from infinity.log import start
+from infinity.log import configure_logging
 from infinity.memory.queue_options import check_drives
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import mappings_of_their_own, trim
-from infinity.zero.deferred_init import Spool
+from infinity.zero.deferred_init import DeferredInit
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -53,7 +53,7 @@ class Init:
         self._exit.enter_context(mappings_of_their_own())
         hook = register_module_parameter_registration_hook(
             lambda module, name, param: (
-                spool.adopt(param, f"{type(module).__name__}.{name}") if param is not None else None
+                spool.attach(param, f"{type(module).__name__}.{name}") if param is not None else None
             )
         )
         self._exit.callback(hook.remove)
@@ -65,23 +65,23 @@ class Init:
         trim()
 
 
-def open_spool(source: ConfigSource) -> Spool:
+def open_spool(source: ConfigSource) -> DeferredInit:
     """A spool for a model that is to be built, on the drives that the configuration names, with the mesh of ranks."""
     config = load_config(source)
     ranks = detect()
-    start(ranks.rank, config.log_level)
+    configure_logging(ranks.rank, config.log_level)
     resolved = resolve(config, ResolveContext(world_size=ranks.world_size, detected=True))
     mesh = mesh_of(resolved, ranks, Device.detect(ranks.local_rank))
     with ExitStack() as undo, mesh.telling():
         undo.callback(mesh.close)
         check_drives(resolved)
         undo.pop_all()
-    return Spool(resolved.nvme_path, mesh=mesh, timeout_seconds=config.watchdog_seconds)
+    return DeferredInit(resolved.nvme_path, mesh=mesh, timeout_seconds=config.watchdog_seconds)
 
 
-def mesh_of(config: ResolvedConfig, ranks: Ranks, device: Device) -> Mesh:
+def mesh_of(config: ResolvedConfig, ranks: Ranks, device: Device) -> ProcessGroups:
     """The mesh of ranks, with the configuration's time limit."""
-    return Mesh(
+    return ProcessGroups(
         ranks, accelerator=device.is_accelerator, timeout_seconds=config.config.watchdog_seconds,
         cross_memory_attach=config.config.cross_memory_attach,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from infinity.checkpoint.background import Background
 from infinity.engine.signals import Signals
-from infinity.engine.step import Verdict
+from infinity.engine.step import StepVerdict
 from infinity.errors import InfinityError
 from infinity.log import logger
 
@@ -27,7 +27,7 @@ class Saving(Protocol):
     def close(self) -> None: ...
 
 
-class Rescue:
+class PreemptionHandler:
     """One engine's. `path`: where it saves; None saves nothing. `signals`: upon which it ends."""
 
     def __init__(self, path: str | None, signals: Sequence[str], background: Background, *, alone: bool) -> None:
@@ -45,7 +45,7 @@ class Rescue:
         if self._alone:
             self._background.check()
 
-    def after_step(self, engine: Saving, verdict: Verdict) -> None:
+    def after_step(self, engine: Saving, verdict: StepVerdict) -> None:
         """End the process with status 0 behind a checkpoint, when a rank was told to; raise what a save behind the
         program has failed with. Collective.
         """
@@ -63,7 +63,7 @@ class Rescue:
         engine.close()
         raise SystemExit(0)
 
-    def give_up(self, engine: Saving, error: Callable[[str], InfinityError]) -> None:
+    def abort_with_save(self, engine: Saving, error: Callable[[str], InfinityError]) -> None:
         """Save the last good step and raise `error`, which is told what became of that. Collective."""
         if self._path is None:
             raise error("Name a folder in checkpoint.path to have them saved when this happens.")

@@ -15,23 +15,23 @@ from torch import nn
 from infinity.config import ResolvedConfig
 from infinity.config.units import Share, format_bytes
 from infinity.distributed import collectives
-from infinity.distributed.process_groups import Mesh
+from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory import growable_pool
 from infinity.memory.capacity import free_for_rank, free_nvme_nbytes, lockable_nbytes
 from infinity.memory.queue_options import check_drives
 from infinity.memory.tiers.device import Device
 from infinity.observability.memory_breakdown import baseline_nbytes
-from infinity.plan.activation import Offloaded
+from infinity.plan.activation import OffloadedCheckpoints
 from infinity.plan.activation_checkpoint import repeated_blocks
 from infinity.plan.capacity import Capacity, within
 from infinity.plan.capacity_report import fits_without_activations, refuse
 from infinity.plan.filling import in_process
 from infinity.plan.fitting import lowered_in_words
-from infinity.plan.inputs import Question
+from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, GAPS, HEAP_GAPS, UNKNOWN_ACTIVATION_NBYTES, Reserve
-from infinity.plan.spec import describe, dtype_name
+from infinity.plan.spec import dtype_name, module_tree
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
 from infinity.zero import parameter
@@ -40,9 +40,9 @@ from infinity.zero.deferred_init import spool_of
 
 
 def preflight(
-    config: ResolvedConfig, model: nn.Module, groups: Mapping[int, int], device: Device, mesh: Mesh,
+    config: ResolvedConfig, model: nn.Module, groups: Mapping[int, int], device: Device, mesh: ProcessGroups,
     *, moments: tuple[Kind, ...],
-) -> tuple[Plan, Question]:
+) -> tuple[Plan, PlanInputs]:
     """The plan of a run, and the question that it answers, with what each tier may hold while it lasts. Collective.
 
     moments: what the optimizer keeps of an element.
@@ -54,9 +54,9 @@ def preflight(
     check_drives(config)
     free = _agreed(_free(config, model, device, ranks.local_size), mesh)
     taken = baseline_nbytes(model)
-    node = describe(model, compute_dtype=config.compute_dtype, groups=dict(groups))
+    node = module_tree(model, compute_dtype=config.compute_dtype, groups=dict(groups))
 
-    def asked(*, measure: bool) -> Question:
+    def asked(*, measure: bool) -> PlanInputs:
         reserve = _reserve(config, model, device, free, taken_nbytes=taken, measure=measure)
         capacity, budget = (
             within(
@@ -67,7 +67,7 @@ def preflight(
         )  # fmt: skip
         # Ranks may have limits of their own.
         capacity, budget = _agreed(capacity, mesh), _agreed(budget, mesh)
-        return Question(
+        return PlanInputs(
             node=node,
             config=config,
             topology=Topology(dp=ranks.world_size, local_size=ranks.local_size),
@@ -97,7 +97,7 @@ def preflight(
     return plan, question
 
 
-def remarks(question: Question, model: nn.Module, plan: Plan, device: Device) -> list[str]:
+def remarks(question: PlanInputs, model: nn.Module, plan: Plan, device: Device) -> list[str]:
     """What the program should know of its configuration, and of a plan that fits."""
     config, reserve = question.config, question.reserve
     lines = [*config.report(), *pinning(plan, device), *checkpoint_room(config, model, plan, question.limits)]
@@ -111,7 +111,7 @@ def remarks(question: Question, model: nn.Module, plan: Plan, device: Device) ->
     return lines
 
 
-def _may_be_tight(question: Question, plan: Plan) -> bool:
+def _may_be_tight(question: PlanInputs, plan: Plan) -> bool:
     """Whether it matters how much activations take: the plan leaves less than a quarter of their memory, or it would
     fit without them.
     """
@@ -138,7 +138,7 @@ def _reserve(
     elif (found := forecast(model, work, measure=measure)) is not None:
         nbytes, in_heap, source = found.nbytes, found.heap_nbytes or 0, found.source
         if (tier := Tier(config.checkpoint_tier)) is not Tier.GPU:
-            elsewhere = Offloaded(tier, found.inputs, found.input_nbytes).freed_nbytes
+            elsewhere = OffloadedCheckpoints(tier, found.inputs, found.input_nbytes).freed_nbytes
     else:
         nbytes, source = UNKNOWN_ACTIVATION_NBYTES, "not known before a batch; memory.activations.max_bytes says more"
     in_cpu = elsewhere if config.checkpoint_tier == Tier.CPU.value else 0
@@ -198,7 +198,7 @@ def checkpointed_blocks(config: ResolvedConfig, model: nn.Module) -> tuple[str, 
 
 
 def _blocks(config: ResolvedConfig, model: nn.Module, every: int) -> tuple[str, ...]:
-    tree = describe(model, compute_dtype=config.compute_dtype)
+    tree = module_tree(model, compute_dtype=config.compute_dtype)
     classes = tuple(getattr(model, "_no_split_modules", None) or ())
     return repeated_blocks(tree, classes=classes, every=every)
 
@@ -232,7 +232,7 @@ def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: 
     )  # fmt: skip
 
 
-def _agreed(mine: Capacity, mesh: Mesh) -> Capacity:
+def _agreed(mine: Capacity, mesh: ProcessGroups) -> Capacity:
     """The least of what the ranks have."""
     limits = [math.inf if limit is None else float(limit) for limit in astuple(mine)]
     least = map(min, zip(*collectives.exchange(limits, mesh.control, mesh.ranks.world_size), strict=True))

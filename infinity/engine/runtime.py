@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity.config.resolve import ResolvedConfig
-from infinity.distributed.process_groups import Mesh
+from infinity.distributed.process_groups import ProcessGroups
 from infinity.memory.ledger import Ledger
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
@@ -22,14 +22,14 @@ from infinity.zero.unit import Unit
 
 
 @dataclass
-class Parts:
+class Runtime:
     """Everything that an engine runs."""
 
     module: nn.Module
     config: ResolvedConfig
     plan: Plan
     device: Device
-    mesh: Mesh
+    mesh: ProcessGroups
     ledger: Ledger
     store: TieredStore
     units: list[Unit]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.checkpoint.background import Background, Together
-from infinity.checkpoint.describe import describe
+from infinity.checkpoint.describe import describe_model
 from infinity.checkpoint.format import (
     BUFFER,
     MANIFEST,
@@ -33,21 +33,21 @@ from infinity.checkpoint.format import (
 )
 from infinity.checkpoint.pieces import shares, tensor_kinds
 from infinity.checkpoint.publish import (
-    Place,
     Retention,
+    SaveTarget,
     check_tag,
     claimed,
     prepare,
-    publish,
+    publish_checkpoint,
     remove,
     remove_save,
     write_client,
 )
-from infinity.checkpoint.ranks import together
+from infinity.checkpoint.ranks import run_on_all_ranks
 from infinity.checkpoint.save import Capture, write
-from infinity.checkpoint.sources import Kept, Leases, Source, snapshot_of
+from infinity.checkpoint.sources import LiveSource, PartitionSource, SnapshotSource, snapshot_of
 from infinity.checkpoint.state import Trainee, random_state, run_state, singles_of, spelled
-from infinity.engine.runtime import Parts
+from infinity.engine.runtime import Runtime
 from infinity.engine.step import Boundary
 from infinity.errors import CheckpointError, StateError
 from infinity.log import logger
@@ -58,7 +58,7 @@ from infinity.plan.spec import dtype_name
 
 
 @dataclass
-class Order:
+class SaveRequest:
     """What a program asks to be saved, and how."""
 
     directory: Path
@@ -79,15 +79,15 @@ class Order:
 
 
 def save(
-    trainee: Trainee, parts: Parts, boundary: Boundary, background: Background, directory: str | Path,
+    trainee: Trainee, parts: Runtime, boundary: Boundary, background: Background, directory: str | Path,
     tag: object = None, client_state: Mapping[str, Any] | None = None, *, latest: bool = True,
     exclude_frozen: bool = False, behind: bool = False,
 ) -> str:  # fmt: skip
     """See `Engine.save_checkpoint`. `behind`: return when the state is captured, and leave the rest to `background`."""
     parts.hooks.check_tree()
-    order = Order(Path(directory), "", latest, not exclude_frozen, behind)
+    order = SaveRequest(Path(directory), "", latest, not exclude_frozen, behind)
     asked = f"global_step{trainee.global_steps}" if tag is None else str(tag)
-    ask = partial(together, parts.mesh, path=order.directory)
+    ask = partial(run_on_all_ranks, parts.mesh, path=order.directory)
 
     def settle() -> dict[str, str]:
         background.finish()
@@ -99,18 +99,18 @@ def save(
     said = ask("what to save", settle)
     order.tag, order.directory = _agreed_tag(said, parts, order.directory), Path(said[0]["directory"])
     if not order.behind:
-        _carry_out(order, parts, captured[0], Leases(parts.store), ask)
+        _carry_out(order, parts, captured[0], LiveSource(parts.store), ask)
         return order.tag
     capture = captured[0].apart()
     order.tensors = {name: tensor.clone() for name, tensor in order.tensors.items()}
     snapshot = snapshot_of(parts.plan, [piece.key for piece in capture.pieces], in_backward=boundary.early)
-    source = Kept(parts.store, snapshot, share=parts.config.config.checkpoint.bandwidth_share)
+    source = SnapshotSource(parts.store, snapshot, share=parts.config.config.checkpoint.bandwidth_share)
     background.begin(order.folder, snapshot, partial(_carry_out, order, parts, capture, source))
     return order.tag
 
 
 def _carry_out(
-    order: Order, parts: Parts, capture: Capture, source: Source, ask: Together,
+    order: SaveRequest, parts: Runtime, capture: Capture, source: PartitionSource, ask: Together,
     moved: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """From the capture to the checkpoint. `ask`: how all ranks are asked; what one raises every rank raises. `moved`:
@@ -125,7 +125,7 @@ def _carry_out(
             remove([order.directory / name for name in place.outdated])
 
 
-def queue_of(parts: Parts) -> Queue:
+def queue_of(parts: Runtime) -> Queue:
     """A queue of its own for a save or a load, as the configuration says how drives are used."""
     options = queue_options(parts.config, ())
     return Queue(
@@ -134,7 +134,7 @@ def queue_of(parts: Parts) -> Queue:
     )  # fmt: skip
 
 
-def capture_of(order: Order, parts: Parts) -> Capture:
+def capture_of(order: SaveRequest, parts: Runtime) -> Capture:
     """What this rank writes."""
     rank = parts.mesh.ranks.rank
     return Capture(
@@ -159,7 +159,9 @@ def buffers_of(module: nn.Module) -> tuple[tuple[str, str, Tensor], ...]:
     return tuple((name, dtype_name(buffer.dtype), buffer) for name, buffer in found)
 
 
-def manifest_of(order: Order, parts: Parts, place: Place, infos: list[FileInfo], client: FileInfo | None) -> Manifest:
+def manifest_of(
+    order: SaveRequest, parts: Runtime, place: SaveTarget, infos: list[FileInfo], client: FileInfo | None
+) -> Manifest:
     """The manifest of what has been written."""
     plan = parts.plan
     return Manifest(
@@ -183,7 +185,8 @@ def tied_of(module: nn.Module) -> dict[str, str]:
 
 
 def _order(
-    order: Order, trainee: Trainee, parts: Parts, boundary: Boundary, tag: str, client_state: Mapping[str, Any] | None
+    order: SaveRequest, trainee: Trainee, parts: Runtime, boundary: Boundary, tag: str,
+    client_state: Mapping[str, Any] | None,
 ) -> dict[str, str]:
     """Settle everything that can be wrong before anything is written; returns what ranks must agree on."""
     check_tag(tag)
@@ -210,7 +213,7 @@ def _order(
     return {"tag": tag, "directory": str(order.directory.absolute())}
 
 
-def _agreed_tag(said: list[dict[str, str]], parts: Parts, directory: Path) -> str:
+def _agreed_tag(said: list[dict[str, str]], parts: Runtime, directory: Path) -> str:
     """Rank 0's; what other ranks may say is the configuration's business."""
     first, validation = said[0], parts.config.config.checkpoint.tag_validation
     others = [rank for rank, each in enumerate(said) if each != first]
@@ -226,7 +229,7 @@ def _agreed_tag(said: list[dict[str, str]], parts: Parts, directory: Path) -> st
     return first["tag"]
 
 
-def _claim(order: Order, parts: Parts, stack: ExitStack, ask: Together) -> Place:
+def _claim(order: SaveRequest, parts: Runtime, stack: ExitStack, ask: Together) -> SaveTarget:
     """Take the folder, and remove what killed saves have left there."""
 
     def claim() -> dict[str, Any]:
@@ -237,10 +240,10 @@ def _claim(order: Order, parts: Parts, stack: ExitStack, ask: Together) -> Place
         retention = Retention(section.keep_last, section.keep_every)
         return asdict(prepare(order.directory, order.tag, retention, latest=order.latest))
 
-    return Place(**ask("place of a checkpoint", claim)[0])
+    return SaveTarget(**ask("place of a checkpoint", claim)[0])
 
 
-def _previous(directory: Path, place: Place, rank: int) -> tuple[Path, RankIndex] | None:
+def _previous(directory: Path, place: SaveTarget, rank: int) -> tuple[Path, RankIndex] | None:
     """An earlier checkpoint's index of this rank, where it can be read."""
     if place.previous is None:
         return None
@@ -253,7 +256,7 @@ def _previous(directory: Path, place: Place, rank: int) -> tuple[Path, RankIndex
 
 
 def _write(
-    order: Order, parts: Parts, place: Place, capture: Capture, source: Source, ask: Together,
+    order: SaveRequest, parts: Runtime, place: SaveTarget, capture: Capture, source: PartitionSource, ask: Together,
     moved: Callable[[], None],
 ) -> list[FileInfo]:  # fmt: skip
     """Every rank's files, or none; read back and verified where older checkpoints are to go."""
@@ -275,7 +278,7 @@ def _write(
         raise
 
 
-def _remove(order: Order, parts: Parts, place: Place) -> None:
+def _remove(order: SaveRequest, parts: Runtime, place: SaveTarget) -> None:
     """Undo a save that has failed, unless it is a checkpoint already. Only rank 0 knows that; behind the program
     another rank may have stopped waiting before.
     """
@@ -284,12 +287,12 @@ def _remove(order: Order, parts: Parts, place: Place) -> None:
         remove_save(order.folder, place.id)
 
 
-def _publish(order: Order, parts: Parts, place: Place, infos: list[FileInfo], ask: Together) -> None:
+def _publish(order: SaveRequest, parts: Runtime, place: SaveTarget, infos: list[FileInfo], ask: Together) -> None:
     def job() -> None:
         if parts.mesh.ranks.rank == 0:
             client = write_client(order.folder, place.id, order.tensors)
             manifest = manifest_of(order, parts, place, infos, client)
-            publish(order.directory, manifest, latest=order.latest, checked=bool(place.outdated))
+            publish_checkpoint(order.directory, manifest, latest=order.latest, checked=bool(place.outdated))
 
     try:
         ask("manifest of a checkpoint", job)
@@ -298,7 +301,7 @@ def _publish(order: Order, parts: Parts, place: Place, infos: list[FileInfo], as
         raise
 
 
-def _tensors(order: Order, parts: Parts) -> dict[str, TensorInfo]:
+def _tensors(order: SaveRequest, parts: Runtime) -> dict[str, TensorInfo]:
     kinds = tensor_kinds(parts.plan)
     tensors = {
         slot.name: TensorInfo(
@@ -316,4 +319,4 @@ def _tensors(order: Order, parts: Parts) -> dict[str, TensorInfo]:
 def _module(module: nn.Module) -> dict[str, Any]:
     """What the model is, for readers that have none of its code."""
     kind = type(module)
-    return {"class": f"{kind.__module__}.{kind.__qualname__}", "export": describe(module).to_json()}
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "export": describe_model(module).to_json()}

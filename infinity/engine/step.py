@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infinity.distributed.collectives import exchange
 from infinity.distributed.consistency import agree_on_numbers, on_any_rank
-from infinity.engine.runtime import Parts
+from infinity.engine.runtime import Runtime
 from infinity.errors import NonFiniteError, StateError
 from infinity.log import logger
 from infinity.ops.adam import GradStats
@@ -34,7 +34,7 @@ _WATCHED_STEP = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StepVerdict:
     """What becomes of a step: its gradient norm before clipping (infinite when an element is not finite), whether it
     is skipped, when that is worth saying the parameter whose gradient is not finite, and what some rank has said.
     """
@@ -52,7 +52,7 @@ class Boundary:
     says: what this rank has to say at each step beside its gradients; every rank hears whether some rank says it.
     """
 
-    def __init__(self, parts: Parts, says: Callable[[], tuple[bool, ...]]) -> None:
+    def __init__(self, parts: Runtime, says: Callable[[], tuple[bool, ...]]) -> None:
         config = parts.config.config
         self._config = parts.config
         self._units = parts.units
@@ -93,7 +93,7 @@ class Boundary:
                 "on engine.backward(loss) instead of loss.backward()"
             )
 
-    def judge(self, step: int, losses: Sequence[Tensor]) -> Verdict:
+    def reduce_and_check(self, step: int, losses: Sequence[Tensor]) -> StepVerdict:
         """Complete the gradients and look at them. `step` counts steps; `losses` are those of its micro-steps.
         Collective.
         """
@@ -108,7 +108,7 @@ class Boundary:
         if not skipped:
             self._grad_scale = self.grad_factor * clip_factor(self.norm, self._config.clip_norm)
         origin = self._report_nonfinite(step, losses, count, skipped) if count else ""
-        return Verdict(self.norm, nonfinite=bool(count), skipped=skipped, origin=origin, heard=heard)
+        return StepVerdict(self.norm, nonfinite=bool(count), skipped=skipped, origin=origin, heard=heard)
 
     def grad_norms(self) -> dict[str, float]:
         """Gradient norm of every parameter that had a gradient in the latest step, as `norm` is of all. Collective.
@@ -146,18 +146,18 @@ class Boundary:
             if unit.placed.whole and unit.layout.trainable:
                 unit.refresh()
 
-    def leave(self, verdict: Verdict) -> None:
+    def finish(self, verdict: StepVerdict) -> None:
         """The step is over: the loss scale reacts, and gradients are gone."""
         if self.scaler is not None:
             self.scaler.update(overflow=verdict.nonfinite)
         self._gradients.reset()
 
     @property
-    def hopeless(self) -> bool:
+    def should_abort(self) -> bool:
         """Whether too many steps were skipped. Everything is as the last good step left it, on every rank."""
         return self._skips.too_many
 
-    def despair(self, step: int, verdict: Verdict, saved: str) -> NonFiniteError:
+    def abort_error(self, step: int, verdict: StepVerdict, saved: str) -> NonFiniteError:
         """What to raise then; `saved` says what became of the weights."""
         return self._skips.error(step, verdict.origin, saved)
 

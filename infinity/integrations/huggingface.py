@@ -24,7 +24,7 @@ from infinity.engine.model_init import ConfigSource, open_spool
 from infinity.errors import ConfigError
 from infinity.log import logger
 from infinity.zero import parameter
-from infinity.zero.deferred_init import Origin, Spool
+from infinity.zero.deferred_init import DeferredInit, WeightSource
 from infinity.zero.weight_files import StoredTensor, WeightFolder
 
 try:
@@ -116,7 +116,7 @@ def _configuration(folder: Path, overrides: Mapping[str, Any]) -> Any:
 class _Found:
     """What the files have for a model: origins by parameter or buffer name, and what does not match."""
 
-    origins: dict[str, Origin] = field(default_factory=dict)
+    origins: dict[str, WeightSource] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -148,7 +148,7 @@ def _skeleton(model_class: Any, model_config: Any) -> nn.Module:
     return model
 
 
-def _check_alike(spool: Spool, weights: WeightFolder) -> None:
+def _check_alike(spool: DeferredInit, weights: WeightFolder) -> None:
     """Every rank reads for itself: the files must be the same."""
     ranks = spool.mesh.ranks
     if ranks.world_size == 1:
@@ -237,7 +237,7 @@ def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _adopt(model: Any, spool: Spool, found: _Found) -> None:
+def _adopt(model: Any, spool: DeferredInit, found: _Found) -> None:
     """Replace every meta parameter by one that knows its origin, and fill buffers and what has no origin."""
     names = _names_by_tensor(model)
     made: dict[int, nn.Parameter] = {}
@@ -248,12 +248,12 @@ def _adopt(model: Any, spool: Spool, found: _Found) -> None:
         trains = old.requires_grad and dtype.is_floating_point
         if stored is None:
             param = nn.Parameter(torch.empty(old.shape, dtype=dtype, device="cpu"), requires_grad=trains)
-            spool.adopt(param, name)
+            spool.attach(param, name)
             unknown = True
         else:
             stand_in = parameter.placeholder(old.shape, dtype, torch.device("cpu"))
             param = nn.Parameter(stand_in, requires_grad=trains)
-            spool.adopt(param, name, found.origins[stored])
+            spool.attach(param, name, found.origins[stored])
             # transformers' initial values leave such a parameter alone.
             param._is_hf_initialized = True  # type: ignore[attr-defined]
         made[id(old)] = param
@@ -291,7 +291,7 @@ class _Conversion:
         """What the operations make, in memory."""
         return self._run(StoredTensor.whole)
 
-    def in_flat_order(self) -> Origin | None:
+    def in_flat_order(self) -> WeightSource | None:
         """The stored tensors one behind the other, if that is all that the operations do: then ranges can be read."""
         operations = [(type(each).__name__, getattr(each, "dim", None)) for each in self._converter.operations]
         columns = [self.sources.get(pattern, []) for pattern in self._converter.source_patterns]
@@ -335,12 +335,12 @@ class _Joined:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Origin`; fp32 of tensors that differ."""
+        """See `WeightSource`; fp32 of tensors that differ."""
         found = {tensor.dtype for tensor in self._tensors}
         return found.pop() if len(found) == 1 else torch.float32
 
     def read(self, start: int, target: Tensor) -> None:
-        """See `Origin.read`."""
+        """See `WeightSource.read`."""
         stop = start + target.numel()
         at = 0
         for tensor in self._tensors:
@@ -368,11 +368,11 @@ class _Converted:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Origin`: what a conversion gives is known when it has run."""
+        """See `WeightSource`: what a conversion gives is known when it has run."""
         return torch.float32
 
     def read(self, start: int, target: Tensor) -> None:
-        """See `Origin.read`."""
+        """See `WeightSource.read`."""
         if self.latest.conversion is not self.conversion:
             # The older ones go before the new ones come.
             self.latest.values = {}

@@ -138,7 +138,7 @@ class _Elsewhere(threading.Condition):
         raise of_another_process("use partitions", self._owner)
 
 
-class Parties:
+class AccessControl:
     """Which party may lease what, and who waits for whom; the store's part that knows no bytes."""
 
     def __init__(self) -> None:
@@ -372,7 +372,7 @@ class Parties:
         self._changed.notify_all()
 
 
-_all: weakref.WeakSet[Parties] = weakref.WeakSet()
+_all: weakref.WeakSet[AccessControl] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

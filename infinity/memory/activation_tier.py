@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.errors import StateError, TransferError
-from infinity.memory.growable_pool import Piece, Slabs, file_slabs, host_slabs
+from infinity.memory.growable_pool import GrowablePool, PoolBuffer, file_pool, host_pool
 from infinity.memory.ledger import Ledger
 from infinity.memory.pool import piece_nbytes
 from infinity.memory.tiers.device import Device
@@ -42,7 +42,7 @@ from infinity.plan.types import EXTENT_ALIGNMENT, Extent, Kind, Tier, align_up
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointExtent(Extent):
+class ActivationExtent(Extent):
     """A checkpoint's place in a swap file of the activation tier."""
 
     number: int
@@ -60,8 +60,8 @@ class _Record:
     stride: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-    buffer: Piece | None = None
-    place: Piece | None = None
+    buffer: PoolBuffer | None = None
+    place: PoolBuffer | None = None
     # Copies in flight: from the device to the buffer, to the drive and from there, and a tensor on its way up.
     down: Transfer | None = None
     writing: Transfer | None = None
@@ -95,7 +95,7 @@ class _Record:
         return written and left and self.buffer is not None and self.reading is None and self.up is None
 
 
-class Saved:
+class SavedTensor:
     """Stands for a tensor of the tier in autograd's graph. The tensor is forgotten with it."""
 
     __slots__ = ("__weakref__", "_dead", "kept")
@@ -124,8 +124,8 @@ class ActivationTier:
         self._device = device
         self._ledger = ledger
         self._host = HostMemory(device, pin=pin, ledger=ledger)
-        self._memory = host_slabs(self._host, ledger=ledger, holds_values=open_file is None)
-        self._drive: Slabs | None = None if open_file is None else file_slabs(open_file, ledger=ledger)
+        self._memory = host_pool(self._host, ledger=ledger, holds_values=open_file is None)
+        self._drive: GrowablePool | None = None if open_file is None else file_pool(open_file, ledger=ledger)
         self._buffer_count = buffer_count
         self._overlap = overlap
         self._lock = threading.Lock()
@@ -135,9 +135,9 @@ class ActivationTier:
         self._live: dict[int, _Record] = {}
         self._dead: deque[_Record] = deque()
         # Pieces that go back when these transfers are over.
-        self._ending: list[tuple[list[Transfer], list[Piece]]] = []
+        self._ending: list[tuple[list[Transfer], list[PoolBuffer]]] = []
         # Of tensors that several callers save, by the address of the storage.
-        self._known: dict[int, tuple[StorageWeakRef, Any, weakref.ref[Saved]]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, Any, weakref.ref[SavedTensor]]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -151,7 +151,7 @@ class ActivationTier:
             self._settle()
             return sum(kept.nbytes for kept in self._live.values())
 
-    def put(self, tensor: Tensor) -> Saved | None:
+    def put(self, tensor: Tensor) -> SavedTensor | None:
         """Keep a tensor of the device; None for one whose elements lie too far apart to be moved as one piece.
 
         A tensor that is kept already, unchanged, is not kept twice. TransferError where the drive fails,
@@ -163,13 +163,13 @@ class ActivationTier:
         with self._lock, torch.no_grad():
             self._alive()
             self._settle()
-            twin = self._twin(tensor)
-            if twin is not None:
-                return twin
+            existing = self._existing(tensor)
+            if existing is not None:
+                return existing
             kept = _Record(self._count, tensor.shape, tensor.stride(), tensor.dtype, flat.nbytes)
             self._count += 1
             kept.buffer = self._take_buffer(kept.nbytes)
-            saved = Saved(kept, self._dead)
+            saved = SavedTensor(kept, self._dead)
             self._live[kept.number] = kept
             kept.down = self._device.copy(kept.values, flat)
             self._remember(tensor, saved)
@@ -181,7 +181,7 @@ class ActivationTier:
                     _wait(kept.writing, "NVMe write", kept)
             return saved
 
-    def get(self, saved: Saved) -> Tensor:
+    def get(self, saved: SavedTensor) -> Tensor:
         """A new tensor with the bytes and the layout of the one that was put. It may be asked for again."""
         kept = saved.kept
         with self._lock, torch.no_grad():
@@ -233,7 +233,7 @@ class ActivationTier:
 
     # Down.
 
-    def _take_buffer(self, nbytes: int) -> Piece:
+    def _take_buffer(self, nbytes: int) -> PoolBuffer:
         """CPU memory for a tensor, in whole pages. With an NVMe home it is bounded, and may have to be waited for."""
         padded = align_up(nbytes, EXTENT_ALIGNMENT)
         if self._drive is None:
@@ -320,7 +320,7 @@ class ActivationTier:
         if arrived and self._device.is_accelerator:
             self._submit_up(before[0])
 
-    def _read(self, kept: _Record, buffer: Piece) -> None:
+    def _read(self, kept: _Record, buffer: PoolBuffer) -> None:
         kept.buffer = buffer
         kept.reading = _file(kept).read(_extent(kept), buffer.memory)
 
@@ -370,20 +370,20 @@ class ActivationTier:
         self._ending.append((transfers, [piece for piece in (kept.buffer, kept.place) if piece is not None]))
         kept.buffer = kept.place = None
 
-    def _give(self, pieces: Sequence[Piece]) -> None:
+    def _give(self, pieces: Sequence[PoolBuffer]) -> None:
         for piece in pieces:
-            (self._memory if piece.slab.nvme is None else self._drive or self._memory).give(piece)
+            (self._memory if piece.block.nvme is None else self._drive or self._memory).give(piece)
 
     # Tensors that several callers save.
 
-    def _twin(self, tensor: Tensor) -> Saved | None:
+    def _existing(self, tensor: Tensor) -> SavedTensor | None:
         found = self._known.get(tensor.untyped_storage().data_ptr())
         if found is None:
             return None
         storage, look, saved = found
         return saved() if not storage.expired() and look == _look(tensor) else None
 
-    def _remember(self, tensor: Tensor, saved: Saved) -> None:
+    def _remember(self, tensor: Tensor, saved: SavedTensor) -> None:
         storage = tensor.untyped_storage()
         self._known[storage.data_ptr()] = StorageWeakRef(storage), _look(tensor), weakref.ref(saved)
 
@@ -407,7 +407,7 @@ def _look(tensor: Tensor) -> tuple[Any, ...]:
     return tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _take(slabs: Slabs, nbytes: int) -> Piece:
+def _take(slabs: GrowablePool, nbytes: int) -> PoolBuffer:
     """A piece, of a new slab if need be: as large as all before it, so that there are few."""
     piece = slabs.take(nbytes)
     if piece is None:
@@ -418,13 +418,13 @@ def _take(slabs: Slabs, nbytes: int) -> Piece:
 
 
 def _file(kept: _Record) -> NvmeTier:
-    assert kept.place is not None and kept.place.slab.nvme is not None
-    return kept.place.slab.nvme
+    assert kept.place is not None and kept.place.block.nvme is not None
+    return kept.place.block.nvme
 
 
-def _extent(kept: _Record) -> CheckpointExtent:
+def _extent(kept: _Record) -> ActivationExtent:
     assert kept.place is not None
-    return CheckpointExtent(kept.place.offset, kept.place.nbytes, kept.number)
+    return ActivationExtent(kept.place.offset, kept.place.nbytes, kept.number)
 
 
 def _wait(transfer: Transfer, cause: str, kept: _Record) -> None:

@@ -9,7 +9,7 @@ import os
 import resource
 from collections.abc import Sequence
 
-from infinity.memory.tiers.nvme import Folders, clean, folders
+from infinity.memory.tiers.nvme import Folders, clean, swap_folders
 from infinity.plan.capacity import Capacity
 from infinity.plan.free_memory import free_cpu_nbytes
 
@@ -46,7 +46,7 @@ def free_nvme_nbytes(directory: Folders, weights: Sequence[float] = ()) -> int:
     """
     free: dict[int, int] = {}
     shares: dict[int, float] = {}
-    directories = folders(directory)
+    directories = swap_folders(directory)
     for path, weight in zip(directories, weights or [1.0] * len(directories), strict=True):
         path = path.absolute()
         if path.is_dir():

@@ -21,7 +21,7 @@ from infinity.plan.types import Kind, Tier
 
 
 @dataclass(slots=True, eq=False)
-class Slab:
+class PoolBlock:
     """A range of bytes and who has which of it. `nvme`: the file that they lie in; then the arena has no memory."""
 
     arena: Arena
@@ -29,10 +29,10 @@ class Slab:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class PoolBuffer:
     """Bytes of one slab. In CPU memory `memory` is uint8, [nbytes], on a page; in a file it has only its place."""
 
-    slab: Slab
+    block: PoolBlock
     memory: Tensor
 
     @property
@@ -46,11 +46,11 @@ class Piece:
         return int(self.memory.storage_offset())
 
 
-class Slabs:
+class GrowablePool:
     """Hands out pieces and takes them back. `holds_values`: pieces are where values live, not only pass through."""
 
     def __init__(
-        self, tier: Tier, make: Callable[[int], Slab], *, ledger: Ledger, holds_values: bool, owner: str,
+        self, tier: Tier, make: Callable[[int], PoolBlock], *, ledger: Ledger, holds_values: bool, owner: str,
         least_nbytes: int = 0,
     ) -> None:  # fmt: skip
         self._tier = tier
@@ -59,7 +59,7 @@ class Slabs:
         self._kind = Kind.ACTIVATION if holds_values else Kind.POOL
         self._owner = owner
         self._least_nbytes = least_nbytes
-        self._slabs: list[Slab] = []
+        self._blocks: list[PoolBlock] = []
         # The most that was out, and how much of it one slab already holds.
         self._most_nbytes = 0
         self._merged_nbytes = 0
@@ -67,24 +67,24 @@ class Slabs:
     @property
     def nbytes(self) -> int:
         """Bytes reserved."""
-        return sum(slab.arena.nbytes for slab in self._slabs)
+        return sum(slab.arena.nbytes for slab in self._blocks)
 
     @property
     def taken_nbytes(self) -> int:
         """Bytes of the pieces that are out."""
-        return sum(slab.arena.taken_nbytes for slab in self._slabs)
+        return sum(slab.arena.taken_nbytes for slab in self._blocks)
 
     @property
     def largest_nbytes(self) -> int:
         """Bytes of the largest slab."""
-        return max((slab.arena.nbytes for slab in self._slabs), default=0)
+        return max((slab.arena.nbytes for slab in self._blocks), default=0)
 
-    def take(self, nbytes: int) -> Piece | None:
+    def take(self, nbytes: int) -> PoolBuffer | None:
         """A piece of `nbytes` bytes, or None where no slab has room."""
-        for slab in self._slabs:
+        for slab in self._blocks:
             memory = slab.arena.take(nbytes)
             if memory is not None:
-                piece = Piece(slab, memory)
+                piece = PoolBuffer(slab, memory)
                 self._move(piece.nbytes)
                 self._most_nbytes = max(self._most_nbytes, self.taken_nbytes)
                 return piece
@@ -96,17 +96,17 @@ class Slabs:
         """
         size = max(piece_nbytes(nbytes), self._least_nbytes)
         with self._ledger.taking(self._tier, {Kind.POOL: size}, self._owner):
-            self._slabs.append(self._make(size))
+            self._blocks.append(self._make(size))
 
-    def give(self, piece: Piece) -> None:
+    def give(self, piece: PoolBuffer) -> None:
         """Return a piece."""
-        if piece.slab in self._slabs:
+        if piece.block in self._blocks:
             self._move(-piece.nbytes)
-            piece.slab.arena.give(piece.memory)
+            piece.block.arena.give(piece.memory)
 
     def settle(self) -> None:
         """Where everything has been returned: one slab of the size that was needed, instead of several."""
-        if len(self._slabs) < 2 or self._most_nbytes <= self._merged_nbytes or self.taken_nbytes:
+        if len(self._blocks) < 2 or self._most_nbytes <= self._merged_nbytes or self.taken_nbytes:
             return
         self._merged_nbytes = self._most_nbytes
         self.close()
@@ -114,7 +114,7 @@ class Slabs:
 
     def close(self) -> None:
         """Give everything back. Raises the first failure of a file that nobody has seen."""
-        slabs, self._slabs = self._slabs, []
+        slabs, self._blocks = self._blocks, []
         failure: BaseException | None = None
         for slab in slabs:
             taken = slab.arena.taken_nbytes
@@ -136,23 +136,23 @@ class Slabs:
                 self._ledger.add(self._tier, kind, amount)
 
 
-def host_slabs(host: HostMemory, *, ledger: Ledger, holds_values: bool) -> Slabs:
+def host_pool(host: HostMemory, *, ledger: Ledger, holds_values: bool) -> GrowablePool:
     """Slabs in CPU memory, pinned where `host` pins."""
-    return Slabs(
-        Tier.CPU, lambda nbytes: Slab(_HostArena("checkpoints", host, nbytes)), ledger=ledger,
+    return GrowablePool(
+        Tier.CPU, lambda nbytes: PoolBlock(_HostArena("checkpoints", host, nbytes)), ledger=ledger,
         holds_values=holds_values, owner="activation checkpoints" if holds_values else "staging of checkpoints",
     )  # fmt: skip
 
 
-def file_slabs(open_file: Callable[[int], NvmeTier], *, ledger: Ledger) -> Slabs:
+def file_pool(open_file: Callable[[int], NvmeTier], *, ledger: Ledger) -> GrowablePool:
     """Slabs that are swap files; `open_file` makes one of so many bytes."""
 
-    def make(nbytes: int) -> Slab:
+    def make(nbytes: int) -> PoolBlock:
         nvme = open_file(nbytes)
         # An arena of places: nothing is ever read or written in a tensor without memory.
-        return Slab(Arena("checkpoints", torch.empty(nbytes, dtype=torch.uint8, device="meta")), nvme)
+        return PoolBlock(Arena("checkpoints", torch.empty(nbytes, dtype=torch.uint8, device="meta")), nvme)
 
-    return Slabs(
+    return GrowablePool(
         Tier.NVME, make, ledger=ledger, holds_values=True, owner="activation checkpoints", least_nbytes=FILE_NBYTES
     )
 

@@ -1,6 +1,6 @@
 """fp32 masters as they lie in partitions: PARAM alone, PARAM with REMAINDER (the split master), or MASTER beside PARAM.
 
-`encode` and `decode` are inverse to the bit for every finite value.
+`store_masters` and `load_masters` are inverse to the bit for every finite value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from infinity.ops.adam import join, split
 from infinity.plan.types import Kind
 
 
-def encode(values: Tensor, param: Tensor, states: Partition | None, at: int) -> None:
+def store_masters(values: Tensor, param: Tensor, states: Partition | None, at: int) -> None:
     """Store masters: `values` [n] (fp32, CPU) into `param` [n] and, from element `at` on, into the states beside it."""
     if states is None or param.dtype is torch.float32:
         param.copy_(values)
@@ -31,7 +31,7 @@ def encode(values: Tensor, param: Tensor, states: Partition | None, at: int) -> 
         states.view(Kind.MASTER)[span].copy_(values)
 
 
-def decode(param: Tensor, states: Partition | None, at: int) -> Tensor:
+def load_masters(param: Tensor, states: Partition | None, at: int) -> Tensor:
     """The masters [n] in fp32 on the CPU, in memory of their own, of `param` [n] and the states beside it."""
     if states is None or param.dtype is torch.float32:
         return param.detach().cpu().float().clone()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from infinity.errors import TierMemoryError, TransferError
 from infinity.log import logger
-from infinity.memory.access_control import Parties, Reservation, Snapshot
+from infinity.memory.access_control import AccessControl, Reservation, Snapshot
 from infinity.memory.buffers import Buffers, arena_name
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import Partition, State
@@ -35,7 +35,7 @@ from infinity.plan.plan import Pools
 from infinity.plan.types import Extent, Key, PartitionSpec
 
 
-class TieredStore(Parties):
+class TieredStore(AccessControl):
     """All partitions of one rank, on their tiers."""
 
     def __init__(

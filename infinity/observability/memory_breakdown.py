@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.errors import TierMemoryError
-from infinity.memory.activation_tier import CheckpointExtent
+from infinity.memory.activation_tier import ActivationExtent
 from infinity.memory.buffers import POOLS
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import Partition
@@ -25,7 +25,7 @@ from infinity.memory.tiers.device import Device
 from infinity.observability import trace
 from infinity.plan.plan import Plan
 from infinity.plan.types import Extent, Key, Kind, Tier
-from infinity.zero.coordinator import Scope
+from infinity.zero.coordinator import ModuleCall
 from infinity.zero.parameter import is_released
 from infinity.zero.unit import Unit
 
@@ -92,9 +92,9 @@ class Breakdown:
 
     def name(self, subject: object) -> str:
         """What a recording speaks of, by the names of the units that it belongs to."""
-        if isinstance(subject, Scope):
+        if isinstance(subject, ModuleCall):
             return ", ".join(unit.layout.name for unit in subject.units) or "the whole model"
-        if isinstance(subject, Extent) and not isinstance(subject, CheckpointExtent):
+        if isinstance(subject, Extent) and not isinstance(subject, ActivationExtent):
             return self.name(self._by_offset.get(subject.offset, subject.offset))
         return self._key_name(subject) if isinstance(subject, Key) else str(subject)
 

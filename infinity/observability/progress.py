@@ -46,7 +46,7 @@ class _Amount:
         return amount / max(seconds, 1e-9), unit
 
 
-class Progress:
+class StepProgress:
     """Of one engine. Where the configuration asks for nothing it does nothing."""
 
     def __init__(self, config: Config, ledger: Ledger, *, rank: int, world_size: int) -> None:

@@ -48,7 +48,7 @@ class WallClock:
     """Runs from its construction to `close`. `lap` ends a step, `mean` a stretch of several."""
 
     def __init__(self) -> None:
-        self._tally = trace.start_tally()
+        self._tally = trace.start_accumulator()
         self._lap = self._stretch = self._tally.read()
         self._laps = 0
         self._closed = False

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from infinity.observability import trace
-from infinity.observability.trace import OUTSIDE, Flight, Recording, Span
+from infinity.observability.trace import OUTSIDE, AsyncSpan, Recording, Span
 from infinity.plan import palette
 
 SUFFIXES = (".html", ".json")
@@ -50,7 +50,7 @@ class Bar(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lane:
+class TimelineRow:
     """Bars of one kind. In a `flat` lane none overlap."""
 
     name: str
@@ -87,7 +87,7 @@ class Timeline:
     ) -> None:  # fmt: skip
         self.path = None if path is None else _of_rank(_checked(path), rank)
         self.rank = rank
-        self.lanes: tuple[Lane, ...] = ()
+        self.lanes: tuple[TimelineRow, ...] = ()
         self.seconds = 0.0
         # (ns, tier, kind, bytes) at every change.
         self.levels: tuple[tuple[int, str, str, int], ...] = ()
@@ -103,7 +103,7 @@ class Timeline:
 
     def start(self) -> None:
         """Begin to record. RuntimeError while another timeline does."""
-        self._recording = trace.start(self._describe)
+        self._recording = trace.start_recording(self._describe)
         self._begin()
 
     def stop(self) -> None:
@@ -127,7 +127,7 @@ class Timeline:
             self._recording.stop()
             self._recording = None
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str) -> TimelineRow:
         """A lane by its name; KeyError where nothing of the kind was recorded."""
         for lane in self.lanes:
             if lane.name == name:
@@ -248,7 +248,7 @@ def _empty_page() -> str:
     return text
 
 
-def _lanes(recording: Recording) -> Iterable[Lane]:
+def _lanes(recording: Recording) -> Iterable[TimelineRow]:
     """The program first, then what runs beside it; the busiest transfers last."""
     origin = recording.begin
     describe = recording.describe
@@ -257,13 +257,13 @@ def _lanes(recording: Recording) -> Iterable[Lane]:
     # Backward of an accelerator runs on a thread of autograd's while the program waits for it: they are one lane.
     program = [span for span in recording.spans if span.thread not in apart]
     beside = [span for span in recording.spans if span.thread in behind]
-    yield Lane("program", tuple(flatten(program, origin, recording.end, describe)), flat=True)
+    yield TimelineRow("program", tuple(flatten(program, origin, recording.end, describe)), flat=True)
     phases = [span for span in program if span.what == trace.PHASE]
-    yield Lane("phases", tuple(_bar(span, origin, describe) for span in phases), flat=True)
+    yield TimelineRow("phases", tuple(_bar(span, origin, describe) for span in phases), flat=True)
     if beside:
         segments = flatten(beside, origin, recording.end, describe)
         busy = tuple(bar for bar in segments if bar.what != OUTSIDE)
-        yield Lane("optimizer thread", busy, flat=True)
+        yield TimelineRow("optimizer thread", busy, flat=True)
     flights: dict[str, list[Bar]] = {}
     for flight in recording.flights:
         flights.setdefault(flight.lane, []).append(_flight(flight, origin, describe))
@@ -271,7 +271,7 @@ def _lanes(recording: Recording) -> Iterable[Lane]:
     if copies:
         flights["copies"] = copies
     for name in sorted(flights, key=_place):
-        yield Lane(name, tuple(sorted(flights[name])), flat=False)
+        yield TimelineRow(name, tuple(sorted(flights[name])), flat=False)
 
 
 def _place(lane: str) -> tuple[int, str]:
@@ -323,7 +323,7 @@ def _bar(span: Span, origin: int, describe: Callable[[Any], str]) -> Bar:
     return Bar(span.begin - origin, span.end - origin, span.what, span.cause, describe(span.subject), span.nbytes)
 
 
-def _flight(flight: Flight, origin: int, describe: Callable[[Any], str]) -> Bar:
+def _flight(flight: AsyncSpan, origin: int, describe: Callable[[Any], str]) -> Bar:
     begin = max(flight.begin - origin, 0)
     return Bar(
         begin, max(flight.end - origin, begin), "flight", flight.lane, describe(flight.subject), flight.nbytes,

@@ -46,7 +46,7 @@ class Span(NamedTuple):
     nbytes: int
 
 
-class Flight(NamedTuple):
+class AsyncSpan(NamedTuple):
     """Something under way in a lane of its own, beside what threads do: a transfer, a module's forward or backward."""
 
     lane: str
@@ -60,7 +60,7 @@ class Flight(NamedTuple):
     over: bool
 
 
-class Level(NamedTuple):
+class CounterEvent(NamedTuple):
     """Bytes of one kind on one tier from a moment on."""
 
     at: int
@@ -86,8 +86,8 @@ class Recording:
         self.program = threading.get_ident()
         self.threads: dict[int, str] = {}
         self.spans: list[Span] = []
-        self.flights: list[Flight] = []
-        self.levels: list[Level] = []
+        self.flights: list[AsyncSpan] = []
+        self.levels: list[CounterEvent] = []
         self.end = 0
         self._open: dict[int, _Open] = {}
         self._under_way: dict[tuple[str, object], tuple[int, int]] = {}
@@ -105,13 +105,13 @@ class Recording:
         for still in [*self._open.values()]:
             self.spans.append(still.until(self.end))
         for (lane, subject), (begin, nbytes) in [*self._under_way.items()]:
-            self.flights.append(Flight(lane, subject, begin, self.end, nbytes, begin, over=False))
+            self.flights.append(AsyncSpan(lane, subject, begin, self.end, nbytes, begin, over=False))
         for lane, subject, nbytes, asked, transfer in self._transfers:
             over = transfer.done()
             begin, end = transfer.moments if over else (asked, self.end)
             # One that failed before its first byte never began.
             begin = begin or asked
-            self.flights.append(Flight(lane, subject, begin, max(min(end, self.end), begin), nbytes, asked, over))
+            self.flights.append(AsyncSpan(lane, subject, begin, max(min(end, self.end), begin), nbytes, asked, over))
         self._open.clear()
         self._under_way.clear()
         self._transfers.clear()
@@ -124,20 +124,20 @@ class Recording:
         if self._open.pop(id(span), None) is not None:
             self.spans.append(span.until(end))
 
-    def take_off(self, lane: str, subject: object, nbytes: int) -> None:
+    def begin_async(self, lane: str, subject: object, nbytes: int) -> None:
         self._under_way.setdefault((lane, subject), (time.perf_counter_ns(), nbytes))
 
-    def land(self, lane: str, subject: object) -> None:
+    def end_async(self, lane: str, subject: object) -> None:
         started = self._under_way.pop((lane, subject), None)
         if started is not None:
             begin, nbytes = started
-            self.flights.append(Flight(lane, subject, begin, time.perf_counter_ns(), nbytes, begin, over=True))
+            self.flights.append(AsyncSpan(lane, subject, begin, time.perf_counter_ns(), nbytes, begin, over=True))
 
     def follow(self, lane: str, subject: object, nbytes: int, transfer: Timed) -> None:
         self._transfers.append((lane, subject, nbytes, time.perf_counter_ns(), transfer))
 
 
-class Tally:
+class TimeAccumulator:
     """Nanoseconds of the program, by (what, cause) of its spans. At each moment the innermost counts, so that they add
     up to the time that has passed; what lies outside them is (OUTSIDE, the phase that came next).
 
@@ -180,27 +180,27 @@ class Tally:
 
 
 _recording: Recording | None = None
-_tally: Tally | None = None
+_tally: TimeAccumulator | None = None
 _tally_users = 0
 
 
-def start_tally() -> Tally:
+def start_accumulator() -> TimeAccumulator:
     """The tally of this process, which runs until everybody who has called this has called `stop_tally`."""
     global _tally, _tally_users
-    _tally = _tally or Tally()
+    _tally = _tally or TimeAccumulator()
     _tally_users += 1
     return _tally
 
 
 def stop_tally() -> None:
-    """One who has called `start_tally` needs it no more."""
+    """One who has called `start_accumulator` needs it no more."""
     global _tally, _tally_users
     _tally_users -= 1
     if not _tally_users:
         _tally = None
 
 
-def start(describe: Callable[[Any], str] = str) -> Recording:
+def start_recording(describe: Callable[[Any], str] = str) -> Recording:
     """Begin to record. `describe` names the subjects. RuntimeError while another recording is under way."""
     global _recording
     if _recording is not None:
@@ -221,16 +221,16 @@ def span(what: str, cause: str, subject: object = "", nbytes: int = 0) -> _Open 
     return _Open(_recording, _tally, what, cause, subject, nbytes)
 
 
-def take_off(lane: str, subject: object, nbytes: int = 0) -> None:
-    """Something begins that ends elsewhere, with `land`."""
+def begin_async(lane: str, subject: object, nbytes: int = 0) -> None:
+    """Something begins that ends elsewhere, with `end_async`."""
     if _recording is not None:
-        _recording.take_off(lane, subject, nbytes)
+        _recording.begin_async(lane, subject, nbytes)
 
 
-def land(lane: str, subject: object) -> None:
-    """What `take_off` began is over; nothing happens when it was not recorded."""
+def end_async(lane: str, subject: object) -> None:
+    """What `begin_async` began is over; nothing happens when it was not recorded."""
     if _recording is not None:
-        _recording.land(lane, subject)
+        _recording.end_async(lane, subject)
 
 
 def follow(lane: str, subject: object, nbytes: int, transfer: Timed) -> None:
@@ -242,7 +242,7 @@ def follow(lane: str, subject: object, nbytes: int, transfer: Timed) -> None:
 def level(tier: str, kind: str, nbytes: int) -> None:
     """From now on there are so many bytes of a kind on a tier."""
     if _recording is not None:
-        _recording.levels.append(Level(time.perf_counter_ns(), tier, kind, nbytes))
+        _recording.levels.append(CounterEvent(time.perf_counter_ns(), tier, kind, nbytes))
 
 
 class _Open:
@@ -251,7 +251,8 @@ class _Open:
     __slots__ = ("_begin", "_nbytes", "_recording", "_subject", "_tally", "label", "thread")
 
     def __init__(
-        self, recording: Recording | None, tally: Tally | None, what: str, cause: str, subject: object, nbytes: int
+        self, recording: Recording | None, tally: TimeAccumulator | None, what: str, cause: str, subject: object,
+        nbytes: int,
     ) -> None:
         self._recording = recording
         self._tally = tally

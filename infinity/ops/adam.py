@@ -1,9 +1,9 @@
 """Adam and its relatives on CPU memory: one call steps every piece, and gives the same bits however it is run.
 
 The arithmetic is defined once (csrc/adam/arithmetic.inl; `infinity.ops.reference` says it again in torch): fp32,
-explicit fused multiply-adds, IEEE square root and division. Instruction set, number of threads, native code or plain
-twin, and how a tensor is cut into pieces change nothing, so that placement never changes a result. (Bits of a NaN are
-not defined; that it is one, is.)
+explicit fused multiply-adds, IEEE square root and division. Instruction set, number of threads, native code or Python
+fallback, and how a tensor is cut into pieces change nothing, so that placement never changes a result. (The bits of a
+NaN are not defined; that it is one, is.)
 
     piece = Piece(param, grad, exp_avg, exp_avg_sq, remainder=remainder, hyper=AdamHyper(...))
     adam_step([piece], step=1, grad_scale=1.0)
@@ -81,8 +81,8 @@ def adam_step(
     An element whose gradient, so multiplied, is not finite keeps every bit of its weight and moments. Returns how many
     those are, over all pieces; for pieces on a CUDA device as a tensor there (int64 []), so that the host goes on.
 
-    native: None takes native code where it is there, False the plain twin, True raises ExtensionError without native
-    code. Raises ValueError before anything is written where a tensor does not fit the others.
+    native: None takes native code where it is there, False the Python fallback, True raises ExtensionError without
+    it. Raises ValueError before anything is written where a tensor does not fit the others.
     """
     if step < 1:
         raise ValueError(f"step counts from 1, got {step}")
@@ -95,7 +95,7 @@ def adam_step(
     elsewhere = {piece.param.device for piece in pieces if not piece.param.is_cpu}
     if len(elsewhere) == 1 and native is not False and all(not piece.param.is_cpu for piece in pieces):
         (device,) = elsewhere
-        # The device's kernel knows Adam and AdamW; the plain twin knows every rule, on every device.
+        # The device's kernel knows Adam and AdamW; the Python fallback knows every rule, on every device.
         if kernels.available(device) and all(piece.hyper.rule.two_states for piece in pieces):
             return kernels.adam_step(table, len(pieces), device)
     if elsewhere or not _runtime.uses_native(native):

@@ -12,7 +12,7 @@ both kinds. No order between requests in flight may be relied on, and two of whi
 4096 bytes.
 Every completion is checked; what a system call leaves is asked for again.
 The back ends differ in speed only: "io_uring" and "libaio" queue in the kernel, "threads" is a pool of threads with
-pread and pwrite, "python" the plain twin (`infinity.ops.aio_reference`).
+pread and pwrite, "python" the Python fallback (`infinity.ops.aio_reference`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 from infinity.errors import ExtensionError, TransferError
 from infinity.ops import build
 from infinity.ops.aio_native import CODES, NativeEngine
-from infinity.ops.aio_reference import CHECK_ALL, CHECK_NONE, CHECK_SAMPLE, END_OF_FILE, Job, PythonEngine
+from infinity.ops.aio_reference import CHECK_ALL, CHECK_NONE, CHECK_SAMPLE, END_OF_FILE, IoRequest, PythonEngine
 from infinity.ops.file import Descriptors, File
 
 __all__ = ["BACKENDS", "File", "Queue", "Request"]
@@ -309,7 +309,7 @@ class Queue:
         self._check_process()
         self._check_open()
         request = Request(self, file, operation, offset, buffer, expected)
-        job = Job(
+        job = IoRequest(
             operation == "write", file.descriptors, file.alignment, file.memory_alignment, buffer.data_ptr(), offset,
             request.nbytes, priority, check,
         )  # fmt: skip
@@ -322,7 +322,7 @@ class Queue:
             self._engine.wait_room(min(self.timeout_s - waited_s, _SLICE_S))
         return request
 
-    def _try_submit(self, request: Request, job: Job) -> bool:
+    def _try_submit(self, request: Request, job: IoRequest) -> bool:
         with self._lock:
             self._check_open()
             if not job.nbytes:
@@ -396,7 +396,7 @@ class _Handle(Protocol):
 class _Engine(Protocol):
     name: str
 
-    def submit(self, job: Job) -> _Handle | None: ...
+    def submit(self, job: IoRequest) -> _Handle | None: ...
     def wait_room(self, timeout_s: float) -> bool: ...
     def register_buffer(self, address: int, nbytes: int) -> bool: ...
     def unregister_buffer(self, address: int) -> None: ...

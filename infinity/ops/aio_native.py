@@ -8,7 +8,7 @@ import logging
 import os
 from typing import Any
 
-from infinity.ops.aio_reference import Job
+from infinity.ops.aio_reference import IoRequest
 from infinity.ops.file import Descriptors
 
 # Codes in csrc/aio/queue.h, in the order in which "auto" tries them.
@@ -126,7 +126,7 @@ class NativeEngine:
             raise OSError(self._error.value, os.strerror(self._error.value))
         self._pointer: int = pointer
 
-    def submit(self, job: Job) -> NativeHandle | None:
+    def submit(self, job: IoRequest) -> NativeHandle | None:
         """Queue a job of at least one byte; None where `pending_max` jobs are not over yet."""
         descriptors = job.descriptors
         registered = self._files.get(id(descriptors), (-1,))[0]

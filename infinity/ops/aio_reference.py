@@ -1,4 +1,4 @@
-"""The plain twin of csrc/aio: Python threads with preadv and pwritev. Same results, same errors, no compiler needed."""
+"""The Python fallback of csrc/aio: threads with preadv and pwritev. Same results, same errors, no compiler needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAGE_NBYTES, _LINE_NBYTES = 4096, 64
 _URGENT = -(1 << 31)
 
 
-class Job(NamedTuple):
+class IoRequest(NamedTuple):
     """A transfer of `nbytes` bytes between memory at `address` and a file at `offset`."""
 
     write: bool
@@ -57,7 +57,7 @@ _Entry = list[Any]
 class _Progress:
     """A job in the queue: what has begun, and how it ends. Guarded by the engine's lock."""
 
-    job: Job
+    job: IoRequest
     # Its entry in the heap, which is emptied where it is no longer meant.
     entry: _Entry = field(default_factory=list)
     begun_nbytes: int = 0
@@ -143,7 +143,7 @@ class PythonEngine:
         self._stop = False
         self._abandoned = False
 
-    def submit(self, job: Job) -> PythonHandle | None:
+    def submit(self, job: IoRequest) -> PythonHandle | None:
         """Queue a job of at least one byte; None where `pending_max` jobs are not over yet."""
         with self._changed:
             if self._unfinished >= self._pending_max:
@@ -270,7 +270,7 @@ class PythonEngine:
             heapq.heappop(self._pending[write])
         return progress, begin, end
 
-    def _move(self, job: Job, begin: int, end: int) -> tuple[int, int]:
+    def _move(self, job: IoRequest, begin: int, end: int) -> tuple[int, int]:
         """(errno or 0, byte reached)."""
         while begin < end:
             memory = _memory(job, begin, end)
@@ -303,7 +303,7 @@ def _head(heap: list[_Entry]) -> tuple[int, _Progress] | None:
     return None
 
 
-def _digest(job: Job, begin: int, end: int) -> tuple[int, int]:
+def _digest(job: IoRequest, begin: int, end: int) -> tuple[int, int]:
     """CRC-32C and number of the bytes of a block that the job's check is of."""
     memory = _memory(job, begin, end)
     if job.check == CHECK_SAMPLE:
@@ -314,5 +314,5 @@ def _digest(job: Job, begin: int, end: int) -> tuple[int, int]:
     return crc32c(memory), len(memory)
 
 
-def _memory(job: Job, begin: int, end: int) -> memoryview:
+def _memory(job: IoRequest, begin: int, end: int) -> memoryview:
     return memoryview((ctypes.c_char * (end - begin)).from_address(job.address + begin)).cast("B")

@@ -1,4 +1,4 @@
-"""Find or build the native libraries: `load("adam")` returns one, or None where only the plain twin can run.
+"""Find or build the native libraries: `load("adam")` returns one, or None where only the Python fallback can run.
 
 The libraries are plain C ABI, loaded by ctypes, and take seconds to compile. In order: sources beside the package (a
 checkout or an editable install) are built and win over anything built before; a library inside the package (a wheel)
@@ -103,15 +103,15 @@ def require(name: str) -> ctypes.CDLL:
     return handle
 
 
-def describe(cuda: bool = False) -> dict[str, str]:
-    """What runs: per library its path, or the words "plain twin", and the compiler and instruction set in use.
+def native_report(cuda: bool = False) -> dict[str, str]:
+    """What runs: per library its path, or the words "Python fallback", and the compiler and instruction set in use.
 
     cuda: whether the kernels of a CUDA device are of interest; then they are built, where they were not.
     """
     report = {"compiler": _compiler_version(_compiler()) or "none"}
     for name in NAMES if cuda else HOST_NAMES:
         library = _library(name)
-        report[name] = "plain twin" if library is None else f"{library.path} ({library.origin})"
+        report[name] = "Python fallback" if library is None else f"{library.path} ({library.origin})"
     adam = _library("adam")
     if adam is not None:
         adam.handle.infinity_adam_isa_name.restype = ctypes.c_char_p
@@ -156,7 +156,7 @@ def _library(name: str) -> Library | None:
     if name not in NAMES:
         raise ValueError(f"no native library {name!r}: there are {', '.join(NAMES)}")
     if _disabled():
-        _log.debug("INFINITY_NATIVE=0: %s runs on its plain twin", name)
+        _log.debug("INFINITY_NATIVE=0: %s runs on its Python fallback", name)
         return None
     try:
         beside = _sources_beside(name)
@@ -179,7 +179,7 @@ def _warn_once(on_host: bool, reason: str) -> None:
     what, remedy = "native libraries are", "a C++17 compiler (g++ or clang++), or a wheel that carries them"
     if not on_host:
         what, remedy = "the CUDA kernels are", "the CUDA toolkit (nvcc), or a wheel that carries them"
-    _log.warning("%s off, the slower plain twins give the same results: %s. Install %s.", what, reason, remedy)
+    _log.warning("%s off, the slower Python fallbacks give the same results: %s. Install %s.", what, reason, remedy)
 
 
 def _open(name: str, path: Path, origin: str, compiler: str) -> Library:

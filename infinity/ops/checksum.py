@@ -1,4 +1,4 @@
-"""The CRC-32C of bytes in memory: the native library's, or its plain twin (`infinity.ops.crc32c`). Needs no torch."""
+"""The CRC-32C of bytes in memory: the native library's or the Python fallback's (`infinity.ops.crc32c`). No torch."""
 
 from __future__ import annotations
 

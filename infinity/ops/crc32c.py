@@ -1,4 +1,4 @@
-"""CRC-32C (Castagnoli), the plain twin of csrc/aio/crc32c.cpp: `crc32c(data)`, as iSCSI, ext4 and NVMe define it.
+"""CRC-32C (Castagnoli), the Python fallback of csrc/aio/crc32c.cpp: `crc32c(data)`, as iSCSI, ext4 and NVMe define it.
 
 The bytes are cut into strips of one length that numpy digests side by side, a byte of each at a time; neighbours are
 then combined, which is a multiplication by a power of x modulo the polynomial (Mark Adler's zlib, crc32_combine).

@@ -2,7 +2,7 @@
 
 They have the same bits as the code for the CPU: Adam is the same text (csrc/adam/arithmetic.inl), the norm has the
 same reduction tree. Where the library cannot be built or does not run on a device, `available` says so once, and the
-plain twins, which take CUDA tensors as well, give the same results.
+Python fallbacks, which take CUDA tensors as well, give the same results.
 
     if kernels.available(device):
         left_out = kernels.adam_step(table, count, device)     # tensors: reading one waits for the device
@@ -41,10 +41,10 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda" and _reason(_index(device)) is None
 
 
-def describe(device: torch.device) -> str:
-    """What steps tensors on `device`: "kernels", or "plain twin" and why."""
+def kernels_report(device: torch.device) -> str:
+    """What steps tensors on `device`: "kernels", or "Python fallback" and why."""
     reason = _reason(_index(device)) if device.type == "cuda" else f"{device} is no CUDA device"
-    return "kernels" if reason is None else f"plain twin: {reason}"
+    return "kernels" if reason is None else f"Python fallback: {reason}"
 
 
 def adam_step(table: bytes, count: int, device: torch.device) -> Tensor:
@@ -82,7 +82,7 @@ def cast_stats(sources: Sequence[Tensor], targets: Sequence[Tensor] | None, scal
         return DeviceStats(*(torch.zeros(0, dtype=kind, device="cpu") for kind in (torch.float64, torch.int64)))
     device = sources[0].device
     if not available(device):
-        return _twin(pairs, scale)
+        return _reference(pairs, scale)
     table = (_CastC * len(pairs))(*(_CastC.of(source, target, scale) for source, target in pairs))
     count = ctypes.c_uint64(len(pairs))
     numel = _handle().infinity_kernels_cast_workspace(table, count)
@@ -117,7 +117,7 @@ class _CastC(ctypes.Structure):
         )
 
 
-def _twin(pairs: Sequence[tuple[Tensor, Tensor | None]], scale: float) -> DeviceStats:
+def _reference(pairs: Sequence[tuple[Tensor, Tensor | None]], scale: float) -> DeviceStats:
     """`cast_stats` in torch."""
     device = pairs[0][0].device
     factor = ctypes.c_float(scale).value
@@ -143,7 +143,7 @@ def _reason(index: int) -> str | None:
         return None
     reason = _text(code)
     _log.warning(
-        "the CUDA kernels do not run on device %d, the slower plain twins give the same results: %s. "
+        "the CUDA kernels do not run on device %d, the slower Python fallbacks give the same results: %s. "
         "They need a driver as new as the CUDA toolkit that built them.",
         index,
         reason,

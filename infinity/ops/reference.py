@@ -1,4 +1,4 @@
-"""The plain twins, in torch: the same bits as the native code (`infinity.ops.adam`), slowly. Fallback and oracle.
+"""The Python fallbacks, in torch: the same bits as the native code (`infinity.ops.adam`), slowly. Fallback and oracle.
 
 A fused multiply-add rounds once; torch has none. Here the product of two fp32 values is exact in fp64, the sum with a
 third is rounded to odd (TwoSum gives the error, the last bit takes it up), and what is rounded to odd in fp64 rounds

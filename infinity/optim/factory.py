@@ -11,7 +11,7 @@ import torch
 from infinity.errors import ConfigError
 from infinity.optim import update_rules
 from infinity.optim.torch_rule import TorchMethod
-from infinity.optim.update_rules import Method
+from infinity.optim.update_rules import UpdateRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Chosen:
     """`groups` are None where the program brought no optimizer; `name` is for people."""
 
     name: str
-    method: Method
+    method: UpdateRule
     defaults: dict[str, Any]
     groups: list[dict[str, Any]] | None = None
 

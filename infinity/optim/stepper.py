@@ -35,11 +35,11 @@ from infinity.memory.store import TieredStore
 from infinity.observability import trace
 from infinity.ops.adam import GradStats
 from infinity.optim.grad_norm import Norms
-from infinity.optim.sweep import Run, Sweep
-from infinity.optim.update_rules import Cut, Method
+from infinity.optim.step_context import Segment, StepContext
+from infinity.optim.update_rules import StepSlice, UpdateRule
 from infinity.plan.layout import Slot, SubGroup
 from infinity.plan.plan import Plan
-from infinity.plan.ready_queue import Turns
+from infinity.plan.ready_queue import ReadyQueue
 from infinity.plan.stepping import SOON_UNITS, STEP_READS, changed_by, first_reads
 from infinity.plan.types import Key, Kind
 
@@ -58,7 +58,7 @@ class _Pass:
     grad_scale: float
     reservation: Reservation
     uses: Counter[Key]
-    turns: Turns[Sweep]
+    turns: ReadyQueue[StepContext]
     # Units whose gradients are complete, and sub-groups that have been handed to the thread.
     complete: set[int] = field(default_factory=set)
     begun: set[int] = field(default_factory=set)
@@ -72,7 +72,8 @@ class Stepper:
     """
 
     def __init__(
-        self, plan: Plan, store: TieredStore, *, index: int, method: Method, behind: bool, grad_bound: float = math.inf
+        self, plan: Plan, store: TieredStore, *, index: int, method: UpdateRule, behind: bool,
+        grad_bound: float = math.inf,
     ) -> None:
         self._plan = plan
         self._grad_bound = grad_bound
@@ -113,16 +114,16 @@ class Stepper:
         """Whether elements are left alone whose gradient is not finite."""
         return self._method.guarded
 
-    def singles(self) -> dict[str, dict[str, Any]]:
+    def parameter_scalars(self) -> dict[str, dict[str, Any]]:
         """What the optimizer keeps of a parameter in one value, by name, for those that this rank steps."""
         if not self._method.joins:
             # A step that goes on changes them.
             self.finish()
-        return self._method.singles(self.steps)
+        return self._method.parameter_scalars(self.steps)
 
-    def load_singles(self, singles: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take back what `singles()` of all ranks have given; `steps` are already those of that time."""
-        self._method.load_singles(singles, self.steps)
+    def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take back what `parameter_scalars()` of all ranks have given; `steps` are already those of that time."""
+        self._method.load_parameter_scalars(singles, self.steps)
 
     @property
     def start(self) -> float:
@@ -131,7 +132,7 @@ class Stepper:
 
     # As gradients arrive.
 
-    def begin_early(self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float) -> None:
+    def start_in_backward(self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float) -> None:
         """The backward before a step begins: see [Note: step in backward]. Arguments as of `step`."""
         if self._groups_of and self._early is None and self._hasty < _HASTY_MAX:
             self._early = self._pass(tuple(map(self._method.hyper, groups)), grad_scale, pending=True)
@@ -147,7 +148,7 @@ class Stepper:
         self.forget()
         self.finish()
 
-    def landed(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
+    def on_accumulated(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
         """A unit's gradients have been accumulated, those of `arrived` parameters. `final`: probably the last time
         before the step.
         """
@@ -205,7 +206,7 @@ class Stepper:
                 steps = {index: [self.steps[slot.name] + 1 for slot in self._slots(index)] for index in units}
                 flags = {index: [True] * len(self._slots(index)) for index in units}
                 early.assumed.update(steps)
-                sweep = Sweep(early.hyper, early.grad_scale, flags, steps)
+                sweep = StepContext(early.hyper, early.grad_scale, flags, steps)
                 self._hand_over(early, sweep, [group])
 
     def _wanted(
@@ -250,7 +251,7 @@ class Stepper:
             self.finish()
             behind = self._pass(hyper, grad_scale)
         self._expected = set()
-        sweep = Sweep(hyper, grad_scale, arrived, steps)
+        sweep = StepContext(hyper, grad_scale, arrived, steps)
         rest = [group for group in self._hidden if group.index not in behind.begun]
         with self._telling(behind.reservation):
             # Reserved before anything is stepped: when that fails, the rest must not look as if nothing had happened.
@@ -293,16 +294,16 @@ class Stepper:
     def _pass(self, hyper: tuple[Any, ...], grad_scale: float, *, pending: bool = False) -> _Pass:
         uses = Counter(_touched(self._hidden))
         reservation = Reservation(pending=pending)
-        turns = self._turns(self._hidden, reservation)
+        turns = self._ready_queue(self._hidden, reservation)
         return _Pass(hyper, grad_scale, reservation, uses=uses, turns=turns)
 
-    def _hand_over(self, behind: _Pass, sweep: Sweep, groups: Sequence[SubGroup]) -> None:
+    def _hand_over(self, behind: _Pass, sweep: StepContext, groups: Sequence[SubGroup]) -> None:
         """Reserve these sub-groups and let the thread step them."""
         with self._telling(behind.reservation):
             self._store.reserve(behind.reservation, *_touched(groups))
             self._let_step(behind, sweep, groups)
 
-    def _let_step(self, behind: _Pass, sweep: Sweep, groups: Sequence[SubGroup]) -> None:
+    def _let_step(self, behind: _Pass, sweep: StepContext, groups: Sequence[SubGroup]) -> None:
         """These are ready: let the thread step as many, those whose turn it is."""
         behind.begun.update(group.index for group in groups)
         behind.turns.add(groups, sweep)
@@ -342,17 +343,17 @@ class Stepper:
     def _prefetch(self, reservation: Reservation | None, group: SubGroup) -> bool:
         return self._store.prefetch(*changed_by(group), by=reservation)
 
-    def _turns(self, groups: Sequence[SubGroup], reservation: Reservation | None) -> Turns[Sweep]:
-        return Turns(groups, fetch=partial(self._prefetch, reservation), in_memory=self._in_memory)
+    def _ready_queue(self, groups: Sequence[SubGroup], reservation: Reservation | None) -> ReadyQueue[StepContext]:
+        return ReadyQueue(groups, fetch=partial(self._prefetch, reservation), in_memory=self._in_memory)
 
-    def _step_visible(self, sweep: Sweep) -> None:
+    def _step_visible(self, sweep: StepContext) -> None:
         """Step those that the program sees."""
-        turns = self._turns(self._visible, None)
+        turns = self._ready_queue(self._visible, None)
         turns.add(self._visible, sweep)
         self._step_ready(turns, Counter(_touched(self._visible)), None, len(self._visible))
 
     def _step_ready(
-        self, turns: Turns[Sweep], uses: Counter[Key], reservation: Reservation | None, count: int
+        self, turns: ReadyQueue[StepContext], uses: Counter[Key], reservation: Reservation | None, count: int
     ) -> None:
         """Step `count` of the sub-groups that are ready, one after the other."""
         for _ in range(count):
@@ -370,7 +371,7 @@ class Stepper:
                     self._store.end_work(reservation, *done)
 
     def _step_group(
-        self, group: SubGroup, sweep: Sweep, uses: Counter[Key], reservation: Reservation | None
+        self, group: SubGroup, sweep: StepContext, uses: Counter[Key], reservation: Reservation | None
     ) -> list[Key]:
         """Step one sub-group and write it back. `uses`: how many sub-groups are still to use each partition; returns
         those that none is to use.
@@ -382,13 +383,13 @@ class Stepper:
         self._store.flush(*done)
         return done
 
-    def _change(self, group: SubGroup, sweep: Sweep, reservation: Reservation | None) -> None:
+    def _change(self, group: SubGroup, sweep: StepContext, reservation: Reservation | None) -> None:
         store = self._store
         with (
             store.read(*_grads(group), by=reservation) as grads,
             store.write(*changed_by(group), by=reservation) as (states, *params),
         ):
-            cuts: list[Cut] = []
+            cuts: list[StepSlice] = []
             copies: list[tuple[Tensor, Tensor]] = []
             at = 0
             assert states.buffer is not None
@@ -413,10 +414,10 @@ class Stepper:
                 for home, local in copies:
                     home.copy_(local)
 
-    def _cut(self, states: Partition, at: int, param: Tensor, grad: Tensor, run: Run, hyper: Any) -> Cut:
+    def _cut(self, states: Partition, at: int, param: Tensor, grad: Tensor, run: Segment, hyper: Any) -> StepSlice:
         span = slice(at + run.start, at + run.start + run.numel)
         kinds = {section.kind for section in states.spec.sections}
-        return Cut(
+        return StepSlice(
             run, hyper, param, grad, [states.view(kind)[span] for kind in self._method.moments],
             remainder=states.view(Kind.REMAINDER)[span] if Kind.REMAINDER in kinds else None,
             master=states.view(Kind.MASTER)[span] if Kind.MASTER in kinds else None,

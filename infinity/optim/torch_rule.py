@@ -21,7 +21,7 @@ from torch import Tensor
 
 from infinity.errors import ConfigError
 from infinity.ops.adam import join, split
-from infinity.optim.update_rules import Cut
+from infinity.optim.update_rules import StepSlice
 from infinity.plan.optimizer_states import kinds_of
 
 # Elements that are stepped at once: bounds the fp32 copies.
@@ -48,21 +48,21 @@ class TorchMethod:
         """See Method."""
         return {key: copy.copy(value) for key, value in group.items() if key != "params"}
 
-    def step(self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float) -> None:
+    def step(self, cuts: Sequence[StepSlice], *, grad_scale: float, grad_bound: float) -> None:
         """See Method."""
         for cut in cuts:
             for begin in range(0, cut.run.numel, _CHUNK_NUMEL):
                 self._step(cut, slice(begin, min(begin + _CHUNK_NUMEL, cut.run.numel)), grad_scale, grad_bound)
 
-    def singles(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    def parameter_scalars(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """See Method."""
         return {name: values for (name, step), values in self._singles.items() if steps[name] == step}
 
-    def load_singles(self, singles: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
+    def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
         """See Method."""
         self._singles = {(name, steps[name]): dict(values) for name, values in singles.items()}
 
-    def _step(self, cut: Cut, at: slice, grad_scale: float, grad_bound: float) -> None:
+    def _step(self, cut: StepSlice, at: slice, grad_scale: float, grad_bound: float) -> None:
         run = cut.run
         param = torch.nn.Parameter(_load(cut, at))
         param.grad = (cut.grad[at].float() * grad_scale).clamp_(-grad_bound, grad_bound)
@@ -105,7 +105,7 @@ def _clone(
     return clone
 
 
-def _load(cut: Cut, at: slice) -> Tensor:
+def _load(cut: StepSlice, at: slice) -> Tensor:
     """The fp32 master weights of a stretch: the partition's own memory, or a copy."""
     if cut.master is not None:
         return cut.master[at]
@@ -114,7 +114,7 @@ def _load(cut: Cut, at: slice) -> Tensor:
     return join(cut.param[at].cpu(), cut.remainder[at].cpu()).to(cut.param.device)
 
 
-def _store(cut: Cut, at: slice, weight: Tensor) -> None:
+def _store(cut: StepSlice, at: slice, weight: Tensor) -> None:
     if cut.remainder is not None:
         rounded, remainder = split(weight.cpu())
         cut.param[at].copy_(rounded)

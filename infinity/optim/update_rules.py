@@ -1,7 +1,7 @@
 """How sub-groups are stepped: by a native rule, one fused pass, or by any elementwise optimizer of torch's.
 
-A `Cut` is a stretch of one sub-group with all that a step reads and writes there. The stepper makes cuts and knows no
-optimizer; a method steps them and knows neither tiers nor units.
+A `StepSlice` is a stretch of one sub-group with all that a step reads and writes there. The stepper cuts them and knows
+no optimizer; a rule steps them and knows neither tiers nor units.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from infinity.ops.adam import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Piece, adam_step
-from infinity.optim.sweep import Run
+from infinity.optim.step_context import Segment
 from infinity.plan.types import ADAM_MOMENTS, Kind
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StepSlice:
     """Flat tensors [numel] of one device. `moments` in the order of the method's; `remainder` and `master` as in a
     `Piece`.
     """
 
-    run: Run
+    run: Segment
     hyper: Any
     param: Tensor
     grad: Tensor
@@ -33,7 +33,7 @@ class Cut:
     master: Tensor | None
 
 
-class Method(Protocol):
+class UpdateRule(Protocol):
     """See the module's text."""
 
     # What it keeps of an element, and where those values start.
@@ -47,17 +47,17 @@ class Method(Protocol):
     def hyper(self, group: Mapping[str, Any]) -> Any:
         """A parameter group's hyper-parameters as they are now."""
 
-    def step(self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float) -> None:
+    def step(self, cuts: Sequence[StepSlice], *, grad_scale: float, grad_bound: float) -> None:
         """Step every cut in place; gradients are multiplied by `grad_scale`, and then none is above `grad_bound`."""
 
-    def singles(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    def parameter_scalars(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """What it keeps of a parameter in one value, by name, after as many `steps` of each."""
 
-    def load_singles(self, singles: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
-        """Take back what `singles` gave."""
+    def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
+        """Take back what `parameter_scalars` gave."""
 
 
-class NativeMethod:
+class NativeRule:
     """One of the rules of `infinity.ops.rules`: a fused pass over each cut."""
 
     joins = True
@@ -74,7 +74,7 @@ class NativeMethod:
         """See Method."""
         return self._hyper(group)
 
-    def step(self, cuts: Sequence[Cut], *, grad_scale: float, grad_bound: float) -> None:
+    def step(self, cuts: Sequence[StepSlice], *, grad_scale: float, grad_bound: float) -> None:
         """See Method."""
         by_step: dict[int, list[Piece]] = {}
         for cut in cuts:
@@ -85,17 +85,17 @@ class NativeMethod:
         for step, pieces in by_step.items():
             adam_step(pieces, step=step, grad_scale=grad_scale, grad_bound=grad_bound)
 
-    def singles(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    def parameter_scalars(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """See Method: the number of steps is all that a rule needs."""
         return {}
 
-    def load_singles(self, singles: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
+    def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
         """See Method."""
 
 
-def adam(*, decoupled: bool, bias_correction: bool = True) -> NativeMethod:
+def adam(*, decoupled: bool, bias_correction: bool = True) -> NativeRule:
     """Adam, or AdamW where `decoupled`."""
-    return NativeMethod(
+    return NativeRule(
         ADAM_MOMENTS,
         lambda group: AdamHyper(
             lr=float(group["lr"]), beta1=float(group["betas"][0]), beta2=float(group["betas"][1]),
@@ -105,9 +105,9 @@ def adam(*, decoupled: bool, bias_correction: bool = True) -> NativeMethod:
     )  # fmt: skip
 
 
-def lion() -> NativeMethod:
+def lion() -> NativeRule:
     """Lion, decoupled decay."""
-    return NativeMethod(
+    return NativeRule(
         (Kind.EXP_AVG,),
         lambda group: LionHyper(
             lr=float(group["lr"]), beta1=float(group["betas"][0]), beta2=float(group["betas"][1]),
@@ -116,9 +116,9 @@ def lion() -> NativeMethod:
     )  # fmt: skip
 
 
-def adagrad(start: float = 0.0) -> NativeMethod:
+def adagrad(start: float = 0.0) -> NativeRule:
     """Adagrad whose sums begin at `start`."""
-    return NativeMethod(
+    return NativeRule(
         (Kind.SUM,),
         lambda group: AdagradHyper(
             lr=float(group["lr"]), lr_decay=float(group["lr_decay"]), eps=float(group["eps"]),
@@ -128,9 +128,9 @@ def adagrad(start: float = 0.0) -> NativeMethod:
     )  # fmt: skip
 
 
-def momentum() -> NativeMethod:
+def momentum() -> NativeRule:
     """SGD with a momentum buffer."""
-    return NativeMethod(
+    return NativeRule(
         (Kind.MOMENTUM_BUFFER,),
         lambda group: MomentumHyper(
             lr=float(group["lr"]), momentum=float(group["momentum"]), dampening=float(group["dampening"]),
@@ -139,7 +139,7 @@ def momentum() -> NativeMethod:
     )  # fmt: skip
 
 
-def native_method_of(optimizer: torch.optim.Optimizer) -> NativeMethod | None:
+def native_method_of(optimizer: torch.optim.Optimizer) -> NativeRule | None:
     """The native method with the arithmetic of a torch optimizer; None where there is none."""
     groups = optimizer.param_groups
     if any(group.get(key) for group in groups for key in ("amsgrad", "maximize", "differentiable")):

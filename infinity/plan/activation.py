@@ -29,7 +29,7 @@ class Activations:
 
 
 @dataclass(frozen=True, slots=True)
-class Offloaded:
+class OffloadedCheckpoints:
     """Checkpoints that lie on a tier between forward and backward: how many, bytes of each, and how many buffers in CPU
     memory they pass through (none on their way to CPU memory).
     """

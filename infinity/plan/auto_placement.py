@@ -5,7 +5,7 @@ that move in one step, were it on a slower one. 16-bit parameters are read by fo
 written by the step: 4 bytes for each byte stored; optimizer states are read and written once: 2. So parameters go
 before states, and of equals those nearest the input, whose step is needed first.
 
-`fill` takes the tiers one after the other. What it puts on a tier carries the greatest traffic that fits there
+`fill_tiers` takes the tiers one after the other. What it puts on a tier carries the greatest traffic that fits there
 (`choose`); the tier after that gets the most of the rest, and the last one takes what remains.
 """
 
@@ -40,7 +40,7 @@ class Value:
         return self.gpu_nbytes if tier is Tier.GPU else self.nbytes
 
 
-def fill(values: Sequence[Value], tiers: Sequence[Tier], room: Capacity) -> dict[Key, Tier]:
+def fill_tiers(values: Sequence[Value], tiers: Sequence[Tier], room: Capacity) -> dict[Key, Tier]:
     """A home for every value. `values` come in the order of preference of equals; `tiers` from fast to slow, the last
     one taking whatever remains.
     """

@@ -19,7 +19,7 @@ from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity, excesses
 from infinity.plan.fitting import lowered_in_words
-from infinity.plan.inputs import Question, plan_request
+from infinity.plan.inputs import PlanInputs, plan_request
 from infinity.plan.partitions import states_kinds
 from infinity.plan.plan import SUB_GROUPS_MAX, Plan
 from infinity.plan.types import DTYPE_NBYTES, Tier
@@ -59,7 +59,7 @@ class Fit:
         return json.dumps(tree)
 
 
-def refuse(question: Question, plan: Plan, rank: int = 0) -> None:
+def refuse(question: PlanInputs, plan: Plan, rank: int = 0) -> None:
     """Raise CapacityError with the whole account when `plan`, the question's own, does not fit. Touches nothing."""
     if question.fits(plan):
         return
@@ -85,14 +85,14 @@ def refuse(question: Question, plan: Plan, rank: int = 0) -> None:
     raise CapacityError("\n".join([*lines, _way_out(question)]))
 
 
-def fits_without_activations(question: Question, plan: Plan) -> bool:
+def fits_without_activations(question: PlanInputs, plan: Plan) -> bool:
     """Whether there would be room for a plan if no activations were set aside."""
     held = plan.nbytes_by_tier()
     held[Tier.GPU] -= question.reserve.activation_nbytes
     return question.limits.fits(held)
 
 
-def _initial(question: Question, plan: Plan) -> str:
+def _initial(question: PlanInputs, plan: Plan) -> str:
     """What is too much while partitions are made: the model as it was built lies beside them."""
     free = question.free.host
     text = (
@@ -122,7 +122,7 @@ def account(plan: Plan, capacity: Capacity) -> str:
     return "\n".join(lines)
 
 
-def nearest_fit(question: Question) -> Fit | None:
+def nearest_fit(question: PlanInputs) -> Fit | None:
     """The first of an ordered list of changes whose plan fits: fewest keys first, and of those the fastest tiers; then
     the same on more ranks. None when nothing of it fits.
     """
@@ -136,7 +136,7 @@ def nearest_fit(question: Question) -> Fit | None:
     return _more_ranks(question)
 
 
-def _more_ranks(question: Question) -> Fit | None:
+def _more_ranks(question: PlanInputs) -> Fit | None:
     """More nodes like these, with the configuration as it is, or else with budgets deciding: a few numbers of them from
     the least that could be enough on, so that what is found is near the fewest.
     """
@@ -152,7 +152,7 @@ def _more_ranks(question: Question) -> Fit | None:
     return None
 
 
-def _enough(question: Question) -> list[int]:
+def _enough(question: PlanInputs) -> list[int]:
     """How many times the ranks to try: what could just do, and more."""
     numbers = range(2, _TIMES_MAX)
 
@@ -163,18 +163,18 @@ def _enough(question: Question) -> list[int]:
     return [math.ceil(numbers[at] * margin) for margin in _MARGINS] if at < len(numbers) else []
 
 
-def _times(question: Question, times: int) -> Question:
+def _times(question: PlanInputs, times: int) -> PlanInputs:
     return replace(question, topology=replace(question.topology, dp=question.topology.dp * times))
 
 
-def smallest(question: Question) -> Plan:
+def smallest(question: PlanInputs) -> Plan:
     """The plan with as much as possible on NVMe and the least in memory: what any hardware must have for this model."""
     keys = {**_nvme(question.config, "offload_param", "offload_optimizer"), f"{_ZERO}.stage": 3}
     keys |= {_LIVE: _LIVE_NUMELS[-1], _AHEAD: 0, _GROUP: _group_numel(question)}
     return replace(question, config=changed(question.config, keys)).plan()
 
 
-def _way_out(question: Question) -> str:
+def _way_out(question: PlanInputs) -> str:
     fit = nearest_fit(question)
     if fit is None:
         held = smallest(question).nbytes_by_tier()
@@ -202,7 +202,7 @@ def _changes(config: ResolvedConfig, group_numel: int) -> list[dict[str, Any]]:
     return sorted(found, key=lambda keys: (_SOME_DRIVE in keys.values(), len(keys)))
 
 
-def _group_numel(question: Question) -> int:
+def _group_numel(question: PlanInputs) -> int:
     """A small sub-group, yet not so small that a plan had too many."""
     return max(1 << 18, question.numels[1] // question.topology.dp // SUB_GROUPS_MAX)
 
@@ -265,7 +265,7 @@ def _different(config: ResolvedConfig, keys: Mapping[str, Any]) -> dict[str, Any
     return different
 
 
-def _hopeless(question: Question) -> bool:
+def _hopeless(question: PlanInputs) -> bool:
     """Whether what must lie somewhere is too much already: known without a plan."""
     config, limits, dp = question.config, question.limits, question.topology.dp
     request = plan_request(config, accelerator=question.accelerator, moments=question.moments)

@@ -1,6 +1,6 @@
 """From a resolved configuration to what a plan is asked for: plain numbers, tiers and dtype names.
 
-The engine and the estimator ask the same `Question`, so that an estimate is the plan of the same run.
+The engine and the estimator ask the same `PlanInputs`, so that an estimate is the plan of the same run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNBOUNDED = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanInputs:
     """All that a plan is made of, so that the same can be asked of another configuration or of more ranks."""
 
     # The model's tree, and the classes of modules that it wants whole.

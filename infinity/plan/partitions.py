@@ -5,7 +5,7 @@ from __future__ import annotations
 from infinity.plan.layout import SubGroup, UnitLayout
 from infinity.plan.placement import Placement
 from infinity.plan.stepping import changed_by, undoable
-from infinity.plan.types import ADAM_MOMENTS, Extent, Key, Kind, PartitionSpec, Section, Tier, pack_sections
+from infinity.plan.types import ADAM_MOMENTS, ArraySection, Extent, Key, Kind, PartitionSpec, Tier, pack_sections
 
 
 def states_kinds(compute_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS) -> list[tuple[Kind, str]]:
@@ -21,7 +21,7 @@ def make_partitions(
     """Every partition, those of units first, then one for each sub-group; and the size of the NVMe file. early: whether
     a step may begin in backward, which needs a second place for what it writes.
     """
-    made: list[tuple[Key, tuple[Section, ...], Tier]] = []
+    made: list[tuple[Key, tuple[ArraySection, ...], Tier]] = []
     for layout, placed in zip(layouts, placement.units, strict=True):
         numel = layout.partition_numel(placed.parts)
         sections = pack_sections([(Kind.PARAM, layout.dtype, numel)])
@@ -31,7 +31,7 @@ def make_partitions(
             made.append((Key(Kind.GRAD, layout.index), sections, placed.grad))
     kinds = states_kinds(compute_dtype, moments)
     # There are thousands of sub-groups, and few sizes.
-    by_numel: dict[int, tuple[Section, ...]] = {}
+    by_numel: dict[int, tuple[ArraySection, ...]] = {}
     for group, home in zip(groups, placement.states, strict=True):
         numel = group.numel
         if numel not in by_numel:

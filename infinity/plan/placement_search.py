@@ -9,8 +9,8 @@ of a plan with every value on the slowest tier are taken, the most there can be.
 does not need is given back, as long as a better one comes of it.
 
 [Note: what is optimal] The traffic that the GPU tier carries, and with as much there, that of the CPU tier. For the
-room that is left beside charges `fill` finds the best division, and of more values than `CORE_COUNT` one that is less
-than one value short of it. On the GPU tier states count with their share of the gradients.
+room that is left beside charges `fill_tiers` finds the best division, and of more values than `CORE_COUNT` one that is
+less than one value short of it. On the GPU tier states count with their share of the gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from infinity.plan.auto_placement import Value, fill
+from infinity.plan.auto_placement import Value, fill_tiers
 from infinity.plan.capacity import Capacity
 from infinity.plan.types import Key, Tier
 
@@ -27,7 +27,7 @@ _RETURNS_MAX = 4
 _Plan = TypeVar("_Plan")
 
 
-def settle(
+def search_placement(
     values: Sequence[Value], tiers: Sequence[Tier], capacity: Capacity,
     plan_of: Callable[[Mapping[Key, Tier]], _Plan], nbytes_of: Callable[[_Plan], Mapping[Tier, int]],
     following_nbytes_of: Callable[[_Plan], int] = lambda plan: 0,
@@ -50,7 +50,7 @@ def settle(
 
     charged = dict.fromkeys(Tier, 0)
     for attempt in range(_ROUNDS_MAX):
-        homes = fill(values, tiers, capacity.left(charged))
+        homes = fill_tiers(values, tiers, capacity.left(charged))
         plan, charges = weigh(homes)
         if capacity.fits(nbytes_of(plan)):
             break
@@ -66,7 +66,7 @@ def settle(
         promised = sum(value.gpu_nbytes - value.nbytes for value in values if homes[value.key] is Tier.GPU)
         generous = {**charges, Tier.GPU: charges[Tier.GPU] - promised + following_nbytes_of(plan)}
         for room in (capacity.left(generous), capacity.left(charges)):
-            closer = fill(values, tiers, room)
+            closer = fill_tiers(values, tiers, room)
             if _worth(closer, values) > _worth(homes, values):
                 better, needed = weigh(closer)
                 if capacity.fits(nbytes_of(better)):

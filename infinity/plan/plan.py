@@ -21,8 +21,8 @@ from infinity.plan.gradients import Scratch, left_nbytes, make_scratch, wire_in_
 from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layouts
 from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
 from infinity.plan.placement import Homes, Placement, Policy, always_whole, place, whole_units
-from infinity.plan.placement_search import settle
-from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, Use, make_schedule
+from infinity.plan.placement_search import search_placement
+from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, UnitAccess, make_schedule
 from infinity.plan.spec import ModelSpec
 from infinity.plan.stepping import STEP_WINDOW, kept_of, step_order_of, stepped_nbytes, undoable
 from infinity.plan.tiling import around_nbytes, tiles_in_words
@@ -165,7 +165,7 @@ class Plan:
         """Device bytes that gathering each unit takes: 0 for one that is whole for good."""
         return _full_nbytes(self.layouts, self.placement)
 
-    def reschedule(self, uses: tuple[Use, ...], timing: Timing | None = None) -> FetchSchedule:
+    def reschedule(self, uses: tuple[UnitAccess, ...], timing: Timing | None = None) -> FetchSchedule:
         """The schedule for uses that were recorded (and timed), within the same budgets."""
         return make_schedule(
             uses,
@@ -287,7 +287,7 @@ def make_plan(
         return plan.bytes_by_tier()[Tier.GPU].get(Kind.GRAD, 0) if follows else 0
 
     values = _values(spec, layouts, groups, policy, request)
-    return settle(values, tiers, capacity, settled, Plan.nbytes_by_tier, gradients)
+    return search_placement(values, tiers, capacity, settled, Plan.nbytes_by_tier, gradients)
 
 
 def _bounded(request: PlanRequest, capacity: Capacity) -> PlanRequest:
@@ -398,8 +398,8 @@ def _assemble(
         fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, max(fetch_nbytes, default=0)),
     )  # fmt: skip
     order = step_order_of(groups, placement, spec.uses)
-    forward = [Use(unit) for unit in spec.uses]
-    backward = [Use(unit, position not in spec.lookups) for position, unit in enumerate(spec.uses)]
+    forward = [UnitAccess(unit) for unit in spec.uses]
+    backward = [UnitAccess(unit, position not in spec.lookups) for position, unit in enumerate(spec.uses)]
     schedule = make_schedule(
         [*forward, *reversed(backward)],
         full_nbytes=_full_nbytes(layouts, placement),

@@ -49,7 +49,7 @@ class Timing:
     fetch_latency: float = 0.0
 
 
-class Use(NamedTuple):
+class UnitAccess(NamedTuple):
     """A module begins with a unit, in forward or in backward. `needed`: with its weights."""
 
     unit: int
@@ -60,7 +60,7 @@ class Use(NamedTuple):
 class FetchSchedule:
     """For each use: units to gather ahead, units to read ahead from NVMe, whether to keep its own."""
 
-    uses: tuple[Use, ...]
+    uses: tuple[UnitAccess, ...]
     gather_ahead: tuple[tuple[int, ...], ...]
     fetch_ahead: tuple[tuple[int, ...], ...]
     keep: tuple[bool, ...]
@@ -75,7 +75,7 @@ class FetchSchedule:
 
 
 def make_schedule(
-    uses: Sequence[Use], *, full_nbytes: Sequence[int], fetch_nbytes: Sequence[int], budget: FetchBudget,
+    uses: Sequence[UnitAccess], *, full_nbytes: Sequence[int], fetch_nbytes: Sequence[int], budget: FetchBudget,
     timing: Timing | None = None,
 ) -> FetchSchedule:  # fmt: skip
     """Simulate the uses once, greedily.

@@ -19,7 +19,7 @@ from infinity.plan.layout import SubGroup
 With = TypeVar("With")
 
 
-class Turns(Generic[With]):
+class ReadyQueue(Generic[With]):
     """Sub-groups that are ready to be stepped, each with something of its step.
 
     order: all that may be, those that are needed first in front. fetch: asks for one to be brought into memory, or to

@@ -1,6 +1,6 @@
 """The model as the plan sees it: parameters, and the units in which they are gathered.
 
-`describe(module)` walks any `nn.Module` (also on the meta device) by duck typing, so that this file needs no torch;
+`module_tree(module)` walks any `nn.Module` (also on the meta device) by duck typing, so that this file needs no torch;
 the estimator builds the same `ModuleNode` tree from hyper-parameters. `find_units` then cuts the tree without a wrap
 policy: repeated blocks first, then recursion until a unit is under its size bound. A data-dependent module (a mixture
 of experts) is never cut, so that no rank waits for a gather that another rank never starts. A weight that alone is
@@ -185,7 +185,7 @@ class ModelSpec:
         return sum(unit.numel for unit in self.units)
 
 
-def describe(module: Any, *, compute_dtype: str, groups: dict[int, int] | None = None) -> ModuleNode:
+def module_tree(module: Any, *, compute_dtype: str, groups: dict[int, int] | None = None) -> ModuleNode:
     """The `ModuleNode` tree of an `nn.Module`.
 
     `compute_dtype` ("fp32", "bf16", "fp16") is what floating-point parameters are trained in. `groups` maps `id(param)`

@@ -104,7 +104,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ArraySection:
     """One typed array inside a partition's buffer, at a byte offset."""
 
     kind: Kind
@@ -130,7 +130,7 @@ class PartitionSpec:
     """One rank's slice at rest: what it holds, where its home is, and, on NVMe, which extents are its own."""
 
     key: Key
-    sections: tuple[Section, ...]
+    sections: tuple[ArraySection, ...]
     home: Tier
     extent: Extent | None = None
     # A second one, where a step may begin before it is known to be wanted: see [Note: slots].
@@ -145,12 +145,12 @@ class PartitionSpec:
         object.__setattr__(self, "nbytes", nbytes)
 
 
-def pack_sections(parts: list[tuple[Kind, str, int]]) -> tuple[Section, ...]:
+def pack_sections(parts: list[tuple[Kind, str, int]]) -> tuple[ArraySection, ...]:
     """Lay (kind, dtype, numel) arrays one behind the other, each on a cache line."""
     sections = []
     offset = 0
     for kind, dtype, numel in parts:
-        section = Section(kind=kind, dtype=dtype, numel=numel, offset=offset)
+        section = ArraySection(kind=kind, dtype=dtype, numel=numel, offset=offset)
         sections.append(section)
         offset = align_up(offset + section.nbytes, CACHE_LINE)
     return tuple(sections)

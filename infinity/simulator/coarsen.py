@@ -12,15 +12,15 @@ from itertools import accumulate
 
 from infinity.plan.layout import Slice, SubGroup, UnitLayout
 from infinity.plan.plan import Plan
-from infinity.plan.prefetch import FetchSchedule, Use
+from infinity.plan.prefetch import FetchSchedule, UnitAccess
 from infinity.plan.stepping import STEP_WINDOW
-from infinity.plan.types import Key, Kind, PartitionSpec, Section, Tier
+from infinity.plan.types import ArraySection, Key, Kind, PartitionSpec, Tier
 
 _UNITS_MAX, _GROUPS_MAX = 96, 128
 
 
 @dataclass(frozen=True)
-class Coarse:
+class Coarsened:
     """A plan to rehearse, and which of the real plan's units, and how many of its sub-groups, one of it stands for."""
 
     plan: Plan
@@ -28,11 +28,11 @@ class Coarse:
     groups_in_one: float
 
 
-def coarse(plan: Plan) -> Coarse:
+def coarsen(plan: Plan) -> Coarsened:
     """The plan itself where it is small."""
     blocks: list[tuple[int, ...]] = [(unit,) for unit in range(len(plan.layouts))]
     if len(plan.layouts) <= _UNITS_MAX and len(plan.sub_groups) <= _GROUPS_MAX:
-        return Coarse(plan, tuple(blocks), 1.0)
+        return Coarsened(plan, tuple(blocks), 1.0)
     blocks = _blocks(plan)
     block_of = {unit: at for at, units in enumerate(blocks) for unit in units}
     layouts = tuple(_layout(plan, at, units) for at, units in enumerate(blocks))
@@ -58,7 +58,7 @@ def coarse(plan: Plan) -> Coarse:
         plan, layouts=layouts, sub_groups=tuple(groups), placement=placement, partitions=tuple(partitions),
         schedule=_schedule(plan.schedule, block_of), step_order=tuple(range(len(groups))),
     )  # fmt: skip
-    return Coarse(_with_pools(plan, made), tuple(blocks), len(plan.sub_groups) / max(len(groups), 1))
+    return Coarsened(_with_pools(plan, made), tuple(blocks), len(plan.sub_groups) / max(len(groups), 1))
 
 
 def _blocks(plan: Plan) -> list[tuple[int, ...]]:
@@ -108,7 +108,7 @@ def _together(specs: Sequence[PartitionSpec], index: int) -> PartitionSpec:
             numel[section.kind, section.dtype] = numel.get((section.kind, section.dtype), 0) + section.numel
     sections, offset = [], 0
     for (kind, dtype), count in numel.items():
-        sections.append(Section(kind, dtype, count, offset))
+        sections.append(ArraySection(kind, dtype, count, offset))
         offset += sections[-1].nbytes
     return PartitionSpec(key=Key(specs[0].key.kind, index), sections=tuple(sections), home=specs[0].home)
 
@@ -134,7 +134,7 @@ def _slices(
 
 def _schedule(schedule: FetchSchedule, block_of: dict[int, int]) -> FetchSchedule:
     """The same uses by block: a run of uses of one block is one."""
-    uses: list[Use] = []
+    uses: list[UnitAccess] = []
     gather: list[tuple[int, ...]] = []
     fetch: list[tuple[int, ...]] = []
     keep: list[bool] = []
@@ -142,12 +142,12 @@ def _schedule(schedule: FetchSchedule, block_of: dict[int, int]) -> FetchSchedul
         block = block_of[unit]
         # The turn from forward to backward stays where it is.
         if uses and uses[-1].unit == block and at != len(schedule) // 2:
-            uses[-1] = Use(block, needed or uses[-1].needed)
+            uses[-1] = UnitAccess(block, needed or uses[-1].needed)
             gather[-1] = _distinct(gather[-1], schedule.gather_ahead[at], block_of, block)
             fetch[-1] = _distinct(fetch[-1], schedule.fetch_ahead[at], block_of, block)
             keep[-1] = schedule.keep[at]
             continue
-        uses.append(Use(block, needed))
+        uses.append(UnitAccess(block, needed))
         gather.append(_distinct((), schedule.gather_ahead[at], block_of, block))
         fetch.append(_distinct((), schedule.fetch_ahead[at], block_of, block))
         keep.append(schedule.keep[at])

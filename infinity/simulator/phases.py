@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from infinity.plan.activation import Offloaded
+from infinity.plan.activation import OffloadedCheckpoints
 from infinity.plan.filling import Table, add_nbytes, copy_table, in_process, initialise
 from infinity.plan.gradients import left_nbytes, wire_in_backward
 from infinity.plan.plan import Plan
@@ -53,7 +53,7 @@ class Phase(Enum):
 
 def bytes_by_phase(
     plan: Plan, activation_nbytes: int = 0, *, model_dtype: str = "fp32", model_nbytes_max: int | None = None,
-    offloaded: Offloaded | None = None,
+    offloaded: OffloadedCheckpoints | None = None,
 ) -> dict[Phase, Table]:  # fmt: skip
     """Bytes by tier and kind at each phase's busiest moment, of any rank, in the steady state.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class Lane(Enum):
+class Resource(Enum):
     """Where work is done."""
 
     # The rank's share of the node's cores.
@@ -27,14 +27,14 @@ class Lane(Enum):
     __hash__ = object.__hash__
 
 
-_OTHER_WAY = {Lane.READ: Lane.WRITE, Lane.WRITE: Lane.READ}
+_OTHER_WAY = {Resource.READ: Resource.WRITE, Resource.WRITE: Resource.READ}
 
 
 @dataclass(eq=False, slots=True)
 class Job:
     """`work` in seconds on cores and accelerators, in bytes on drives and links."""
 
-    lane: Lane
+    resource: Resource
     work: float
     urgent: bool = False
     done: bool = False
@@ -45,18 +45,18 @@ Process = Generator[Waiting, None, None]
 
 
 @dataclass(slots=True)
-class Lanes:
+class ResourceQueues:
     """Simulated time. `rates`: bytes a second of drives and links; `mixed_rates`: of reads, and writes, that meet."""
 
-    rates: Mapping[Lane, float]
+    rates: Mapping[Resource, float]
     mixed_rates: tuple[float, float]
     now: float = 0.0
     # What each lane was given so far.
-    work: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
-    _queues: dict[Lane, list[Job]] = field(default_factory=lambda: {lane: [] for lane in Lane})
+    work: dict[Resource, float] = field(default_factory=lambda: dict.fromkeys(Resource, 0.0))
+    _queues: dict[Resource, list[Job]] = field(default_factory=lambda: {lane: [] for lane in Resource})
     _processes: list[tuple[Process, Waiting | None]] = field(default_factory=list)
 
-    def submit(self, lane: Lane, work: float) -> Job:
+    def submit(self, lane: Resource, work: float) -> Job:
         """Queue work; a lane without a rate limit does it at once."""
         job = Job(lane, work)
         self.work[lane] += work
@@ -104,7 +104,7 @@ class Lanes:
         for lane, queue in self._queues.items():
             if not queue:
                 continue
-            if lane is Lane.CORES:
+            if lane is Resource.CORES:
                 active += [(job, 1.0 / len(queue)) for job in queue]
             else:
                 first = queue[0]
@@ -116,13 +116,13 @@ class Lanes:
             job.work -= rate * seconds
             if job.work <= 1e-9 * rate:
                 job.done = True
-                self._queues[job.lane].remove(job)
+                self._queues[job.resource].remove(job)
 
-    def _rate(self, lane: Lane) -> float:
-        if lane is Lane.ACCELERATOR:
+    def _rate(self, lane: Resource) -> float:
+        if lane is Resource.ACCELERATOR:
             return 1.0
         rate = self.rates[lane]
         other = _OTHER_WAY.get(lane)
         if other is None or not self._queues[other]:
             return rate
-        return min(rate, self.mixed_rates[lane is Lane.WRITE])
+        return min(rate, self.mixed_rates[lane is Resource.WRITE])

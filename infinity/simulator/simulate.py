@@ -12,14 +12,14 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from infinity.plan.activation import Offloaded
+from infinity.plan.activation import OffloadedCheckpoints
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
-from infinity.plan.ready_queue import Turns
+from infinity.plan.ready_queue import ReadyQueue
 from infinity.plan.stepping import SOON_UNITS, STEP_READS, first_reads
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
-from infinity.simulator.resources import Job, Lane, Lanes, Process
-from infinity.simulator.traffic import Steps, kept_nbytes, nvme_specs, states_that_move, uses
+from infinity.simulator.resources import Job, Process, Resource, ResourceQueues
+from infinity.simulator.traffic import OptimizerPass, kept_nbytes, nvme_specs, states_that_move, uses
 
 # Steps until the arenas hold what they hold in a long run; the one after them counts.
 _WARM_STEPS = 1
@@ -29,7 +29,7 @@ _WARM_STEPS = 1
 class Speeds:
     """What a rank's work takes, in seconds and bytes a second."""
 
-    rates: Mapping[Lane, float]
+    rates: Mapping[Resource, float]
     # Of reads, and of writes, while both go on.
     mixed_rates: tuple[float, float]
     # Of one micro-batch, by unit: forward, and backward, over all its uses.
@@ -50,23 +50,24 @@ class Rehearsed:
     """One warm step: its seconds, the work that each lane was given (seconds or bytes), and the drive's bytes."""
 
     seconds: float
-    work: Mapping[Lane, float]
+    work: Mapping[Resource, float]
     read_nbytes: int
     written_nbytes: int
 
 
 def rehearse(
-    plan: Plan, speeds: Speeds, *, accumulation: int, early: bool, overlap: bool, offloaded: Offloaded | None = None
+    plan: Plan, speeds: Speeds, *, accumulation: int, early: bool, overlap: bool,
+    offloaded: OffloadedCheckpoints | None = None,
 ) -> Rehearsed:
     """Run a few steps in simulated time and report the last."""
-    return _Rehearsal(plan, speeds, accumulation, early, overlap, offloaded).run()
+    return _Simulation(plan, speeds, accumulation, early, overlap, offloaded).run()
 
 
 class _Arena:
     """An arena's buffers: being read, in use, being written or clean; the least recently used clean one goes first."""
 
-    def __init__(self, lanes: Lanes, nbytes: int) -> None:
-        self._lanes = lanes
+    def __init__(self, lanes: ResourceQueues, nbytes: int) -> None:
+        self._resources = lanes
         self._room = nbytes
         # Index -> bytes, and the transfer of the buffer in flight, if any.
         self._held: OrderedDict[int, tuple[int, Job | None]] = OrderedDict()
@@ -96,18 +97,18 @@ class _Arena:
         if index not in self._held:
             self._room -= nbytes
             self.read_nbytes += nbytes
-            self._held[index] = nbytes, self._lanes.submit(Lane.READ, nbytes)
+            self._held[index] = nbytes, self._resources.submit(Resource.READ, nbytes)
         self._held.move_to_end(index)
         self.pinned.add(index)
         job = self._held[index][1]
-        if wait and job is not None and job.lane is Lane.READ:
+        if wait and job is not None and job.resource is Resource.READ:
             yield job
 
     def write(self, index: int) -> Job:
         """Submit the write-back."""
         nbytes = self._held[index][0]
         self.written_nbytes += nbytes
-        job = self._lanes.submit(Lane.WRITE, nbytes)
+        job = self._resources.submit(Resource.WRITE, nbytes)
         self._held[index] = nbytes, job
         self.pinned.discard(index)
         return job
@@ -116,8 +117,8 @@ class _Arena:
 class _Checkpoints:
     """Inputs of recomputed blocks on another tier, in as many parts as a pass has uses."""
 
-    def __init__(self, lanes: Lanes, plan: Plan, speeds: Speeds, offloaded: Offloaded) -> None:
-        self._lanes, self._accelerator, self._copy_seconds = lanes, plan.request.accelerator, speeds.copy_seconds
+    def __init__(self, lanes: ResourceQueues, plan: Plan, speeds: Speeds, offloaded: OffloadedCheckpoints) -> None:
+        self._resources, self._accelerator, self._copy_seconds = lanes, plan.request.accelerator, speeds.copy_seconds
         self._on_drive = offloaded.tier is Tier.NVME
         self._nbytes = offloaded.nbytes / max(len(plan.schedule) // 2, 1)
         self._room = max(offloaded.buffers * offloaded.each_nbytes, self._nbytes)
@@ -133,7 +134,7 @@ class _Checkpoints:
         yield lambda: not self._on_drive or self._leaving + self._nbytes <= self._room
         self._leaving += self._nbytes
         if overlap:
-            self._lanes.begin(self._leave())
+            self._resources.begin(self._leave())
         else:
             yield from self._leave()
 
@@ -149,15 +150,15 @@ class _Checkpoints:
     def _ask(self) -> None:
         flag = [False]
         self._coming.append(flag)
-        self._lanes.begin(self._come(flag))
+        self._resources.begin(self._come(flag))
 
     def _leave(self) -> Process:
         self._copies += 1
-        yield self._between(Lane.DOWN)
+        yield self._between(Resource.DOWN)
         self._copies -= 1
         if self._on_drive:
             self.written_nbytes += self._nbytes
-            yield self._lanes.submit(Lane.WRITE, self._nbytes)
+            yield self._resources.submit(Resource.WRITE, self._nbytes)
         self._leaving -= self._nbytes
 
     def _come(self, flag: list[bool]) -> Process:
@@ -165,24 +166,25 @@ class _Checkpoints:
         yield lambda: not self._copies
         if self._on_drive:
             self.read_nbytes += self._nbytes
-            yield self._lanes.submit(Lane.READ, self._nbytes)
-        yield self._between(Lane.UP)
+            yield self._resources.submit(Resource.READ, self._nbytes)
+        yield self._between(Resource.UP)
         flag[0] = True
 
-    def _between(self, link: Lane) -> Job:
+    def _between(self, link: Resource) -> Job:
         """Between the device and CPU memory."""
         if self._accelerator:
-            return self._lanes.submit(link, self._nbytes)
-        return self._lanes.submit(Lane.CORES, self._nbytes * self._copy_seconds)
+            return self._resources.submit(link, self._nbytes)
+        return self._resources.submit(Resource.CORES, self._nbytes * self._copy_seconds)
 
 
-class _Rehearsal:
+class _Simulation:
     def __init__(
-        self, plan: Plan, speeds: Speeds, accumulation: int, early: bool, overlap: bool, offloaded: Offloaded | None
+        self, plan: Plan, speeds: Speeds, accumulation: int, early: bool, overlap: bool,
+        offloaded: OffloadedCheckpoints | None,
     ) -> None:
         self._plan, self._speeds = plan, speeds
         self._accumulation, self._overlap = accumulation, overlap
-        self._steps = Steps(plan, overlap=overlap)
+        self._steps = OptimizerPass(plan, overlap=overlap)
         self._early = early and bool(self._steps.undoable)
         self._uses = [*uses(plan)]
         counts: dict[int, int] = {}
@@ -190,34 +192,34 @@ class _Rehearsal:
             counts[unit] = counts.get(unit, 0) + 1
         self._share = {unit: 1 / max(count // 2, 1) for unit, count in counts.items()}
         self._last = {unit: at for at, unit in enumerate(plan.schedule.trace)}
-        self._lanes = Lanes(speeds.rates, speeds.mixed_rates)
-        self._compute_lane = Lane.ACCELERATOR if plan.request.accelerator else Lane.CORES
+        self._resources = ResourceQueues(speeds.rates, speeds.mixed_rates)
+        self._compute_resource = Resource.ACCELERATOR if plan.request.accelerator else Resource.CORES
         self._params, self._states = nvme_specs(plan, Kind.PARAM), states_that_move(plan)
-        self._param_arena = _Arena(self._lanes, plan.pools.param_nbytes)
+        self._param_arena = _Arena(self._resources, plan.pools.param_nbytes)
         self._hidden = self._steps.hidden
         self._kept = plan.kept()
-        self._state_arena = _Arena(self._lanes, plan.pools.states_nbytes - kept_nbytes(plan))
-        self._checkpoints = None if offloaded is None else _Checkpoints(self._lanes, plan, speeds, offloaded)
+        self._state_arena = _Arena(self._resources, plan.pools.states_nbytes - kept_nbytes(plan))
+        self._checkpoints = None if offloaded is None else _Checkpoints(self._resources, plan, speeds, offloaded)
         # Sub-groups that still have to step each unit, once they are handed over.
         self._left: dict[int, int] = {}
         # What the stepper has to do: gradients (numbers of elements) to take the norm of, and sub-groups to step.
         self._norms: deque[int] = deque()
         # Units whose gradients are still to come before the next step.
         self._expected: set[int] = set()
-        self._turns = Turns[None](self._hidden, fetch=self._fetch_now, in_memory=self._in_memory)
+        self._ready_queue = ReadyQueue[None](self._hidden, fetch=self._fetch_now, in_memory=self._in_memory)
         self._stepping = False
         self._gathered: dict[int, bool] = {}
         self._flying: list[bool] = []
-        self._marks: list[tuple[float, dict[Lane, float], int, int]] = []
+        self._marks: list[tuple[float, dict[Resource, float], int, int]] = []
         self._landing = self._by_position()
 
     def run(self) -> Rehearsed:
-        self._lanes.begin(self._program())
-        self._lanes.begin(self._stepper())
-        self._lanes.run(lambda: len(self._marks) > _WARM_STEPS + 1)
+        self._resources.begin(self._program())
+        self._resources.begin(self._stepper())
+        self._resources.run(lambda: len(self._marks) > _WARM_STEPS + 1)
         (began, work_before, read_before, written_before), (ended, work, read, written) = self._marks[-2:]
         return Rehearsed(
-            seconds=ended - began, work={lane: work[lane] - work_before[lane] for lane in Lane},
+            seconds=ended - began, work={lane: work[lane] - work_before[lane] for lane in Resource},
             read_nbytes=read - read_before, written_nbytes=written - written_before,
         )  # fmt: skip
 
@@ -226,7 +228,7 @@ class _Rehearsal:
         read, written = (
             int(sum(getattr(arena, name) for arena in arenas)) for name in ("read_nbytes", "written_nbytes")
         )
-        self._marks.append((self._lanes.now, dict(self._lanes.work), read, written))
+        self._marks.append((self._resources.now, dict(self._resources.work), read, written))
 
     def _by_position(self) -> dict[int, list[SubGroup]]:
         """Position of the trace -> sub-groups that are stepped from there on, where the step begins in backward."""
@@ -262,7 +264,7 @@ class _Rehearsal:
             if self._checkpoints is not None and at >= half:
                 yield from self._checkpoints.get(more=self._overlap and at + 1 < len(schedule))
             seconds = (self._speeds.forward_seconds if at < half else self._speeds.backward_seconds)[unit]
-            yield self._lanes.submit(self._compute_lane, seconds * self._share[unit] + self._speeds.use_seconds)
+            yield self._resources.submit(self._compute_resource, seconds * self._share[unit] + self._speeds.use_seconds)
             if self._checkpoints is not None and at < half:
                 yield from self._checkpoints.put(overlap=self._overlap)
             if at == self._last[unit] and self._plan.layouts[unit].trainable:
@@ -272,7 +274,7 @@ class _Rehearsal:
 
     def _start(self, unit: int) -> None:
         self._gathered[unit] = False
-        self._lanes.begin(self._gather(unit))
+        self._resources.begin(self._gather(unit))
 
     def _gather(self, unit: int) -> Process:
         placed, layout = self._plan.placement.units[unit], self._plan.layouts[unit]
@@ -283,10 +285,10 @@ class _Rehearsal:
         if not self._plan.request.accelerator:
             yield from self._host(own * self._speeds.copy_seconds)
         elif placed.param is not Tier.GPU:
-            yield self._lanes.submit(Lane.UP, own)
+            yield self._resources.submit(Resource.UP, own)
         self._param_arena.pinned.discard(unit)
         if placed.parts > 1:
-            yield self._lanes.submit(Lane.NETWORK, own * (placed.parts - 1))
+            yield self._resources.submit(Resource.NETWORK, own * (placed.parts - 1))
         self._gathered[unit] = True
 
     def _gradient(self, unit: int, at: int, *, final: bool) -> Process:
@@ -299,11 +301,11 @@ class _Rehearsal:
 
         def travel() -> Process:
             if ranks > 1 and not self._plan.placement.grad_whole:
-                yield self._lanes.submit(Lane.NETWORK, whole)
+                yield self._resources.submit(Resource.NETWORK, whole)
             if not request.accelerator:
                 yield from self._host(kept * DTYPE_NBYTES[request.grad_dtype] * self._speeds.copy_seconds)
             elif placed.grad is not Tier.GPU:
-                yield self._lanes.submit(Lane.DOWN, kept * DTYPE_NBYTES[request.grad_dtype])
+                yield self._resources.submit(Resource.DOWN, kept * DTYPE_NBYTES[request.grad_dtype])
             self._flying.clear()
             if not final:
                 return
@@ -316,7 +318,7 @@ class _Rehearsal:
 
         if ranks > 1 or request.accelerator:
             self._flying.append(True)
-            self._lanes.begin(travel())
+            self._resources.begin(travel())
         else:
             yield from travel()
 
@@ -336,8 +338,8 @@ class _Rehearsal:
         trained = [layout for layout in self._plan.layouts if layout.trainable]
         kept = sum(layout.numel // placement.units[layout.index].parts for layout in trained)
         if placement.grad_whole:
-            yield self._lanes.submit(
-                Lane.NETWORK, sum(layout.numel for layout in trained) * DTYPE_NBYTES[request.communication_dtype]
+            yield self._resources.submit(
+                Resource.NETWORK, sum(layout.numel for layout in trained) * DTYPE_NBYTES[request.communication_dtype]
             )
         if not self._early:
             yield lambda: not self._norms and not self._stepping
@@ -357,17 +359,17 @@ class _Rehearsal:
         for group in groups:
             for piece in group.slices:
                 self._left[piece.unit] = self._left.get(piece.unit, 0) + 1
-        self._turns.add(groups, None)
+        self._ready_queue.add(groups, None)
         self._look_ahead(1)
 
     def _stepper(self) -> Process:
         while True:
-            yield lambda: bool(self._norms or self._turns)
+            yield lambda: bool(self._norms or self._ready_queue)
             self._stepping = True
             if self._norms:
                 yield from self._host(self._norms.popleft() * self._speeds.norm_seconds)
             else:
-                group, _ = self._turns.take()
+                group, _ = self._ready_queue.take()
                 yield from self._step(group)
                 for piece in group.slices:
                     self._left[piece.unit] -= 1
@@ -375,14 +377,14 @@ class _Rehearsal:
 
     def _look_ahead(self, count: int) -> None:
         if self._overlap:
-            self._turns.fetch(count)
+            self._ready_queue.fetch(count)
 
     def _step(self, group: SubGroup) -> Process:
         yield from self._fetch(group, wait=True)
         self._look_ahead(STEP_READS)
         accelerator = self._plan.request.accelerator
         if accelerator and self._plan.placement.states[group.index] is Tier.GPU:
-            yield self._lanes.submit(Lane.ACCELERATOR, group.numel * self._speeds.device_adam_seconds)
+            yield self._resources.submit(Resource.ACCELERATOR, group.numel * self._speeds.device_adam_seconds)
         else:
             yield from self._host(group.numel * self._speeds.adam_seconds + self._speeds.group_seconds)
         jobs = [self._state_arena.write(group.index)] if group.index in self._states else []
@@ -413,7 +415,7 @@ class _Rehearsal:
 
     def _host(self, seconds: float) -> Process:
         if seconds > 0:
-            yield self._lanes.submit(Lane.CORES, seconds)
+            yield self._resources.submit(Resource.CORES, seconds)
 
 
 def _idle(job: Job | None) -> bool:

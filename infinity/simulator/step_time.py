@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import mul
 
-from infinity.plan.activation import Offloaded
+from infinity.plan.activation import OffloadedCheckpoints
 from infinity.plan.hardware import ASSUMED, ASSUMED_WRITES_A_BYTE, Compute, Drive, HardwareProfile, assumed
 from infinity.plan.layout import Slot
 from infinity.plan.plan import Plan
 from infinity.plan.types import DTYPE_NBYTES, Tier
-from infinity.simulator.coarsen import Coarse, coarse
-from infinity.simulator.resources import Lane
+from infinity.simulator.coarsen import Coarsened, coarsen
+from infinity.simulator.resources import Resource
 from infinity.simulator.simulate import Rehearsed, Speeds, rehearse
 
 # Host time of hooks and coordinator for a unit's use, and of a sub-group's step: measured, see docs/benchmarks.md.
@@ -114,7 +114,7 @@ class StepTime:
 def predict(
     plan: Plan, profile: HardwareProfile | None = None, *, tokens: int, flops: float | None = None,
     accumulation: int = 1, early: bool = False, overlap: bool = True, briefly: bool = False,
-    offloaded: Offloaded | None = None,
+    offloaded: OffloadedCheckpoints | None = None,
 ) -> StepTime:  # fmt: skip
     """The step of a plan on a machine; on an assumed one without a profile.
 
@@ -125,7 +125,7 @@ def predict(
     and what would take longest alone counts as the bound. offloaded: checkpoints of activations on another tier.
     """
     profile = profile or assumed(plan.request.accelerator)
-    rehearsed = coarse(plan)
+    rehearsed = coarsen(plan)
     machine = _Machine.of(plan, rehearsed, profile, tokens, flops)
     case = _Case(plan, rehearsed, machine, accumulation, early, overlap, offloaded)
     base = case.rehearse()
@@ -158,7 +158,7 @@ class _Machine:
 
     @classmethod
     def of(
-        cls, plan: Plan, rehearsed: Coarse, profile: HardwareProfile, tokens: int, flops: float | None
+        cls, plan: Plan, rehearsed: Coarsened, profile: HardwareProfile, tokens: int, flops: float | None
     ) -> _Machine:
         request, sharers = plan.request, plan.topology.local_size
         drives = profile.drives or ASSUMED.drives
@@ -180,9 +180,9 @@ class _Machine:
         return cls(
             Speeds(
                 rates={
-                    Lane.READ: read, Lane.WRITE: write, Lane.UP: profile.up_rate or ASSUMED.up_rate or 1.0,
-                    Lane.DOWN: profile.down_rate or ASSUMED.down_rate or 1.0,
-                    Lane.NETWORK: profile.network_rate or ASSUMED.network_rate or 1.0,
+                    Resource.READ: read, Resource.WRITE: write, Resource.UP: profile.up_rate or ASSUMED.up_rate or 1.0,
+                    Resource.DOWN: profile.down_rate or ASSUMED.down_rate or 1.0,
+                    Resource.NETWORK: profile.network_rate or ASSUMED.network_rate or 1.0,
                 },
                 mixed_rates=(mixed / 2, mixed / 2), forward_seconds=forward,
                 backward_seconds=[both - there for both, there in zip(seconds, forward, strict=True)],
@@ -214,7 +214,7 @@ class _Machine:
         rates = {**speeds.rates, lane: speeds.rates[lane] * factor}
         reads, writes = speeds.mixed_rates
         mixed = (
-            reads * (factor if lane is Lane.READ else 1), writes * (factor if lane is Lane.WRITE else 1)
+            reads * (factor if lane is Resource.READ else 1), writes * (factor if lane is Resource.WRITE else 1)
         )  # fmt: skip
         return _Machine(replace(speeds, rates=rates, mixed_rates=mixed), self.compute_seconds)
 
@@ -223,30 +223,30 @@ class _Machine:
         if bound is Bound.COMPUTE:
             return self.compute_seconds * accumulation
         if bound is Bound.MEMORY:
-            host = found.work[Lane.CORES]
+            host = found.work[Resource.CORES]
             return max(0.0, host - (0.0 if plan.request.accelerator else self.compute_seconds * accumulation))
         return found.work[_LANES[bound]] / self.speeds.rates[_LANES[bound]]
 
 
 _LANES = {
-    Bound.NVME_READ: Lane.READ, Bound.NVME_WRITE: Lane.WRITE, Bound.UP: Lane.UP, Bound.DOWN: Lane.DOWN,
-    Bound.NETWORK: Lane.NETWORK,
+    Bound.NVME_READ: Resource.READ, Bound.NVME_WRITE: Resource.WRITE, Bound.UP: Resource.UP, Bound.DOWN: Resource.DOWN,
+    Bound.NETWORK: Resource.NETWORK,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Case:
     plan: Plan
-    rehearsed: Coarse
+    coarsened: Coarsened
     machine: _Machine
     accumulation: int
     early: bool
     overlap: bool
-    offloaded: Offloaded | None
+    offloaded: OffloadedCheckpoints | None
 
     def rehearse(self) -> Rehearsed:
         return rehearse(
-            self.rehearsed.plan, self.machine.speeds, accumulation=self.accumulation, early=self.early,
+            self.coarsened.plan, self.machine.speeds, accumulation=self.accumulation, early=self.early,
             overlap=self.overlap, offloaded=self.offloaded,
         )  # fmt: skip
 
@@ -280,7 +280,7 @@ class _Case:
 
     def _longer_for_its_drives(self, profile: HardwareProfile, tokens: int, flops: float | None) -> float:
         """The seconds of a step over those with drives that cost nothing."""
-        machine = _Machine.of(self.plan, self.rehearsed, profile, tokens, flops)
+        machine = _Machine.of(self.plan, self.coarsened, profile, tokens, flops)
         free = machine.faster(Bound.NVME_READ, float("inf")).faster(Bound.NVME_WRITE, float("inf"))
         return replace(self, machine=machine).rehearse().seconds / replace(self, machine=free).rehearse().seconds
 

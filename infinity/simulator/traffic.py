@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from infinity.plan.activation import Offloaded
+from infinity.plan.activation import OffloadedCheckpoints
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import first_reads
@@ -50,7 +50,8 @@ class Traffic:
 
 
 def traffic(
-    plan: Plan, *, accumulation: int = 1, early: bool = False, overlap: bool = True, offloaded: Offloaded | None = None
+    plan: Plan, *, accumulation: int = 1, early: bool = False, overlap: bool = True,
+    offloaded: OffloadedCheckpoints | None = None,
 ) -> Traffic:
     """What a step moves once the run is warm.
 
@@ -97,7 +98,7 @@ class Cache:
         return False
 
 
-class Steps:
+class OptimizerPass:
     """How the optimizer goes over a plan's sub-groups: which the program sees, which go on behind it."""
 
     def __init__(self, plan: Plan, *, overlap: bool) -> None:
@@ -240,7 +241,7 @@ class _Walk:
         self._plan = plan
         self._count = count
         self._accumulation = accumulation
-        self._steps = Steps(plan, overlap=overlap)
+        self._steps = OptimizerPass(plan, overlap=overlap)
         self._early = early and bool(self._steps.undoable)
         self._rest = self._steps.left_by(early=early)
         self._params = nvme_specs(plan, Kind.PARAM)

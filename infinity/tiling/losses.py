@@ -76,10 +76,11 @@ class _TiledLoss:
         self._made: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _TiledLoss:
-        twin = memo[id(self)] = object.__new__(_TiledLoss)
-        twin._model, twin._head = (copy.deepcopy(each, memo) for each in (self._model, self._head))
-        twin._tile_tokens, twin._usual, twin._given, twin._made = self._tile_tokens, self._usual, None, None
-        return twin
+        duplicate = memo[id(self)] = object.__new__(_TiledLoss)
+        duplicate._model, duplicate._head = (copy.deepcopy(each, memo) for each in (self._model, self._head))
+        duplicate._tile_tokens, duplicate._usual = self._tile_tokens, self._usual
+        duplicate._given, duplicate._made = None, None
+        return duplicate
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """The model is called."""

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from infinity.errors import ConfigError
-from infinity.memory.activation_tier import ActivationTier, Saved
+from infinity.memory.activation_tier import ActivationTier, SavedTensor
 from infinity.zero.hooks import replace_tensors
 
 # Arguments by which a block is told to fill a cache: computed twice, it would fill it twice.
@@ -46,7 +46,7 @@ class Checkpointing:
         kept = operators(keep_ops)
         self._replaced: list[Replaced] = [Recomputed(model.get_submodule(path), kept) for path in blocks]
         if tier is not None:
-            self._replaced.append(Offloaded(model, tier))
+            self._replaced.append(OffloadedForward(model, tier))
 
     def settle(self) -> None:
         """Give back what graphs that are gone had on the tier."""
@@ -185,7 +185,7 @@ def _apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]
     return taken, filled
 
 
-class Offloaded(Replaced):
+class OffloadedForward(Replaced):
     """A model's `forward`, with the inputs of its checkpointed calls on a tier."""
 
     def __init__(self, module: nn.Module, tier: ActivationTier) -> None:
@@ -208,7 +208,7 @@ class Offloaded(Replaced):
         return _Stays(tensor if tensor.grad_fn is None else tensor.detach())
 
     def _unpack(self, held: Any) -> Tensor:
-        return self._tier.get(held) if isinstance(held, Saved) else held.tensor()
+        return self._tier.get(held) if isinstance(held, SavedTensor) else held.tensor()
 
 
 class _Stays:

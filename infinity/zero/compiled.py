@@ -23,7 +23,7 @@ from torch import nn
 from infinity.errors import ConfigError
 from infinity.log import logger, warn_once
 from infinity.plan.plan import Plan
-from infinity.zero.activation_checkpoint import Offloaded, Recomputed, Replaced
+from infinity.zero.activation_checkpoint import OffloadedForward, Recomputed, Replaced
 from infinity.zero.hooks import ModuleHooks, not_compiled
 from infinity.zero.tiling import TiledParameter
 
@@ -172,7 +172,7 @@ class CompiledModules:
             or (bool(theirs - own) and grad_numel > self._grad_numel_max)
             or any(isinstance(inner.__dict__.get("forward"), Recomputed) for inner in inside)
             or any(isinstance(param, TiledParameter) for param in module.parameters())
-            or isinstance(module.__dict__.get("forward"), Offloaded)
+            or isinstance(module.__dict__.get("forward"), OffloadedForward)
         )
 
     def _refuse_graphs(self, module: nn.Module, compiler: Compiler) -> None:

@@ -25,18 +25,18 @@ import torch
 from torch import nn
 
 from infinity.distributed.consistency import on_any_rank
-from infinity.distributed.process_groups import Mesh
+from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import StateError
 from infinity.memory.resizable_buffer import SparePages
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.observability import trace
 from infinity.plan.plan import Plan
-from infinity.plan.prefetch import FetchSchedule, Timing, Use
+from infinity.plan.prefetch import FetchSchedule, Timing, UnitAccess
 from infinity.zero.gradients import Gradients
 from infinity.zero.parameter import WHOLE_MODEL_USES, is_released, name_of
-from infinity.zero.prefetch_timing import Stopwatch
-from infinity.zero.unit import Gathered, Unit
+from infinity.zero.prefetch_timing import PrefetchTimer
+from infinity.zero.unit import GatherState, Unit
 
 # Traces whose schedules are remembered, and the length after which a trace is no longer recorded.
 _SCHEDULES_MAX = 16
@@ -47,7 +47,7 @@ _WAITING_MAX = 10_000
 FORWARD, BACKWARD = "modules, forward", "modules, backward"
 
 
-class Scope:
+class ModuleCall:
     """One call of a hooked module: the units it needs, in forward and again in its backward. lookup: the weights of
     those given are not needed there.
     """
@@ -72,7 +72,8 @@ class Coordinator:
     """Runs the fetch schedule over a rank's units. See the module's text."""
 
     def __init__(
-        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, mesh: Mesh, ahead: bool,
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, mesh: ProcessGroups,
+        ahead: bool,
         spare: SparePages | None,
     ) -> None:  # fmt: skip
         self._units = list(units)
@@ -89,26 +90,26 @@ class Coordinator:
         # Gathered in each forward and backward by all ranks together.
         self._cut = {unit for unit in units if unit.placed.parts > 1 and not unit.placed.whole}
         self._unit_of: dict[int, Unit] = {id(param): unit for unit in units for param in unit.params}
-        self._known: dict[tuple[Use, ...], FetchSchedule] = {plan.schedule.uses: plan.schedule}
+        self._known: dict[tuple[UnitAccess, ...], FetchSchedule] = {plan.schedule.uses: plan.schedule}
         self._schedules: dict[str, FetchSchedule] = {"train": plan.schedule, "eval": plan.schedule}
         self._mode: str | None = None
-        self._trace: list[Use] = []
+        self._trace: list[UnitAccess] = []
         self._cursor = -1
         self._strayed = False
         # Units whose copy to the device may still read their partition.
         self._landing: list[Unit] = []
-        self._open: list[Scope] = []
+        self._open: list[ModuleCall] = []
         # Calls whose backward may come, with their units, by number; the last number before the latest forward of the
         # whole model. See [Note: waiting].
-        self._waiting: dict[int, tuple[weakref.ref[Scope], list[Unit]]] = {}
+        self._waiting: dict[int, tuple[weakref.ref[ModuleCall], list[Unit]]] = {}
         self._numbers = 0
         self._latest_forward = 0
-        self._backward: list[Scope] = []
+        self._backward: list[ModuleCall] = []
         self.in_backward = False
         self.closed = False
         # The latest training pass in full, when it was timed: see `use_times`.
-        self._watch: Stopwatch | None = None
-        self._watched: tuple[tuple[Use, ...], Stopwatch] | None = None
+        self._watch: PrefetchTimer | None = None
+        self._watched: tuple[tuple[UnitAccess, ...], PrefetchTimer] | None = None
         # How often a pass did not go as scheduled: a figure, not a flood of warnings.
         self.mismatches = 0
 
@@ -142,16 +143,16 @@ class Coordinator:
 
     def watch(self, device: Device) -> None:
         """Time the next training pass."""
-        self._watch = Stopwatch(device)
+        self._watch = PrefetchTimer(device)
 
-    def use_times(self) -> tuple[tuple[Use, ...], tuple[float, ...]] | None:
+    def use_times(self) -> tuple[tuple[UnitAccess, ...], tuple[float, ...]] | None:
         """(trace, seconds of computation from each use to the next) of the pass that `watch` timed, if it was whole."""
         if self._watched is None:
             return None
         trace, watch = self._watched
         return trace, watch.use_seconds()
 
-    def retime(self, trace: tuple[Use, ...], timing: Timing) -> None:
+    def retime(self, trace: tuple[UnitAccess, ...], timing: Timing) -> None:
         """Follow a schedule that submits nothing earlier than it has to. Must be the same on every rank."""
         self._known[trace] = self._plan.reschedule(trace, timing)
         if self._schedules["train"].uses == trace:
@@ -165,20 +166,20 @@ class Coordinator:
         yield
         self._release(unit)
 
-    def open_scope(self, units: Sequence[Unit], *, lookup: bool = False) -> Scope:
+    def open_scope(self, units: Sequence[Unit], *, lookup: bool = False) -> ModuleCall:
         """A hooked module is about to run: gather its units. lookup: their weights are not needed in its backward."""
-        scope = Scope(units, lookup=lookup)
+        scope = ModuleCall(units, lookup=lookup)
         self._open.append(scope)
         for unit in scope.units:
             self._use(unit)
-        trace.take_off(FORWARD, scope)
+        trace.begin_async(FORWARD, scope)
         return scope
 
-    def close_scope(self, scope: Scope, *, will_return: bool, may_hold: bool = True) -> None:
+    def close_scope(self, scope: ModuleCall, *, will_return: bool, may_hold: bool = True) -> None:
         """The module has run. `will_return`: its outputs carry gradients, so that its backward will come through
         here. `may_hold`: whether its units may stay gathered until a backward that comes at once.
         """
-        trace.land(FORWARD, scope)
+        trace.end_async(FORWARD, scope)
         while self._open and self._open[-1] is not scope:
             # A forward that was left by an exception did not close its inner scopes.
             self._leave(self._open.pop())
@@ -193,7 +194,7 @@ class Coordinator:
             return
         self._leave(scope)
 
-    def await_backward(self, scope: Scope) -> None:
+    def await_backward(self, scope: ModuleCall) -> None:
         """Gradients of the scope's units are not complete before its backward has run: see [Note: waiting]."""
         self._numbers += 1
         scope.number = self._numbers
@@ -206,7 +207,7 @@ class Coordinator:
         """Whether a module call that runs now has the unit among its own."""
         return any(unit in scope.units for scope in self._open)
 
-    def touch(self, params: Sequence[nn.Parameter], use: str) -> None:
+    def materialize(self, params: Sequence[nn.Parameter], use: str) -> None:
         """Partitioned parameters' data is needed: inside a forward their units join the innermost module's units."""
         for param in params:
             if not is_released(param):
@@ -248,7 +249,7 @@ class Coordinator:
         if self.begin_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def enter_backward(self, scope: Scope) -> None:
+    def enter_backward(self, scope: ModuleCall) -> None:
         """The first gradient of the module's outputs has arrived: gather again what its backward needs."""
         if scope.in_backward:
             return
@@ -263,13 +264,13 @@ class Coordinator:
             self._backward.append(scope)
             for index, unit in enumerate(scope.units):
                 self._use(unit, needed=index >= scope.looked_up)
-        trace.take_off(BACKWARD, scope)
+        trace.begin_async(BACKWARD, scope)
 
-    def leave_backward(self, scope: Scope) -> None:
+    def leave_backward(self, scope: ModuleCall) -> None:
         """All gradients of the module's inputs are there, or backward is over: its units are done with this call."""
         if not scope.in_backward and not scope.held:
             return
-        trace.land(BACKWARD, scope)
+        trace.end_async(BACKWARD, scope)
         scope.in_backward = scope.held = False
         self._backward.remove(scope)
         if self._waiting.pop(scope.number, None) is not None:
@@ -335,7 +336,7 @@ class Coordinator:
             unit.pending = 0
         self._release_idle()
         for unit in self._units:
-            unit.let_go(wait=True)
+            unit.release_lease(wait=True)
         self._landing.clear()
 
     def _forget_dropped(self) -> None:
@@ -368,7 +369,7 @@ class Coordinator:
             unit.begin_use()
 
     def _bring(self, unit: Unit, *, needed: bool) -> None:
-        self._advance(Use(unit.layout.index, needed), unit)
+        self._advance(UnitAccess(unit.layout.index, needed), unit)
         watch = self._watch if self._mode == "train" else None
         if watch is not None:
             watch.begin_use()
@@ -381,11 +382,11 @@ class Coordinator:
 
     def _gather(self, unit: Unit) -> None:
         """Start a gather. It may have to wait for the optimizer: what that might need is returned before."""
-        if unit.state is not Gathered.PARTITIONED:
+        if unit.state is not GatherState.PARTITIONED:
             return
         if self._landing:
             waits = self._store.reserved(unit.key)
-            self._landing = [other for other in self._landing if not other.let_go(wait=waits)]
+            self._landing = [other for other in self._landing if not other.release_lease(wait=waits)]
         if self._spare is not None:
             self._make_room(unit, self._spare)
         unit.start_gather()
@@ -408,25 +409,25 @@ class Coordinator:
         spare.trim(max(self._plan.pools.gathered_nbytes - held, unit.layout.nbytes))
 
     def _release(self, unit: Unit) -> None:
-        if unit.state is not Gathered.PARTITIONED:
+        if unit.state is not GatherState.PARTITIONED:
             unit.release(keep_bytes=self._spare is not None)
             if self._spare is not None:
                 self._retained[unit] = None
 
-    def _leave(self, scope: Scope) -> None:
+    def _leave(self, scope: ModuleCall) -> None:
         changed: StateError | None = None
         for unit in scope.units:
             unit.users -= 1
             if unit.users <= 0 and not unit.placed.whole:
                 changed = changed or unit.end_use()
                 if self._keep(unit):
-                    unit.hide()
+                    unit.set_placeholders()
                 else:
                     self._release(unit)
         if changed is not None:
             raise changed
 
-    def _advance(self, use: Use, unit: Unit) -> None:
+    def _advance(self, use: UnitAccess, unit: Unit) -> None:
         """Move the cursor to this use in the scheduled trace, or find the next place that fits."""
         if self._mode is None:
             unit.position = None
@@ -470,7 +471,7 @@ class Coordinator:
         return sum(
             unit.layout.nbytes
             for unit in self._units
-            if not unit.placed.whole and unit.state is not Gathered.PARTITIONED
+            if not unit.placed.whole and unit.state is not GatherState.PARTITIONED
         )
 
     def _release_idle(self) -> None:
@@ -478,7 +479,7 @@ class Coordinator:
             if unit.users <= 0 and not unit.placed.whole:
                 self._release(unit)
 
-    def _schedule(self, trace: tuple[Use, ...]) -> FetchSchedule:
+    def _schedule(self, trace: tuple[UnitAccess, ...]) -> FetchSchedule:
         if trace not in self._known:
             if len(self._known) >= _SCHEDULES_MAX:
                 self._known.pop(next(iter(self._known)))

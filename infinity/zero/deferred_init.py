@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from infinity.distributed.process_groups import Mesh
+from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import ConfigError, StateError
 from infinity.memory.pages import page_aligned
 from infinity.memory.tiers.nvme import NvmeTier, QueueOptions
@@ -42,7 +42,7 @@ _PARTS_MAX = 8
 _OVERWRITES = {"normal_", "uniform_", "zero_"}
 
 
-class Origin(Protocol):
+class WeightSource(Protocol):
     """Where a parameter's values come from as long as nobody has touched them; the same on every rank. dtype: in which
     they lie there.
     """
@@ -64,15 +64,15 @@ class _Place:
     dtype: torch.dtype
     tier: NvmeTier | None = None
     extent: Extent | None = None
-    origin: Origin | None = None
+    origin: WeightSource | None = None
 
 
-class Spool:
+class DeferredInit:
     """Adopts parameters and keeps their values. `directory` names the folders that values beyond the window go to;
     None: they stay in memory.
     """
 
-    def __init__(self, directory: Sequence[str] | None, *, mesh: Mesh, timeout_seconds: float) -> None:
+    def __init__(self, directory: Sequence[str] | None, *, mesh: ProcessGroups, timeout_seconds: float) -> None:
         self._directory = directory
         # The engine that takes the model over takes the process groups with it.
         self.mesh = mesh
@@ -101,7 +101,7 @@ class Spool:
             return WINDOW_NBYTES
         return sum(_nbytes(place) for place in self._places.values() if place.data is not None)
 
-    def adopt(self, param: nn.Parameter, name: str, origin: Origin | None = None) -> None:
+    def attach(self, param: nn.Parameter, name: str, origin: WeightSource | None = None) -> None:
         """Take charge of a parameter that a module has just registered; nothing happens to one that is known.
 
         origin: who has its values; its data is not looked at then, and read only when somebody touches it.
@@ -113,15 +113,15 @@ class Spool:
         alive = weakref.ref(param, lambda _: dead.append(key))
         if origin is not None:
             self._places[key] = _Place(alive, None, param.shape, param.dtype, origin=origin)
-            parameter.adopt(param, self, name)
+            parameter.attach(param, self, name)
             parameter.release(param, parameter.placeholder(param.shape, param.dtype, param.device))
             return
         data = param.data
         self._places[key] = _Place(alive, data, data.shape, data.dtype)
-        parameter.adopt(param, self, name)
+        parameter.attach(param, self, name)
         self._use(id(param))
 
-    def touch(self, params: Sequence[nn.Parameter], use: str) -> None:
+    def materialize(self, params: Sequence[nn.Parameter], use: str) -> None:
         """Make released parameters whole again, all of one operation at once, while the model is being built."""
         if not self.open:
             raise StateError(
@@ -338,10 +338,12 @@ def _nbytes(place: _Place) -> int:
     return place.shape.numel() * place.dtype.itemsize
 
 
-def spool_of(params: list[nn.Parameter]) -> Spool | None:
+def spool_of(params: list[nn.Parameter]) -> DeferredInit | None:
     """The spool that keeps a model's parameters, if it was built under `Init`."""
     spools = {
-        id(keeper): keeper for param in params if isinstance(keeper := param.__dict__.get("_infinity_keeper"), Spool)
+        id(keeper): keeper
+        for param in params
+        if isinstance(keeper := param.__dict__.get("_infinity_keeper"), DeferredInit)
     }
     if len(spools) > 1:
         raise ConfigError(

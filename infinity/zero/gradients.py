@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from infinity.distributed import collectives
 from infinity.distributed.collectives import Reduction
-from infinity.distributed.process_groups import Mesh
+from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import StateError
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
@@ -40,7 +40,8 @@ class Gradients:
     """Collects, reduces and accumulates the gradients of all trainable units of a rank."""
 
     def __init__(
-        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, device: Device, mesh: Mesh, ledger: Ledger
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, device: Device, mesh: ProcessGroups,
+        ledger: Ledger,
     ) -> None:
         self._units = [unit for unit in units if unit.layout.trainable]
         # Frozen by the choice of parameter groups, yet autograd fills their gradients: those are dropped.
@@ -83,11 +84,11 @@ class Gradients:
         # Whether the engine runs the backward under way, and has scaled its loss; whether a gradient has come otherwise
         # since the last `reset`.
         self.scaled = self.unscaled = False
-        self._flying: tuple[Unit, Reduction] | None = None
+        self._in_flight: tuple[Unit, Reduction] | None = None
         # A unit whose gradients are on their way from the device, with the lease that they need.
         self._arriving: tuple[Unit, ExitStack, list[Transfer]] | None = None
         # Called when something was added to a unit's partition.
-        self.landed: Callable[[Unit], None] = lambda unit: None
+        self.on_accumulated: Callable[[Unit], None] = lambda unit: None
 
     def ready(self, unit: Unit) -> None:
         """The last outstanding backward through `unit` has run: collect its gradients, in turn."""
@@ -113,7 +114,7 @@ class Gradients:
             return
         for unit in self.order[self._turn :]:
             self._collect(unit)
-        self._land()
+        self._wait_reduce()
         rest = [unit for unit in self.order if unit not in self._ready]
         self.seen_order = [unit.layout.index for unit in [*self._finished, *rest]]
         self._turn = 0
@@ -149,21 +150,21 @@ class Gradients:
         for unit in self._units:
             if unit.layout.index in leftovers:
                 self._collect(unit)
-        self._land()
+        self._wait_reduce()
         if self._whole:
             for unit in self.order:
                 self._reduce_whole(unit)
         for unit in self._units:
             if unit not in self._begun:
                 self._accumulate(unit, None)
-        self._arrive()
+        self._wait_copy()
 
     def partition(self, unit: Unit) -> Key:
         return Key(Kind.GRAD, unit.layout.index)
 
     def own_sum(self, unit: Unit) -> Tensor:
         """This rank's partition of the gradients accumulated so far, summed over ranks; zeros when there are none."""
-        self._land()
+        self._wait_reduce()
         if self._whole:
             buffer = self._buffers[unit] if unit in self._begun else self._buffers[unit].new_zeros(unit.layout.numel)
             full = buffer.to(self._wire, copy=True)
@@ -176,7 +177,7 @@ class Gradients:
 
     def replace(self, unit: Unit, param: Parameter, own: Tensor) -> None:
         """Put other sums into this rank's partition ([numel / parts], fp32), because `param`'s were changed."""
-        self._land()
+        self._wait_reduce()
         self.arrived[unit] = [old or other is param for old, other in zip(self.arrived[unit], unit.params, strict=True)]
         self._begun.add(unit)
         if self._whole:
@@ -187,7 +188,7 @@ class Gradients:
             return
         with self._store.write(self.partition(unit)) as (partition,):
             partition.view(Kind.GRAD).copy_(own)
-        self.landed(unit)
+        self.on_accumulated(unit)
 
     @property
     def whole(self) -> bool:
@@ -213,7 +214,7 @@ class Gradients:
 
     def reset(self) -> None:
         """Forget all gradients: the step is over, or they are not wanted."""
-        self._land()
+        self._wait_reduce()
         self._begun.clear()
         self.unscaled = False
         for unit in self._units:
@@ -224,9 +225,9 @@ class Gradients:
     def close(self) -> None:
         """Return the buffers of whole gradients and drop what autograd left."""
         # No step begins any more with what still arrives.
-        self.landed = lambda unit: None
+        self.on_accumulated = lambda unit: None
         self._take_flying()
-        self._arrive()
+        self._wait_copy()
         self._reducer.drop()
         for buffer in self._buffers.values():
             self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -buffer.numel() * buffer.element_size())
@@ -281,7 +282,7 @@ class Gradients:
         """
         first = unit not in self._begun
         self._begun.add(unit)
-        self._arrive()
+        self._wait_copy()
         copies: list[Transfer] = []
         with ExitStack() as lease:
             (partition,) = lease.enter_context(self._store.write(self.partition(unit)))
@@ -299,7 +300,7 @@ class Gradients:
                         piece.zero_()
             self._arriving = (unit, lease.pop_all(), copies)
         if all(copy.done() for copy in copies):
-            self._arrive()
+            self._wait_copy()
 
     def _put(self, target: Tensor, source: Tensor, first: bool) -> Transfer:
         """Replace or add, in the target's dtype, across devices. What is replaced travels beside the computation."""
@@ -316,7 +317,7 @@ class Gradients:
                 return []
             return [self._put(target[begin:][: piece.numel()], piece, first) for begin, piece in reduced.sums()]
 
-    def _arrive(self) -> None:
+    def _wait_copy(self) -> None:
         """Wait for the copies from the device that are in flight, of one unit at most, and return their lease."""
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
@@ -324,7 +325,7 @@ class Gradients:
             with lease, trace.span(trace.WAIT, "copy from the device", self.partition(unit)):
                 for copy in copies:
                     self._device.arrived(copy)
-            self.landed(unit)
+            self.on_accumulated(unit)
 
     def _add_whole(self, unit: Unit) -> None:
         """Stages 0 and 1: accumulate whole gradients on the device."""
@@ -354,35 +355,35 @@ class Gradients:
         self._begun.add(unit)
         full = self._reducer.copy_of(buffer)
         key = self.partition(unit)
-        trace.take_off("reductions", key, full.nbytes)
+        trace.begin_async("reductions", key, full.nbytes)
         with self._store.write(key) as (partition,), trace.span(trace.WAIT, "reduction", key, full.nbytes):
             self._reducer.reduce(unit, full, partition.view(Kind.GRAD))
-        trace.land("reductions", key)
-        self.landed(unit)
+        trace.end_async("reductions", key)
+        self.on_accumulated(unit)
 
     def _start_reduce(self, unit: Unit) -> None:
         """Submit the sum over ranks of one unit's gradients; the one before it lands first, so at most one is in
         flight.
         """
-        self._land()
+        self._wait_reduce()
         full = self._reducer.flat(unit)
-        trace.take_off("reductions", self.partition(unit), full.nbytes)
-        self._flying = (unit, self._reducer.start(unit, full))
+        trace.begin_async("reductions", self.partition(unit), full.nbytes)
+        self._in_flight = (unit, self._reducer.start(unit, full))
 
-    def _land(self) -> None:
+    def _wait_reduce(self) -> None:
         """Wait for the reduction in flight and add its result to the partition."""
         flying = self._take_flying()
         if flying is not None:
             unit, reduction = flying
             with trace.span(trace.WAIT, "reduction", self.partition(unit), unit.layout.numel * self._wire.itemsize):
                 reduction.wait()
-            trace.land("reductions", self.partition(unit))
+            trace.end_async("reductions", self.partition(unit))
             self._accumulate(unit, reduction)
-        self._arrive()
+        self._wait_copy()
 
     def _take_flying(self) -> tuple[Unit, Reduction] | None:
         """The reduction in flight, which is no longer this object's."""
-        flying, self._flying = self._flying, None
+        flying, self._in_flight = self._in_flight, None
         return flying
 
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from infinity.errors import StateError
-from infinity.zero.parameter import SAVE_PRETRAINED, STATE_DICT, is_released, is_writable, keeper_of, name_of
+from infinity.zero.parameter import SAVE_PRETRAINED, STATE_DICT, is_released, is_writable, name_of, owner_of
 
 _NAME = "_infinity_engine"
 _SAVE = "save_pretrained"
@@ -99,7 +99,7 @@ def refuse_pickle(module: nn.Module, protocol: Any) -> NoReturn:
     raise StateError(
         f"cannot pickle {type(module).__name__}: its values lie in the partitions of an engine. Save "
         "engine.state_dict(), call engine.export(folder) or engine.save_checkpoint(folder); or pickle a copy of the "
-        "model (`with infinity.read(model): twin = copy.deepcopy(model)`)"
+        "model (`with infinity.read(model): copied = copy.deepcopy(model)`)"
     )
 
 
@@ -116,7 +116,7 @@ def _need(params: Iterable[nn.Parameter], use: str) -> None:
     """Have the keeper make released parameters whole, or say why it does not."""
     released = next(filter(is_released, params), None)
     if released is not None:
-        keeper_of(released).touch([released], use)
+        owner_of(released).materialize([released], use)
 
 
 def _before_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from infinity.distributed.consistency import on_any_rank
-from infinity.distributed.process_groups import Mesh
+from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import StateError
-from infinity.zero.coordinator import Coordinator, Scope
+from infinity.zero.coordinator import Coordinator, ModuleCall
 from infinity.zero.guards import ModelGuards
 from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.unit import Unit
@@ -41,13 +41,13 @@ class ModuleHooks:
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], coordinator: Coordinator, *, mesh: Mesh, synced: bool
+        self, model: nn.Module, units: Sequence[Unit], coordinator: Coordinator, *, mesh: ProcessGroups, synced: bool
     ) -> None:
         self._model = model
         self._coordinator = coordinator
         self._known = {id(whole_of(param)): name_of(whole_of(param)) for unit in units for param in unit.params}
         self._guards = ModelGuards(model)
-        self._stack: list[tuple[nn.Module, Scope]] = []
+        self._stack: list[tuple[nn.Module, ModuleCall]] = []
         wanted: dict[str, list[Unit]] = {"": []}
         for unit in units:
             # Tiles are gathered one after the other while the module runs: see `infinity.zero.tiling`.
@@ -246,7 +246,7 @@ class SyncedGenerate:
         return MethodType(type(model).generate, model)
 
 
-def announce_begin(outputs: Sequence[Tensor], coordinator: Coordinator, scope: Scope) -> bool:
+def announce_begin(outputs: Sequence[Tensor], coordinator: Coordinator, scope: ModuleCall) -> bool:
     """Have the scope entered again when the first gradient of its outputs arrives. Returns whether one will."""
     if not outputs or not backward_comes(coordinator):
         return False
@@ -261,7 +261,7 @@ def announce_begin(outputs: Sequence[Tensor], coordinator: Coordinator, scope: S
     return True
 
 
-def refuse_double(scope: Scope) -> None:
+def refuse_double(scope: ModuleCall) -> None:
     """StateError where autograd records this backward for one of its own: weights that are released after the first
     would be read as zeros by the second, which no hook announces. (Recomputation records forwards only.)
     """

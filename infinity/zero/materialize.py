@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from infinity.distributed import collectives
 from infinity.distributed.consistency import on_any_rank
-from infinity.distributed.process_groups import Mesh
-from infinity.log import Progress
-from infinity.memory.master_weights import encode
+from infinity.distributed.process_groups import ProcessGroups
+from infinity.log import PhaseProgress
+from infinity.memory.master_weights import store_masters
 from infinity.memory.partition import DTYPES, Partition
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.pinned import trim
@@ -27,7 +27,7 @@ from infinity.plan.layout import Overlap, Slice, SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
 from infinity.zero import parameter
-from infinity.zero.deferred_init import Spool
+from infinity.zero.deferred_init import DeferredInit
 from infinity.zero.unit import Unit
 
 # So many times the C library is asked to give back to the system what parameters had.
@@ -38,7 +38,7 @@ class Materializer:
     """Fills the store from the model's parameters. `spool` holds the values of a model that was built under `Init`."""
 
     def __init__(
-        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, mesh: Mesh, spool: Spool | None,
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, mesh: ProcessGroups, spool: DeferredInit | None,
         moments_start: float = 0.0,
     ) -> None:  # fmt: skip
         """`moments_start`: the first value of what the optimizer keeps of an element."""
@@ -48,7 +48,7 @@ class Materializer:
         self._mesh = mesh
         self._moments_start = moments_start
         # An empty spool stands for none.
-        self._spool = spool or Spool(None, mesh=mesh, timeout_seconds=1.0)
+        self._spool = spool or DeferredInit(None, mesh=mesh, timeout_seconds=1.0)
         self._agreed: set[int] = set()
         # Bytes of parameters let go since the latest trim, and after how many the next is due.
         self._let_go_nbytes = 0
@@ -59,7 +59,7 @@ class Materializer:
         wholes = {id(whole): whole for unit in self._units for whole in map(parameter.whole_of, unit.params)}
         self._following = {id(one): other for one, other in pairwise(wholes.values())}
         own = sum(unit.layout.nbytes // unit.placed.parts for unit in self._units)
-        self._progress = Progress("taking the model in", own)
+        self._progress = PhaseProgress("taking the model in", own)
 
     def run(self) -> None:
         """Give every partition its value and every parameter its place in its unit."""
@@ -137,7 +137,7 @@ class Materializer:
                 numel = min(FILL_NUMEL, overlap.numel - begin)
                 first = overlap.range_start + begin
                 values = self._values(param, overlap.tensor_start + begin, numel)
-                encode(values, target[first : first + numel], states, at + first)
+                store_masters(values, target[first : first + numel], states, at + first)
             self._advance(unit, param, overlap.numel)
 
     def _read(self, unit: Unit, start: int, target: Tensor) -> None:

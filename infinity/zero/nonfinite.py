@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from infinity.distributed.collectives import exchange
-from infinity.distributed.process_groups import Mesh
+from infinity.distributed.process_groups import ProcessGroups
 from infinity.zero.gradients import Gradients
 
 _NOWHERE = math.inf
 
 
-def first_nonfinite(gradients: Gradients, mesh: Mesh, *, loss_is_finite: bool) -> str:
+def first_nonfinite(gradients: Gradients, mesh: ProcessGroups, *, loss_is_finite: bool) -> str:
     """Name of the first parameter in the order of backward whose gradient is not finite, and the rank it came from, as
     words. Collective. The rank is known where gradients are whole until the boundary, and else by its loss.
     """

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from infinity.distributed import collectives
 from infinity.distributed.consistency import on_any_rank
-from infinity.distributed.process_groups import Mesh
+from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import StateError
 from infinity.memory.store import TieredStore
 from infinity.plan.layout import Slot, slices_of
@@ -31,12 +31,12 @@ from infinity.zero.unit import Unit
 Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
 
-class Owner(Protocol):
+class EngineView(Protocol):
     """What an engine offers to this file."""
 
     plan: Plan
     store: TieredStore
-    mesh: Mesh
+    mesh: ProcessGroups
     coordinator: Coordinator
     gradients: Gradients
     units: list[Unit]
@@ -45,13 +45,13 @@ class Owner(Protocol):
     def grad_factor(self) -> float: ...
 
 
-def owners_of(params: Params) -> list[tuple[Owner, list[nn.Parameter]]]:
+def owners_of(params: Params) -> list[tuple[EngineView, list[nn.Parameter]]]:
     """The parameters by the engine that keeps them; those that no engine keeps are ordinary and left out."""
     if isinstance(params, nn.Module):
         chosen = list(params.parameters())
     else:
         chosen = [params] if isinstance(params, nn.Parameter) else list(params)
-    found: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
+    found: dict[int, tuple[EngineView, list[nn.Parameter]]] = {}
     for param in chosen:
         owner = param.__dict__.get("_infinity_owner")
         if owner is not None:
@@ -59,13 +59,13 @@ def owners_of(params: Params) -> list[tuple[Owner, list[nn.Parameter]]]:
     return list(found.values())
 
 
-def units_of(owner: Owner, params: Iterable[nn.Parameter]) -> list[Unit]:
+def units_of(owner: EngineView, params: Iterable[nn.Parameter]) -> list[Unit]:
     """The units that hold `params`, in the plan's order, each once."""
     wanted = {id(param) for param in params}
     return [unit for unit in owner.units if any(id(whole_of(param)) in wanted for param in unit.params)]
 
 
-def full_state_dict(owner: Owner, module: nn.Module, *, wanted: bool) -> dict[str, Tensor]:
+def full_state_dict(owner: EngineView, module: nn.Module, *, wanted: bool) -> dict[str, Tensor]:
     """A module's full tensors in CPU memory, gathered unit by unit; empty where they are not wanted. Collective."""
     whole: dict[int, Tensor] = {}
     for unit in owner.units:
@@ -96,7 +96,7 @@ def _put_rows(whole: dict[int, Tensor], tile: nn.Parameter, slot: Slot) -> None:
 
 
 @contextmanager
-def gathered(owner: Owner, units: list[Unit]) -> Iterator[None]:
+def gathered(owner: EngineView, units: list[Unit]) -> Iterator[None]:
     """Keep units whole for the length of the block."""
     held: list[Unit] = []
     try:
@@ -105,7 +105,7 @@ def gathered(owner: Owner, units: list[Unit]) -> Iterator[None]:
             held.append(unit)
             unit.finish_gather()
             # Nobody looks again before the block may write the partition, or needs its buffer's room.
-            unit.let_go(wait=True)
+            unit.release_lease(wait=True)
         yield
     finally:
         for unit in held:
@@ -132,7 +132,7 @@ def read(params: Params) -> Iterator[None]:
         for (owner, chosen), before in zip(entered, versions, strict=True):
             home = {id(param): unit for unit in units_of(owner, chosen) for param in unit.params}
             changed = [
-                param._version != version or (id(param) in home and home[id(param)].strayed(param) is not None)
+                param._version != version or (id(param) in home and home[id(param)].reassigned_data(param) is not None)
                 for param, version in zip(chosen, before, strict=True)
             ]
             for param, flag in zip(chosen, on_any_rank(changed, owner.mesh, "end of read()"), strict=True):
@@ -160,7 +160,7 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
             # A unit that is whole for good may be its partition itself, and is changed without a lease.
             owner.store.await_saved(*(unit.key for unit in units))
             stack.enter_context(parameter.writable(chosen))
-            entered.append((owner, units, [unit.own.clone() for unit in units], tiled))
+            entered.append((owner, units, [unit.local_partition.clone() for unit in units], tiled))
         with torch.no_grad():
             yield
         for owner, units, before, tiled in entered:
@@ -170,7 +170,7 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
                     _write_tiles(owner, param, data, source)
             for unit, old in zip(units, before, strict=True):
                 for param in unit.params:
-                    _take(param, unit.strayed(param), param.data)
+                    _take(param, unit.reassigned_data(param), param.data)
                 if owner.mesh.ranks.world_size > 1:
                     collectives.broadcast(unit.full, owner.mesh.gather, source, f"broadcast of {unit.layout.name}")
                 _write_back(owner, unit, old)
@@ -182,7 +182,7 @@ def _cut_together(units: list[Unit]) -> list[Unit]:
 
 
 @contextmanager
-def _assembled(owner: Owner, param: nn.Parameter) -> Iterator[Tensor | None]:
+def _assembled(owner: EngineView, param: nn.Parameter) -> Iterator[Tensor | None]:
     """Have a parameter in tiles whole on the device for the length of the block, and give its data; None for others."""
     tiles = tiles_of(param)
     if tiles is None or not parameter.is_released(param):
@@ -197,13 +197,13 @@ def _assembled(owner: Owner, param: nn.Parameter) -> Iterator[Tensor | None]:
         yield data
 
 
-def _write_tiles(owner: Owner, param: nn.Parameter, data: Tensor, source: int) -> None:
+def _write_tiles(owner: EngineView, param: nn.Parameter, data: Tensor, source: int) -> None:
     """Put the changed values of a parameter in tiles into its partitions."""
     tiles = tiles_of(param)
     assert tiles is not None
     for tile in tiles.tiles:
         with gathered(owner, [tile.unit]):
-            old = tile.unit.own.clone()
+            old = tile.unit.local_partition.clone()
             tile.param.data.copy_(data[tile.start : tile.stop])
             if owner.mesh.ranks.world_size > 1:
                 name = f"broadcast of {tile.unit.layout.name}"
@@ -224,9 +224,9 @@ def _take(param: nn.Parameter, assigned: Tensor | None, data: Tensor) -> None:
     data.copy_(assigned)
 
 
-def _write_back(owner: Owner, unit: Unit, old: Tensor) -> None:
+def _write_back(owner: EngineView, unit: Unit, old: Tensor) -> None:
     """Put a unit's changed values into its partition and its master."""
-    new = unit.own.clone()
+    new = unit.local_partition.clone()
     with owner.store.write(unit.key) as (partition,):
         partition.view(Kind.PARAM).copy_(new)
     owner.store.flush(unit.key)

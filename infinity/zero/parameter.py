@@ -26,10 +26,10 @@ STATE_DICT, SAVE_PRETRAINED = "state_dict()", "save_pretrained()"
 WHOLE_MODEL_USES = (STATE_DICT, SAVE_PRETRAINED)
 
 
-class Keeper(Protocol):
+class ParamOwner(Protocol):
     """Who is asked when a released parameter's data is needed."""
 
-    def touch(self, params: list[nn.Parameter], use: str) -> None:
+    def materialize(self, params: list[nn.Parameter], use: str) -> None:
         """Make all `params` whole at once (some may be), or raise an error that says how to."""
 
 
@@ -38,12 +38,12 @@ class ReleasedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         # The copy is an ordinary parameter: this one has to be whole before its class is looked at.
-        keeper_of(self).touch([self], "copy.deepcopy")
+        owner_of(self).materialize([self], "copy.deepcopy")
         return nn.Parameter.__deepcopy__(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As a copy: the data has to be there first, or the keeper says why it is not.
-        keeper_of(self).touch([self], "pickle")
+        owner_of(self).materialize([self], "pickle")
         return nn.Parameter.__reduce_ex__(self, protocol)
 
     @classmethod
@@ -56,10 +56,11 @@ class ReleasedParameter(nn.Parameter):
                 _tell_clipper(sys._getframe(1))
             return found
         if func is Tensor.__repr__:
-            return describe(args[0])
+            return describe_released(args[0])
         used = list(kept(args, kwargs))
-        for keeper in {id(keeper): keeper for keeper in map(keeper_of, filter(is_released, used))}.values():
-            keeper.touch([param for param in used if keeper_of(param) is keeper], getattr(func, "__name__", str(func)))
+        for keeper in {id(keeper): keeper for keeper in map(owner_of, filter(is_released, used))}.values():
+            owned = [param for param in used if owner_of(param) is keeper]
+            keeper.materialize(owned, getattr(func, "__name__", str(func)))
         return func(*args, **kwargs)
 
 
@@ -100,8 +101,8 @@ def _tell_clipper(caller: FrameType) -> None:
         )
 
 
-def keeper_of(param: nn.Parameter) -> Keeper:
-    """The keeper that `adopt` gave to a parameter."""
+def owner_of(param: nn.Parameter) -> ParamOwner:
+    """The keeper that `attach` gave to a parameter."""
     return param.__dict__["_infinity_keeper"]
 
 
@@ -110,14 +111,14 @@ def name_of(param: nn.Parameter) -> str:
     return param.__dict__.get("_infinity_name") or f"a parameter of shape {tuple(param.shape)}"
 
 
-def adopt(param: nn.Parameter, keeper: Keeper, name: str = "") -> None:
+def attach(param: nn.Parameter, keeper: ParamOwner, name: str = "") -> None:
     """Remember who is asked about `param`, and its name for messages."""
     param.__dict__["_infinity_keeper"] = keeper
     param.__dict__["_infinity_name"] = name or param.__dict__.get("_infinity_name", "")
 
 
 def forget(param: nn.Parameter) -> None:
-    """Undo `adopt`: the parameter is the program's, and ordinary."""
+    """Undo `attach`: the parameter is the program's, and ordinary."""
     for name in ("_infinity_keeper", "_infinity_name", "_infinity_owner"):
         param.__dict__.pop(name, None)
 
@@ -177,7 +178,7 @@ def placeholder(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device:
     return scalar.expand(shape)
 
 
-def describe(param: nn.Parameter) -> str:
+def describe_released(param: nn.Parameter) -> str:
     """What `repr` of a released parameter says: logical shape, and that it is partitioned."""
     return (
         f"Parameter(partitioned by infinity: {name_of(param)}, shape={tuple(param.shape)}, dtype={param.dtype}, "

@@ -12,17 +12,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from infinity.distributed.collectives import exchange
-from infinity.distributed.process_groups import Mesh
+from infinity.distributed.process_groups import ProcessGroups
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
-from infinity.plan.prefetch import Timing, Use
-from infinity.zero.unit import Gathered, Unit
+from infinity.plan.prefetch import Timing, UnitAccess
+from infinity.zero.unit import GatherState, Unit
 
 # What is read to measure a drive: long enough to tell its rate, short enough not to be noticed.
 _PROBE_NBYTES = 64 << 20
 
 
-class Stopwatch:
+class PrefetchTimer:
     """Marks the uses of one pass. `arrived` comes after a use's gather, which is not computation."""
 
     def __init__(self, device: Device) -> None:
@@ -51,9 +51,9 @@ class Stopwatch:
 
 
 def agree(
-    measured: tuple[tuple[Use, ...], tuple[float, ...]] | None, units: Sequence[Unit], store: TieredStore,
-    device: Device, mesh: Mesh, gathered: Callable[[Unit], AbstractContextManager[None]],
-) -> tuple[tuple[Use, ...], Timing] | None:  # fmt: skip
+    measured: tuple[tuple[UnitAccess, ...], tuple[float, ...]] | None, units: Sequence[Unit], store: TieredStore,
+    device: Device, mesh: ProcessGroups, gathered: Callable[[Unit], AbstractContextManager[None]],
+) -> tuple[tuple[UnitAccess, ...], Timing] | None:  # fmt: skip
     """(uses, timing) for all ranks: the slowest rates and the shortest computations; None where their passes differ.
     Collective. `measured` is a pass of this rank and its seconds of computation, if it was timed. gathered: a block in
     which a unit is whole.
@@ -98,7 +98,7 @@ def gather_rate(
     units: Sequence[Unit], store: TieredStore, device: Device, gathered: Callable[[Unit], AbstractContextManager[None]]
 ) -> float:
     """Bytes a second from CPU memory (and the other ranks) to whole units, by gathering the largest. Collective."""
-    apart = [unit for unit in units if not unit.placed.whole and unit.state is Gathered.PARTITIONED]
+    apart = [unit for unit in units if not unit.placed.whole and unit.state is GatherState.PARTITIONED]
     if not apart:
         return float("inf")
     largest = max(apart, key=lambda unit: unit.layout.nbytes)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.zero.coordinator import Coordinator, Scope
+from infinity.zero.coordinator import Coordinator, ModuleCall
 from infinity.zero.hooks import backward_comes, refuse_double
 from infinity.zero.unit import Unit
 
@@ -29,7 +29,7 @@ class _Saved:
     """A tensor that autograd has saved, and the use of its unit that backward begins with it."""
 
     tensor: Tensor
-    scope: Scope
+    scope: ModuleCall
     coordinator: Coordinator
 
 
@@ -39,14 +39,14 @@ class _Uses:
     def __init__(self, coordinator: Coordinator, units: Sequence[Unit]) -> None:
         self.coordinator = coordinator
         self._units = {unit.full.untyped_storage().data_ptr(): unit for unit in units if not unit.placed.whole}
-        self._scopes: dict[Unit, Scope] = {}
+        self._scopes: dict[Unit, ModuleCall] = {}
 
-    def scope_of(self, address: int) -> Scope | None:
+    def scope_of(self, address: int) -> ModuleCall | None:
         """The scope of what lies at a storage's address; None where that is no unit, or a module call's own."""
         unit = self._units.get(address)
         if unit is None or self.coordinator.opened(unit):
             return None
-        return self._scopes.setdefault(unit, Scope([unit]))
+        return self._scopes.setdefault(unit, ModuleCall([unit]))
 
     def end(self) -> None:
         """The block is over: gradients of the units wait for its backward."""

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from infinity.distributed import collectives
 from infinity.errors import StateError
-from infinity.memory.master_weights import decode, encode
+from infinity.memory.master_weights import load_masters, store_masters
 from infinity.plan.layout import Slot
 from infinity.plan.types import Kind
-from infinity.zero.param_access import Owner, states_of, units_of
+from infinity.zero.param_access import EngineView, states_of, units_of
 from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
 
@@ -104,7 +104,7 @@ class ParameterState:
 class _Part:
     """The states of what lies in one slot of one unit: a parameter, or a tile of one."""
 
-    def __init__(self, owner: Owner, unit: Unit, param: nn.Parameter, slot: Slot) -> None:
+    def __init__(self, owner: EngineView, unit: Unit, param: nn.Parameter, slot: Slot) -> None:
         self._owner = owner
         self._unit = unit
         self._param = param
@@ -171,23 +171,23 @@ class _Part:
         store, key = self._owner.store, self._unit.key
         if not self.trainable:
             with store.read(key) as (partition,):
-                return decode(partition.view(Kind.PARAM), None, 0)
+                return load_masters(partition.view(Kind.PARAM), None, 0)
         pieces = []
         for states_key, start, at, numel in states_of(self._owner.plan, self._unit):
             with store.read(key, states_key) as (partition, states):
-                pieces.append(decode(partition.view(Kind.PARAM)[start : start + numel], states, at))
+                pieces.append(load_masters(partition.view(Kind.PARAM)[start : start + numel], states, at))
         return torch.cat(pieces) if pieces else torch.zeros(0, device="cpu")
 
     def _write_master(self, own: Tensor) -> None:
         store, key = self._owner.store, self._unit.key
-        self._unit.let_go(wait=True)
+        self._unit.release_lease(wait=True)
         if not self.trainable:
             with store.write(key) as (partition,):
-                encode(own, partition.view(Kind.PARAM), None, 0)
+                store_masters(own, partition.view(Kind.PARAM), None, 0)
         for states_key, start, at, numel in states_of(self._owner.plan, self._unit):
             with store.write(key, states_key) as (partition, states):
                 target = partition.view(Kind.PARAM)[start : start + numel]
-                encode(own[start : start + numel], target, states, at)
+                store_masters(own[start : start + numel], target, states, at)
             store.flush(states_key)
         store.flush(key)
         if self._unit.placed.whole:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from infinity.errors import StateError
 from infinity.plan.layout import Slot, UnitLayout
 from infinity.zero import parameter
-from infinity.zero.coordinator import Coordinator, Scope
+from infinity.zero.coordinator import Coordinator, ModuleCall
 from infinity.zero.hooks import backward_comes
 from infinity.zero.parameter import ReleasedParameter
 from infinity.zero.unit import Unit
@@ -48,7 +48,7 @@ class TiledParameter(ReleasedParameter):
         if func in _BY_TILES and isinstance(_weight(args, kwargs), TiledParameter):
             return _BY_TILES[func](*args, **kwargs)
         if func is Tensor.__repr__ and parameter.is_released(args[0]):
-            return parameter.describe(args[0])
+            return parameter.describe_released(args[0])
         metadata = func in parameter.METADATA
         with _whole([] if metadata else list(parameter.kept(args, kwargs)), getattr(func, "__name__", str(func))):
             return func(*args, **kwargs)
@@ -86,7 +86,7 @@ class Tiles:
         self.tiles = tuple(tiles)
         self.coordinator = coordinator
 
-    def touch(self, params: Sequence[nn.Parameter], use: str) -> None:
+    def materialize(self, params: Sequence[nn.Parameter], use: str) -> None:
         """All of it is needed at once: nobody gathers that behind the program's back."""
         name = parameter.name_of(self.param)
         if self.coordinator.closed:
@@ -100,7 +100,7 @@ class Tiles:
             "or embedding with the weight, or set zero_optimization.tile_parameters to 0 to have it gathered whole"
         )
 
-    def forward(self, *, returns: bool, lookup: bool = False) -> Iterator[tuple[Tile, Tensor, Scope]]:
+    def forward(self, *, returns: bool, lookup: bool = False) -> Iterator[tuple[Tile, Tensor, ModuleCall]]:
         """(tile, its rows [rows, width], scope) one after the other, gathered while the loop's body runs. `returns`:
         whether `backward` (of a `lookup`, `passed`) will be called with the scopes.
         """
@@ -112,7 +112,7 @@ class Tiles:
                 # Held from a recomputed forward to its backward, all tiles would be there at once.
                 self.coordinator.close_scope(scope, will_return=returns, may_hold=False)
 
-    def passed(self, scopes: Sequence[Scope]) -> Iterator[Tile]:
+    def passed(self, scopes: Sequence[ModuleCall]) -> Iterator[Tile]:
         """The tiles in backward, the last first, for the scopes that forward gave."""
         self.coordinator.join_backward()
         for tile, scope in zip(reversed(self.tiles), reversed(scopes), strict=True):
@@ -120,7 +120,7 @@ class Tiles:
             yield tile
             self.coordinator.leave_backward(scope)
 
-    def backward(self, scopes: Sequence[Scope]) -> Iterator[tuple[Tile, Tensor, Tensor | None]]:
+    def backward(self, scopes: Sequence[ModuleCall]) -> Iterator[tuple[Tile, Tensor, Tensor | None]]:
         """The same with their rows, gathered, and room for the gradient, where one is wanted."""
         room: Tensor | None = None
         latest: Tile | None = None
@@ -160,13 +160,13 @@ def adopt_tiles(units: Sequence[Unit], coordinator: Coordinator) -> None:
                 found.setdefault(slot.name, []).append(Tile(unit, param, first, first + rows))
     for name, tiles in found.items():
         whole = parameter.whole_of(tiles[0].param)
-        parameter.adopt(whole, Tiles(whole, tiles, coordinator), name)
+        parameter.attach(whole, Tiles(whole, tiles, coordinator), name)
         whole.__class__ = TiledParameter
 
 
 def tiles_of(param: Any) -> Tiles | None:
     """The tiles of a parameter that lies in tiles; None for any other."""
-    keeper = parameter.keeper_of(param) if isinstance(param, TiledParameter) else None
+    keeper = parameter.owner_of(param) if isinstance(param, TiledParameter) else None
     return keeper if isinstance(keeper, Tiles) else None
 
 
@@ -196,7 +196,7 @@ def _tile(whole: nn.Parameter, slot: Slot) -> nn.Parameter:
 def _whole(params: Sequence[nn.Parameter], use: str) -> Iterator[None]:
     """A block in which `params` may be used as the tensors that they are; those that have no data are asked for."""
     for param in filter(parameter.is_released, params):
-        parameter.keeper_of(param).touch([param], use)
+        parameter.owner_of(param).materialize([param], use)
     with torch._C.DisableTorchFunctionSubclass():
         yield
 
@@ -211,7 +211,7 @@ def _linear(input: Tensor, weight: TiledParameter, bias: Tensor | None = None) -
     tiles = tiles_of(weight)
     assert tiles is not None
     if isinstance(bias, nn.Parameter) and parameter.is_released(bias):
-        parameter.keeper_of(bias).touch([bias], "linear")
+        parameter.owner_of(bias).materialize([bias], "linear")
     with torch._C.DisableTorchFunctionSubclass():
         return _Linear.apply(tiles, tiles.returns(input, bias), input, bias, weight)
 
@@ -224,7 +224,7 @@ def _embedding(
     tiles = tiles_of(weight)
     assert tiles is not None
     if max_norm is not None or sparse:
-        tiles.touch([weight], "an embedding with max_norm or sparse gradients")
+        tiles.materialize([weight], "an embedding with max_norm or sparse gradients")
     rows = weight.shape[0]
     padding = -1 if padding_idx is None else padding_idx % rows
     with torch._C.DisableTorchFunctionSubclass():

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.distributed.collectives import all_gather
-from infinity.distributed.process_groups import Mesh
+from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import StateError, of_another_process
 from infinity.log import warn_once
 from infinity.memory.ledger import Ledger
@@ -39,7 +39,7 @@ from infinity.plan.types import Key, Kind, Tier
 from infinity.zero import parameter
 
 
-class Gathered(Enum):
+class GatherState(Enum):
     """What the device holds of a unit; see the module's text."""
 
     PARTITIONED = "partitioned"
@@ -52,12 +52,12 @@ class Unit:
 
     def __init__(
         self, layout: UnitLayout, placed: UnitPlacement, params: Sequence[nn.Parameter], *, store: TieredStore,
-        device: Device, mesh: Mesh, ledger: Ledger,
+        device: Device, mesh: ProcessGroups, ledger: Ledger,
     ) -> None:  # fmt: skip
         self.layout = layout
         self.placed = placed
         self.params = tuple(params)
-        self.state = Gathered.PARTITIONED
+        self.state = GatherState.PARTITIONED
         self.key = Key(Kind.PARAM, layout.index)
         # Open scopes (forward or backward) that need the unit, and its place in the trace at the latest of them.
         self.users = 0
@@ -87,22 +87,22 @@ class Unit:
         own = layout.partition_numel(placed.parts) * self._dtype.itemsize if placed.aliased else 0
         self.kinds = {Kind.FULL: layout.nbytes - own, **({Kind.PARAM: own} if own else {})}
         self._full_name = f"the whole of {layout.name}"
-        self._elastic = None if placed.whole else device.elastic(layout.numel, self._dtype)
-        if self._elastic is None:
+        self._resizable = None if placed.whole else device.resizable(layout.numel, self._dtype)
+        if self._resizable is None:
             with self._taking():
                 self.full = device.empty(layout.numel, self._dtype)
         else:
-            self.full = self._elastic.tensor
+            self.full = self._resizable.tensor
         self._views = self._cut()
         self._placeholders = [parameter.placeholder(slot.own_shape, self._dtype, device.torch) for slot in layout.slots]
         _open[self] = os.getpid()
         if placed.whole:
             self.full.zero_()
             if placed.aliased:
-                store.adopt(self.key, self.own.view(torch.uint8))
+                store.adopt(self.key, self.local_partition.view(torch.uint8))
 
     @property
-    def own(self) -> Tensor:
+    def local_partition(self) -> Tensor:
         """This rank's partition inside the full buffer: [numel / parts]. Valid while the buffer has bytes."""
         numel = self.layout.partition_numel(self.placed.parts)
         start = self.rank_in_parts * numel
@@ -115,12 +115,12 @@ class Unit:
 
     def start_gather(self) -> None:
         """Submit the copy and the collective that fill the full buffer. Waits only for this rank's own partition."""
-        if self.state is not Gathered.PARTITIONED:
+        if self.state is not GatherState.PARTITIONED:
             return
-        if self._elastic is not None and not self._elastic.has_bytes:
+        if self._resizable is not None and not self._resizable.has_bytes:
             with self._taking():
-                self._elastic.take()
-        self.state = Gathered.GATHERING
+                self._resizable.take()
+        self.state = GatherState.GATHERING
         try:
             self._transfer = self._fill()
         except BaseException:
@@ -129,16 +129,16 @@ class Unit:
 
     def finish_gather(self) -> None:
         """Wait for the bytes and make the parameters whole."""
-        if self.state is Gathered.GATHERED:
+        if self.state is GatherState.GATHERED:
             self._show()
             return
         self.start_gather()
         with trace.span(trace.WAIT, "gather", self.key, self.layout.nbytes):
             self._transfer.wait()
-        trace.land("gathers", self.key)
-        self.let_go(wait=False)
+        trace.end_async("gathers", self.key)
+        self.release_lease(wait=False)
         self.hidden = True
-        self.state = Gathered.GATHERED
+        self.state = GatherState.GATHERED
         self._show()
         self._filled_versions = self._versions()
 
@@ -190,7 +190,7 @@ class Unit:
         self._used_versions = self._filled_versions = now
         return StateError(f"{parameter.name_of(self.params[at])} {why}")
 
-    def strayed(self, param: nn.Parameter) -> Tensor | None:
+    def reassigned_data(self, param: nn.Parameter) -> Tensor | None:
         """Data that was assigned to a whole parameter (`param.data = ...`), which gets its place in the unit back."""
         index = next(index for index, other in enumerate(self.params) if other is param)
         view = self._views[index]
@@ -200,7 +200,7 @@ class Unit:
         parameter.restore(param, view)
         return assigned
 
-    def let_go(self, *, wait: bool) -> bool:
+    def release_lease(self, *, wait: bool) -> bool:
         """Return the partition's lease, if the copy out of it is over; with `wait`, stop the host until it is.
 
         Before that the partition must not be written, nor its buffer go back to the pool. False: it is still needed.
@@ -219,45 +219,45 @@ class Unit:
     @property
     def visible(self) -> bool:
         """Whether the parameters are whole."""
-        return self.state is Gathered.GATHERED and not self.hidden
+        return self.state is GatherState.GATHERED and not self.hidden
 
     @property
     def has_bytes(self) -> bool:
         """Whether the full buffer takes memory, for values or for the next gather."""
-        return self._elastic is None or self._elastic.has_bytes
+        return self._resizable is None or self._resizable.has_bytes
 
     def release(self, *, keep_bytes: bool = False) -> None:
         """Let go of the whole values; the parameters keep their logical shapes. A unit that is whole for good stays.
 
         keep_bytes: leave the full buffer's memory to the next gather, until `free`.
         """
-        if self.placed.whole or self.state is Gathered.PARTITIONED:
+        if self.placed.whole or self.state is GatherState.PARTITIONED:
             return
-        if self.state is Gathered.GATHERING:
+        if self.state is GatherState.GATHERING:
             self._transfer.wait()
-            trace.land("gathers", self.key)
-        self.hide()
+            trace.end_async("gathers", self.key)
+        self.set_placeholders()
         # The host does not wait: the device has been told to, before it may use the bytes for something else.
-        self.let_go(wait=False)
-        self.state = Gathered.PARTITIONED
+        self.release_lease(wait=False)
+        self.state = GatherState.PARTITIONED
         if not keep_bytes:
             self.free()
 
     def free(self, *, to_spare: bool = False) -> None:
         """Give the memory of a released unit's full buffer back, or leave its pages to other units' buffers."""
-        if self.state is Gathered.PARTITIONED and self._elastic is not None and self._elastic.has_bytes:
-            self._elastic.free(to_spare=to_spare)
+        if self.state is GatherState.PARTITIONED and self._resizable is not None and self._resizable.has_bytes:
+            self._resizable.free(to_spare=to_spare)
             self._return()
 
     def abandon(self) -> None:
         """Release after an error. A gather that still runs keeps its buffer: waiting for it might fail the same way."""
-        if self.state is Gathered.GATHERING:
+        if self.state is GatherState.GATHERING:
             if not self._transfer.done():
                 return
             self._transfer = self._copied = Completed()
         self.release()
 
-    def hide(self) -> None:
+    def set_placeholders(self) -> None:
         """Make every parameter of the unit look partitioned, also where its bytes are kept for a later use: another
         module that uses one meanwhile must ask for it, so that its backward has it too.
         """
@@ -278,13 +278,13 @@ class Unit:
         keeper = _Elsewhere(owner)
         for param, stand_in in zip(self.params, self._placeholders, strict=True):
             for each in {id(each): each for each in (param, parameter.whole_of(param))}.values():
-                parameter.adopt(each, keeper)
+                parameter.attach(each, keeper)
             if not parameter.is_released(param):
                 parameter.release(param, stand_in)
 
     def refresh(self) -> None:
         """Bring a whole unit up to date with the partitions that the optimizer has written."""
-        self.state = Gathered.GATHERING
+        self.state = GatherState.GATHERING
         self._transfer = self._fill()
         self.finish_gather()
 
@@ -304,27 +304,27 @@ class Unit:
     def _cut(self) -> list[Tensor]:
         """The parameters' places in the full buffer. One whose storage is resized needs its bytes for that."""
         with ExitStack() as stack:
-            if self._elastic is not None and not self._elastic.mapped:
+            if self._resizable is not None and not self._resizable.mapped:
                 with self._taking():
-                    self._elastic.take()
+                    self._resizable.take()
                 stack.callback(self.free)
             slots = self.layout.slots
             return [self.full[slot.offset : slot.offset + slot.numel].view(slot.own_shape) for slot in slots]
 
     def _fill(self) -> Transfer:
         """Put this rank's partition into its place in the full buffer and gather the others'."""
-        trace.take_off("gathers", self.key, self.layout.nbytes)
+        trace.begin_async("gathers", self.key, self.layout.nbytes)
         if not self.placed.aliased:
-            self.let_go(wait=True)
+            self.release_lease(wait=True)
             (partition,) = self._lease.enter_context(self._store.read(self.key))
             self.leasing = True
-            self._copied = self._device.copy(self.own, partition.view(Kind.PARAM))
-            self.let_go(wait=False)
+            self._copied = self._device.copy(self.local_partition, partition.view(Kind.PARAM))
+            self.release_lease(wait=False)
         if self.placed.parts == 1 or not self.layout.numel:
             return self._copied
         with trace.span(trace.WAIT, "copy to the device", self.key):
             self._copied.wait()
-        return all_gather(self.full, self.own, self._mesh.gather, self._gather_name)
+        return all_gather(self.full, self.local_partition, self._mesh.gather, self._gather_name)
 
     def _taking(self) -> AbstractContextManager[None]:
         return self._ledger.taking(Tier.GPU, self.kinds, self._full_name)
@@ -340,7 +340,7 @@ class _Elsewhere:
     def __init__(self, owner: int) -> None:
         self._owner = owner
 
-    def touch(self, params: list[nn.Parameter], use: str) -> None:
+    def materialize(self, params: list[nn.Parameter], use: str) -> None:
         raise of_another_process(f"use {parameter.name_of(params[0])} ({use})", self._owner)
 
 

@@ -15,7 +15,7 @@ import torch
 import infinity
 from infinity.checkpoint import files
 from infinity.checkpoint.format import broken, complete, find
-from infinity.distributed.hang_detection.mailbox import Board
+from infinity.distributed.hang_detection.mailbox import StoreMailbox
 from infinity.errors import CheckpointError, TransferError
 from infinity.memory.store import TieredStore
 from tests.support.checkpoints import assert_same, contents
@@ -176,8 +176,8 @@ def test_who_interrupts_a_wait_finds_the_save_under_way(tmp_path, monkeypatch):
 
 def test_a_save_gives_signs_of_life_while_it_writes(tmp_path, monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr(Board, "alive", lambda board: told.append("alive"))
-    monkeypatch.setattr(Board, "post", lambda board, name, text: board._own.__setitem__(name, text))
+    monkeypatch.setattr(StoreMailbox, "alive", lambda board: told.append("alive"))
+    monkeypatch.setattr(StoreMailbox, "post", lambda board, name, text: board._own.__setitem__(name, text))
     with infinity.initialize(mlp(), config(1, NONE, NONE, tmp_path, checkpoint={"async": True}))[0] as engine:
         engine.save_checkpoint(tmp_path)
         engine.finish_saving()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from infinity.checkpoint.codec import Unspeakable, decode, encode
+from infinity.checkpoint.codec import NotSerializable, decode, encode
 
 VALUES = [
     None, True, 3, -2.5, "text", [1, [2, "x"]], {"a": {"b": []}}, (1, (2, 3)), {1: "x", (2, 3): 4.0}, {"$tuple": [1]},
@@ -59,5 +59,5 @@ class Colour(enum.IntEnum):
     ids=lambda value: type(value).__name__,
 )
 def test_what_would_be_pickled_is_refused_with_its_place(value):
-    with pytest.raises(Unspeakable, match=r"client_state\.a\[1\]\.b is a "):
+    with pytest.raises(NotSerializable, match=r"client_state\.a\[1\]\.b is a "):
         encode({"a": [0, {"b": value}]}, {}, "client_state")

@@ -250,7 +250,7 @@ def test_names_in_memory_serve_where_transformers_cannot_turn_them_back(
 
     monkeypatch.setattr(transformers.core_model_loading, "revert_weight_conversion", refuse)
     model = hf_model("mixtral")
-    assert describing.describe(model).weights is None
+    assert describing.describe_model(model).weights is None
     with made(tmp_path, "fp32", model) as engine:
         engine.eval()
         wanted = logits_of(engine)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.checkpoint.files import Reader, Staging, Writer, file_nbytes
+from infinity.checkpoint.files import ExtentReader, Staging, Writer, file_nbytes
 from infinity.checkpoint.format import (
     ALIGNMENT,
     BLOCK_NBYTES,
@@ -100,7 +100,7 @@ def test_any_range_is_read_back(tmp_path):
     folder = make(tmp_path, "a")
     (_, manifest), values = complete(tmp_path)[0], values_of(3_000_005)
     chance = random.Random(0)
-    with Reader(folder, manifest, [manifest.index(folder, 0)]) as reader:
+    with ExtentReader(folder, manifest, [manifest.index(folder, 0)]) as reader:
         ranges = [(0, 3_000_000), (1_999_999, 2), (0, 1), (2_999_999, 1), (5, 0)]
         ranges += [(start := chance.randrange(2_999_000), chance.randrange(1, 3_000_000 - start)) for _ in range(20)]
         for start, numel in ranges:
@@ -124,13 +124,13 @@ def test_a_flipped_byte_of_data_is_found_and_named(tmp_path):
     # The last one lies in padding.
     for at in [0, BLOCK_NBYTES - 1, BLOCK_NBYTES, *(chance.randrange(size) for _ in range(6)), size - 1]:
         flip(folder / name, at)
-        with Reader(folder, manifest, [index]) as reader:
+        with ExtentReader(folder, manifest, [index]) as reader:
             with pytest.raises(CheckpointError, match=name) as caught:
                 list(reader.verify())
             begin = max(extent.offset for extent in index.extents if extent.offset <= at)
             assert f"at offset {begin + (at - begin) // BLOCK_NBYTES * BLOCK_NBYTES} " in str(caught.value)
         flip(folder / name, at)
-    with Reader(folder, manifest, [index]) as reader:
+    with ExtentReader(folder, manifest, [index]) as reader:
         list(reader.verify())
 
 

@@ -19,7 +19,7 @@ import torch
 import infinity
 from infinity.checkpoint import format
 from infinity.checkpoint.format import complete, find
-from infinity.checkpoint.ranks import together
+from infinity.checkpoint.ranks import run_on_all_ranks
 from infinity.errors import CheckpointError, ConfigError, NonFiniteError
 from tests.support.checkpoints import assert_same, contents
 from tests.support.models import mlp, vector_batch
@@ -168,13 +168,13 @@ def test_too_many_skipped_steps_save_the_last_good_one(tmp_path, two_ranks):
 
 def test_without_a_folder_the_error_says_which_key_names_one(tmp_path):
     with start(tmp_path) as engine:
-        engine._rescue._path = None
+        engine._preemption._path = None
         for number in (2, 3):
             step(engine, number, poison=float("nan"))
         with pytest.raises(NonFiniteError, match=r"checkpoint\.path"):
             step(engine, 4, poison=float("nan"))
         (tmp_path / "file").write_text("")
-        engine._rescue._path = str(tmp_path / "file" / "x")
+        engine._preemption._path = str(tmp_path / "file" / "x")
         with pytest.raises(NonFiniteError, match=r"They could not be saved: .*file"):
             step(engine, 5, poison=float("nan"))
 
@@ -252,7 +252,7 @@ def test_a_drive_that_cannot_read_the_client_state_is_passed_over(tmp_path, monk
 
 def refuse(rank: int, world: int, folder: str) -> str:
     with start(Path(folder), world) as engine, pytest.raises(CheckpointError) as caught:
-        together(engine.mesh, "a job", lambda: os.listdir("nowhere") if rank else None, path=folder)
+        run_on_all_ranks(engine.mesh, "a job", lambda: os.listdir("nowhere") if rank else None, path=folder)
     return str(caught.value)
 
 

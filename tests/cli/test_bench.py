@@ -210,13 +210,13 @@ def test_a_person_can_read_a_profile():
 def test_a_rate_and_a_fixed_part_are_found_from_two_measurements():
     numel, fixed, rate = 1000, 2e-6, 1e9
     taken = {tokens: fixed * numel + 6 * numel * tokens / rate for tokens in (100, 400)}
-    found = rates.fit(numel, {tokens: 6 * numel * tokens for tokens in taken}, taken)
+    found = rates.fit_rates(numel, {tokens: 6 * numel * tokens for tokens in taken}, taken)
     assert found.rate == pytest.approx(rate)
     assert found.parameter_seconds == pytest.approx(fixed)
 
 
 def test_a_measurement_that_makes_no_sense_gives_one_rate():
-    found = rates.fit(1000, {100: 1e6, 400: 4e6}, {100: 0.5, 400: 0.4})
+    found = rates.fit_rates(1000, {100: 1e6, 400: 4e6}, {100: 0.5, 400: 0.4})
     assert found.rate == pytest.approx(4e6 / 0.4)
     assert found.parameter_seconds == 0
 

@@ -14,16 +14,16 @@ import cpuinfo
 import pytest
 
 from benchmarks.support import machine
-from infinity.cli.doctor import advise, show
+from infinity.cli.doctor import recommend, show
 from infinity.cli.examination import Facts, FolderFacts, examine
-from infinity.cli.folder import Place, look
+from infinity.cli.folder import FolderInfo, look
 from infinity.cli.main import main
 from infinity.cli.packages import EXTRAS, REQUIRED, Package, look_at_packages
 from infinity.cli.processor import processor
 from tests.support import bare
 
 ROOT = Path(__file__).resolve().parents[2]
-GOOD_PLACE = Place(
+GOOD_PLACE = FolderInfo(
     path=Path("drive"), device=1, file_system="ext4", free_nbytes=10**12, capacity_nbytes=2 * 10**12, model="a drive",
     writable=True,
 )  # fmt: skip
@@ -56,8 +56,10 @@ ADVICE = {
     "an extra that fails": (
         {"packages": (Package("transformers", "4.1", "needs transformers 5", "hf"),)}, "'infinity-engine[hf]'", False,
     ),
-    "no compiler": ({"compiler": "", "adam": "plain twin", "aio": "plain twin"}, "Install g++ or clang++", False),
-    "a compiler that fails": ({"adam": "plain twin"}, "infinity.ops.build", False),
+    "no compiler": (
+        {"compiler": "", "adam": "Python fallback", "aio": "Python fallback"}, "Install g++ or clang++", False,
+    ),
+    "a compiler that fails": ({"adam": "Python fallback"}, "infinity.ops.build", False),
     "io_uring blocked": ({"backends": {"io_uring": "EPERM"}, "backend": "libaio"}, "seccomp", False),
     "io_uring switched off": (
         {"backends": {"io_uring": "EPERM"}, "backend": "libaio", "io_uring_disabled": True}, "sysctl", False,
@@ -74,20 +76,20 @@ ADVICE = {
 
 
 def test_a_good_machine_gets_no_advice():
-    assert advise(GOOD) == []
+    assert recommend(GOOD) == []
 
 
 @pytest.mark.parametrize("cause", ADVICE)
 def test_each_cause_has_its_remedy(cause):
     changes, words, stops = ADVICE[cause]
-    (advice,) = advise(replace(GOOD, **changes))
+    (advice,) = recommend(replace(GOOD, **changes))
     assert words in advice.remedy
     assert advice.stops is stops
 
 
 def test_an_extra_that_is_not_installed_is_shown_and_not_complained_about():
     facts = replace(GOOD, packages=(*WORKS, Package("wandb", "", "not installed", "wandb")))
-    assert advise(facts) == []
+    assert recommend(facts) == []
     assert "hf (transformers 5.24); not installed: wandb" in show(facts)
 
 
@@ -122,17 +124,17 @@ def test_it_works_without_a_package_and_says_what_to_install(missing, tmp_path):
 
 def test_a_folder_that_nobody_means_to_use_is_shown_and_not_complained_about():
     facts = replace(GOOD, **with_folder(file_system="tmpfs", named=False))
-    assert advise(facts) == []
+    assert recommend(facts) == []
     assert "tmpfs" in show(facts)
 
 
 def test_without_an_accelerator_nothing_is_pinned_and_no_limit_matters():
-    assert advise(replace(GOOD, accelerator="", memlock_nbytes=1 << 16)) == []
+    assert recommend(replace(GOOD, accelerator="", memlock_nbytes=1 << 16)) == []
 
 
 def test_what_stops_a_run_comes_first():
     facts = replace(GOOD, huge_pages="never", **with_folder(file_system="tmpfs"))
-    assert [advice.stops for advice in advise(facts)] == [True, False]
+    assert [advice.stops for advice in recommend(facts)] == [True, False]
 
 
 def test_it_sees_this_machine(tmp_path):
@@ -187,5 +189,5 @@ def test_native_code_that_is_switched_off_is_noticed(tmp_path):
     command = [sys.executable, "-m", "infinity", "doctor", "--folder", str(tmp_path)]
     reply = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60)
     assert reply.returncode == 0, reply.stderr
-    assert "plain twin" in reply.stdout
+    assert "Python fallback" in reply.stdout
     assert "INFINITY_NATIVE=0 turns native code off" in reply.stdout

@@ -15,7 +15,7 @@ import infinity
 from infinity.cli.main import main
 from infinity.config import ResolveContext, load_config, resolve
 from infinity.config.meanings import meanings
-from infinity.config.section import Absent, Honoured, leaves, mark, reply_of, sections_of
+from infinity.config.section import Absent, Honoured, mark, reply_of, section_leaves, sections_of
 from infinity.distributed.process_groups import detect
 from infinity.engine.initialize import _resolve
 from infinity.errors import ConfigError
@@ -71,7 +71,7 @@ def with_auto(raw: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def keys(document: dict[str, Any]) -> list[str]:
-    found = leaves(resolve(load_config(document), ResolveContext()).config)
+    found = section_leaves(resolve(load_config(document), ResolveContext()).config)
     return [leaf.path for leaf in found if not sections_of(leaf.field) and not mark(leaf.field, Absent)]
 
 
@@ -147,7 +147,7 @@ NONE_IS_NONE = {
 def test_an_absent_value_is_said_in_words(document):
     config = resolve(load_config(DOCUMENTS[document]), ResolveContext()).config
     bare = [
-        leaf.path for leaf in leaves(config)
+        leaf.path for leaf in section_leaves(config)
         if leaf.value in (None, ()) and not mark(leaf.field, Absent)
         and (sections_of(leaf.field) or isinstance(reply_of(leaf.field), Honoured))
     ]  # fmt: skip

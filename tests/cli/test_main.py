@@ -12,7 +12,7 @@ import pytest
 
 import infinity
 from infinity.cli.main import COMMANDS, main
-from infinity.cli.terminal import table
+from infinity.cli.terminal import format_table
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "--layers 2 --hidden 64 --intermediate 128 --heads 4 --vocab 100".split()
@@ -175,7 +175,7 @@ def test_the_module_is_the_command():
 
 
 def test_columns_are_as_wide_as_their_widest_cell():
-    assert table([["", "a"], ["long name", "1.5"]]) == "             a\nlong name  1.5"
+    assert format_table([["", "a"], ["long name", "1.5"]]) == "             a\nlong name  1.5"
 
 
 @pytest.mark.parametrize("words", [["config", "explain", "{}"], ["estimate", "gpt2"]])

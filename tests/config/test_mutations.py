@@ -13,7 +13,7 @@ import pytest
 
 from infinity.config import load_config
 from infinity.config.schema import Config
-from infinity.config.section import Section, names_of, sections_of
+from infinity.config.section import Section, sections_of, spellings_of
 from infinity.errors import ConfigError
 
 SHIPPED = sorted(Path(__file__).parents[2].glob("examples/configs/*.json"))
@@ -76,14 +76,14 @@ def _known_names(raw: Mapping[str, Any], path: tuple[str, ...]) -> set[str]:
     """The true keys of the section in which the last key of a path stands."""
     section: type[Section] = Config
     for name in path[:-1]:
-        candidates = sections_of(section.model_fields[names_of(section)[name]])
+        candidates = sections_of(section.model_fields[spellings_of(section)[name]])
         if not candidates:
             return set()
         section = candidates[0]
         for one in candidates if len(candidates) > 1 else ():
             if raw[name]["type"] in get_args(one.model_fields["type"].annotation):
                 section = one
-    return set(names_of(section))
+    return set(spellings_of(section))
 
 
 @pytest.mark.parametrize(

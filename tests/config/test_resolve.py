@@ -13,7 +13,7 @@ from infinity.config import ResolveContext, ResolvedConfig, drives, load_config,
 from infinity.config.batch import Unsolvable, solve_batch
 from infinity.config.resolve import changed
 from infinity.config.schema import Config
-from infinity.config.section import Absent, NoAuto, leaves, mark, sections_of
+from infinity.config.section import Absent, NoAuto, mark, section_leaves, sections_of
 from infinity.errors import ConfigError
 
 SHIPPED = sorted(Path(__file__).parents[2].glob("examples/configs/*.json"))
@@ -180,7 +180,7 @@ def test_every_key_takes_auto_or_says_why_not() -> None:
         offload: dict[str, Any] = {"offload_param": {}, "offload_optimizer": {}}
         return {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}, "zero_optimization": offload}
 
-    for leaf in leaves(load_config(document())):
+    for leaf in section_leaves(load_config(document())):
         if sections_of(leaf.field) or mark(leaf.field, Absent) is not None:
             continue
         *path, name = leaf.path.split(".")

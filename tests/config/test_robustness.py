@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infinity.config import ResolveContext, load_config, resolve
-from infinity.config.section import leaves
+from infinity.config.section import section_leaves
 from infinity.errors import ConfigError
 
 SHIPPED = [json.loads(path.read_text()) for path in sorted(Path(__file__).parents[2].glob("examples/configs/*.json"))]
-PLACES = sorted({leaf.path for raw in SHIPPED for leaf in leaves(load_config(raw))})
+PLACES = sorted({leaf.path for raw in SHIPPED for leaf in section_leaves(load_config(raw))})
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("auto")
 junk = st.recursive(

@@ -13,8 +13,8 @@ import torch
 
 from infinity.distributed import cma_transport, collectives
 from infinity.distributed.cma_transport import Introduction, acquaint, copy_from
-from infinity.distributed.process_groups import Mesh, detect
-from infinity.errors import DivergenceError
+from infinity.distributed.process_groups import ProcessGroups, detect
+from infinity.errors import DesyncError
 
 WORKS = cma_transport._readv is not None
 pytestmark = pytest.mark.skipif(not WORKS, reason="this system has no process_vm_readv")
@@ -54,9 +54,9 @@ def test_a_rank_is_known_by_its_secret_not_by_its_number():
 
 def test_how_ranks_exchange_bytes_is_said_with_the_reason(caplog):
     with caplog.at_level("INFO", logger="infinity"):
-        cma_transport.report({1: 7, 2: 8}, ["", "", ""])
-        cma_transport.report({}, ["", "process_vm_readv of process 7: Operation not permitted"])
-        cma_transport.report({}, ["", ""])
+        cma_transport.log_transport({1: 7, 2: 8}, ["", "", ""])
+        cma_transport.log_transport({}, ["", "process_vm_readv of process 7: Operation not permitted"])
+        cma_transport.log_transport({}, ["", ""])
     first, second = (record.getMessage() for record in caplog.records)
     assert "memory of 2 other rank(s)" in first
     assert "through sockets (process_vm_readv of process 7: Operation not permitted)" in second
@@ -85,7 +85,7 @@ def many(rank: int, world_size: int, willing: tuple[bool, ...]) -> tuple[list[in
     """Gathers and reductions of many sizes, several in flight, that ranks start in different orders of the two kinds:
     who reads from whom, digests of what came, and whether all of it is right.
     """
-    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60, cross_memory_attach=willing[rank])
+    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60, cross_memory_attach=willing[rank])
     readers = mesh.gather.reader
     everyone = [torch.Generator().manual_seed(each) for each in range(world_size)]
     right, seen = [], []
@@ -133,7 +133,7 @@ def test_a_rank_that_is_unwilling_is_reached_through_sockets(rank_pools):
 
 def refused_later(rank: int, world_size: int) -> tuple[str, str]:
     """The kernel stops permitting it on rank 1, in the middle of a job."""
-    mesh = Mesh(detect(), accelerator=False, timeout_seconds=3)
+    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=3)
     full = torch.zeros(world_size << 18)
     collectives.all_gather(full, torch.full((1 << 18,), float(rank)), mesh.gather, "first").wait()
     refusal = OSError(errno.EPERM, "process_vm_readv of process 7: Operation not permitted")
@@ -142,7 +142,7 @@ def refused_later(rank: int, world_size: int) -> tuple[str, str]:
         with mock.patch.object(cma_transport, "copy_from", **refusing):
             collectives.all_gather(full, full[::world_size], mesh.gather, "second").wait()
         return "over", ""
-    except DivergenceError as error:
+    except DesyncError as error:
         return str(error), str(error.__cause__)
     finally:
         mesh.close()
@@ -155,12 +155,12 @@ def test_a_refusal_in_the_middle_ends_every_rank_and_is_told(rank_pools):
 
 
 def sizes_differ(rank: int, world_size: int) -> str:
-    mesh = Mesh(detect(), accelerator=False, timeout_seconds=3)
+    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=3)
     numel = (1 << 18) + rank
     try:
         collectives.all_gather(torch.zeros(world_size * numel), torch.zeros(numel), mesh.gather, f"mine {rank}").wait()
         return "over"
-    except DivergenceError as error:
+    except DesyncError as error:
         return str(error)
     finally:
         mesh.close()

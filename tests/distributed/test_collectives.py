@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from infinity.distributed import collectives
-from infinity.distributed.process_groups import Mesh, detect
+from infinity.distributed.process_groups import ProcessGroups, detect
 
 
 def sums(rank: int, world: int) -> list[list[float]]:
     """Sums and broadcasts one after the other, some of the same name and size, each rank late once."""
-    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
     found = []
     for turn in range(world + 2):
         if turn == rank:

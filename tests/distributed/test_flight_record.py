@@ -9,7 +9,7 @@ from infinity.distributed.hang_detection.flight_record import (
     first_difference,
     missing,
     parted,
-    table,
+    positions_table,
 )
 
 GATHER, REDUCE = 0, 1
@@ -86,7 +86,7 @@ def test_histories_are_compared_where_all_know_them():
 
 
 def test_the_table_says_what_each_rank_does():
-    lines = table(
+    lines = positions_table(
         ranks(
             at(1, (2, 1), where="train.py:7 in main", latest="gather of a"),
             at(0, (3, 1), (GATHER, 3, "gather of b"), waited_seconds=2.25),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.distributed import collectives
-from infinity.distributed.process_groups import Mesh, Ranks, detect
+from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.errors import ConfigError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -59,7 +59,7 @@ def test_an_address_that_is_missing_is_named(monkeypatch, values, missing):
 
 
 def test_one_rank_opens_no_group():
-    mesh = Mesh(Ranks(), accelerator=False, timeout_seconds=5)
+    mesh = ProcessGroups(Ranks(), accelerator=False, timeout_seconds=5)
     assert mesh.gather is mesh.reduce is mesh.control is None and not dist.is_initialized()
     assert collectives.exchange([1.0, 2.0], mesh.control, 1) == [[1.0, 2.0]]
     mesh.close()
@@ -68,7 +68,7 @@ def test_one_rank_opens_no_group():
 
 def talk(rank: int, world_size: int) -> dict[str, object]:
     """Every collective once, in a mesh of its own."""
-    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
     full, own = torch.zeros(6), torch.full((3,), float(rank + 1))
     gathering = collectives.all_gather(full, own, mesh.gather)
     gathering.wait()
@@ -95,7 +95,7 @@ def reduced(rank: int, world_size: int, dtype: torch.dtype, numel: int) -> list[
     """Reductions with a workspace and without one, taken by pieces and left in place, also in another dtype: whether
     this rank's slice is the sum in fp64, rounded once.
     """
-    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
     # Small whole numbers: every order of adding them up is exact in every dtype.
     everyone = [
         torch.randint(-20, 20, (numel,), generator=torch.Generator().manual_seed(each)).to(dtype)
@@ -146,7 +146,7 @@ def test_collectives_do_what_they_say(rank_pools):
 
 def both_orders(rank: int, world_size: int) -> list[float]:
     """Gathers and reductions have groups of their own: ranks may submit them in different orders."""
-    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
     full, summed = torch.zeros(2), torch.tensor([float(rank)])
     submit = [
         lambda: collectives.all_gather(full, torch.tensor([float(rank)]), mesh.gather),
@@ -167,7 +167,7 @@ def inside_of_the_programs_group(rank: int, world_size: int) -> tuple[Ranks, boo
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name)
     ranks = detect()
-    Mesh(ranks, accelerator=False, timeout_seconds=60).close()
+    ProcessGroups(ranks, accelerator=False, timeout_seconds=60).close()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     return ranks, dist.is_initialized()
 
@@ -183,7 +183,7 @@ def test_a_group_of_one_that_the_program_opened_is_enough():
         port = probe.getsockname()[1]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
-        mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+        mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
         assert mesh.ranks == Ranks() and mesh.control is None
         mesh.close()
         assert dist.is_initialized()

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from infinity.distributed import cma_transport, collectives
 from infinity.distributed.consistency import agree_on_numbers
-from infinity.distributed.process_groups import Mesh, detect
-from infinity.errors import DivergenceError
+from infinity.distributed.process_groups import ProcessGroups, detect
+from infinity.errors import DesyncError
 from tests.engine.divergence_process import train
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 def test_ranks_that_go_different_ways_name_each_others_module(rank_pools, case, theirs, world, smallest):
     found = run(rank_pools, case, world=world, smallest=smallest)
     for kind, text in found:
-        assert kind == "DivergenceError", text
+        assert kind == "DesyncError", text
         lines = {rank: next(line for line in text.splitlines() if f"  rank {rank} " in line) for rank in range(world)}
         assert f"for {theirs} (at " in lines.pop(1), text
         assert all("for reduction of second (at " in line for line in lines.values()), text
@@ -89,7 +89,7 @@ def test_ranks_that_drop_different_layers_raise_before_bytes_of_another_size_arr
 ):
     found = run(rank_pools, "drops", smallest=smallest, drive=str(tmp_path) if tier == "nvme" else "")
     for kind, text in found:
-        assert kind == "DivergenceError", text
+        assert kind == "DesyncError", text
         ours, theirs = re.findall(r"  rank [01]: (gather of dropped\.\d, \d+ bytes) \(number \d+\)", text)
         assert ours.split(",") != theirs.split(","), text
         assert text == found[0][1], "both ranks say the same"
@@ -99,14 +99,14 @@ def test_ranks_that_drop_different_layers_raise_before_bytes_of_another_size_arr
 def test_an_exception_on_one_rank_ends_the_others_with_its_traceback(rank_pools, stage, smallest):
     other, own = run(rank_pools, "raises", stage=stage, smallest=smallest)
     assert own == ("ArithmeticError", "the batch of rank 1 is broken")
-    assert other[0] == "DivergenceError"
+    assert other[0] == "DesyncError"
     assert "rank 1" in other[1] and "Traceback" in other[1] and "the batch of rank 1 is broken" in other[1]
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_another_order_of_parameters_is_found_before_anything_is_trained(rank_pools, world):
     for kind, text in run(rank_pools, "order", world=world):
-        assert kind == "DivergenceError"
+        assert kind == "DesyncError"
         assert "rank 0: first.up.weight [16, 16]" in text and "rank 1: second.up.weight [32, 16]" in text
 
 
@@ -115,7 +115,7 @@ def test_another_order_of_parameters_is_found_before_anything_is_trained(rank_po
 def test_a_rank_that_sleeps_for_ever_ends_with_the_others(rank_pools, world, smallest):
     """The sleeper too, which is interrupted."""
     for kind, text in run(rank_pools, "sleeps", SHORT, world=world, smallest=smallest):
-        assert kind == "DivergenceError"
+        assert kind == "DesyncError"
         assert "for rank 1 (watchdog_seconds is 2)" in text, text
         assert "rank 0 has waited" in text and "for gather of enter" in text, text
         assert "rank 1 is in the program's own code" in text and "in _leave" in text, "where it sleeps"
@@ -131,7 +131,7 @@ def test_a_rank_that_is_only_slow_is_waited_for(rank_pools, smallest):
 def test_a_rank_that_has_closed_its_engine_is_named(rank_pools, smallest):
     """Such as one whose data end earlier."""
     other, _ = run(rank_pools, "closes", smallest=smallest)
-    assert other[0] == "DivergenceError" and "rank 1 has closed its engine" in other[1]
+    assert other[0] == "DesyncError" and "rank 1 has closed its engine" in other[1]
 
 
 @WAYS
@@ -163,14 +163,14 @@ def test_a_process_that_ends_takes_the_others_with_it(case, words, smallest):
             process.communicate()
     assert ranks[0].returncode == 1
     assert ended - float(out.split()[0]) < MISMATCH_SECONDS + 2.0
-    assert "DivergenceError" in errors and words in errors and "rank 1" in errors, errors
+    assert "DesyncError" in errors and words in errors and "rank 1" in errors, errors
 
 
 def take_part(rank: int, world: int, kinds: Sequence[str], numels: Sequence[int], smallest: int) -> str:
     """What a rank is told when one half of the ranks takes part in another collective than the other half. It comes to
     the step if it can.
     """
-    mesh = Mesh(detect(), accelerator=False, timeout_seconds=60)
+    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
     half = 2 * rank // world
     kind, full, name = kinds[half], torch.zeros(numels[half]), f"{kinds[half]} of layers.{half}"
     try:
@@ -184,7 +184,7 @@ def take_part(rank: int, world: int, kinds: Sequence[str], numels: Sequence[int]
             else:
                 collectives.broadcast(full, mesh.gather, name=name)
         agree_on_numbers([1.0], mesh, "exchange")
-    except DivergenceError as error:
+    except DesyncError as error:
         return str(error)
     finally:
         mesh.close()

@@ -20,7 +20,7 @@ import infinity.engine.initialize
 from infinity.engine import Engine
 from infinity.errors import StateError, TierMemoryError
 from infinity.memory.refusal import MemoryRefused
-from infinity.zero.unit import Gathered
+from infinity.zero.unit import GatherState
 from tests.support.models import MLP, TinyLlama, token_batch, vector_batch
 from tests.support.oracle import Case, settings
 
@@ -235,7 +235,7 @@ def hungry_run(folder: Path, where: str | None, refusal: BaseException | None) -
                     engine.backward(engine(**batch))
                 message = str(caught.value)
                 assert isinstance(caught.value, TierMemoryError) and caught.value.__cause__ is refusal
-                assert all(unit.state is Gathered.PARTITIONED for unit in engine.units if not unit.placed.whole)
+                assert all(unit.state is GatherState.PARTITIONED for unit in engine.units if not unit.placed.whole)
                 engine.module.refusal = None
                 if where == "backward":
                     engine.zero_grad()

@@ -18,7 +18,7 @@ import infinity.memory.capacity
 from infinity.config.units import format_bytes
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory.growable_pool import FILE_NBYTES
-from infinity.plan.activation import Offloaded
+from infinity.plan.activation import OffloadedCheckpoints
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES
 from infinity.plan.types import Tier
 from infinity.zero.activation_forecast import MicroBatch, forecast
@@ -158,7 +158,7 @@ def test_a_forecast_is_what_is_measured_of_the_real_pass():
     assert about is not None and 0.7 * expected.nbytes < about.nbytes < 1.6 * expected.nbytes, (about, expected.nbytes)
     again = forecast(model, MicroBatch(2, 32, "bf16", blocks=("model.layers.0", "model.layers.1")), measure=True)
     assert again is not None and again.nbytes < found.nbytes
-    assert Offloaded(Tier.CPU, again.inputs, again.input_nbytes).freed_nbytes == 2 * 32 * 64 * 2
+    assert OffloadedCheckpoints(Tier.CPU, again.inputs, again.input_nbytes).freed_nbytes == 2 * 32 * 64 * 2
     assert forecast(torch.nn.Linear(4, 4), MicroBatch(1, None, "fp32"), measure=True) is None
 
 

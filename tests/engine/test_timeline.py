@@ -20,7 +20,7 @@ import infinity
 from infinity.errors import ConfigError
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.observability import trace
-from infinity.observability.timeline import OUTSIDE, Bar, Lane, Timeline, flatten
+from infinity.observability.timeline import OUTSIDE, Bar, Timeline, TimelineRow, flatten
 from tests.support.models import token_batch
 from tests.support.oracle import Case, join, settings, train
 
@@ -295,13 +295,13 @@ def test_rows_are_as_few_as_it_takes_and_busy_is_the_union():
     def bar(begin: int, end: int) -> Bar:
         return Bar(begin, end, "flight", "NVMe reads", "", 10)
 
-    lane = Lane("NVMe reads", (bar(0, 10), bar(5, 15), bar(10, 20), bar(30, 40)), flat=False)
+    lane = TimelineRow("NVMe reads", (bar(0, 10), bar(5, 15), bar(10, 20), bar(30, 40)), flat=False)
     assert [[(one.begin, one.end) for one in row] for row in lane.rows()] == [[(0, 10), (10, 20), (30, 40)], [(5, 15)]]
     assert lane.busy == 30
 
 
 def test_spans_of_other_threads_and_those_still_open_are_kept():
-    recording = trace.start()
+    recording = trace.start_recording()
     ready, leave = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -312,7 +312,7 @@ def test_spans_of_other_threads_and_those_still_open_are_kept():
     thread = threading.Thread(target=work, name="infinity-step_0")
     thread.start()
     ready.wait(10)
-    trace.take_off("gathers", "unit", 3)
+    trace.begin_async("gathers", "unit", 3)
     recording.stop()
     leave.set()
     thread.join()
@@ -327,9 +327,9 @@ def test_nothing_is_kept_while_nobody_records():
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(trace.span(trace.WAIT, "x"))
-    trace.take_off("gathers", "unit")
-    trace.land("gathers", "unit")
+    trace.begin_async("gathers", "unit")
+    trace.end_async("gathers", "unit")
     trace.level("cpu", "grad", 1)
-    recording = trace.start()
+    recording = trace.start_recording()
     recording.stop()
     assert not recording.spans and not recording.flights and not recording.levels

@@ -9,7 +9,7 @@ import transformers
 from estimators.activations import activations
 from estimators.estimate import estimate
 from estimators.machine import Machine
-from estimators.report import report
+from estimators.report import format_report
 from infinity import measure_activations
 from infinity.errors import ConfigError
 from infinity.plan.types import Kind, Tier
@@ -143,7 +143,7 @@ def test_offloaded_checkpoints_are_counted_where_they_lie():
             before, after = plain.phases[phase], found.phases[phase]
             assert after[Tier(tier)][Kind.ACTIVATION] == 32 * each
             assert after[Tier.CPU].get(Kind.POOL, 0) - before[Tier.CPU].get(Kind.POOL, 0) == buffers * each
-        assert f"inputs of 32 layers, 2.15 GB, lie on {tier} until backward" in " ".join(report(found).split())
+        assert f"inputs of 32 layers, 2.15 GB, lie on {tier} until backward" in " ".join(format_report(found).split())
     # Every second layer: half of the inputs, and the other half of the layers whole.
     second = estimated(every=2)
     assert second.activations.inputs == 16

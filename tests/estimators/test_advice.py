@@ -11,7 +11,7 @@ from estimators.advice import TOKENS_MAX, advise, days_of_training, lasts, token
 from estimators.cli import main
 from estimators.machine import Machine
 from estimators.report import advised
-from estimators.search import Wish, fit
+from estimators.search import Wish, search
 from infinity.plan.hardware import ASSUMED
 
 GB = 10**9
@@ -24,7 +24,7 @@ def wish(gpu: float, ram: float, nvme: float | None, **options: object) -> Wish:
 
 def test_batches_grow_as_far_as_they_fit():
     asked = wish(24, 64, None)
-    advice, plain = advise(asked), fit(asked)
+    advice, plain = advise(asked), search(asked)
     best = advice.best.estimate
     assert best.fits
     assert best.work.batch > 1

@@ -10,7 +10,7 @@ import transformers
 
 from estimators.architectures import block_classes, known, model_tree
 from infinity.errors import ConfigError
-from infinity.plan.spec import ModuleNode, UnitRules, describe, find_units
+from infinity.plan.spec import ModuleNode, UnitRules, find_units, module_tree
 
 LATENT = {
     "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
@@ -55,7 +55,7 @@ def real_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
 
 
 def real_tree(config: transformers.PretrainedConfig) -> ModuleNode:
-    return describe(real_model(config), compute_dtype="bf16")
+    return module_tree(real_model(config), compute_dtype="bf16")
 
 
 @pytest.mark.parametrize("case", CASES)

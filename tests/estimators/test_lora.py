@@ -19,7 +19,7 @@ from estimators.cli import main
 from estimators.estimate import Estimate, estimate
 from estimators.machine import Machine
 from estimators.model import described
-from estimators.search import Wish, fit, largest
+from estimators.search import Wish, largest, search
 from infinity import measure_activations
 from infinity.errors import ConfigError
 from infinity.plan.plan import Plan
@@ -216,7 +216,7 @@ def test_a_search_finds_more_room_for_adapters_than_for_all():
     machine = Machine(24 * GB, 32 * GB, None)
     model = described("llama-3.1-8b")
     whole, adapters = (
-        fit(Wish(model.with_adapters(lora), machine, {"sequence": 512})) for lora in (None, Lora.of(16))
+        search(Wish(model.with_adapters(lora), machine, {"sequence": 512})) for lora in (None, Lora.of(16))
     )
     assert not whole.estimate.fits
     assert adapters.estimate.fits

@@ -8,8 +8,8 @@ import pytest
 
 from estimators.estimate import estimate
 from estimators.machine import PROCESS_NBYTES, SYSTEM_NBYTES, Machine
-from estimators.report import duration, report, to_choose
-from estimators.search import Choice, Wish, _by_budget, fit, fitting, largest, usual
+from estimators.report import duration, format_report, to_choose
+from estimators.search import Choice, Wish, _by_budget, fitting, largest, search, usual
 from infinity.errors import ConfigError
 from infinity.plan.hardware import ASSUMED
 from infinity.plan.types import SAVE_BLOCK_NBYTES, SAVE_BLOCKS, Tier
@@ -24,7 +24,7 @@ def wish(gpu: float, ram: float, nvme: float | None, model: object = "llama-3.2-
 
 
 def test_a_large_accelerator_takes_everything():
-    found = fit(wish(80, 64, 500)).estimate
+    found = search(wish(80, 64, 500)).estimate
     assert found.fits
     assert not found.plan.nvme_nbytes
     assert set(found.plan.placement.states) == {Tier.GPU}
@@ -34,7 +34,7 @@ def test_a_large_accelerator_takes_everything():
 @pytest.mark.parametrize(("gpu", "ram", "nvme"), [(16, 64, 500), (8, 16, 500), (6, 8, 100), (4, 24, None)])
 def test_what_is_found_fits_and_no_usual_placement_that_fits_is_faster(gpu, ram, nvme):
     asked = wish(gpu, ram, nvme)
-    found = fit(asked)
+    found = search(asked)
     assert found.estimate.fits
     for tier in Tier:
         limit = asked.machine.capacity(1).of(tier)
@@ -46,13 +46,13 @@ def test_what_is_found_fits_and_no_usual_placement_that_fits_is_faster(gpu, ram,
 
 
 def test_less_memory_never_makes_a_run_faster():
-    seconds = [fit(wish(8, ram, 500)).seconds for ram in (64, 24, 12)]
+    seconds = [search(wish(8, ram, 500)).seconds for ram in (64, 24, 12)]
     assert seconds == sorted(seconds)
 
 
 def test_the_found_configuration_is_planned_as_it_was_found():
     asked = wish(8, 16, 500)
-    found = fit(asked)
+    found = search(asked)
     # The loss in tiles is the program's, not the file's.
     tiled = found.estimate.work.tiled_loss
     again = estimate(asked.model, found.config, machine=asked.machine, sequence=512, tiled_loss=tiled)
@@ -61,14 +61,14 @@ def test_the_found_configuration_is_planned_as_it_was_found():
 
 
 def test_nothing_that_fits_is_answered_with_what_lacks_the_least():
-    found = fit(wish(24, 16, 500, model="llama-3.1-70b"))
+    found = search(wish(24, 16, 500, model="llama-3.1-70b"))
     assert not found.estimate.fits
     assert found.lacking > 0
     assert Tier.CPU in found.estimate.excess
 
 
 def test_ranks_on_the_cpu_share_one_memory():
-    found = fit(Wish("gpt2", Machine(None, 16 * GB, 100 * GB, accelerator=False), {"ranks": 2})).estimate
+    found = search(Wish("gpt2", Machine(None, 16 * GB, 100 * GB, accelerator=False), {"ranks": 2})).estimate
     assert found.fits
     assert found.peak(Tier.GPU) + found.peak(Tier.CPU) <= (found.capacity.process or 0)
 
@@ -80,7 +80,7 @@ def test_the_largest_model_is_the_last_that_fits():
     assert deepest.estimate.fits
     values = deepest.estimate.model.values or {}
     more = {**values, "n_layer": round(values["n_layer"] * 1.1) + 1}
-    assert not fit(wish(8, 12, 100, model=more)).estimate.fits
+    assert not search(wish(8, 12, 100, model=more)).estimate.fits
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_largest_model_is_the_last_that_fits():
         (Machine(accelerator=False), "--ram 64GB"),
     ],
 )
-@pytest.mark.parametrize("search", [fit, largest])
+@pytest.mark.parametrize("search", [search, largest])
 def test_memory_that_nobody_has_named_is_not_searched(machine, words, search):
     with pytest.raises(ConfigError, match=words):
         search(Wish("llama-3.1-70b", machine, {}))
@@ -108,13 +108,13 @@ def test_inputs_of_recomputed_layers_leave_the_device_where_that_makes_the_step_
     """Beside a slow processor: what they leave holds states, which the accelerator steps."""
     slow = ASSUMED.model_copy(update={"adam_seconds": {name: 20 * s for name, s in ASSUMED.adam_seconds.items()}})
     asked = wish(16, 128, None, model=DEEP, sequence=16_384, profile=slow)
-    found = fit(asked)
+    found = search(asked)
     assert found.config["activation_checkpointing"] == {"every": 1, "offload": {"device": "cpu"}}
     near = [choice for choice in fitting(asked) if choice.estimate.offloaded is None]
     assert near
     assert found.seconds < 0.95 * min(choice.seconds for choice in near)
     usual_processor = dataclasses.replace(asked, options={"sequence": 16_384})
-    assert fit(usual_processor).config["activation_checkpointing"] == {"every": 1}
+    assert search(usual_processor).config["activation_checkpointing"] == {"every": 1}
 
 
 def test_inputs_on_a_drive_are_traffic_time_and_wear():
@@ -128,7 +128,7 @@ def test_inputs_on_a_drive_are_traffic_time_and_wear():
     assert found.outline.days_to_endurance is not None
     assert plain.outline.days_to_endurance is None
     assert found.outline.seconds > plain.outline.seconds
-    assert "endurance" in report(found)
+    assert "endurance" in format_report(found)
 
 
 def test_inputs_of_recomputed_layers_leave_the_device_where_nothing_else_fits():
@@ -139,11 +139,11 @@ def test_inputs_of_recomputed_layers_leave_the_device_where_nothing_else_fits():
         (32, 32_768, {"every": 1, "offload": {"device": "cpu"}}),
         (9, 32_768, {"every": 1, "offload": drive}),
     ):
-        found = fit(wish(8, ram, 400, model=model, sequence=sequence))
+        found = search(wish(8, ram, 400, model=model, sequence=sequence))
         assert found.estimate.fits
         assert found.config["activation_checkpointing"] == section
     kept = dataclasses.replace(wish(8, 32, 400, model=model, sequence=32_768), checkpointing=False)
-    assert not fit(kept).estimate.fits
+    assert not search(kept).estimate.fits
 
 
 def test_a_remainder_too_small_to_be_written_is_no_budget():

@@ -17,7 +17,7 @@ from estimators.advice import advise
 from estimators.cli import main
 from estimators.estimate import estimate
 from estimators.machine import Machine
-from estimators.search import Wish, fit, usual
+from estimators.search import Wish, search, usual
 from infinity import measure_activations
 from infinity.errors import ConfigError
 from infinity.plan.types import Tier
@@ -89,18 +89,18 @@ def test_the_head_is_computed_once_more_and_its_logits_are_passed_twice():
 
 
 def test_logits_that_do_not_fit_are_tiled_and_nothing_else_is_given_up():
-    found = fit(wish()).estimate
+    found = search(wish()).estimate
     assert found.fits
     assert found.work.tiled_loss
     assert not found.work.checkpointing
     assert set(found.plan.placement.states) == {Tier.GPU}
     # As well as without tiles on an accelerator on which the logits have room.
-    assert not fit(wish(gpu=80)).estimate.work.tiled_loss
-    assert not fit(wish(tiled_loss=False)).estimate.fits
+    assert not search(wish(gpu=80)).estimate.work.tiled_loss
+    assert not search(wish(tiled_loss=False)).estimate.fits
 
 
 def test_where_logits_are_not_what_is_large_they_stay_whole():
-    found = fit(wish(WORDLESS, gpu=4)).estimate
+    found = search(wish(WORDLESS, gpu=4)).estimate
     assert found.fits
     assert found.work.checkpointing
     assert not found.work.tiled_loss
@@ -116,7 +116,7 @@ def test_a_model_that_caps_its_logits_is_never_tiled(capsys):
 
 
 def test_what_is_asked_for_is_kept():
-    assert fit(wish(gpu=80, tiled_loss=True)).estimate.work.tiled_loss
+    assert search(wish(gpu=80, tiled_loss=True)).estimate.work.tiled_loss
     assert all(found.work.tiled_loss for _, found in usual(wish(tiled_loss=True)))
     assert not any(found.work.tiled_loss for _, found in usual(wish()))
 

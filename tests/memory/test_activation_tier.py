@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infinity.errors import StateError, TierMemoryError, TransferError
 from infinity.memory import growable_pool
-from infinity.memory.activation_tier import ActivationTier, Saved
+from infinity.memory.activation_tier import ActivationTier, SavedTensor
 from infinity.memory.ledger import Ledger
 from infinity.memory.tiers.device import Device
 from infinity.ops.transfer import Transfer
@@ -122,7 +122,7 @@ def test_every_tensor_comes_back_as_it_was(seed):
     torch.manual_seed(seed)
     home = chance.choice(["cpu", "nvme", "nvme"])
     bench = Bench(home, seed=seed, buffer_count=chance.randint(1, 4), overlap=chance.random() < 0.8)
-    held: dict[int, tuple[Saved, Tensor]] = {}
+    held: dict[int, tuple[SavedTensor, Tensor]] = {}
     for step in range(200):
         action = chance.random()
         if action < 0.45 or not held:
@@ -157,7 +157,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def puts(bench: Bench, count: int, numel: int = PAGE) -> list[tuple[Saved, Tensor]]:
+def puts(bench: Bench, count: int, numel: int = PAGE) -> list[tuple[SavedTensor, Tensor]]:
     """`count` tensors of `numel` floats, whose own memory is gone."""
     found = []
     for index in range(count):
@@ -263,7 +263,7 @@ def test_a_tensor_with_gaps_stays_where_it_is():
 def test_a_write_that_fails_is_a_transfer_error(buffer_count):
     """At the latest when its buffer is wanted; what is in other places goes on, and so does what comes after it."""
     bench = Bench("nvme", buffer_count=buffer_count, faults=lambda asked: asked.is_write and asked.count == 1)
-    held: list[tuple[Saved, Tensor]] = []
+    held: list[tuple[SavedTensor, Tensor]] = []
     with pytest.raises(TransferError, match="write of"):
         held += puts(bench, 9)
         for saved, _ in reversed(held):

@@ -1,4 +1,4 @@
-"""Adam gives one result: on every instruction set, on any number of threads, natively or in its plain twin."""
+"""Adam gives one result: on every instruction set, on any number of threads, natively or in its Python fallback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CRC-32C by instruction, by tables and by the plain twin: the published values, and the same for any bytes."""
+"""CRC-32C by instruction, by tables and by the Python fallback: the published values, and the same for any bytes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ hyper = adam.AdamHyper(0.1, 0.9, 0.999, 1e-8, 0.0, adamw=True)
 adam.adam_step([adam.Piece(*one, hyper=hyper)], step=1, grad_scale=1.0)
 queue = aio.Queue()
 print(adam.simd(), queue.backend, float(one[0][0]))
-print(build.describe())
+print(build.native_report())
 queue.close()
 """
 
@@ -49,7 +49,7 @@ def test_without_a_compiler_one_warning_says_so(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
-    script = "from infinity.ops import build; build.require('aio'); print(build.describe()['aio'])"
+    script = "from infinity.ops import build; build.require('aio'); print(build.native_report()['aio'])"
     settings = {**os.environ, "PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", script]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=settings) for _ in range(3)]
@@ -93,13 +93,13 @@ logging.basicConfig(format="%(levelname)s %(message)s")
 import torch
 from infinity.ops import build, kernels
 device = torch.device("cuda", 0)
-print(kernels.available(device), kernels.available(device), build.describe(cuda=True)["kernels"])
+print(kernels.available(device), kernels.available(device), build.native_report(cuda=True)["kernels"])
 """
     reply = _run([sys.executable, "-c", script], NVCC="no-such-compiler")
-    assert reply.stdout == "False False plain twin\n", reply.stderr
+    assert reply.stdout == "False False Python fallback\n", reply.stderr
     assert reply.stderr.count("WARNING") == 1 and "no nvcc: install the CUDA toolkit" in reply.stderr
     silent = _run([sys.executable, "-c", script], NVCC="no-such-compiler", INFINITY_NATIVE="0")
-    assert silent.stdout == "False False plain twin\n" and "WARNING" not in silent.stderr
+    assert silent.stdout == "False False Python fallback\n" and "WARNING" not in silent.stderr
 
 
 def test_what_kernels_are_made_of_is_part_of_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

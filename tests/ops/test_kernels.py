@@ -158,7 +158,7 @@ def test_the_twin_of_a_cast_gives_the_same() -> None:
     expected = adam.grad_stats([target, source * 0.5])
     assert list(zip(*map(Tensor.tolist, stats), strict=True)) == [tuple(each) for each in expected]
     assert kernels.grad_stats([]).sum_of_squares.numel() == 0
-    assert kernels.describe(CPU) == "plain twin: cpu is no CUDA device"
+    assert kernels.kernels_report(CPU) == "Python fallback: cpu is no CUDA device"
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
@@ -261,7 +261,7 @@ def test_a_device_without_a_library_has_the_twin_and_one_warning(monkeypatch, ca
     with caplog.at_level(logging.WARNING, logger="infinity"):
         device = torch.device("cuda", 0)
         assert not kernels.available(device) and not kernels.available(device)
-        assert kernels.describe(device).startswith("plain twin: ")
+        assert kernels.kernels_report(device).startswith("Python fallback: ")
     (record,) = caplog.records
     assert "no nvcc" in record.getMessage() and "the same results" in record.getMessage()
     for cached in (build._library, build._warn_once, kernels._reason):

@@ -1,4 +1,4 @@
-"""Every rule gives one result, on every instruction set and in the plain twin, and it is torch's (or the paper's)."""
+"""Every rule gives one result, on every instruction set and in Python, and it is torch's (or the paper's)."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 import infinity.plan.plan
-from infinity.plan.auto_placement import Value, choose, fill
+from infinity.plan.auto_placement import Value, choose, fill_tiers
 from infinity.plan.capacity import Capacity
-from infinity.plan.placement_search import settle
+from infinity.plan.placement_search import search_placement
 from infinity.plan.plan import SUB_GROUPS_MAX, Plan, PlanRequest, make_plan
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
 from infinity.plan.stepping import STEP_WINDOW
@@ -52,7 +52,7 @@ def search_all(
     values: Sequence[Value], tiers: Sequence[Tier], capacity: Capacity, plan_of: Callable[..., Plan],
     nbytes_of: Callable[[Plan], Mapping[Tier, int]], following_nbytes_of: object,
 ) -> Plan:  # fmt: skip
-    """In place of `settle`: the whole plan of each of the 3**n choices of homes, and the best of those that fit."""
+    """In place of `search_placement`: the whole plan of each of the 3**n choices of homes, and the best that fits."""
     keys = [value.key for value in values]
     choices = [dict(zip(keys, homes, strict=True)) for homes in itertools.product(tiers, repeat=len(keys))]
 
@@ -95,11 +95,11 @@ def test_the_split_is_the_best_of_all_plans(equal, monkeypatch):
     while fitting < 25:
         spec, request, dp = draw(chance, equal=equal)
         capacity = budgets(chance, spec, request, dp)
-        monkeypatch.setattr(infinity.plan.plan, "settle", settle)
+        monkeypatch.setattr(infinity.plan.plan, "search_placement", search_placement)
         plan = make_plan(spec, Topology(dp=dp), request, capacity)
         if len(homes_of(plan)) > 6:
             continue
-        monkeypatch.setattr(infinity.plan.plan, "settle", search_all)
+        monkeypatch.setattr(infinity.plan.plan, "search_placement", search_all)
         best = make_plan(spec, Topology(dp=dp), request, capacity)
         if not capacity.fits(best.nbytes_by_tier()):
             assert not capacity.fits(plan.nbytes_by_tier())
@@ -239,9 +239,9 @@ def test_choose_is_exact_for_a_few_values():
 
 def test_one_budget_for_two_tiers_is_spent_once():
     values = [Value(Key(Kind.STATES, at), 100, 110, 200) for at in range(10)]
-    homes = fill(values, (GPU, CPU, NVME), Capacity(process=560))
+    homes = fill_tiers(values, (GPU, CPU, NVME), Capacity(process=560))
     assert [*homes.values()].count(GPU) == 5 and [*homes.values()].count(CPU) == 0
-    homes = fill(values, (GPU, CPU, NVME), Capacity(process=560, gpu=220))
+    homes = fill_tiers(values, (GPU, CPU, NVME), Capacity(process=560, gpu=220))
     assert [*homes.values()].count(GPU) == 2 and [*homes.values()].count(CPU) == 3
 
 
@@ -255,6 +255,6 @@ def test_charges_that_grow_step_by_step_end():
         out = sum(home is NVME for home in homes.values())
         return {GPU: 10 * (100 - out), CPU: 9 * out, NVME: 10 * out}
 
-    homes = settle(values, (GPU, CPU, NVME), Capacity(gpu=0, cpu=1000), dict, nbytes_of)
+    homes = search_placement(values, (GPU, CPU, NVME), Capacity(gpu=0, cpu=1000), dict, nbytes_of)
     assert nbytes_of(homes)[CPU] + 10 * sum(home is CPU for home in homes.values()) <= 1000 + 10 * 100
     assert len(rounds) < 64

@@ -15,7 +15,7 @@ from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity
 from infinity.plan.capacity_report import account, nearest_fit, refuse, smallest
-from infinity.plan.inputs import Question
+from infinity.plan.inputs import PlanInputs
 from infinity.plan.spec import ModuleNode, ParamSpec
 from infinity.plan.topology import Topology
 from infinity.plan.types import Tier
@@ -52,7 +52,7 @@ def configuration(chance: random.Random) -> dict[str, Any]:
     return {chance.choice(["bf16", "fp16"]): {"enabled": chance.random() < 0.8}, "zero_optimization": zero}
 
 
-def question(chance: random.Random) -> Question:
+def question(chance: random.Random) -> PlanInputs:
     """A model, a configuration and a machine, none of which knows of the others."""
     node, raw = tree(chance), configuration(chance)
     ranks = chance.choice([1, 2, 8])
@@ -61,7 +61,7 @@ def question(chance: random.Random) -> Question:
     accelerator = chance.random() < 0.6
     memory = {"gpu": gpu, "cpu": cpu} if accelerator else {"process": cpu}
     context = ResolveContext(world_size=ranks)
-    return Question(
+    return PlanInputs(
         node, resolve(load_config(raw), context), Topology(dp=ranks), accelerator, Capacity(**memory, nvme=nvme)
     )
 
@@ -103,7 +103,7 @@ def test_100_plans_that_do_not_fit_are_refused_with_a_table_and_a_way_out():
 def test_the_nearest_changes_the_fewest_keys():
     """One key is enough here: not two, and not the slowest tier."""
     raw = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
-    asked = Question(
+    asked = PlanInputs(
         tree(random.Random(8)), resolve(load_config(raw), ResolveContext()), Topology(), True, Capacity(cpu=10**12)
     )
     held = asked.plan().nbytes_by_tier()[Tier.GPU]
@@ -115,7 +115,7 @@ def test_the_nearest_changes_the_fewest_keys():
 
 def test_a_drive_that_nobody_named_is_asked_for_with_its_size():
     raw = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
-    asked = Question(
+    asked = PlanInputs(
         llama_70b(), resolve(load_config(raw), ResolveContext()), Topology(dp=8), True,
         Capacity(gpu=20 * 10**9, cpu=40 * 10**9),
     )  # fmt: skip
@@ -133,7 +133,7 @@ def test_70_billion_parameters_are_refused_in_less_than_two_seconds(device):
         "zero_optimization": {"stage": 3, "offload_param": section, "offload_optimizer": section},
     }
     with usual_seconds() as taken:
-        asked = Question(
+        asked = PlanInputs(
             llama_70b(), resolve(load_config(raw), ResolveContext()), Topology(), False,
             Capacity(process=20 * 10**9, nvme=80 * 10**9),
         )  # fmt: skip

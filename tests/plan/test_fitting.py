@@ -11,7 +11,7 @@ from infinity.config import ResolveContext, load_config, resolve
 from infinity.plan.capacity import Capacity, within
 from infinity.plan.capacity_report import refuse
 from infinity.plan.fitting import KEYS, lowered_in_words
-from infinity.plan.inputs import Question
+from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
 from infinity.plan.reserve import Reserve
 from infinity.plan.spec import ModuleNode, ParamSpec
@@ -34,13 +34,13 @@ def tree() -> ModuleNode:
     return ModuleNode("", "Model", children={"embed": linear("embed", 16_000), "layers": blocks})
 
 
-def question(process: int | None, *, zero: dict[str, Any] | None = None) -> Question:
+def question(process: int | None, *, zero: dict[str, Any] | None = None) -> PlanInputs:
     """150 M parameters on NVMe, and one memory of so many bytes."""
     raw = {
         "bf16": {"enabled": True}, "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME, **(zero or {})},
     }  # fmt: skip
-    return Question(
+    return PlanInputs(
         tree(), resolve(load_config(raw), ResolveContext()), Topology(), False,
         Capacity(process=process),
     )  # fmt: skip

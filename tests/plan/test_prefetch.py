@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 import pytest
 
-from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, Use, make_schedule
+from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, UnitAccess, make_schedule
 from tests.support.clock import usual_seconds
 
 NO_LIMIT = 10**12
 
 
-def uses_of(trace: Iterable[int]) -> list[Use]:
-    return [Use(unit) for unit in trace]
+def uses_of(trace: Iterable[int]) -> list[UnitAccess]:
+    return [UnitAccess(unit) for unit in trace]
 
 
 def execute(schedule: FetchSchedule, full: list[int], fetch: list[int], budget: FetchBudget) -> int:
@@ -69,7 +69,7 @@ def test_a_schedule_keeps_its_promises(seed):
     else:
         trace = [rng.randrange(units) for _ in range(rng.randint(0, 40))]
     budget = FetchBudget(*(rng.choice([0, 5, 20, 50, 100, NO_LIMIT]) for _ in range(4)))
-    uses = [Use(unit, rng.random() < 0.8) for unit in trace]
+    uses = [UnitAccess(unit, rng.random() < 0.8) for unit in trace]
     schedule = make_schedule(uses, full_nbytes=full, fetch_nbytes=fetch, budget=budget)
     assert schedule.uses == tuple(uses) and schedule.trace == tuple(trace) and len(schedule) == len(trace)
     assert execute(schedule, full, fetch, budget) == schedule.peak_nbytes
@@ -201,7 +201,7 @@ def test_a_use_without_weights_changes_nothing_for_the_others():
     """A lookup's backward: the schedule is that of the other uses, whose computation goes on through it."""
     budget = FetchBudget(NO_LIMIT, 1500, 0, NO_LIMIT)
     seconds = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
-    uses = [Use(0), Use(1), Use(2), Use(2), Use(0, needed=False), Use(1)]
+    uses = [UnitAccess(0), UnitAccess(1), UnitAccess(2), UnitAccess(2), UnitAccess(0, needed=False), UnitAccess(1)]
     sizes = {"full_nbytes": [1000] * 3, "fetch_nbytes": [1000] * 3, "budget": budget}
     rates = {"fetch_rate": 500.0, "gather_rate": 500.0}
     found = make_schedule(uses, timing=Timing(seconds, **rates), **sizes)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from infinity.plan.layout import Slice, SubGroup
-from infinity.plan.ready_queue import Turns
+from infinity.plan.ready_queue import ReadyQueue
 
 GROUPS = [SubGroup(index, (Slice(index, 0, 64),)) for index in range(8)]
 # The next forward needs sub-group 7 first.
@@ -30,11 +30,11 @@ class Memory:
         self.held.add(group.index)
         return True
 
-    def turns(self) -> Turns[str]:
-        return Turns(ORDER, fetch=self.fetch, in_memory=lambda group: group.index in self.held)
+    def turns(self) -> ReadyQueue[str]:
+        return ReadyQueue(ORDER, fetch=self.fetch, in_memory=lambda group: group.index in self.held)
 
 
-def taken(turns: Turns[str], count: int) -> list[int]:
+def taken(turns: ReadyQueue[str], count: int) -> list[int]:
     return [turns.take()[0].index for _ in range(count)]
 
 
@@ -52,7 +52,7 @@ def test_a_unit_that_has_begun_is_finished_first():
     units = [(0,), (0,), (0, 1), (1,), (2,), (2,)]
     groups = [SubGroup(at, tuple(Slice(unit, 0, 64) for unit in mine)) for at, mine in enumerate(units)]
     memory = Memory(2)
-    turns = Turns[str](groups[::-1], fetch=memory.fetch, in_memory=lambda group: group.index in memory.held)
+    turns = ReadyQueue[str](groups[::-1], fetch=memory.fetch, in_memory=lambda group: group.index in memory.held)
     turns.add(groups[:4], "")
     assert turns.take()[0].index == 3
     turns.fetch(1)
@@ -109,7 +109,7 @@ def test_what_is_there_is_held_on_to():
 def test_one_thread_adds_while_another_takes():
     groups = [SubGroup(index, (Slice(0, 0, 64),)) for index in range(2000)]
     memory, ready, found = Memory(3), threading.Semaphore(0), []
-    turns = Turns[int](groups, fetch=memory.fetch, in_memory=lambda group: group.index in memory.held)
+    turns = ReadyQueue[int](groups, fetch=memory.fetch, in_memory=lambda group: group.index in memory.held)
 
     def take() -> None:
         for _ in groups:

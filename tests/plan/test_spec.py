@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, UnitSpec, describe, dtype_name, find_units
+from infinity.plan.spec import (
+    ModelSpec,
+    ModuleNode,
+    ParamSpec,
+    UnitRules,
+    UnitSpec,
+    dtype_name,
+    find_units,
+    module_tree,
+)
 from tests.support.hub import hf_model
 from tests.support.models import tiny_llama
 
@@ -132,7 +141,7 @@ class Routed(nn.Module):
 
 
 def test_a_module_with_several_experts_is_one_unit():
-    spec = find_units(describe(Routed(), compute_dtype="bf16"), UnitRules(unit_numel_max=10, merge_numel_max=0))
+    spec = find_units(module_tree(Routed(), compute_dtype="bf16"), UnitRules(unit_numel_max=10, merge_numel_max=0))
     assert [unit.modules for unit in spec.units] == [("layers.0",), ("layers.1",)]
 
 
@@ -143,14 +152,15 @@ def test_a_module_named_by_the_configuration_is_one_unit(rules):
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))])})
     holder = nn.Sequential()
     holder.add_module("layers", model["layers"])
-    spec = find_units(describe(holder, compute_dtype="fp32"), UnitRules(unit_numel_max=4, merge_numel_max=0, **rules))
+    tree = module_tree(holder, compute_dtype="fp32")
+    spec = find_units(tree, UnitRules(unit_numel_max=4, merge_numel_max=0, **rules))
     names = [unit.modules for unit in spec.units]
     # A list of modules is called by its owner.
     assert names == ([("layers.0",), ("layers.1.0",), ("layers.1.1",)] if "leaf_classes" in rules else [("",)])
 
 
 def test_a_llama_is_cut_into_its_blocks():
-    spec = find_units(describe(tiny_llama(), compute_dtype="bf16"), UnitRules(merge_numel_max=100))
+    spec = find_units(module_tree(tiny_llama(), compute_dtype="bf16"), UnitRules(merge_numel_max=100))
     assert [unit.name for unit in spec.units] == ["(root)", "embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert [param.name for param in spec.units[0].params] == ["norm.weight", "positions"] or {
         param.name for param in spec.units[0].params
@@ -160,7 +170,7 @@ def test_a_llama_is_cut_into_its_blocks():
 
 def test_a_tied_weight_is_one_parameter_that_two_modules_need():
     for model in (tiny_llama(tied=True), hf_model("gpt2")):
-        tree = describe(model, compute_dtype="bf16")
+        tree = module_tree(model, compute_dtype="bf16")
         spec = find_units(tree, UnitRules(merge_numel_max=100))
         (unit,) = [unit for unit in spec.units if any(param.tied for param in unit.params)]
         (param,) = [param for param in unit.params if param.tied]
@@ -180,7 +190,7 @@ class Twice(nn.Module):
 
 
 def test_a_shared_module_is_hooked_itself_where_another_calls_it():
-    tree = describe(Twice(), compute_dtype="fp32")
+    tree = module_tree(Twice(), compute_dtype="fp32")
     assert tree.children["first"].children["1"].shared and not tree.children["first"].children["0"].shared
     assert set(tree.children["second"].children) == {"0"}
     spec = find_units(tree, UnitRules(merge_numel_max=0))
@@ -191,7 +201,7 @@ def test_a_shared_module_is_hooked_itself_where_another_calls_it():
 def test_a_description_is_the_same_on_the_meta_device():
     with torch.device("meta"):
         meta = tiny_llama()
-    assert describe(meta, compute_dtype="bf16") == describe(tiny_llama(), compute_dtype="bf16")
+    assert module_tree(meta, compute_dtype="bf16") == module_tree(tiny_llama(), compute_dtype="bf16")
 
 
 class Odd(nn.Module):
@@ -207,12 +217,12 @@ class Odd(nn.Module):
 
 def test_odd_parameters_are_described():
     odd = Odd()
-    specs = describe(odd, compute_dtype="bf16").params
+    specs = module_tree(odd, compute_dtype="bf16").params
     assert {name: (spec.shape, spec.dtype, spec.group) for name, spec in specs.items()} == {
         "empty": ((0, 4), "bf16", 0), "scalar": ((), "bf16", 0), "whole": ((3,), "int32", -1),
         "precise": ((3,), "bf16", 0), "frozen": ((3,), "bf16", -1),
     }  # fmt: skip
-    units = find_units(describe(odd, compute_dtype="bf16"), UnitRules()).units
+    units = find_units(module_tree(odd, compute_dtype="bf16"), UnitRules()).units
     assert [(unit.name, unit.dtype, unit.trainable) for unit in units] == [
         ("(root)", "bf16", True), ("(root) (frozen)", "int32", False), ("(root) (frozen)", "bf16", False),
     ]  # fmt: skip
@@ -221,7 +231,7 @@ def test_odd_parameters_are_described():
 def test_groups_are_those_of_the_optimizer():
     odd = Odd()
     groups = {id(odd.scalar): 1, id(odd.precise): 0, id(odd.frozen): 0}
-    specs = describe(odd, compute_dtype="fp32", groups=groups).params
+    specs = module_tree(odd, compute_dtype="fp32", groups=groups).params
     # What no group has, and what needs no gradient, is frozen.
     assert {name: spec.group for name, spec in specs.items()} == {
         "empty": -1, "scalar": 1, "whole": -1, "precise": 0, "frozen": -1,
@@ -231,7 +241,7 @@ def test_groups_are_those_of_the_optimizer():
 def test_a_dtype_that_no_plan_holds_is_refused_by_name():
     assert dtype_name(torch.bfloat16) == dtype_name("torch.bfloat16") == "bf16"
     with pytest.raises(ConfigError, match="complex64"):
-        describe(nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]), compute_dtype="bf16")
+        module_tree(nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]), compute_dtype="bf16")
 
 
 def test_small_left_overs_join_the_root_until_it_is_full():
@@ -244,7 +254,7 @@ def test_small_left_overs_join_the_root_until_it_is_full():
 
 
 def test_a_model_without_parameters_has_no_units():
-    assert find_units(describe(nn.ReLU(), compute_dtype="bf16"), UnitRules()) == ModelSpec(units=())
+    assert find_units(module_tree(nn.ReLU(), compute_dtype="bf16"), UnitRules()) == ModelSpec(units=())
 
 
 def test_totals_are_sums():

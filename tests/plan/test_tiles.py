@@ -13,9 +13,9 @@ from torch import nn
 
 from infinity.config import ResolveContext, load_config, resolve
 from infinity.plan.capacity import Capacity
-from infinity.plan.inputs import Question
+from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
-from infinity.plan.spec import UnitRules, describe, find_units
+from infinity.plan.spec import UnitRules, find_units, module_tree
 from infinity.plan.tiles import cut_rows
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, Tier
@@ -34,8 +34,8 @@ def plan_of(model: nn.Module, zero: dict[str, Any], *, ranks: int = 1) -> Plan:
     if config["zero_optimization"]["stage"] < 3:  # type: ignore[index]
         del config["zero_optimization"]["offload_param"]  # type: ignore[attr-defined]
     resolved = resolve(load_config(config), ResolveContext(world_size=ranks))
-    question = Question(
-        node=describe(model, compute_dtype="fp32"), config=resolved, topology=Topology(dp=ranks, local_size=ranks),
+    question = PlanInputs(
+        node=module_tree(model, compute_dtype="fp32"), config=resolved, topology=Topology(dp=ranks, local_size=ranks),
         accelerator=False, capacity=Capacity(),
     )  # fmt: skip
     return question.plan()
@@ -149,7 +149,7 @@ def test_the_rest_of_a_block_is_one_unit_around_its_tiles():
 
     model = nn.Sequential(Block(), Block())
     rules = UnitRules(unit_numel_max=2000, merge_numel_max=0, whole_numel_max=4000, tile_numel_max=1600)
-    names = [unit.name for unit in find_units(describe(model, compute_dtype="fp32"), rules).units]
+    names = [unit.name for unit in find_units(module_tree(model, compute_dtype="fp32"), rules).units]
     tiles = [f"{block}.wide.weight, tile {tile} of 4" for block in (0, 1) for tile in (1, 2, 3, 4)]
     assert names == ["0", *tiles[:4], "1", *tiles[4:]]
 

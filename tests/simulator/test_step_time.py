@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from infinity.plan.activation import Offloaded
+from infinity.plan.activation import OffloadedCheckpoints
 from infinity.plan.hardware import ASSUMED, Compute, Drive, HardwareProfile
 from infinity.plan.plan import Plan, PlanRequest, make_plan
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, Tier
-from infinity.simulator.resources import Lane, Lanes
+from infinity.simulator.resources import Resource, ResourceQueues
 from infinity.simulator.step_time import Bound, predict
 from infinity.simulator.traffic import Link, traffic
 from tests.support.clock import usual_seconds
@@ -239,15 +239,15 @@ def test_a_model_of_hundreds_of_billions_is_predicted_quickly():
 
 
 def test_jobs_of_a_drive_wait_for_each_other_and_those_of_cores_share_them():
-    lanes = Lanes(rates={Lane.READ: 10.0, Lane.WRITE: 10.0}, mixed_rates=(4.0, 4.0))
+    lanes = ResourceQueues(rates={Resource.READ: 10.0, Resource.WRITE: 10.0}, mixed_rates=(4.0, 4.0))
     ends = {}
 
     def party(name, lane, work):
         yield lanes.submit(lane, work)
         ends[name] = lanes.now
 
-    for name, lane, work in (("a", Lane.CORES, 1.0), ("b", Lane.CORES, 2.0), ("read", Lane.READ, 8.0),
-                             ("write", Lane.WRITE, 4.0)):  # fmt: skip
+    for name, lane, work in (("a", Resource.CORES, 1.0), ("b", Resource.CORES, 2.0), ("read", Resource.READ, 8.0),
+                             ("write", Resource.WRITE, 4.0)):  # fmt: skip
         lanes.begin(party(name, lane, work))
     lanes.run(lambda: len(ends) == 4)
     # Together at half speed each until the shorter ends; mixed until the write ends.
@@ -255,7 +255,7 @@ def test_jobs_of_a_drive_wait_for_each_other_and_those_of_cores_share_them():
 
 
 def test_parties_that_all_wait_are_an_error():
-    lanes = Lanes(rates={}, mixed_rates=(1.0, 1.0))
+    lanes = ResourceQueues(rates={}, mixed_rates=(1.0, 1.0))
     lanes.begin(iter([lambda: False]))
     with pytest.raises(RuntimeError, match="waits"):
         lanes.run(lambda: False)
@@ -277,7 +277,7 @@ def test_checkpoints_on_another_tier_take_what_their_bytes_take(overlap):
     rates = PROFILE.model_copy(update={"up_rate": 1e9, "down_rate": 2e9, "device_copy_rate": 1e15})
     bare = predict(plan, rates, tokens=1, overlap=overlap).seconds
     for tier, nbytes_a_second in ((Tier.CPU, (1e9, 2e9)), (Tier.NVME, (1e9, 2e9, 2e9, 2e9))):
-        away = Offloaded(tier, LAYERS, GB // LAYERS, 4)
+        away = OffloadedCheckpoints(tier, LAYERS, GB // LAYERS, 4)
         told = predict(plan, rates, tokens=1, overlap=overlap, offloaded=away)
         # Without computation to hide behind. With overlap links and drive work beside each other.
         alone = sum(GB / rate for rate in nbytes_a_second)
@@ -295,6 +295,6 @@ def test_checkpoints_hide_behind_enough_computation():
     plan = plan_of(optimizer_tier=Tier.CPU, accelerator=True, param_tier=Tier.GPU)
     rates = PROFILE.model_copy(update={"up_rate": 1e10, "down_rate": 1e10, "device_copy_rate": 1e15})
     bare = predict(plan, rates, tokens=10_000).seconds
-    away = predict(plan, rates, tokens=10_000, offloaded=Offloaded(Tier.CPU, LAYERS, GB // LAYERS)).seconds
+    away = predict(plan, rates, tokens=10_000, offloaded=OffloadedCheckpoints(Tier.CPU, LAYERS, GB // LAYERS)).seconds
     # The first that backward needs comes when it is asked for.
     assert 0 < away - bare < 2 * GB / LAYERS / 1e10

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.files import Reader
+from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import check_files, find, read_manifest
 from infinity.memory.partition import DTYPES
 
@@ -18,7 +18,7 @@ def contents(directory: Path, tag: str | None = None) -> dict[tuple[str, str], T
     assert folder is not None, f"no checkpoint {tag} in {directory}"
     manifest = read_manifest(folder)
     found = {}
-    with Reader(folder, manifest, check_files(folder, manifest)) as reader:
+    with ExtentReader(folder, manifest, check_files(folder, manifest)) as reader:
         for name, info in manifest.tensors.items():
             numel = int(torch.Size(info.shape).numel())
             for kind in info.kinds:

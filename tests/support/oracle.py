@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.engine import Engine
 from infinity.plan.types import Tier
-from infinity.zero.unit import Gathered
+from infinity.zero.unit import GatherState
 from tests.support.models import VOCABULARY, Block, RMSNorm, token_batch
 
 ADAM = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-4, "weight_decay": 0.05}
@@ -112,7 +112,7 @@ class Result:
 
 
 class Access:
-    """How a case reads and changes what a parameter has; this is the plain twin, `Tiered` the engine's."""
+    """How a case reads and changes what a parameter has; this is the Python fallback, `Tiered` the engine's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -275,7 +275,7 @@ def count_releases(engine: Engine, result: Result) -> None:
 
     def counted(unit: Any, release: Callable[..., None]) -> Callable[..., None]:
         def count(**options: Any) -> None:
-            result.releases += unit.state is Gathered.GATHERED and not unit.placed.whole
+            result.releases += unit.state is GatherState.GATHERED and not unit.placed.whole
             release(**options)
 
         return count

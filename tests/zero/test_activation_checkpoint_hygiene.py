@@ -19,7 +19,7 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, StateError, TierMemoryError
 from infinity.memory import growable_pool
 from infinity.plan.activation_checkpoint import repeated_blocks
-from infinity.plan.spec import describe
+from infinity.plan.spec import module_tree
 from tests.support.hub import hf_model
 from tests.support.models import token_batch
 from tests.support.oracle import settings, swap_files
@@ -218,7 +218,7 @@ def test_a_cache_in_evaluation_is_filled_once(tmp_path):
 
 def test_blocks_are_what_a_model_repeats():
     def of(model: nn.Module, **options: Any) -> tuple[str, ...]:
-        return repeated_blocks(describe(model, compute_dtype="fp32"), **options)
+        return repeated_blocks(module_tree(model, compute_dtype="fp32"), **options)
 
     assert of(hf_model("llama")) == ("model.layers.0", "model.layers.1")
     assert of(hf_model("mixtral")) == ("model.layers.0", "model.layers.1")

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import infinity
 from infinity.engine import Engine
-from infinity.plan.prefetch import Use
+from infinity.plan.prefetch import UnitAccess
 from infinity.simulator.traffic import uses
-from infinity.zero.unit import Gathered, Unit
+from infinity.zero.unit import GatherState, Unit
 from tests.support.oracle import ADAM, join, settings
 
 WORDS, WIDTH, STEPS = 64, 32, 4
@@ -59,7 +59,7 @@ def gathers(engine: Engine) -> Counter[str]:
     for unit in engine.units:
 
         def counted(unit: Unit = unit, start: Callable[[], None] = unit.start_gather) -> None:
-            counts[unit.layout.name] += unit.state is Gathered.PARTITIONED
+            counts[unit.layout.name] += unit.state is GatherState.PARTITIONED
             start()
 
         unit.start_gather = counted  # type: ignore[method-assign]
@@ -118,7 +118,7 @@ def test_backward_of_an_embedding_gathers_nothing(rank_pools: Any, tmp_path: Pat
 
 def test_what_is_read_of_an_embedding_is_what_the_plan_says(tmp_path: Path) -> None:
     with engine_of(Speaker(), tmp_path) as engine:
-        assert [use for use in engine.plan.schedule.uses if not use.needed] == [Use(0, needed=False)]
+        assert [use for use in engine.plan.schedule.uses if not use.needed] == [UnitAccess(0, needed=False)]
         times = Counter(unit for _, unit, gathered in uses(engine.plan) if gathered)
         assert times == {0: 1, 1: 2, 2: 2, 3: 1}
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from infinity.distributed import cma_transport
-from infinity.errors import DivergenceError
+from infinity.errors import DesyncError
 from tests.zoo.__main__ import main
 from tests.zoo.families import FAMILIES, ON_SEVERAL_RANKS
 from tests.zoo.train import BY_LAYER, ERROR_MAX, NOT_COMPILED, run, train
@@ -38,7 +38,7 @@ def drop(rank: int, world: int, name: str, smallest: int) -> str:
     with mock.patch.object(cma_transport, "SMALLEST_NBYTES", smallest):
         try:
             train(name, rank, seed=lambda step: world * step + rank)
-        except DivergenceError as error:
+        except DesyncError as error:
             return str(error)
     return ""
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 _TAG = 0x1F1F
 
 
-def sever(group: Any) -> None:
+def abort(group: Any) -> None:
     """Break one group for good. From any thread; whatever goes wrong, it is not in use any more."""
     with contextlib.suppress(Exception):
         if dist.get_backend(group) == "gloo":

@@ -102,7 +102,7 @@ def circle(positions: Positions) -> set[int]:
         stuck -= freed
 
 
-def table(positions: Positions) -> str:
+def positions_table(positions: Positions) -> str:
     """One line a rank."""
     return "\n".join(f"  {positions[rank].describe()}" for rank in sorted(positions))
 

@@ -21,7 +21,7 @@ _NEWS = "news"
 _SAID_SHARE = 0.05
 
 
-class Board:
+class StoreMailbox:
     """One topic's notes. `notes`: the store, None where this rank is the only one; then it reads its own."""
 
     def __init__(self, notes: Any, topic: str, *, rank: int, world_size: int, timeout_seconds: float) -> None:

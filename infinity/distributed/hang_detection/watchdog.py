@@ -37,7 +37,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
-from infinity.distributed.hang_detection.abort import sever
+from infinity.distributed.hang_detection.abort import abort
 from infinity.distributed.hang_detection.flight_record import (
     ADVICE,
     NAMES_MAX,
@@ -46,10 +46,10 @@ from infinity.distributed.hang_detection.flight_record import (
     circle,
     missing,
     parted,
-    table,
+    positions_table,
 )
 from infinity.distributed.hang_detection.thread_stack import where
-from infinity.errors import DivergenceError
+from infinity.errors import DesyncError
 from infinity.log import logger
 
 # Between two reports of a rank; a job of many ranks reports less often.
@@ -81,7 +81,7 @@ _SIGNAL: int | None = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else No
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Diagnosis:
     """Why this job cannot go on."""
 
     text: str
@@ -118,7 +118,7 @@ class Watchdog:
         self._failure = ""
         self._beat = 0
         self._thread_id = threading.get_ident()
-        self._verdict: Verdict | None = None
+        self._verdict: Diagnosis | None = None
         self._verdict_at = 0.0
         self._raised = self._broken = self._interrupted = self._reminded = False
         # A collective has failed: the connection to some rank may be gone. And whether the store is.
@@ -126,7 +126,7 @@ class Watchdog:
         # Beat of each rank, and when it was first seen; failures and waits of ranks, and the beat at which they began.
         self._seen: dict[int, tuple[int, float]] = {}
         self._since: dict[int, tuple[Any, int]] = {}
-        self._ending: Verdict | None = None
+        self._ending: Diagnosis | None = None
         self._decided, self._told, self._woken = threading.Event(), threading.Event(), threading.Event()
         self._stop = False
         _guard(self)
@@ -156,7 +156,7 @@ class Watchdog:
         if not self._decided.wait(_VERDICT_SECONDS) or self._verdict is None:
             at = self._position()
             gone = "; the store that rank 0 keeps is gone too: rank 0 has ended" if self._store_lost else ""
-            return DivergenceError(f"lost another rank while waiting ({error}){gone}:\n  {at.describe()}")
+            return DesyncError(f"lost another rank while waiting ({error}){gone}:\n  {at.describe()}")
         return self._error(self._verdict)
 
     def check(self) -> None:
@@ -167,7 +167,7 @@ class Watchdog:
 
     def failed(self, error: BaseException) -> None:
         """A verb of the engine is about to raise. The rank may catch it and go on: others are told if it does not."""
-        if not isinstance(error, DivergenceError):
+        if not isinstance(error, DesyncError):
             self._failure = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             self._woken.set()
 
@@ -265,7 +265,7 @@ class Watchdog:
         if verdict is not None:
             self._declare(verdict)
 
-    def _judge(self, positions: dict[int, Position], wait: Wait | None) -> Verdict | None:
+    def _judge(self, positions: dict[int, Position], wait: Wait | None) -> Diagnosis | None:
         now = time.monotonic()
         for rank, position in positions.items():
             if rank not in self._seen or self._seen[rank][0] != position.beat:
@@ -278,22 +278,22 @@ class Watchdog:
         stuck, apart = circle(positions), parted(positions)
         if apart or (stuck and stuck <= steady):
             first = f"What they did first that is not the same:\n{apart}\n" if apart else ""
-            return Verdict(f"ranks wait for different things:\n{table(positions)}\n{first}{ADVICE}")
+            return Diagnosis(f"ranks wait for different things:\n{positions_table(positions)}\n{first}{ADVICE}")
         awaited = list(positions) if wait is None else missing(positions, wait)
         for rank in awaited:
             if positions[rank].failure and rank in steady:
-                return Verdict(f"rank {rank} has raised:\n{positions[rank].failure}", rank=rank)
+                return Diagnosis(f"rank {rank} has raised:\n{positions[rank].failure}", rank=rank)
         limit = min(_DEAD_BROKEN_SECONDS if self._connection_lost else _DEAD_SECONDS, max(self._seconds, 1.0))
         for rank in awaited:
             silent = now - self._seen[rank][1]
             if silent > limit and rank != self._rank and (self._connection_lost or limit < self._seconds):
-                return Verdict(
+                return Diagnosis(
                     f"rank {rank} gives no sign of life for {silent:.0f} s: it was killed or stopped, or its machine "
-                    f"is gone; look at its own log. Last seen:\n{table(positions)}"
+                    f"is gone; look at its own log. Last seen:\n{positions_table(positions)}"
                 )
         return self._late(positions, wait, now)
 
-    def _late(self, positions: dict[int, Position], wait: Wait | None, now: float) -> Verdict | None:
+    def _late(self, positions: dict[int, Position], wait: Wait | None, now: float) -> Diagnosis | None:
         if wait is None:
             return None
         late = missing(positions, wait)
@@ -304,17 +304,18 @@ class Watchdog:
                 self._store.add(f"asked/{rank}", 1)
         if waited > _REMIND_SECONDS and not self._reminded:
             self._reminded = True
-            logger.warning("waiting for rank %s since %.0f s:\n%s", names, waited, table(positions))
+            logger.warning("waiting for rank %s since %.0f s:\n%s", names, waited, positions_table(positions))
         if waited < self._seconds + _GRACE_SECONDS:
             return None
         silent = [rank for rank in positions if now - self._seen[rank][1] > _DEAD_BROKEN_SECONDS]
         stopped = f"\nNo sign of life from rank {', '.join(map(str, silent))}." if silent else ""
-        return Verdict(
-            f"waited {waited:.1f} s for rank {names} (watchdog_seconds is {self._seconds:g}):\n{table(positions)}"
+        return Diagnosis(
+            f"waited {waited:.1f} s for rank {names} (watchdog_seconds is {self._seconds:g}):\n"
+            f"{positions_table(positions)}"
             f"{stopped}\nRaise watchdog_seconds if a rank may take this long."
         )
 
-    def _declare(self, verdict: Verdict) -> None:
+    def _declare(self, verdict: Diagnosis) -> None:
         """The first verdict holds."""
         self._learn(self._store.compare_set("verdict", "", json.dumps(asdict(verdict))))
 
@@ -324,7 +325,7 @@ class Watchdog:
         raw = json.loads(text)
         counts = None if raw["counts"] is None else tuple(raw["counts"])
         self._verdict_at = time.monotonic()
-        self._verdict = Verdict(**{**raw, "counts": counts})
+        self._verdict = Diagnosis(**{**raw, "counts": counts})
         self._store.add("heard", 1)
         self._decided.set()
 
@@ -378,15 +379,15 @@ class Watchdog:
         self._place = state, known
         return known
 
-    def _error(self, verdict: Verdict) -> DivergenceError:
+    def _error(self, verdict: Diagnosis) -> DesyncError:
         self._raised = True
-        return DivergenceError(verdict.text)
+        return DesyncError(verdict.text)
 
     def _tell_end(self, text: str, interrupt_seconds: float | None) -> None:
         """Have the thread tell, once, because the store may not answer."""
         if self._ending is not None:
             return
-        self._ending = Verdict(text, self._rank, tuple(self._counts), interrupt_seconds)
+        self._ending = Diagnosis(text, self._rank, tuple(self._counts), interrupt_seconds)
         self._woken.set()
         if self._thread.is_alive() and not self._store_lost:
             self._told.wait(_HEARD_SECONDS)
@@ -397,7 +398,7 @@ class Watchdog:
             return
         self._broken = True
         for group in self._groups:
-            sever(group)
+            abort(group)
 
 
 # Watchdogs of engines that are open in this process.

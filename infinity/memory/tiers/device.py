@@ -65,7 +65,7 @@ class Device:
             return torch.empty(numel, dtype=dtype, device=self.torch)
         return page_aligned(nbytes, inherited=False)[:nbytes].view(dtype)
 
-    def elastic(self, numel: int, dtype: torch.dtype) -> ElasticBuffer:
+    def resizable(self, numel: int, dtype: torch.dtype) -> ElasticBuffer:
         """A flat buffer on the device whose memory can be given back."""
         return ElasticBuffer(numel, dtype, self.torch, self.spare)
 

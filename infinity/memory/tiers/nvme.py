@@ -38,7 +38,7 @@ from torch import Tensor
 
 from infinity.errors import CapacityError, ConfigError, TransferError
 from infinity.log import logger
-from infinity.memory.tiers.striping import PROBE_NBYTES, Piece, Stripes, measured_weights
+from infinity.memory.tiers.striping import PROBE_NBYTES, Stripe, Stripes, measured_weights
 from infinity.observability import trace
 from infinity.ops.aio import BLOCK_NBYTES, File, Queue, Request
 from infinity.ops.transfer import Transfer
@@ -113,7 +113,7 @@ class NvmeTier:
         Raises TransferError when the drive has no room for `nbytes`, CapacityError when one of several drives has none
         for its share: then nothing was written anywhere.
         """
-        directories = folders(directory)
+        directories = swap_folders(directory)
         queues = [queue] if isinstance(queue, Queue) else list(queue)
         self._stripes = Stripes(nbytes, weights or (1.0,) * len(directories))
         shares = self._stripes.nbytes_by_drive
@@ -140,7 +140,7 @@ class NvmeTier:
     @classmethod
     def open(cls, directory: Folders, *, nbytes: int, rank: int, options: QueueOptions) -> NvmeTier:
         """A tier with queues of its own, closed with it. Several drives without given weights are measured first."""
-        directories = folders(directory)
+        directories = swap_folders(directory)
         weights = options.weights
         if len(directories) > 1 and not weights:
             for path in directories:
@@ -239,14 +239,14 @@ class NvmeTier:
             raise
         return requests[0] if len(requests) == 1 else Striped(requests)
 
-    def _move(self, piece: Piece, part: Tensor, extent: Extent, *, write: bool, priority: int) -> Request:
+    def _move(self, piece: Stripe, part: Tensor, extent: Extent, *, write: bool, priority: int) -> Request:
         request = self._submit_piece(piece, part, write=write, priority=priority)
         lane = f"NVMe {'writes' if write else 'reads'}"
         # The extent tells whose bytes they are.
         trace.follow(lane if len(self._drives) == 1 else f"{lane}, drive {piece.drive}", extent, part.nbytes, request)
         return request
 
-    def _submit_piece(self, piece: Piece, part: Tensor, *, write: bool, priority: int) -> Request:
+    def _submit_piece(self, piece: Stripe, part: Tensor, *, write: bool, priority: int) -> Request:
         drive = self._drives[piece.drive]
         if self._written is None:
             submit = drive.queue.write if write else drive.queue.read
@@ -299,7 +299,7 @@ class Striped:
         return any([request.cancel() for request in self._requests])
 
 
-def folders(directory: Folders) -> list[Path]:
+def swap_folders(directory: Folders) -> list[Path]:
     """The directories of one tier."""
     several = [directory] if isinstance(directory, (str, os.PathLike)) else directory
     return [Path(each) for each in several]
@@ -309,7 +309,7 @@ def check_usable(directory: Folders, key: str) -> None:
     """ConfigError, which names the configuration's `key`, where a folder can hold no swap file. It need not exist yet,
     and nothing is made.
     """
-    for path in folders(directory):
+    for path in swap_folders(directory):
         at = path.absolute()
         while not os.path.lexists(at):
             at = at.parent

@@ -27,7 +27,7 @@ _EQUAL_WITHIN = 0.15
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Stripe:
     """Bytes [begin, begin + nbytes) of an extent, and where they are in the file of one drive."""
 
     drive: int
@@ -60,10 +60,10 @@ class Stripes:
             )
         )
 
-    def pieces(self, extent: Extent) -> Iterator[Piece]:
+    def pieces(self, extent: Extent) -> Iterator[Stripe]:
         """Where an extent lies, in the order of its bytes."""
         if len(self._cuts) == 2:
-            yield Piece(0, extent.offset, 0, extent.nbytes)
+            yield Stripe(0, extent.offset, 0, extent.nbytes)
             return
         at, end = extent.offset, extent.offset + extent.nbytes
         if end > self._nbytes:
@@ -74,7 +74,7 @@ class Stripes:
             drive = next(index for index, cut in enumerate(cuts[1:]) if inside < cut)
             nbytes = min(end - at, cuts[drive + 1] - inside)
             offset = period * (self._cuts[drive + 1] - self._cuts[drive]) + inside - cuts[drive]
-            yield Piece(drive, offset, at - extent.offset, nbytes)
+            yield Stripe(drive, offset, at - extent.offset, nbytes)
             at += nbytes
 
     def _cut(self, nbytes: int) -> list[int]:

@@ -5,13 +5,13 @@
 #include <thread>
 #include <vector>
 
-#include "lane.h"
+#include "io_backend.h"
 #include "pending.h"
 
 namespace infinity::aio {
 namespace {
 
-// Shared by the lane and its threads: a thread that hangs keeps it alive when the lane is gone.
+// Shared by the backend and its threads: a thread that hangs keeps it alive when the backend is gone.
 struct State {
     explicit State(int threads) : threads_max(threads) {}
 
@@ -47,9 +47,9 @@ void serve(const std::shared_ptr<State>& state) {
     state->changed.notify_all();
 }
 
-class ThreadLane final : public Lane {
+class ThreadBackend final : public IoBackend {
   public:
-    explicit ThreadLane(int threads) : state_(std::make_shared<State>(threads)) {}
+    explicit ThreadBackend(int threads) : state_(std::make_shared<State>(threads)) {}
 
     std::shared_ptr<Pending> push(std::shared_ptr<Request> request) override {
         std::lock_guard<std::mutex> lock(state_->pending->mutex);
@@ -98,8 +98,8 @@ class ThreadLane final : public Lane {
 
 }  // namespace
 
-std::unique_ptr<Lane> make_thread_lane(int threads) {
-    return std::make_unique<ThreadLane>(threads);
+std::unique_ptr<IoBackend> make_thread_backend(int threads) {
+    return std::make_unique<ThreadBackend>(threads);
 }
 
 }  // namespace infinity::aio

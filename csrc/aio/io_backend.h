@@ -1,4 +1,4 @@
-// A lane moves blocks: a pool of threads with pread and pwrite, or one thread with a queue in the kernel.
+// A backend moves blocks: a pool of threads with pread and pwrite, or one thread with a queue in the kernel.
 #pragma once
 
 #include <memory>
@@ -9,9 +9,9 @@
 
 namespace infinity::aio {
 
-class Lane {
+class IoBackend {
   public:
-    virtual ~Lane() = default;
+    virtual ~IoBackend() = default;
 
     // Where the request waits, from now on.
     virtual std::shared_ptr<Pending> push(std::shared_ptr<Request> request) = 0;
@@ -21,15 +21,15 @@ class Lane {
     // cancelled with ETIMEDOUT, and nothing is ever joined again.
     virtual bool close(double timeout_s) = 0;
 
-    // The queue in the kernel, null where there is none. Valid until the lane is destroyed.
+    // The queue in the kernel, null where there is none. Valid until the backend is destroyed.
     virtual KernelQueue* kernel() { return nullptr; }
 };
 
 // `threads` threads, started when there is use for them.
-std::unique_ptr<Lane> make_thread_lane(int threads);
+std::unique_ptr<IoBackend> make_thread_backend(int threads);
 
 // `depth` blocks in flight in the kernel queue that `make` makes. Throws what that throws.
 using KernelQueueMaker = std::unique_ptr<KernelQueue> (*)(uint32_t depth, int event_fd);
-std::unique_ptr<Lane> make_kernel_lane(KernelQueueMaker make, uint32_t depth);
+std::unique_ptr<IoBackend> make_kernel_backend(KernelQueueMaker make, uint32_t depth);
 
 }  // namespace infinity::aio

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from infinity.plan.layout import Slice, UnitLayout
 
 
-class Run(NamedTuple):
+class Segment(NamedTuple):
     """A stretch of a slice that is stepped at once: same parameter group, same step count. `name` is the parameter's
     where stretches of several are not joined.
     """
@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class StepContext:
     """One step. By parameter group: `hyper`. By unit index: which parameters have a gradient, and their step counts."""
 
     hyper: tuple[Any, ...]
@@ -34,7 +34,7 @@ class Sweep:
     arrived: Mapping[int, Sequence[bool]]
     steps: Mapping[int, Sequence[int]]
 
-    def runs(self, layout: UnitLayout, piece: Slice, first: int, *, joins: bool) -> list[Run]:
+    def runs(self, layout: UnitLayout, piece: Slice, first: int, *, joins: bool) -> list[Segment]:
         """Cut a slice, whose first element is `first` of the unit, where the parameter group or the step count
         changes (without `joins`: at every parameter), and leave out what had no gradient.
 
@@ -43,9 +43,9 @@ class Sweep:
         arrived, steps = self.arrived[layout.index], self.steps[layout.index]
         if joins and all(arrived) and len(set(steps)) == 1 and len({slot.group for slot in layout.slots}) == 1:
             # By far the most frequent case, padding at the end included.
-            return [Run(0, piece.numel, layout.slots[0].group, steps[0])]
+            return [Segment(0, piece.numel, layout.slots[0].group, steps[0])]
         by_name = {slot.name: (flag, step) for slot, flag, step in zip(layout.slots, arrived, steps, strict=True)}
-        runs: list[Run] = []
+        runs: list[Segment] = []
         joined = False
         for overlap in layout.overlaps(first, first + piece.numel):
             has_grad, step = by_name[overlap.slot.name]
@@ -56,6 +56,6 @@ class Sweep:
                 runs[-1] = runs[-1]._replace(numel=overlap.range_start + overlap.numel - runs[-1].start)
             else:
                 name = "" if joins else overlap.slot.name
-                runs.append(Run(overlap.range_start, overlap.numel, overlap.slot.group, step, name))
+                runs.append(Segment(overlap.range_start, overlap.numel, overlap.slot.group, step, name))
             joined = True
         return runs

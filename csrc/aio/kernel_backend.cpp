@@ -1,8 +1,8 @@
-// A lane over a queue in the kernel, driven by one thread.
+// A backend over a queue in the kernel, driven by one thread.
 //
 // One event descriptor counts what the thread has to look at: completions (the kernel adds to it), new requests and the
-// order to stop (the lane does). It sleeps on it, and wakes to take completions and to fill free slots. Checksums are
-// computed after the free slots are filled, while the drive works on what was begun.
+// order to stop (the backend does). It sleeps on it, and wakes to take completions and to fill free slots. Checksums
+// are computed after the free slots are filled, while the drive works on what was begun.
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "io_backend.h"
 #include "kernel_queue.h"
-#include "lane.h"
 #include "pending.h"
 
 #ifdef INFINITY_AIO_FAULTS
@@ -102,12 +102,12 @@ class Driver {
     }
     void stage(uint32_t slot) {
         const Block& block = state_.slots[slot];
-        const Order& order = block.request->order;
+        const IoRequest& io = block.request->io;
         if (block.digests(true) && block.begin == block.first) undigested_.push_back(slot);
-        state_.kernel->stage(slot, Transfer{order.write, block.descriptor(), order.target.registered,
-                                            order.buffer + block.begin,
+        state_.kernel->stage(slot, Transfer{io.write, block.descriptor(), io.target.registered,
+                                            io.buffer + block.begin,
                                             std::min(block.end - block.begin, kTransferNbytesMax),
-                                            order.offset + static_cast<int64_t>(block.begin)});
+                                            io.offset + static_cast<int64_t>(block.begin)});
     }
     void digest() {
         // What is being written now: its slot holds it until a completion is taken, which this thread does later.
@@ -184,7 +184,7 @@ class Driver {
                 break;
             case Verdict::kFailed: break;
             case Verdict::kAgain:
-                if (block.descriptor() == block.request->order.target.direct_fd) {
+                if (block.descriptor() == block.request->io.target.direct_fd) {
                     state_.again.push_back(std::move(block));
                 } else {
                     // A file that ends inside a sector left an unaligned rest: a call or two through the page cache.
@@ -221,9 +221,9 @@ void serve(const std::shared_ptr<State>& state) {
     state->changed.notify_all();
 }
 
-class KernelLane final : public Lane {
+class KernelBackend final : public IoBackend {
   public:
-    KernelLane(KernelQueueMaker make, uint32_t depth) : state_(std::make_shared<State>(make, depth)) {}
+    KernelBackend(KernelQueueMaker make, uint32_t depth) : state_(std::make_shared<State>(make, depth)) {}
 
     std::shared_ptr<Pending> push(std::shared_ptr<Request> request) override {
         std::lock_guard<std::mutex> lock(state_->pending->mutex);
@@ -260,8 +260,8 @@ class KernelLane final : public Lane {
 
 }  // namespace
 
-std::unique_ptr<Lane> make_kernel_lane(KernelQueueMaker make, uint32_t depth) {
-    return std::make_unique<KernelLane>(make, depth);
+std::unique_ptr<IoBackend> make_kernel_backend(KernelQueueMaker make, uint32_t depth) {
+    return std::make_unique<KernelBackend>(make, depth);
 }
 
 }  // namespace infinity::aio
