@@ -20,7 +20,7 @@ from support.models import MODELS
 from support.table import Table, claim
 
 from estimators.estimate import estimate
-from estimators.machine import Machine
+from estimators.node import Machine
 from infinity.cli import bench
 from infinity.plan.hardware import HardwareProfile, load_profile, save_profile
 from infinity.simulator.step_time import StepTime

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infinity.errors import ConfigError
-from infinity.plan.activation import Activations
+from infinity.plan.activation_bytes import Activations
 from infinity.plan.tiles import TILE_TOKENS, TILE_WORDS
 from infinity.plan.types import DTYPE_NBYTES
 

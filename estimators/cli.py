@@ -23,8 +23,8 @@ from estimators.adapters import Lora
 from estimators.advice import Advice, advise
 from estimators.architectures import known
 from estimators.estimate import Estimate, estimate
-from estimators.machine import Machine
 from estimators.model import described
+from estimators.node import Machine
 from estimators.picture import picture
 from estimators.presets import PRESETS
 from estimators.report import (

@@ -18,11 +18,11 @@ from estimators.activations import activations, may_tile_loss
 from estimators.adapters import Lora
 from estimators.architectures import completed, known
 from estimators.compute import step_flops
-from estimators.machine import Machine
 from estimators.model import Described, described
+from estimators.node import Machine
 from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve, unfilled
 from infinity.errors import ConfigError
-from infinity.plan.activation import Activations, OffloadedCheckpoints
+from infinity.plan.activation_bytes import Activations, OffloadedCheckpoints
 from infinity.plan.capacity import Capacity, within
 from infinity.plan.hardware import HardwareProfile, assumed, load_profile
 from infinity.plan.inputs import PlanInputs

@@ -19,7 +19,7 @@ from estimators.advice import (
     tokens_a_second,
 )
 from estimators.estimate import Estimate, Table
-from estimators.machine import CONTEXT_NBYTES, DRIVE_SHARE, PROCESS_NBYTES, SYSTEM_NBYTES
+from estimators.node import CONTEXT_NBYTES, DRIVE_SHARE, PROCESS_NBYTES, SYSTEM_NBYTES
 from estimators.search import Choice, Near
 from infinity.config.units import format_bytes
 from infinity.plan import palette

@@ -17,8 +17,8 @@ from typing import Any
 
 from estimators.activations import may_tile_loss
 from estimators.estimate import RANKS_PER_NODE, Estimate, estimate
-from estimators.machine import Machine
 from estimators.model import described
+from estimators.node import Machine
 from estimators.presets import PRESETS, family
 from infinity.config.resolve import changed
 from infinity.errors import ConfigError

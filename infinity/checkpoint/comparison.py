@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import BUFFER, MASTER, PARAM, REMAINDER, Manifest, check_files
-from infinity.checkpoint.load import CheckpointSource
+from infinity.checkpoint.restore import CheckpointSource
 
 WEIGHT = "weight"
 _BLOCK_NUMEL = 1 << 20

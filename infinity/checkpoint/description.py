@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.schema import ExportBody
+from infinity.checkpoint.json_bodies import ExportBody
 from infinity.checkpoint.weight_writer import DTYPES, Entry, Shard, cut_into_shards, index_of
 from infinity.errors import ConfigError
 

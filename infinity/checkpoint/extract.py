@@ -16,8 +16,8 @@ from torch import Tensor
 from infinity.checkpoint.description import SHARD_NBYTES, Description, TensorSource, copy_files, float_dtype
 from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import BUFFER, MANIFEST, PARAM, Manifest, TensorInfo, check_files
-from infinity.checkpoint.load import CheckpointSource
-from infinity.checkpoint.schema import explained
+from infinity.checkpoint.json_bodies import explained
+from infinity.checkpoint.restore import CheckpointSource
 from infinity.checkpoint.weight_writer import (
     WeightWriter,
     as_bytes,

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from infinity.checkpoint.names import (
+from infinity.checkpoint.file_names import (
     LATEST,
     MANIFEST,
     TEMPORARY,
@@ -33,7 +33,7 @@ from infinity.checkpoint.names import (
     is_ours,
     is_tag,
 )
-from infinity.checkpoint.schema import (
+from infinity.checkpoint.json_bodies import (
     ALIGNMENT,
     BLOCK_NBYTES,
     BUFFER,

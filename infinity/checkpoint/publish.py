@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from infinity.checkpoint.file_names import client_name
 from infinity.checkpoint.format import (
     LATEST,
     MANIFEST,
@@ -36,8 +37,7 @@ from infinity.checkpoint.format import (
     replace_file,
     sync_folder,
 )
-from infinity.checkpoint.names import client_name
-from infinity.checkpoint.schema import NUMBER_MAX
+from infinity.checkpoint.json_bodies import NUMBER_MAX
 from infinity.errors import CheckpointError
 from infinity.log import logger
 from infinity.ops.checksum import checksum

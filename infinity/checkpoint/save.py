@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.checkpoint.file_names import data_name
 from infinity.checkpoint.files import BlockReader, Staging, Writer, file_nbytes
 from infinity.checkpoint.format import (
     ALIGNMENT,
@@ -30,7 +31,6 @@ from infinity.checkpoint.format import (
     index_name,
     replace_file,
 )
-from infinity.checkpoint.names import data_name
 from infinity.checkpoint.pieces import FROZEN, WEIGHTS, TensorSpan
 from infinity.checkpoint.publish import remove_rank
 from infinity.checkpoint.sources import Lent, PartitionSource

@@ -26,7 +26,7 @@ class StoredLike(Protocol):
 
 
 class Stored:
-    """See `infinity.checkpoint.load.ValueSource`."""
+    """See `infinity.checkpoint.restore.ValueSource`."""
 
     def __init__(self, tensors: Mapping[str, StoredLike]) -> None:
         self.tensors = {

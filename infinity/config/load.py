@@ -16,7 +16,6 @@ from pydantic.fields import FieldInfo
 
 from infinity.config.bounds import TEXT_LENGTH_MAX, check_structure, check_text, shown
 from infinity.config.conflicts import conflicts
-from infinity.config.names import unknown_key
 from infinity.config.schema import Config, Provenance
 from infinity.config.section import (
     Absent,
@@ -30,6 +29,7 @@ from infinity.config.section import (
     sections_of,
     spellings_of,
 )
+from infinity.config.suggestions import unknown_key
 from infinity.config.values import read_flag
 from infinity.errors import ConfigError
 

@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr
 
 from infinity.config.checkpointing import ActivationCheckpointing
 from infinity.config.machine import Aio, Memory, TimelineSection
-from infinity.config.monitors import CsvMonitor, TensorBoard, Wandb
+from infinity.config.monitoring import CsvMonitor, TensorBoard, Wandb
 from infinity.config.optimizer import AnyOptimizer
 from infinity.config.section import HONOURED, Absent, Also, NoEffect, Refused, Section, mark, reply_of, section_leaves
 from infinity.config.training import Amp, Bf16, DataTypes, Fp16, Scheduler, TorchAutocast

@@ -25,7 +25,7 @@ from infinity.engine.runtime import Runtime
 from infinity.engine.step import Boundary, StepVerdict
 from infinity.errors import StateError
 from infinity.log import logger
-from infinity.memory.report import MemoryReport
+from infinity.memory.memory_report import MemoryReport
 from infinity.memory.tiers.pinned import trim
 from infinity.observability.memory_breakdown import Breakdown
 from infinity.observability.observer import Observer
@@ -33,7 +33,7 @@ from infinity.observability.progress import StepProgress
 from infinity.observability.step_timing import StepTimes
 from infinity.observability.timeline import Timeline
 from infinity.ops.adam import shutdown_threads
-from infinity.optim.optimizer import TieredOptimizer
+from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.zero import guards, param_access
 from infinity.zero.compiled import eager_backward, untraced
 from infinity.zero.parameter import whole_of

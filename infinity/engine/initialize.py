@@ -42,14 +42,14 @@ from infinity.ops.adam import set_threads
 from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.factory import Chosen, adam_from_params, from_name, from_torch
 from infinity.optim.lr import build_scheduler, check_steps_alone
-from infinity.optim.optimizer import TieredOptimizer
+from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
 from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind
-from infinity.zero import parameter, tiling
-from infinity.zero.activation import measure_activations
+from infinity.zero import parameter, weight_tiles
 from infinity.zero.activation_checkpoint import Checkpointing
+from infinity.zero.activation_measurement import measure_activations
 from infinity.zero.compiled import CompiledModules, unwrapped
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.deferred_init import spool_of
@@ -275,7 +275,7 @@ def _build(
     by_name = dict(model.named_parameters())
     units = [
         Unit(
-            layout, placed, tiling.params_of(layout, by_name), store=store, device=device, mesh=mesh,
+            layout, placed, weight_tiles.params_of(layout, by_name), store=store, device=device, mesh=mesh,
             ledger=ledger,
         )  # fmt: skip
         for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
@@ -294,7 +294,7 @@ def _build(
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             parameter.attach(param, coordinator, slot.name)
-    tiling.adopt_tiles(units, coordinator)
+    weight_tiles.adopt_tiles(units, coordinator)
     for buffer_owner in model.modules():
         for name, buffer in buffer_owner._buffers.items():
             if buffer is not None:

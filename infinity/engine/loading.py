@@ -36,10 +36,10 @@ from infinity.checkpoint.format import (
     latest_tag,
     read_manifest,
 )
-from infinity.checkpoint.load import CheckpointSource, Filling, ValueSource, fill_partitions
 from infinity.checkpoint.matching import Match, match, report_mismatch
 from infinity.checkpoint.pieces import holdings
 from infinity.checkpoint.ranks import run_on_all_ranks
+from infinity.checkpoint.restore import CheckpointSource, Filling, ValueSource, fill_partitions
 from infinity.checkpoint.state import Trainee, check_random, check_run, restore_random, restore_run
 from infinity.checkpoint.stored import Stored
 from infinity.engine.runtime import Runtime

@@ -18,18 +18,18 @@ from infinity.distributed import collectives
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory import growable_pool
-from infinity.memory.capacity import free_for_rank, free_nvme_nbytes, lockable_nbytes
+from infinity.memory.free_bytes import free_for_rank, free_nvme_nbytes, lockable_nbytes
 from infinity.memory.queue_options import check_drives
 from infinity.memory.tiers.device import Device
 from infinity.observability.memory_breakdown import baseline_nbytes
-from infinity.plan.activation import OffloadedCheckpoints
-from infinity.plan.activation_checkpoint import repeated_blocks
+from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.capacity import Capacity, within
 from infinity.plan.capacity_report import fits_without_activations, refuse
 from infinity.plan.filling import in_process
 from infinity.plan.fitting import lowered_in_words
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
+from infinity.plan.recomputation import repeated_blocks
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, GAPS, HEAP_GAPS, UNKNOWN_ACTIVATION_NBYTES, Reserve
 from infinity.plan.spec import dtype_name, module_tree
 from infinity.plan.topology import Topology

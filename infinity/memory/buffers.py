@@ -10,9 +10,9 @@ from torch import Tensor
 
 from infinity.errors import TierMemoryError
 from infinity.memory.ledger import Ledger, mb
+from infinity.memory.memory_report import PoolUse
 from infinity.memory.partition import Partition
 from infinity.memory.pool import Arena, piece_nbytes
-from infinity.memory.report import PoolUse
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import HostMemory
 from infinity.observability import trace

@@ -24,8 +24,8 @@ from infinity.log import logger
 from infinity.memory.access_control import AccessControl, Reservation, Snapshot
 from infinity.memory.buffers import Buffers, arena_name
 from infinity.memory.ledger import Ledger
+from infinity.memory.memory_report import PoolUse
 from infinity.memory.partition import Partition, State
-from infinity.memory.report import PoolUse
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import HostMemory

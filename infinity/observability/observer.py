@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from infinity.config.schema import Config
 from infinity.log import logger
-from infinity.memory.report import MemoryReport
+from infinity.memory.memory_report import MemoryReport
 from infinity.observability import trace
 from infinity.observability.memory_breakdown import Breakdown
 from infinity.observability.timeline import Timeline

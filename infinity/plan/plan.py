@@ -17,7 +17,7 @@ from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.auto_placement import FROZEN_TRAFFIC, PARAM_TRAFFIC, STATES_TRAFFIC, Value
 from infinity.plan.capacity import Capacity, excesses
-from infinity.plan.gradients import Scratch, left_nbytes, make_scratch, wire_in_backward
+from infinity.plan.gradient_bytes import Scratch, left_nbytes, make_scratch, wire_in_backward
 from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layouts
 from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
 from infinity.plan.placement import Homes, Placement, Policy, always_whole, place, whole_units
@@ -25,7 +25,7 @@ from infinity.plan.placement_search import search_placement
 from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, UnitAccess, make_schedule
 from infinity.plan.spec import ModelSpec
 from infinity.plan.stepping import STEP_WINDOW, kept_of, step_order_of, stepped_nbytes, undoable
-from infinity.plan.tiling import around_nbytes, tiles_in_words
+from infinity.plan.tile_words import around_nbytes, tiles_in_words
 from infinity.plan.topology import Topology
 from infinity.plan.types import (
     ADAM_MOMENTS,

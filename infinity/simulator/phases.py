@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from infinity.plan.activation import OffloadedCheckpoints
+from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.filling import Table, add_nbytes, copy_table, in_process, initialise
-from infinity.plan.gradients import left_nbytes, wire_in_backward
+from infinity.plan.gradient_bytes import left_nbytes, wire_in_backward
 from infinity.plan.plan import Plan
 from infinity.plan.types import (
     DTYPE_NBYTES,

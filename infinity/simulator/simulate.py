@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from infinity.plan.activation import OffloadedCheckpoints
+from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.ready_queue import ReadyQueue

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import mul
 
-from infinity.plan.activation import OffloadedCheckpoints
+from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.hardware import ASSUMED, ASSUMED_WRITES_A_BYTE, Compute, Drive, HardwareProfile, assumed
 from infinity.plan.layout import Slot
 from infinity.plan.plan import Plan

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from infinity.plan.activation import OffloadedCheckpoints
+from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import first_reads

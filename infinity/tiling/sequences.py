@@ -3,7 +3,7 @@
 What a long sequence needs most memory for is wide and short-lived: the inner activations of each MLP, and the logits
 with their gradient. Both are computed here tile by tile along the sequence and again in backward, so that one tile is
 there at a time. Partitioned weights are gathered once for the whole call in forward, and once in backward; a weight
-that is itself in tiles (`infinity.zero.tiling`) goes once through its tiles.
+that is itself in tiles (`infinity.zero.weight_tiles`) goes once through its tiles.
 
 The loss never has a row of logits whole: it goes over blocks of the vocabulary and keeps each token's maximum and sum
 of exponentials (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from infinity.plan.tiles import TILE_TOKENS, TILE_WORDS
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.hooks import announce_begin, announce_end
-from infinity.zero.tiling import ProductSum, Tile, Tiles, tiles_of
+from infinity.zero.weight_tiles import ProductSum, Tile, Tiles, tiles_of
 
 
 def tiled_mlp(

@@ -17,11 +17,11 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.memory.partition import DTYPES
-from infinity.plan.activation import Activations
-from infinity.plan.gradients import HEAP_PIECE_NBYTES_MAX
+from infinity.plan.activation_bytes import Activations
+from infinity.plan.gradient_bytes import HEAP_PIECE_NBYTES_MAX
 from infinity.plan.types import DTYPE_NBYTES
-from infinity.zero.activation import measure_activations
 from infinity.zero.activation_checkpoint import Checkpointing
+from infinity.zero.activation_measurement import measure_activations
 
 # Tokens of a sequence where nobody says how long one is: few, for a run must not be refused for what it may not do.
 SEQUENCE_MAX = 128

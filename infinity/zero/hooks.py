@@ -50,7 +50,7 @@ class ModuleHooks:
         self._stack: list[tuple[nn.Module, ModuleCall]] = []
         wanted: dict[str, list[Unit]] = {"": []}
         for unit in units:
-            # Tiles are gathered one after the other while the module runs: see `infinity.zero.tiling`.
+            # Tiles are gathered one after the other while the module runs: see `infinity.zero.weight_tiles`.
             for path in () if unit.layout.is_tile else unit.layout.modules:
                 wanted.setdefault(path, []).append(unit)
         self._standing: dict[nn.Module, _Standing] = {}

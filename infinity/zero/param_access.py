@@ -25,8 +25,8 @@ from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.saved_weights import gathered_for_backward
-from infinity.zero.tiling import assembled, tiles_of
 from infinity.zero.unit import Unit
+from infinity.zero.weight_tiles import assembled, tiles_of
 
 Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 

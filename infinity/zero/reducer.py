@@ -12,7 +12,7 @@ from infinity.distributed.group import Group
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
 from infinity.memory.tiers.device import Device
-from infinity.plan.gradients import travels_alone
+from infinity.plan.gradient_bytes import travels_alone
 from infinity.plan.plan import Plan
 from infinity.plan.types import Kind, Tier
 from infinity.zero.unit import Unit

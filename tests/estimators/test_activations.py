@@ -8,7 +8,7 @@ import transformers
 
 from estimators.activations import activations
 from estimators.estimate import estimate
-from estimators.machine import Machine
+from estimators.node import Machine
 from estimators.report import format_report
 from infinity import measure_activations
 from infinity.errors import ConfigError

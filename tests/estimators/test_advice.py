@@ -9,7 +9,7 @@ import pytest
 
 from estimators.advice import TOKENS_MAX, advise, days_of_training, lasts, tokens_a_second
 from estimators.cli import main
-from estimators.machine import Machine
+from estimators.node import Machine
 from estimators.report import advised
 from estimators.search import Wish, search
 from infinity.plan.hardware import ASSUMED

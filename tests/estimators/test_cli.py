@@ -17,7 +17,7 @@ import pytest
 
 from estimators.cli import main
 from estimators.estimate import estimate
-from estimators.machine import Machine
+from estimators.node import Machine
 from infinity.plan.hardware import ASSUMED, ASSUMED_CPU, save_profile
 from infinity.plan.types import Kind, Tier
 from tests.support.clock import usual_seconds

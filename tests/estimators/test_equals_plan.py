@@ -12,7 +12,7 @@ import transformers
 
 import infinity
 from estimators.estimate import estimate
-from estimators.machine import Machine
+from estimators.node import Machine
 from infinity.plan.plan import Plan
 from tests.support.spawn import run_ranks
 

@@ -17,8 +17,8 @@ from estimators.adapters import Lora
 from estimators.architectures import known
 from estimators.cli import main
 from estimators.estimate import Estimate, estimate
-from estimators.machine import Machine
 from estimators.model import described
+from estimators.node import Machine
 from estimators.search import Wish, largest, search
 from infinity import measure_activations
 from infinity.errors import ConfigError

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from estimators.estimate import Estimate, estimate
-from estimators.machine import Machine
+from estimators.node import Machine
 from estimators.picture import picture
 from infinity.plan.palette import KINDS, PAPER
 from infinity.plan.types import Tier

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from estimators.estimate import estimate
-from estimators.machine import PROCESS_NBYTES, SYSTEM_NBYTES, Machine
+from estimators.node import PROCESS_NBYTES, SYSTEM_NBYTES, Machine
 from estimators.report import duration, format_report, to_choose
 from estimators.search import Choice, Wish, _by_budget, fitting, largest, search, usual
 from infinity.errors import ConfigError

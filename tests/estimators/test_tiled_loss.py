@@ -16,7 +16,7 @@ from estimators.activations import activations
 from estimators.advice import advise
 from estimators.cli import main
 from estimators.estimate import estimate
-from estimators.machine import Machine
+from estimators.node import Machine
 from estimators.search import Wish, search, usual
 from infinity import measure_activations
 from infinity.errors import ConfigError

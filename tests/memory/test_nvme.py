@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from infinity.errors import CapacityError, TransferError
-from infinity.memory.capacity import free_nvme_nbytes
+from infinity.memory.free_bytes import free_nvme_nbytes
 from infinity.memory.tiers import nvme
 from infinity.memory.tiers.nvme import NvmeTier, QueueOptions, clean
 from infinity.memory.tiers.pinned import page_aligned

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from estimators.machine import Machine
+from estimators.node import Machine
 from infinity.plan import free_memory
 from infinity.plan.free_memory import free_cpu_nbytes
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from infinity.plan.filling import Table, in_process
-from infinity.plan.gradients import Scratch, left_nbytes, make_scratch, travels_alone
+from infinity.plan.gradient_bytes import Scratch, left_nbytes, make_scratch, travels_alone
 from infinity.plan.layout import UnitLayout, make_layouts
 from infinity.plan.placement import Placement, UnitPlacement
 from infinity.plan.plan import Plan, PlanRequest, make_plan

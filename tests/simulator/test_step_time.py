@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infinity.plan.activation import OffloadedCheckpoints
+from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.hardware import ASSUMED, Compute, Drive, HardwareProfile
 from infinity.plan.plan import Plan, PlanRequest, make_plan
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec

@@ -18,7 +18,7 @@ import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, StateError, TierMemoryError
 from infinity.memory import growable_pool
-from infinity.plan.activation_checkpoint import repeated_blocks
+from infinity.plan.recomputation import repeated_blocks
 from infinity.plan.spec import module_tree
 from tests.support.hub import hf_model
 from tests.support.models import token_batch

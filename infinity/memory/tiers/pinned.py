@@ -21,7 +21,7 @@ from infinity.log import warn_once
 from infinity.memory.ledger import Ledger
 from infinity.memory.pages import page_aligned
 from infinity.memory.tiers.device import Device
-from infinity.plan.gradients import HEAP_PIECE_NBYTES_MAX
+from infinity.plan.gradient_bytes import HEAP_PIECE_NBYTES_MAX
 
 # What a driver is asked to pin at a time once it has refused a whole buffer.
 _CHUNK_NBYTES = 256 << 20

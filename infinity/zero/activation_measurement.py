@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import ConfigError
-from infinity.plan.activation import Activations
-from infinity.plan.gradients import HEAP_PIECE_NBYTES_MAX
+from infinity.plan.activation_bytes import Activations
+from infinity.plan.gradient_bytes import HEAP_PIECE_NBYTES_MAX
 from infinity.zero.parameter import is_released
 
 _OUTSIDE = "(outside any module)"
