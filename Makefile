@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.10 python3
 FITS := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))
 
-.PHONY: demo test zoo check bench sanitize clean
+.PHONY: demo test zoo check docs bench sanitize clean
 
 demo: $(STAMP)  ## train about 10 M parameters with parameters and optimizer states on NVMe
 	$(BIN)/python examples/train_lm.py
@@ -16,9 +16,16 @@ test: $(STAMP)  ## all tests
 zoo: $(STAMP)  ## families of transformers against plain torch; ARGUMENTS="--compile aot_eager" and the like
 	$(BIN)/python -m tests.zoo $(ARGUMENTS)
 
-check: $(STAMP)  ## lint and types
+check: $(STAMP)  ## lint, types, and the documentation site, in which a broken link is an error
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(SITE)
+
+docs: $(STAMP)  ## the documentation site, in site/; open site/index.html
+	$(SITE)
+
+# Never with --quiet: it hides the warnings from mkdocs itself, which then counts none of them as an error.
+SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # DRIVE is a folder on the drive to measure; DEEPSPEED_PYTHON an interpreter that has deepspeed with its operators built.
 DRIVE := .
@@ -39,7 +46,7 @@ sanitize:  ## the C++ code under ThreadSanitizer, AddressSanitizer and Undefined
 	@$(MAKE) --no-print-directory -j 2 -C tests/native run
 
 clean:  ## what builds, tests and runs leave behind; the environment stays
-	rm -rf build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis infinity/_native
+	rm -rf build dist site *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis infinity/_native
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A name on the path may be a shim that does not run, so each candidate is tried.
@@ -50,5 +57,5 @@ $(BIN)/python:
 	echo "no Python 3.10 to 3.13 with venv was found among: $(CANDIDATES)" >&2; exit 1
 
 $(STAMP): pyproject.toml setup.py constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,examples]'
 	touch $@

@@ -96,7 +96,7 @@ def test_an_extra_that_is_not_installed_is_shown_and_not_complained_about():
 def test_it_vouches_for_what_is_declared_and_imports_it():
     assert {*REQUIRED} == {requirement.name for requirement in bare.declared()}
     extras = bare.project()["optional-dependencies"]
-    assert {*EXTRAS} == extras.keys() - {"dev", "examples"}
+    assert {*EXTRAS} == extras.keys() - {"dev", "docs", "examples"}
     for extra, (name, _) in EXTRAS.items():
         assert extras[extra][0].startswith(name)
     found = {package.name: package for package in look_at_packages()}
