@@ -1,8 +1,8 @@
-"""How the house is built, in numbers that should fall: `python -m tests.structure [ROOT]`.
+"""The structure of the code in numbers that should fall: `python -m tests.structure [ROOT]`.
 
-Prints: files directly in infinity/, instance attributes of the largest class, assignments to attributes of other
-objects, public names that two modules define, and code tokens (no comments, docstrings, blank lines) of infinity/ and
-estimators/.
+Prints: files directly in infinity/, instance attributes of the largest class, imports of the module that imports most,
+assignments to attributes of other objects, public names that two modules define, names of the old vocabulary, and code
+tokens (no comments, docstrings, blank lines) of infinity/ and estimators/. tests/test_structure.py holds the limits.
 """
 
 from __future__ import annotations
@@ -12,15 +12,42 @@ import io
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeGuard
 
-# Attributes that torch means to be assigned from outside.
-_TORCHS = {"data", "grad", "__class__", "requires_grad", "training", "forward"}
+# Attributes that torch and ctypes mean to be assigned from outside.
+_THEIRS = {"data", "grad", "__class__", "requires_grad", "training", "forward", "restype", "argtypes"}
 _QUIET = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
+}  # fmt: skip
+
+
+# Public names that several modules define on purpose, and why.
+PAIRS = {
+    "main": "the entry points of two commands, infinity and infinity-estimate",
+    "add_arguments": "each module of a command has it",
+    "run": "each module of a command has it",
+    "show": "each module of a command that prints a table has it",
+    "adam_step": "the door in ops/adam, its CUDA path in ops/kernels, its reference implementation in ops/reference",
+    "grad_stats": "as adam_step",
+    "join": "as adam_step",
+    "split": "as adam_step",
+}
+# Names of the vocabulary before, as whole identifiers, and the modules (prefixes) in which none may stand.
+OLD_NAMES = {
+    "Keeper": "infinity", "keeper_of": "infinity", "announce_begin": "infinity", "announce_end": "infinity",
+    "Scope": "infinity/zero", "Gathered": "infinity/zero", "let_go": "infinity/zero", "strayed": "infinity/zero",
+    "Method": "infinity/optim", "Cut": "infinity/optim", "Run": "infinity/optim", "Sweep": "infinity/optim",
+    "begin_early": "infinity", "forgo": "infinity/optim", "judge": "infinity/engine",
+    "despair": "infinity", "hopeless": "infinity/engine", "Rescue": "infinity", "give_up": "infinity/engine",
+    "Leases": "infinity/checkpoint", "Kept": "infinity/checkpoint", "together": "infinity/checkpoint",
+    "take_off": "infinity", "land": "infinity", "Flight": "infinity/observability", "Level": "infinity/observability",
+    "Tally": "infinity", "Coarse": "infinity", "Turns": "infinity", "Lane": "infinity", "Lanes": "infinity",
+    "Question": "infinity", "Use": "infinity/plan", "Parties": "infinity", "Slabs": "infinity", "sever": "infinity",
+    "Board": "infinity", "Mesh": "infinity", "Spool": "infinity", "Origin": "infinity/zero", "Stopwatch": "infinity",
+    "Unspeakable": "infinity", "CheckpointExtent": "infinity", "Parts": "infinity", "_Rehearsal": "infinity",
 }  # fmt: skip
 
 
@@ -57,7 +84,7 @@ def foreign(tree: ast.Module) -> Iterator[str]:
     """Assignments to an attribute of anything but `self` and `cls`, torch's own excepted."""
     for node in ast.walk(tree):
         for target in _targets(node):
-            if not isinstance(target, ast.Attribute) or target.attr in _TORCHS:
+            if not isinstance(target, ast.Attribute) or target.attr in _THEIRS:
                 continue
             if not _is_own(target):
                 yield f"{target.lineno}: {ast.unparse(target)}"
@@ -67,6 +94,32 @@ def public(tree: ast.Module) -> set[str]:
     """Names of classes and functions of the module's top level without an underscore."""
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return {node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")}
+
+
+def fan_out(tree: ast.Module) -> int:
+    """How many of our own modules a module imports."""
+    found = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    found += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    return len({name for name in found if name.split(".")[0] in ("infinity", "estimators")})
+
+
+def old_names(path: str, text: str) -> Iterator[str]:
+    """Identifiers of the old vocabulary in a module."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.NAME and path.startswith(OLD_NAMES.get(token.string, "?")):
+            yield f"{path}:{token.start[0]}: {token.string}"
+
+
+def largest(trees: Mapping[Path, ast.Module]) -> list[tuple[int, str]]:
+    """(attributes, module.class) of every class, most first."""
+    found = ((n, f"{path.stem}.{name}") for path, tree in trees.items() for name, n in attributes(tree))
+    return sorted(found, reverse=True)
+
+
+def named_twice(trees: Mapping[Path, ast.Module]) -> list[str]:
+    """Public names that two modules define, but for PAIRS."""
+    owners = Counter(name for tree in trees.values() for name in public(tree))
+    return sorted(name for name, count in owners.items() if count > 1 and name not in PAIRS)
 
 
 def _is_own(target: ast.expr) -> TypeGuard[ast.Attribute]:
@@ -87,20 +140,23 @@ def _targets(node: ast.AST) -> list[ast.expr]:
 
 def main(root: Path) -> None:
     """Print the numbers, and what makes them."""
-    trees = {path: ast.parse(path.read_text()) for path in sources(root)}
+    texts = {path: path.read_text() for path in sources(root)}
+    trees = {path: ast.parse(text) for path, text in texts.items()}
     loose = [path.name for path in root.glob("infinity/*.py")]
     print(f"files directly in infinity/: {len(loose)}")
-    counts = sorted(
-        ((n, f"{path.stem}.{name}") for path, tree in trees.items() for name, n in attributes(tree)), reverse=True
-    )
+    counts = largest(trees)
     print(f"attributes of the largest class: {counts[0][0]} ({', '.join(f'{name} {n}' for n, name in counts[:8])})")
+    imports = sorted(((fan_out(tree), str(path.relative_to(root))) for path, tree in trees.items()), reverse=True)
+    print(f"modules that one imports: {imports[0][0]} ({', '.join(f'{name} {n}' for n, name in imports[:4])})")
     found = [f"{path.relative_to(root)}:{where}" for path, tree in trees.items() for where in foreign(tree)]
     print(f"assignments to another object's attributes: {len(found)}")
     print("\n".join(f"  {where}" for where in found))
-    owners = Counter(name for tree in trees.values() for name in public(tree))
-    twice = sorted(name for name, count in owners.items() if count > 1)
-    print(f"public names defined in two modules: {len(twice)} ({', '.join(twice)})")
-    print(f"code tokens: {sum(code_tokens(path.read_text()) for path in trees)}")
+    twice = named_twice(trees)
+    print(f"public names defined in two modules: {len(twice)} ({', '.join(twice)}), and {len(PAIRS)} with a reason")
+    old = [name for path, text in texts.items() for name in old_names(str(path.relative_to(root)), text)]
+    print(f"names of the old vocabulary: {len(old)}")
+    print("\n".join(f"  {where}" for where in old))
+    print(f"code tokens: {sum(code_tokens(text) for text in texts.values())}")
 
 
 if __name__ == "__main__":

@@ -100,11 +100,11 @@ class Background:
             if snapshot.over:
                 raise CheckpointError(path, "its save was given up", "The checkpoints before it are as they were")
 
-        def together(name: str, part: Callable[[], Any]) -> list[Any]:
+        def on_all_ranks(name: str, part: Callable[[], Any]) -> list[Any]:
             return _agree(board, name, part, path, check)
 
         try:
-            job(together, board.alive)
+            job(on_all_ranks, board.alive)
         except BaseException as error:
             self._error = error
         finally:

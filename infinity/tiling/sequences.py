@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.plan.tiles import TILE_TOKENS, TILE_WORDS
 from infinity.zero.coordinator import Coordinator
-from infinity.zero.hooks import announce_begin, announce_end
+from infinity.zero.hooks import register_post_backward, register_pre_backward
 from infinity.zero.weight_tiles import ProductSum, Tile, Tiles, tiles_of
 
 
@@ -41,12 +41,12 @@ def tiled_mlp(
     # However few tokens this rank has: how they are cut is its own affair, what it gathers is not.
     scope = coordinator.open_scope(units)
     if torch.is_grad_enabled():
-        passed = announce_end((hidden,), lambda: coordinator.leave_backward(scope))
+        passed = register_post_backward((hidden,), lambda: coordinator.leave_backward(scope))
         hidden = hidden if passed is None else passed[0]
     output = _by_tiles(call, hidden, tile_tokens)
     # Of one tile it is the last layer's own, whose hooks would come first and gather what that layer needs.
     output = output.view_as(output)
-    returns = announce_begin([output] if output.requires_grad else [], coordinator, scope)
+    returns = register_pre_backward([output] if output.requires_grad else [], coordinator, scope)
     coordinator.close_scope(scope, will_return=returns)
     return output
 

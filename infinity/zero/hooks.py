@@ -143,7 +143,7 @@ class ModuleHooks:
             self._stack.append((module, scope))
             if not torch.is_grad_enabled():
                 return None
-            return announce_end((args, kwargs), lambda: self._coordinator.leave_backward(scope))
+            return register_post_backward((args, kwargs), lambda: self._coordinator.leave_backward(scope))
 
         return before_forward
 
@@ -169,7 +169,7 @@ class ModuleHooks:
             entry, candidate = self._stack.pop()
             scope = candidate if entry is module else None
         carrying = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
-        returns = announce_begin(carrying, self._coordinator, scope)
+        returns = register_pre_backward(carrying, self._coordinator, scope)
         self._coordinator.close_scope(scope, will_return=returns)
         if module in self._regions and module in self._standing:
             # A weight that it borrows is whole from now on when it begins: a compiler looks again at whatever changes.
@@ -246,7 +246,7 @@ class SyncedGenerate:
         return MethodType(type(model).generate, model)
 
 
-def announce_begin(outputs: Sequence[Tensor], coordinator: Coordinator, scope: ModuleCall) -> bool:
+def register_pre_backward(outputs: Sequence[Tensor], coordinator: Coordinator, scope: ModuleCall) -> bool:
     """Have the scope entered again when the first gradient of its outputs arrives. Returns whether one will."""
     if not outputs or not backward_comes(coordinator):
         return False
@@ -299,7 +299,7 @@ class _AnnounceEnd(torch.autograd.Function):
         return (None, *grads)
 
 
-def announce_end(inputs: Any, ended: Callable[[], None]) -> Any:
+def register_post_backward(inputs: Any, ended: Callable[[], None]) -> Any:
     """`inputs` with every tensor that needs a gradient passed through `_AnnounceEnd`; None when there is none."""
     tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
     if not tensors:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import StateError
-from infinity.zero.hooks import announce_end, replace_tensors, tensors_in
+from infinity.zero.hooks import register_post_backward, replace_tensors, tensors_in
 from tests.support.oracle import settings
 
 
@@ -60,7 +60,7 @@ def test_a_block_may_change_its_input_in_place(tmp_path: Path) -> None:
 
 def test_a_change_in_place_of_what_backward_needs_is_still_an_error() -> None:
     needed = torch.ones(3, requires_grad=True).exp()
-    passed = announce_end(needed, lambda: None)
+    passed = register_post_backward(needed, lambda: None)
     passed.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         passed.sum().backward()
@@ -101,7 +101,7 @@ def test_a_double_backward_is_plain_torchs_or_refused(tmp_path: Path, stage: int
 def test_every_structure_announces_its_end_once(wrap: Any) -> None:
     leaves = [torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)]
     ended: list[int] = []
-    structure = announce_end(wrap(*leaves), lambda: ended.append(1))
+    structure = register_post_backward(wrap(*leaves), lambda: ended.append(1))
     found = tensors_in(structure)
     assert len(found) == 2
     assert type(structure) is type(wrap(*leaves))
@@ -113,4 +113,4 @@ def test_every_structure_announces_its_end_once(wrap: Any) -> None:
 def test_a_structure_without_tensors_is_passed_on() -> None:
     record = {"a": 1, "b": ["c", None]}
     assert replace_tensors(record, lambda tensor: tensor) == record
-    assert announce_end((torch.ones(2), record), lambda: None) is None
+    assert register_post_backward((torch.ones(2), record), lambda: None) is None

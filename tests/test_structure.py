@@ -1,0 +1,46 @@
+"""The numbers of the structure hold: a change that makes the code harder to live in says so here."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.structure import PAIRS, fan_out, foreign, largest, named_twice, old_names, sources
+
+ROOT = Path(__file__).resolve().parents[1]
+# Only `__init__`, `__main__`, `errors` and `log`.
+LOOSE_MAX = 4
+ATTRIBUTES_MAX = 31
+FAN_OUT_MAX = 42
+FOREIGN_MAX = 159
+
+TEXTS = {path: path.read_text() for path in sources(ROOT)}
+TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
+
+
+def test_the_package_has_no_loose_modules() -> None:
+    assert len(list(ROOT.glob("infinity/*.py"))) <= LOOSE_MAX
+
+
+def test_no_class_has_too_many_attributes() -> None:
+    assert [(n, name) for n, name in largest(TREES) if n > ATTRIBUTES_MAX] == []
+
+
+def test_no_module_imports_too_many_others() -> None:
+    found = {str(path.relative_to(ROOT)): fan_out(tree) for path, tree in TREES.items()}
+    assert {name: n for name, n in found.items() if n > FAN_OUT_MAX} == {}
+
+
+def test_objects_assign_their_own_attributes() -> None:
+    found = [f"{path.relative_to(ROOT)}:{where}" for path, tree in TREES.items() for where in foreign(tree)]
+    assert len(found) <= FOREIGN_MAX, "\n".join(found)
+
+
+def test_a_public_name_has_one_meaning() -> None:
+    assert named_twice(TREES) == []
+    defined = [node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert [name for name in PAIRS if defined.count(name) < 2] == [], "no pair any more"
+
+
+def test_no_name_of_the_old_vocabulary_comes_back() -> None:
+    assert [where for path, text in TEXTS.items() for where in old_names(str(path.relative_to(ROOT)), text)] == []
