@@ -40,6 +40,12 @@ def test_hooks_prints_the_overhead_of_a_unit(tmp_path):
     assert float(ours) - float(plain) == pytest.approx(float(beyond), abs=0.2)
 
 
+def test_units_compares_a_unit_of_two_sizes(tmp_path):
+    text = output_of("units", "--units 2,4 --rounds 1 --only bounded", tmp_path)
+    assert all(float(figure) > 0 for figure in row(text, "bounded, 4 units"))
+    assert text.count("a unit of 4 costs") == 2
+
+
 def test_step_prints_time_and_bytes_of_a_tier(tmp_path):
     text = output_of("step", "--numel 65536 --only infinity:cpu --steps 1 --fio-gib 0.03", tmp_path)
     assert "0 M parameters, bf16" in text

@@ -6,8 +6,8 @@ import cProfile
 import os
 import pstats
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from infinity.distributed.collectives import all_gather, reduce_scatter
 from infinity.distributed.group import Group
 from support.machine import median
 
-_WIDTH = 8
+WIDTH = 8
 
 
 class Chain(nn.Module):
@@ -28,7 +28,7 @@ class Chain(nn.Module):
 
     def __init__(self, units: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(units))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(units))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -45,9 +45,9 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     """
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     units, rounds = options["units"], options["rounds"]
-    x = torch.randn(4, _WIDTH)
+    x = torch.randn(4, WIDTH)
     with ExitStack() as stack:
-        engine = _engine(options, stack)
+        engine = engine_of(options, stack)
         steps = {"plain": _plain(units, x), "ours": _ours(engine, x)}
         world = int(os.environ["WORLD_SIZE"])
         if world > 1:
@@ -62,8 +62,10 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
                 busy = time.thread_time() - began
                 if index >= 5:
                     times[name].append([*(b - a for a, b in pairwise(moments)), busy])
-        if options.get("profile"):
-            _profile(steps["ours"], options["profile"])
+        rank = os.environ["RANK"]
+        with profile_of(options.get("profile"), rank):
+            for _ in range(20 if options.get("profile") else 0):
+                steps["ours"]()
         gathering = sum(not unit.placed.whole for unit in engine.units)
     medians = {name: [median(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
     return {"medians": medians, "units": len(engine.units), "gathering": gathering}
@@ -88,7 +90,8 @@ def _plain(units: int, x: Tensor) -> Callable[[], list[float]]:
     return step
 
 
-def _engine(options: dict[str, Any], stack: ExitStack) -> Any:
+def engine_of(options: dict[str, Any], stack: ExitStack) -> Any:
+    """An engine over a chain of `options["units"]` layers, closed with `stack`."""
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "overlap": options.get("overlap", True),
@@ -114,7 +117,7 @@ def _ours(engine: Any, x: Tensor) -> Callable[[], list[float]]:
 
 def _collectives(units: int, world: int) -> Callable[[], list[float]]:
     """The same collectives as a step of ours, one after the other, on one unit's buffers."""
-    numel = _WIDTH * (_WIDTH + 1)
+    numel = WIDTH * (WIDTH + 1)
     numel += -numel % (16 * world)
     full, part, room = torch.zeros(numel), torch.zeros(numel // world), torch.zeros(numel - numel // world)
     everyone = Group(dist.group.WORLD)
@@ -135,13 +138,14 @@ def _collectives(units: int, world: int) -> Callable[[], list[float]]:
     return step
 
 
-def _profile(step: Callable[[], object], path: str) -> None:
-    """Write where 20 steps spend their time, as cProfile sees it."""
-    profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(20):
-        step()
-    profile.disable()
-    with open(f"{path}.{os.environ['RANK']}", "w") as file:
+@contextmanager
+def profile_of(path: str | None, name: str) -> Iterator[None]:
+    """Write where the block spends its time, as cProfile sees it, into the file `path`.`name`; nothing without path."""
+    if path is None:
+        yield
+        return
+    with cProfile.Profile() as profile:
+        yield
+    with open(f"{path}.{name}", "w") as file:
         for order in ("tottime", "cumtime"):
             pstats.Stats(profile, stream=file).sort_stats(order).print_stats(45)
