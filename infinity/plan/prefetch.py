@@ -13,8 +13,9 @@ urgent requests.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -117,67 +118,112 @@ def _simulate(
     """By position: units to gather ahead, to read ahead, whether to keep the one in use; and the peak in bytes."""
     gather_due, fetch_due = _due(trace, full_nbytes, fetch_nbytes, timing)
     keep = _keep(trace, full_nbytes, budget)
+    following = _next_uses(trace)
     gather_ahead: list[tuple[int, ...]] = []
     fetch_ahead: list[tuple[int, ...]] = []
-    live: dict[int, int] = {}
-    # Gathered ahead, and read ahead from NVMe, and not used since. A unit gathered ahead may hold its partition's
-    # buffer until it is used, so it counts there too.
-    gathered: dict[int, int] = {}
-    fetched: dict[int, int] = {}
+    live, gathered, fetched = _Present(full_nbytes), _Present(full_nbytes), _Present(fetch_nbytes)
+    # Units that are neither live nor fetched, by next use. A unit gathered ahead may hold its partition's buffer until
+    # it is used, so it counts as fetched, too.
+    to_gather, to_fetch = _Absent(trace), _Absent(trace if any(fetch_nbytes) else ())
     peak = 0
-    units = len(set(trace))
-    reading = any(fetch_nbytes)
     for position, unit in enumerate(trace):
-        live[unit] = full_nbytes[unit]
-        gathered.pop(unit, None)
-        fetched.pop(unit, None)
-        reads = []
-        room = min(budget.live_nbytes_max - sum(live.values()), budget.prefetch_nbytes_max - sum(gathered.values()))
-        fetch_room = budget.fetch_nbytes_max - sum(fetched.values())
-        ahead = []
-        for other in _ahead(trace, position, full_nbytes, live, room, units, gather_due):
+        live.add(unit)
+        gathered.discard(unit)
+        fetched.discard(unit)
+        room = min(budget.live_nbytes_max - live.nbytes, budget.prefetch_nbytes_max - gathered.nbytes)
+        fetch_room = budget.fetch_nbytes_max - fetched.nbytes
+        ahead: list[int] = []
+        for at in to_gather.after(position, live):
+            other = trace[at]
             read_nbytes = 0 if other in fetched else fetch_nbytes[other]
-            if read_nbytes > fetch_room:
+            if full_nbytes[other] > room or gather_due[at] > position or read_nbytes > fetch_room:
                 break
-            fetch_room -= read_nbytes
-            fetched[other] = fetch_nbytes[other]
-            gathered[other] = live[other] = full_nbytes[other]
+            for present in (live, gathered, fetched):
+                present.add(other)
             ahead.append(other)
-        present = {**live, **fetched} if reading else live
-        for other in _ahead(trace, position, fetch_nbytes, present, fetch_room, units, fetch_due) if reading else ():
-            fetched[other] = fetch_nbytes[other]
-            if fetch_nbytes[other]:
-                reads.append(other)
-        peak = max(peak, sum(live.values()))
+            room -= full_nbytes[other]
+            fetch_room -= read_nbytes
+            if room <= 0:
+                break
+        reads: list[int] = []
+        for at in to_fetch.after(position, live, fetched):
+            other = trace[at]
+            if fetch_nbytes[other] > fetch_room or fetch_due[at] > position:
+                break
+            fetched.add(other)
+            reads += [other] if fetch_nbytes[other] else []
+            fetch_room -= fetch_nbytes[other]
+            if fetch_room <= 0:
+                break
+        peak = max(peak, live.nbytes)
         gather_ahead.append(tuple(ahead))
         fetch_ahead.append(tuple(reads))
         if not keep[position]:
-            del live[unit]
+            live.discard(unit)
+            if (again := following[position]) is not None:
+                to_gather.add(again)
+                to_fetch.add(again)
     return gather_ahead, fetch_ahead, keep, peak
 
 
-def _ahead(
-    trace: Sequence[int], position: int, nbytes: Sequence[int], present: Mapping[int, int], room: int, units: int,
-    due: Sequence[int],
-) -> tuple[int, ...]:  # fmt: skip
-    """Units next in the trace that are not present, as many as are due and fit into `room` bytes, without skipping
-    one.
-    """
-    ahead: list[int] = []
-    for at in range(position + 1, len(trace)):
-        unit = trace[at]
-        if unit in present or unit in ahead:
-            # All units of the trace are present: a long one need not be walked to its end.
-            if len(present) + len(ahead) >= units:
-                break
-            continue
-        if nbytes[unit] > room or due[at] > position:
-            break
-        room -= nbytes[unit]
-        ahead.append(unit)
-        if room <= 0:
-            break
-    return tuple(ahead)
+def _next_uses(trace: Sequence[int]) -> list[int | None]:
+    """For each position, that of the same unit's next use."""
+    following: list[int | None] = [None] * len(trace)
+    later: dict[int, int] = {}
+    for position in range(len(trace) - 1, -1, -1):
+        following[position] = later.get(trace[position])
+        later[trace[position]] = position
+    return following
+
+
+class _Present:
+    """A set of units and the sum of their bytes."""
+
+    def __init__(self, nbytes_of: Sequence[int]) -> None:
+        self._nbytes_of = nbytes_of
+        self._units: set[int] = set()
+        self.nbytes = 0
+
+    def __contains__(self, unit: int) -> bool:
+        return unit in self._units
+
+    def add(self, unit: int) -> None:
+        if unit not in self._units:
+            self._units.add(unit)
+            self.nbytes += self._nbytes_of[unit]
+
+    def discard(self, unit: int) -> None:
+        if unit in self._units:
+            self._units.remove(unit)
+            self.nbytes -= self._nbytes_of[unit]
+
+
+class _Absent:
+    """Positions of the next uses of absent units in a heap, so that no use walks over the units that are present."""
+
+    def __init__(self, trace: Sequence[int]) -> None:
+        self._trace = trace
+        first: dict[int, int] = {}
+        for position, unit in enumerate(trace):
+            first.setdefault(unit, position)
+        # In ascending order, which is a heap.
+        self._positions = [*first.values()]
+
+    def add(self, position: int) -> None:
+        """A unit is absent from now on, and its next use is at `position`."""
+        if self._trace:
+            heappush(self._positions, position)
+
+    def after(self, position: int, *present: _Present) -> Iterator[int]:
+        """Next uses after `position` of units that are in none of `present`, in order. The caller adds the unit of each
+        use to one of them before it asks for the next one.
+        """
+        while self._positions:
+            at = self._positions[0]
+            if at > position and not any(self._trace[at] in units for units in present):
+                yield at
+            else:
+                heappop(self._positions)
 
 
 def _due(
@@ -216,40 +262,93 @@ def _keep(trace: Sequence[int], full_nbytes: Sequence[int], budget: FetchBudget)
         # Everything may stay until its next use.
         final = {unit: position for position, unit in enumerate(trace)}
         return tuple(position < final[unit] for position, unit in enumerate(trace))
-    kept = [0] * len(trace)
-    spans = []
-    latest: dict[int, int] = {}
-    for position, unit in enumerate(trace):
-        if unit in latest:
-            distance = _distance(trace, latest[unit], position, full_nbytes, budget.reuse_nbytes_max)
-            if distance is not None:
-                spans.append((distance, latest[unit], position))
-        latest[unit] = position
-    for _, first, last in sorted(spans):
-        unit = trace[first]
-        # A unit in use lies beside what is kept: both must fit at every position between.
-        fits = all(
-            kept[at] + full_nbytes[unit] + full_nbytes[trace[at]] <= budget.live_nbytes_max
-            for at in range(first + 1, last)
-        )
-        if fits:
+    # What lies on the device at each position: the unit in use beside what is kept, both of which must fit.
+    held = _RangeMaximum([full_nbytes[unit] for unit in trace])
+    for _, first, last in sorted(_reuses(trace, full_nbytes, budget.reuse_nbytes_max)):
+        nbytes = full_nbytes[trace[first]]
+        if last == first + 1 or held.maximum(first + 1, last) + nbytes <= budget.live_nbytes_max:
             keep[first] = True
-            for at in range(first + 1, last):
-                kept[at] += full_nbytes[unit]
+            held.add(first + 1, last, nbytes)
     return tuple(keep)
 
 
-def _distance(
-    trace: Sequence[int], first: int, last: int, full_nbytes: Sequence[int], nbytes_max: int
-) -> int | None:  # fmt: skip
-    """Bytes of the other units used between two uses of one; None when they are more than `nbytes_max`."""
-    seen = {trace[first]}
-    nbytes = 0
-    for at in range(first + 1, last):
-        other = trace[at]
-        if other not in seen:
-            seen.add(other)
-            nbytes += full_nbytes[other]
-            if nbytes > nbytes_max:
-                return None
-    return nbytes
+def _reuses(
+    trace: Sequence[int], full_nbytes: Sequence[int], nbytes_max: int
+) -> Iterator[tuple[int, int, int]]:  # fmt: skip
+    """(distance, position, next position) of every reuse of a unit at a distance of at most `nbytes_max`: bytes of the
+    other units that are used in between, each once.
+    """
+    # A Fenwick tree over positions, in which every unit counts at its latest use alone.
+    sums = [0] * (len(trace) + 1)
+    latest: dict[int, int] = {}
+
+    def add(position: int, nbytes: int) -> None:
+        position += 1
+        while position < len(sums):
+            sums[position] += nbytes
+            position += position & -position
+
+    def before(position: int) -> int:
+        total = 0
+        while position:
+            total += sums[position]
+            position &= position - 1
+        return total
+
+    for position, unit in enumerate(trace):
+        if unit in latest:
+            distance = before(position) - before(latest[unit] + 1)
+            if distance <= nbytes_max:
+                yield distance, latest[unit], position
+            add(latest[unit], -full_nbytes[unit])
+        add(position, full_nbytes[unit])
+        latest[unit] = position
+
+
+class _RangeMaximum:
+    """Numbers by position: adds to a range and tells the largest of a range, each in O(log count)."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._count = len(values)
+        # A binary tree over positions: node i has the children 2 i and 2 i + 1. The largest value below each node
+        # without what was added to whole ranges above it, and what was added to the whole of its own.
+        self._largest = [0] * self._count + [*values]
+        self._added = [0] * (2 * self._count)
+        for node in range(self._count - 1, 0, -1):
+            self._largest[node] = max(self._largest[2 * node], self._largest[2 * node + 1])
+
+    def add(self, begin: int, end: int, value: int) -> None:
+        """Add `value` at the positions from `begin` up to `end`."""
+        for node in self._cover(begin, end):
+            self._largest[node] += value
+            self._added[node] += value
+        for leaf in {begin, end - 1} if begin < end else ():
+            node = (leaf + self._count) >> 1
+            while node:
+                below = max(self._largest[2 * node], self._largest[2 * node + 1])
+                self._largest[node] = below + self._added[node]
+                node >>= 1
+
+    def maximum(self, begin: int, end: int) -> int:
+        """The largest value from `begin` up to `end`, at least one position."""
+        return max(self._largest[node] + self._above(node) for node in self._cover(begin, end))
+
+    def _above(self, node: int) -> int:
+        """What was added to the ranges of all nodes above."""
+        total = 0
+        while node := node >> 1:
+            total += self._added[node]
+        return total
+
+    def _cover(self, begin: int, end: int) -> Iterator[int]:
+        """The nodes that together have exactly these positions."""
+        begin, end = begin + self._count, end + self._count
+        while begin < end:
+            if begin & 1:
+                yield begin
+                begin += 1
+            if end & 1:
+                end -= 1
+                yield end
+            begin >>= 1
+            end >>= 1
