@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import infinity
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import all_gather, reduce_scatter
-from infinity.distributed.group import Group
 from support.machine import median
 
 WIDTH = 8
@@ -120,7 +120,7 @@ def _collectives(units: int, world: int) -> Callable[[], list[float]]:
     numel = WIDTH * (WIDTH + 1)
     numel += -numel % (16 * world)
     full, part, room = torch.zeros(numel), torch.zeros(numel // world), torch.zeros(numel - numel // world)
-    everyone = Group(dist.group.WORLD)
+    everyone = AxisGroup("world", dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
 
     def step() -> list[float]:
         moments = [time.perf_counter()]

@@ -34,9 +34,9 @@ Job = Callable[[Together, Callable[[], None]], None]
 class Background:
     """One engine's."""
 
-    def __init__(self, store: TieredStore, mesh: ProcessGroups) -> None:
+    def __init__(self, store: TieredStore, groups: ProcessGroups) -> None:
         self._store = store
-        self._mesh = mesh
+        self._groups = groups
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
         self._path = Path()
@@ -52,7 +52,7 @@ class Background:
         self._store.capture(snapshot)
         self._snapshot, self._path = snapshot, path
         self._count += 1
-        board = self._mesh.mailbox(f"save/{self._count}")
+        board = self._groups.mailbox(f"save/{self._count}")
         self._thread = threading.Thread(target=self._run, args=(board, snapshot, path, job), name="infinity-save")
         # No daemon: a program that ends without close() waits here until its checkpoint is whole.
         self._thread.start()
@@ -96,7 +96,7 @@ class Background:
 
     def _run(self, board: StoreMailbox, snapshot: Snapshot, path: Path, job: Job) -> None:
         def check() -> None:
-            self._mesh.check()
+            self._groups.check()
             if snapshot.over:
                 raise CheckpointError(path, "its save was given up", "The checkpoints before it are as they were")
 

@@ -28,19 +28,19 @@ class TensorSpan:
     arrays: tuple[Array, ...]
 
 
-def shares(plan: Plan, rank: int, *, frozen: bool = True) -> list[TensorSpan]:
+def shares(plan: Plan, index: int, *, frozen: bool = True) -> list[TensorSpan]:
     """What this rank writes: all ranks' together are every element once. `frozen`: with parameters not trained."""
     return [
         piece
         for spec in _specs(plan, frozen=frozen)
-        for piece in _pieces(plan, spec, rank, shared=plan.topology.dp > 1)
+        for piece in _pieces(plan, spec, index, shared=plan.topology.dp > 1)
         if piece.arrays
     ]
 
 
-def holdings(plan: Plan, rank: int) -> list[TensorSpan]:
+def holdings(plan: Plan, index: int) -> list[TensorSpan]:
     """What this rank holds: one piece for each partition of parameters and states."""
-    return [piece for spec in _specs(plan, frozen=True) for piece in _pieces(plan, spec, rank, shared=False)]
+    return [piece for spec in _specs(plan, frozen=True) for piece in _pieces(plan, spec, index, shared=False)]
 
 
 def _specs(plan: Plan, *, frozen: bool) -> Iterator[PartitionSpec]:
@@ -50,7 +50,7 @@ def _specs(plan: Plan, *, frozen: bool) -> Iterator[PartitionSpec]:
             yield spec
 
 
-def _pieces(plan: Plan, spec: PartitionSpec, rank: int, *, shared: bool) -> Iterator[TensorSpan]:
+def _pieces(plan: Plan, spec: PartitionSpec, index: int, *, shared: bool) -> Iterator[TensorSpan]:
     """The pieces of one partition. `shared`: of what all ranks have, only this rank's share."""
     states = spec.key.kind is Kind.STATES
     units = [spec.key.index] if not states else [piece.unit for piece in plan.sub_groups[spec.key.index].slices]
@@ -60,24 +60,24 @@ def _pieces(plan: Plan, spec: PartitionSpec, rank: int, *, shared: bool) -> Iter
         arrays = [
             array
             for section in spec.sections
-            for array in _arrays(plan, spec.key, section.kind.value, section.dtype, rank, 0, numel, section.offset)
+            for array in _arrays(plan, spec.key, section.kind.value, section.dtype, index, 0, numel, section.offset)
         ]
         yield TensorSpan(spec.key, part, 0, spec.nbytes, tuple(arrays))
         return
-    first, last = (_cut(numel, at, plan.topology.dp) for at in (rank, rank + 1))
+    first, last = (_cut(numel, at, plan.topology.dp) for at in (index, index + 1))
     for section in spec.sections:
         width = DTYPE_NBYTES[section.dtype]
-        arrays = list(_arrays(plan, spec.key, section.kind.value, section.dtype, rank, first, last, 0))
+        arrays = list(_arrays(plan, spec.key, section.kind.value, section.dtype, index, first, last, 0))
         yield TensorSpan(spec.key, part, section.offset + first * width, (last - first) * width, tuple(arrays))
 
 
-def _cut(numel: int, rank: int, ranks: int) -> int:
+def _cut(numel: int, index: int, size: int) -> int:
     """Where a rank's share of so many elements begins."""
-    return numel if rank == ranks else numel * rank // ranks // CACHE_LINE * CACHE_LINE
+    return numel if index == size else numel * index // size // CACHE_LINE * CACHE_LINE
 
 
 def _arrays(
-    plan: Plan, key: Key, kind: str, dtype: str, rank: int, first: int, last: int, offset: int
+    plan: Plan, key: Key, kind: str, dtype: str, index: int, first: int, last: int, offset: int
 ) -> Iterator[Array]:
     """Stretches of tensors in elements [first, last) of a partition; `offset`: byte at which element `first` lies."""
     width = DTYPE_NBYTES[dtype]
@@ -86,7 +86,7 @@ def _arrays(
         if begin >= end:
             continue
         layout, parts = plan.layouts[unit], plan.placement.units[unit].parts
-        flat = layout.partition_start(parts, rank) + start + begin - at
+        flat = layout.partition_start(parts, index) + start + begin - at
         for overlap in layout.overlaps(flat, flat + end - begin):
             yield Array(
                 tensor=overlap.slot.name, kind=kind, dtype=dtype, start=overlap.tensor_start, numel=overlap.numel,

@@ -10,7 +10,7 @@ from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import CheckpointError, InfinityError
 
 
-def run_on_all_ranks(mesh: ProcessGroups, name: str, job: Callable[[], Any], *, path: object) -> list[Any]:
+def run_on_all_ranks(groups: ProcessGroups, name: str, job: Callable[[], Any], *, path: object) -> list[Any]:
     """Run `job` on every rank; its values (JSON) by rank. Collective.
 
     Where it raises, this rank raises the same, and every other one a CheckpointError about `path` that says which rank
@@ -28,14 +28,14 @@ def run_on_all_ranks(mesh: ProcessGroups, name: str, job: Callable[[], Any], *, 
             error.__cause__ = caught
     except BaseException as caught:
         # Somebody ends this process: the others are not to wait for it.
-        mesh.failed(caught)
+        groups.failed(caught)
         raise
-    if mesh.control is None:
+    if groups.world.process_group is None:
         if error is not None:
             raise error
         return [value]
     said = [None if error is None else f"{type(error).__name__}: {error}", value]
-    rows = exchange_values(said, mesh.control, mesh.ranks.world_size, name)
+    rows = exchange_values(said, groups.world, name)
     if error is not None:
         raise error
     failed = [f"rank {rank} failed with {reason}" for rank, (reason, _) in enumerate(rows) if reason is not None]

@@ -109,7 +109,7 @@ class Filling:
     """
 
     plan: Plan
-    rank: int
+    index: int
     names: Mapping[str, str | None]
     moments: bool
     start: float
@@ -117,8 +117,8 @@ class Filling:
 
 def fill_partitions(filling: Filling, store: TieredStore, source: ValueSource) -> None:
     """Give this rank's partitions their values."""
-    raw = all(_is_raw(filling, source, piece) for piece in holdings(filling.plan, filling.rank))
-    for piece in holdings(filling.plan, filling.rank):
+    raw = all(_is_raw(filling, source, piece) for piece in holdings(filling.plan, filling.index))
+    for piece in holdings(filling.plan, filling.index):
         if not piece.nbytes:
             continue
         if store[piece.key].state is State.FAILED:
@@ -191,7 +191,7 @@ def _fill_group(filling: Filling, store: TieredStore, source: ValueSource, piece
     params = [Key(Kind.PARAM, each.unit) for each in group.slices]
     with store.write(piece.key) as (states,), store.write(*params) as partitions:
         by_unit = dict(zip((key.index for key in params), partitions, strict=True))
-        for unit, start, at, overlap in _overlaps(plan, filling.rank, group):
+        for unit, start, at, overlap in _overlaps(plan, filling.index, group):
             name = filling.names[overlap.slot.name]
             if name is None:
                 continue
@@ -217,11 +217,11 @@ def _fill_moments(
             values.fill_(filling.start)
 
 
-def _overlaps(plan: Plan, rank: int, group: SubGroup) -> list[tuple[int, int, int, Overlap]]:
+def _overlaps(plan: Plan, index: int, group: SubGroup) -> list[tuple[int, int, int, Overlap]]:
     """(unit, start in its partition, start in the states, stretch of a tensor) of a sub-group."""
     found = []
     for unit, start, at, numel in stretches_of(group):
         layout, parts = plan.layouts[unit], plan.placement.units[unit].parts
-        flat = layout.partition_start(parts, rank) + start
+        flat = layout.partition_start(parts, index) + start
         found += [(unit, start, at, overlap) for overlap in layout.overlaps(flat, flat + numel)]
     return found

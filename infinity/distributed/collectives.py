@@ -2,7 +2,7 @@
 
 Each has a name for whoever waits for it, such as "gather of layers.1"; the same number of a group's collectives must
 have the same name and size on every rank. Where it has not, gloo's ranks wait and the watchdog tells: [Note: tags] in
-`group`.
+`axis_group`.
 
 torch 2.13 renamed the two single-tensor collectives and warns about the old names; 2.11 has the old names only.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infinity.distributed.group import DATA, MEETING, PLACE, TAKEN, CollectiveTransfer, Group
+from infinity.distributed.axis_group import DATA, MEETING, PLACE, TAKEN, AxisGroup, CollectiveTransfer
 from infinity.observability import trace
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,7 +40,7 @@ class _Works:
         return all(work.is_completed() for work in self._works)
 
 
-def all_gather(full: Tensor, partition: Tensor, group: Group, name: str = "gather") -> CollectiveTransfer:
+def all_gather(full: Tensor, partition: Tensor, group: AxisGroup, name: str = "gather") -> CollectiveTransfer:
     """Gather every rank's partition [numel / ranks] into `full` [numel]; returns at once. `partition` may lie at its
     place in `full`.
 
@@ -60,21 +60,19 @@ def all_gather(full: Tensor, partition: Tensor, group: Group, name: str = "gathe
     )
 
 
-def _send_to_all(full: Tensor, partition: Tensor, group: Group, tag: int) -> _Works:
-    rank = dist.get_rank(group.process_group)
-    rows = full.view(dist.get_world_size(group.process_group), -1)
-    if rows[rank].data_ptr() != partition.data_ptr():
-        rows[rank].copy_(partition)
+def _send_to_all(full: Tensor, partition: Tensor, group: AxisGroup, tag: int) -> _Works:
+    rows = full.view(group.size, -1)
+    if rows[group.index].data_ptr() != partition.data_ptr():
+        rows[group.index].copy_(partition)
     return _swap(rows, [partition] * len(rows), group, tag)
 
 
-def _swap(rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, group: Group, tag: int) -> _Works:
+def _swap(rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, group: AxisGroup, tag: int) -> _Works:
     """Receive a row from each other rank and send it its part. Nearest neighbours first, so that not everybody sends to
     the same rank at once.
     """
     members, reader = group.process_group, group.reader
-    rank, ranks = dist.get_rank(members), dist.get_world_size(members)
-    others = [(rank + step) % ranks for step in range(1, ranks)]
+    others = [(group.index + step) % group.size for step in range(1, group.size)]
     near = [other for other in others if reader is not None and reader.reads(other, rows[other])]
     far = [other for other in others if other not in near]
     works: list[Any] = [dist.irecv(rows[other], group=members, group_src=other, tag=DATA | tag) for other in far]
@@ -166,8 +164,9 @@ def _add_up(rows: Sequence[Tensor]) -> Tensor:
 
 
 def reduce_scatter(
-    full: Tensor, *, group: Group, mine: Tensor | None = None, workspace: Tensor | None = None, name: str = "reduction"
-) -> Reduction:
+    full: Tensor, *, group: AxisGroup, mine: Tensor | None = None, workspace: Tensor | None = None,
+    name: str = "reduction",
+) -> Reduction:  # fmt: skip
     """Sum `full` [numel] over ranks, of which this rank gets its slice [numel / ranks]; returns at once.
 
     `full` is left as it is; it and what else is given must not change until the sums have been taken.
@@ -179,7 +178,7 @@ def reduce_scatter(
     adds up those that it has received, in the order of ranks, by pieces that a cache holds.
     """
     members = group.process_group
-    ranks = dist.get_world_size(members)
+    ranks = group.size
     if not _is_gloo(members):
         own = full.new_empty(full.numel() // ranks) if mine is None else mine
         return _Summed(
@@ -193,7 +192,7 @@ def reduce_scatter(
         )
     received = full.new_empty(full.numel() - full.numel() // ranks) if workspace is None else workspace
     slices, arriving = full.view(ranks, -1), iter(received.view(ranks - 1, -1))
-    rows = [row if rank == dist.get_rank(members) else next(arriving) for rank, row in enumerate(slices)]
+    rows = [row if index == group.index else next(arriving) for index, row in enumerate(slices)]
     moving = group.start(name, lambda tag: _swap(rows, slices, group, tag), keep=(full, received), nbytes=full.nbytes)
     return _Exchanged(moving, rows)
 
@@ -201,33 +200,33 @@ def reduce_scatter(
 class _AfterMeeting:
     """A collective of gloo's own, which begins when somebody waits for it and all ranks have met."""
 
-    def __init__(self, submit: Callable[[], Any], group: Group, tag: int) -> None:
+    def __init__(self, submit: Callable[[], Any], group: AxisGroup, tag: int) -> None:
         self._submit = submit
         self._group, self._tag = group, tag
 
     def wait(self) -> None:
-        _meet(self._group.process_group, MEETING | self._tag)
+        _meet(self._group, MEETING | self._tag)
         self._submit().wait()
 
     def is_completed(self) -> bool:
         return False
 
 
-def _meet(members: Any, tag: int) -> None:
+def _meet(group: AxisGroup, tag: int) -> None:
     """Return once every rank has come here with this tag. In each round a rank hears from one that is twice as far away
     as in the last, and so of all that this one has heard of: log2(ranks) rounds (dissemination barrier; Hensgen,
     Finkel and Manber, 1988).
     """
-    rank, ranks = dist.get_rank(members), dist.get_world_size(members)
+    members, index, size = group.process_group, group.index, group.size
     distance, nothing = 1, torch.zeros(1, dtype=torch.uint8, device="cpu")
-    while distance < ranks:
-        works: list[Any] = [dist.irecv(nothing.clone(), group=members, group_src=(rank - distance) % ranks, tag=tag)]
-        works.append(dist.isend(nothing, group=members, group_dst=(rank + distance) % ranks, tag=tag))
+    while distance < size:
+        works: list[Any] = [dist.irecv(nothing.clone(), group=members, group_src=(index - distance) % size, tag=tag)]
+        works.append(dist.isend(nothing, group=members, group_dst=(index + distance) % size, tag=tag))
         _Works(works).wait()
         distance *= 2
 
 
-def _whole(tensor: Tensor, submit: Callable[[], Any], group: Group, name: str) -> CollectiveTransfer:
+def _whole(tensor: Tensor, submit: Callable[[], Any], group: AxisGroup, name: str) -> CollectiveTransfer:
     """Submit a collective of the backend's own on one tensor, the same on every rank."""
     gloo = _is_gloo(group.process_group)
     return group.start(
@@ -235,7 +234,7 @@ def _whole(tensor: Tensor, submit: Callable[[], Any], group: Group, name: str) -
     )
 
 
-def all_reduce(tensor: Tensor, group: Group, name: str = "sum") -> CollectiveTransfer:
+def all_reduce(tensor: Tensor, group: AxisGroup, name: str = "sum") -> CollectiveTransfer:
     """Sum `tensor` over ranks in place. Where gloo does it, that happens in `wait`: wait for one before the next."""
     members = group.process_group
     return _whole(
@@ -243,37 +242,37 @@ def all_reduce(tensor: Tensor, group: Group, name: str = "sum") -> CollectiveTra
     )
 
 
-def broadcast(tensor: Tensor, group: Group, source: int = 0, name: str = "broadcast") -> None:
-    """Make every rank's `tensor` that of rank `source`."""
+def broadcast(tensor: Tensor, group: AxisGroup, source: int = 0, name: str = "broadcast") -> None:
+    """Make every rank's `tensor` that of the group's member `source`."""
     members = group.process_group
-    _whole(tensor, lambda: dist.broadcast(tensor, src=source, group=members, async_op=True), group, name).wait()
+    _whole(tensor, lambda: dist.broadcast(tensor, group_src=source, group=members, async_op=True), group, name).wait()
 
 
 def exchange(
-    values: list[float], group: Group | None, world_size: int, name: str = "exchange of numbers"
+    values: list[float], group: AxisGroup, name: str = "exchange of numbers"
 ) -> list[list[float]]:
     """Every rank's list of numbers (same length everywhere, float64), by rank. Blocks; meant for small decisions."""
-    if group is None:
+    if group.process_group is None:
         return [values]
     mine = torch.tensor(values, dtype=torch.float64, device="cpu")
-    everyone = torch.empty(world_size * len(values), dtype=torch.float64, device="cpu")
+    everyone = torch.empty(group.size * len(values), dtype=torch.float64, device="cpu")
     with trace.span(trace.WAIT, "other ranks", nbytes=everyone.nbytes):
         all_gather(everyone, mine, group, name).wait()
-    return everyone.view(world_size, len(values)).tolist()
+    return everyone.view(group.size, len(values)).tolist()
 
 
-def exchange_texts(text: str, group: Group, world_size: int, name: str = "exchange of texts") -> list[str]:
+def exchange_texts(text: str, group: AxisGroup, name: str = "exchange of texts") -> list[str]:
     """Every rank's text, of any length, by rank. Blocks."""
     mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-    sizes = [int(row[0]) for row in exchange([float(mine.numel())], group, world_size, name)]
+    sizes = [int(row[0]) for row in exchange([float(mine.numel())], group, name)]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     padded[: mine.numel()] = mine
-    everyone = torch.empty(world_size * max(sizes), dtype=torch.uint8, device="cpu")
+    everyone = torch.empty(group.size * max(sizes), dtype=torch.uint8, device="cpu")
     all_gather(everyone, padded, group, name).wait()
-    rows = everyone.view(world_size, -1)
+    rows = everyone.view(group.size, -1)
     return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def exchange_values(value: Any, group: Group, world_size: int, name: str = "exchange of values") -> list[Any]:
+def exchange_values(value: Any, group: AxisGroup, name: str = "exchange of values") -> list[Any]:
     """Every rank's value (JSON: tuples come back as lists, keys as strings), by rank. Blocks."""
-    return [json.loads(text) for text in exchange_texts(json.dumps(value), group, world_size, name)]
+    return [json.loads(text) for text in exchange_texts(json.dumps(value), group, name)]

@@ -1,17 +1,17 @@
 """Do all ranks mean the same? Asked at the beginning (the model and its plan) and at every step (what was gathered).
 
-Where the backend compares nothing itself (gloo does: [Note: tags] in `group`), two ranks that gather different units of
-one size do not hang: each gets halves of both. So every step compares a digest of all that was submitted before it
-changes a weight.
+Where the backend compares nothing itself (gloo does: [Note: tags] in `axis_group`), two ranks that gather different
+units of one size do not hang: each gets halves of both. So every step compares a digest of all that was submitted
+before it changes a weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import exchange, exchange_texts, exchange_values
 from infinity.distributed.hang_detection.flight_record import ADVICE, first_difference
-from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import DesyncError
 from infinity.plan.plan import Plan
 
@@ -19,12 +19,11 @@ from infinity.plan.plan import Plan
 _SHOWN_MAX = 64
 
 
-def agree_on_plan(plan: Plan, mesh: ProcessGroups) -> None:
+def agree_on_plan(plan: Plan, group: AxisGroup) -> None:
     """Raise DesyncError on every rank unless all have the same plan of the same parameters, in the same order."""
-    if mesh.control is None:
+    if group.process_group is None:
         return
-    world_size = mesh.ranks.world_size
-    heard = exchange_texts(plan.fingerprint(), mesh.control, world_size, "exchange of plans")
+    heard = exchange_texts(plan.fingerprint(), group, "exchange of plans")
     if len(set(heard)) == 1:
         return
     parameters = [
@@ -32,7 +31,7 @@ def agree_on_plan(plan: Plan, mesh: ProcessGroups) -> None:
         for layout in plan.layouts
         for slot in layout.slots
     ]
-    everyone = exchange_texts("\n".join(parameters), mesh.control, world_size, "exchange of parameter names")
+    everyone = exchange_texts("\n".join(parameters), group, "exchange of parameter names")
     listed = [dict(enumerate(text.split("\n"))) for text in everyone]
     found = first_difference(listed)
     if found is None:
@@ -48,28 +47,27 @@ def agree_on_plan(plan: Plan, mesh: ProcessGroups) -> None:
     )
 
 
-def agree_on_numbers(values: list[float], mesh: ProcessGroups, name: str) -> list[list[float]]:
+def agree_on_numbers(values: list[float], group: AxisGroup, name: str) -> list[list[float]]:
     """`exchange`, with the digests of what was submitted before: one collective for both."""
-    mine = mesh.watchdog.digests() if mesh.watchdog is not None else []
-    rows = exchange([*values, *mine], mesh.control, mesh.ranks.world_size, name)
-    _agree_on_history([row[len(values) :] for row in rows], mesh)
+    mine = group.watchdog.digests() if group.watchdog is not None else []
+    rows = exchange([*values, *mine], group, name)
+    _agree_on_history([row[len(values) :] for row in rows], group)
     return [row[: len(values)] for row in rows]
 
 
-def on_any_rank(mine: Sequence[bool], mesh: ProcessGroups, name: str) -> list[bool]:
+def on_any_rank(mine: Sequence[bool], group: AxisGroup, name: str) -> list[bool]:
     """Element-wise 'on any rank' of a list of flags that has the same length on every rank."""
-    rows = exchange([float(flag) for flag in mine], mesh.control, mesh.ranks.world_size, name)
+    rows = exchange([float(flag) for flag in mine], group, name)
     return [any(row[index] for row in rows) for index in range(len(mine))]
 
 
-def _agree_on_history(rows: Sequence[Sequence[float]], mesh: ProcessGroups) -> None:
+def _agree_on_history(rows: Sequence[Sequence[float]], group: AxisGroup) -> None:
     """Raise DesyncError on every rank unless all have submitted the same. `rows`: every rank's digests."""
-    if mesh.watchdog is None or all(list(row) == list(rows[0]) for row in rows):
+    if group.watchdog is None or all(list(row) == list(rows[0]) for row in rows):
         return
     told = []
-    for group in (mesh.gather, mesh.reduce, mesh.control):
-        done = mesh.watchdog.history(group.index)
-        everyone = exchange_values(done, mesh.control, mesh.ranks.world_size, "exchange of what was done")
+    for done in group.watchdog.histories():
+        everyone = exchange_values(done, group, "exchange of what was done")
         found = first_difference([{int(number): name for number, name in row.items()} for row in everyone])
         if found is not None:
             number, names = found

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from infinity.distributed import collectives
-from infinity.distributed.cma_transport import Introduction, RowCopier, acquaint, log_transport
-from infinity.distributed.group import Group
+from infinity.distributed.axis_group import AxisGroup
+from infinity.distributed.cma_transport import Introduction, acquaint, log_transport
 from infinity.distributed.hang_detection.mailbox import StoreMailbox
 from infinity.distributed.hang_detection.watchdog import BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN, Watchdog, leave
 from infinity.errors import ConfigError
@@ -30,7 +30,7 @@ from infinity.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among all."""
+    """This process among all: what names files and log lines. Code that communicates is given an `AxisGroup`."""
 
     rank: int = 0
     world_size: int = 1
@@ -77,7 +77,14 @@ def open_group(
 
 
 class ProcessGroups:
-    """The process groups of the data-parallel axis. All groups, and the watchdog, are None at world size 1."""
+    """The groups of the axes that this rank lies on.
+
+    world: every rank, through a process group on the CPU that never waits for the device: small decisions.
+    data: the ranks that share the partitions of a unit; gathers. reduction: the same ranks in a process group of its
+    own, so that reductions and gathers have no order among each other.
+
+    At world size 1 no group has a process group, and there is no watchdog.
+    """
 
     def __init__(
         self, ranks: Ranks, *, accelerator: bool, timeout_seconds: float, cross_memory_attach: bool = True
@@ -85,49 +92,44 @@ class ProcessGroups:
         """cross_memory_attach: off an accelerator ranks of one host may read each other's memory (`cma_transport`)."""
         self.ranks = ranks
         self._process = os.getpid()
-        self.gather: Any = None
-        self.reduce: Any = None
-        self.control: Any = None
         self.watchdog: Watchdog | None = None
         self._notes: Any = None
         self._timeout_seconds = timeout_seconds
-        if ranks.world_size == 1:
-            return
         timeout = timedelta(seconds=max(timeout_seconds + BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN))
-        open_group(ranks, accelerator=accelerator, timeout=timeout)
-        backend = "nccl" if accelerator else "gloo"
-        groups = [dist.new_group(backend=name, timeout=timeout) for name in (backend, backend, "gloo")]
-        self._notes = dist.PrefixStore(f"infinity/{groups[0].group_name}/", _get_default_store())
-        self.watchdog = Watchdog(
-            self._notes, groups, rank=ranks.rank, world_size=ranks.world_size, seconds=timeout_seconds,
-        )  # fmt: skip
-        self.gather, self.reduce, self.control = (
-            Group(group, index, self.watchdog) for index, group in enumerate(groups)
+        opened: list[Any] = [None] * 3
+        if ranks.world_size > 1:
+            open_group(ranks, accelerator=accelerator, timeout=timeout)
+            backend = "nccl" if accelerator else "gloo"
+            opened = [dist.new_group(backend=name, timeout=timeout) for name in (backend, backend, "gloo")]
+            self._notes = dist.PrefixStore(f"infinity/{opened[0].group_name}/", _get_default_store())
+            self.watchdog = Watchdog(
+                self._notes, opened, rank=ranks.rank, world_size=ranks.world_size, seconds=timeout_seconds,
+            )  # fmt: skip
+        self.data, self.reduction, self.world = (
+            AxisGroup(axis, ranks.rank, ranks.world_size, group, channel, self.watchdog)
+            for channel, (axis, group) in enumerate(zip(("data", "data", "world"), opened, strict=True))
         )
-        if not accelerator:
+        if ranks.world_size > 1 and not accelerator:
             self._meet(Introduction(wanted=cross_memory_attach), timeout.total_seconds())
 
     def _meet(self, mine: Introduction, limit_seconds: float) -> None:
         """Find the ranks of this host that can read each other's memory, and have all groups use it."""
 
         def tell(said: Any) -> list[Any]:
-            return collectives.exchange_values(said, self.control, self.ranks.world_size, "introduction of ranks")
+            return collectives.exchange_values(said, self.world, "introduction of ranks")
 
-        found = acquaint(tell(mine.said), self.ranks.rank, mine)
+        found = acquaint(tell(mine.said), self.world.index, mine)
         # Whom each can read, and what kept it from reading the others of its host.
         answers = tell([sorted(found), mine.reason])
-        mutual = {other: pid for other, pid in found.items() if self.ranks.rank in answers[other][0]}
+        mutual = {other: pid for other, pid in found.items() if self.world.index in answers[other][0]}
         log_transport(mutual, [reason for _, reason in answers])
-        for group in (self.gather, self.reduce, self.control):
+        for group in (self.data, self.reduction, self.world):
             if mutual:
-                group.reader = RowCopier(group.process_group, mutual, limit_seconds)
+                group.read_memory_of(mutual, limit_seconds)
 
     def mailbox(self, topic: str) -> StoreMailbox:
         """A place where ranks leave notes for each other outside of the collectives; a topic names one for good."""
-        return StoreMailbox(
-            self._notes, topic, rank=self.ranks.rank, world_size=self.ranks.world_size,
-            timeout_seconds=self._timeout_seconds,
-        )  # fmt: skip
+        return StoreMailbox(self._notes, topic, group=self.world, timeout_seconds=self._timeout_seconds)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -149,17 +151,13 @@ class ProcessGroups:
             self.watchdog.check()
 
     def close(self) -> None:
-        """Destroy this mesh's groups. The program's own group stays open, or ends with the process."""
+        """Destroy these groups. The program's own group stays open, or ends with the process."""
         if self.watchdog is None:
             return
         self.watchdog.close()
-        for group in (self.gather, self.reduce, self.control):
-            if group.reader is not None:
-                group.reader.close()
-        if dist.is_initialized():
-            for group in (self.gather, self.reduce, self.control):
-                dist.destroy_process_group(group.process_group)
-        self.gather = self.reduce = self.control = self.watchdog = None
+        self.watchdog = None
+        for group in (self.data, self.reduction, self.world):
+            group.close()
 
 
 def _end(owner: int) -> None:

@@ -54,7 +54,7 @@ class Engine(nn.Module):
         self.module = parts.module
         self.config = parts.config
         self.plan = parts.plan
-        self.mesh = parts.mesh
+        self.groups = parts.groups
         self.store = parts.store
         self.coordinator = parts.coordinator
         self.gradients = parts.gradients
@@ -69,14 +69,14 @@ class Engine(nn.Module):
         self._hooks, self._stepper = parts.hooks, parts.stepper
         self._checkpointing = parts.checkpointing
         self._parts = parts
-        checkpoint, alone = parts.config.config.checkpoint, parts.mesh.ranks.world_size == 1
-        self._background = Background(parts.store, parts.mesh)
+        checkpoint, alone = parts.config.config.checkpoint, parts.groups.world.size == 1
+        self._background = Background(parts.store, parts.groups)
         self._preemption = PreemptionHandler(checkpoint.path, checkpoint.on_signal, self._background, alone=alone)
         self._boundary = Boundary(parts, self._preemption.says)
         # Of the micro-steps since the latest boundary, unscaled; looked at when somebody asks.
         self._losses: list[Tensor] = []
         self._applied = self._closed = False
-        place = {"rank": parts.mesh.ranks.rank, "world_size": parts.mesh.ranks.world_size}
+        place = {"rank": parts.groups.ranks.rank, "world_size": parts.groups.ranks.world_size}
         self._observer = Observer(
             Breakdown(parts.plan, parts.ledger, parts.store, parts.units, parts.device), parts.config.config, **place
         )
@@ -133,17 +133,17 @@ class Engine(nn.Module):
     def step(self) -> None:
         """At the accumulation boundary: average, check, clip and apply the gradients; otherwise only count."""
         self._alive("step")
-        with self.mesh.telling():
+        with self.groups.telling():
             self._boundary.check()
         self._applied = False
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not boundary:
             return
-        with self._observer.phase("step", self.mesh.failed):
+        with self._observer.phase("step", self.groups.failed):
             verdict = self._apply_gradients()
         self._observer.end_step(self.global_steps)
-        with self.mesh.telling():
+        with self.groups.telling():
             if self._boundary.should_abort:
                 error = partial(self._boundary.abort_error, self.global_steps - 1, verdict)
                 self._preemption.abort_with_save(self, error)
@@ -219,15 +219,15 @@ class Engine(nn.Module):
 
     @property
     def world_size(self) -> int:
-        return self.mesh.ranks.world_size
+        return self.groups.ranks.world_size
 
     @property
     def global_rank(self) -> int:
-        return self.mesh.ranks.rank
+        return self.groups.ranks.rank
 
     @property
     def local_rank(self) -> int:
-        return self.mesh.ranks.local_rank
+        return self.groups.ranks.local_rank
 
     @property
     def loss_scale(self) -> float:
@@ -405,7 +405,7 @@ class Engine(nn.Module):
             for unit in self.units:
                 unit.close()
             shutdown_threads()
-            self.mesh.close()
+            self.groups.close()
             trim()
 
     def __enter__(self) -> Engine:
@@ -413,7 +413,7 @@ class Engine(nn.Module):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if error is not None:
-            self.mesh.failed(error)
+            self.groups.failed(error)
         try:
             self._close(at_once=error is not None)
         except Exception as failure:
@@ -442,11 +442,11 @@ class Engine(nn.Module):
             raise StateError(f"cannot {verb}: {self._observer.broken}")
         self._stepper.check()
         self._preemption.check()
-        self.mesh.check()
+        self.groups.check()
 
     def _abandon(self, error: BaseException) -> None:
         """Forward or backward has raised: forget the pass, and have the other ranks told."""
-        self.mesh.failed(error)
+        self.groups.failed(error)
         self.coordinator.abandon()
 
     def _abandon_backward(self, error: BaseException) -> None:

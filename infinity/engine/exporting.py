@@ -52,7 +52,7 @@ def export_folder(
         sources = [source for source in sources if source.name in trained]
     nbytes_max = None if one_file else parse_bytes(max_shard_size)
     shards = description.shards(sources, chosen, stem=stem, nbytes_max=nbytes_max)
-    first = parts.mesh.ranks.rank == 0
+    first = parts.groups.ranks.rank == 0
     # The folder that rank 0 has made, while it is beside its place.
     hidden: list[Path] = []
 
@@ -74,9 +74,10 @@ def export_folder(
         return made.name
 
     try:
-        made = target.resolve().parent / run_on_all_ranks(parts.mesh, "beginning of an export", prepare, path=target)[0]
+        names = run_on_all_ranks(parts.groups, "beginning of an export", prepare, path=target)
+        made = target.resolve().parent / names[0]
         done = run_on_all_ranks(
-            parts.mesh, "files of an export", lambda: _write(parts, sources, shards, made), path=target
+            parts.groups, "files of an export", lambda: _write(parts, sources, shards, made), path=target
         )
 
         def finish() -> None:
@@ -84,7 +85,7 @@ def export_folder(
                 check_complete(sum(done), shards, target)
                 publish_folder(made, target)
 
-        run_on_all_ranks(parts.mesh, "end of an export", finish, path=target)
+        run_on_all_ranks(parts.groups, "end of an export", finish, path=target)
     finally:
         for folder in hidden:
             shutil.rmtree(folder, ignore_errors=True)
@@ -101,7 +102,7 @@ def export_16bit(parts: Runtime, folder: str | os.PathLike[str], filename: str, 
 
 def _write(parts: Runtime, sources: Sequence[TensorSource], shards: Sequence[Shard], made: Path) -> int:
     """Write this rank's ranges; returns the bytes."""
-    ranks = parts.mesh.ranks
+    ranks = parts.groups.ranks
     if not made.is_dir():
         raise StateError(
             f"the folder that rank 0 has made in {made.parent} is not seen by rank {ranks.rank}: every rank writes its "
@@ -110,7 +111,7 @@ def _write(parts: Runtime, sources: Sequence[TensorSource], shards: Sequence[Sha
     with WeightWriter(made, shards, create=False) as writer:
         wanted = writer.dtypes
         total = sum(entry.nbytes for shard in shards for entry, _ in shard.entries)
-        progress = PhaseProgress(f"export to {made.parent}", total // ranks.world_size)
+        progress = PhaseProgress(f"export to {made.parent}", total // parts.groups.data.size)
         for name, start, values in _elements(parts, wanted):
             raw = as_bytes(values, wanted[name], name)
             writer.write(name, start, raw)
@@ -146,8 +147,8 @@ def _own_range(parts: Runtime, unit: Unit) -> tuple[int, int, int]:
     if unit.placed.parts > 1:
         return unit.rank_in_parts * numel, 0, numel
     # Every rank has everything: each writes a share.
-    rank, ranks = parts.mesh.ranks.rank, parts.mesh.ranks.world_size
-    return 0, numel * rank // ranks, numel * (rank + 1) // ranks
+    group = parts.groups.data
+    return 0, numel * group.index // group.size, numel * (group.index + 1) // group.size
 
 
 def _values(parts: Runtime, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:

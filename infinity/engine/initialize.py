@@ -25,7 +25,7 @@ from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.engine.data import Loader, Workers
 from infinity.engine.engine import Engine
 from infinity.engine.launch import check_arguments, configuration_of
-from infinity.engine.model_init import ConfigSource, mesh_of
+from infinity.engine.model_init import ConfigSource, groups_of
 from infinity.engine.preflight import checkpointed_blocks, preflight, remarks
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError
@@ -99,7 +99,7 @@ def initialize(
     device = Device.detect(ranks.local_rank)
     spool = spool_of(list(model.parameters()))
     # First of all: from here on what one rank raises ends the others too.
-    groups = spool.mesh if spool is not None else mesh_of(resolved, ranks, device)
+    groups = spool.groups if spool is not None else groups_of(resolved, ranks, device)
     with ExitStack() as undo, groups.telling():
         if spool is None:
             undo.callback(groups.close)
@@ -107,7 +107,7 @@ def initialize(
         plan, question = preflight(
             resolved, model, trained.group_of(), device, groups, moments=trained.optimizer.method.moments
         )
-        agree_on_plan(plan, groups)
+        agree_on_plan(plan, groups.world)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
         parts = _build(resolved, model, plan, groups, device, trained, ledger, undo)
         engine = Engine(parts)
@@ -258,7 +258,7 @@ def _build(
     config: ResolvedConfig,
     model: nn.Module,
     plan: Plan,
-    mesh: ProcessGroups,
+    groups: ProcessGroups,
     device: Device,
     trained: _Trained,
     ledger: Ledger,
@@ -267,29 +267,29 @@ def _build(
     """Allocate what the plan says and move the model into it. What was built is taken down again when a later part
     fails.
     """
-    spool, ranks = spool_of(list(model.parameters())), mesh.ranks
+    spool, ranks = spool_of(list(model.parameters())), groups.ranks
     if spool is not None:
-        undo.callback(mesh.close)
+        undo.callback(groups.close)
     store = _store(config, plan, ranks, device, ledger)
     undo.callback(store.close)
     by_name = dict(model.named_parameters())
     units = [
         Unit(
-            layout, placed, weight_tiles.params_of(layout, by_name), store=store, device=device, mesh=mesh,
+            layout, placed, weight_tiles.params_of(layout, by_name), store=store, device=device, group=groups.data,
             ledger=ledger,
         )  # fmt: skip
         for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
     ]
     Materializer(
-        units, plan=plan, store=store, mesh=mesh, spool=spool,
+        units, plan=plan, store=store, groups=groups, spool=spool,
         moments_start=trained.optimizer.method.start,
     ).run()
     if spool is not None:
         spool.close()
-    gradients = Gradients(units, plan=plan, store=store, device=device, mesh=mesh, ledger=ledger)
-    ahead = config.config.overlap and (ranks.world_size > 1 or device.is_accelerator)
+    gradients = Gradients(units, plan=plan, store=store, device=device, groups=groups, ledger=ledger)
+    ahead = config.config.overlap and (groups.data.size > 1 or device.is_accelerator)
     coordinator = Coordinator(
-        units, plan=plan, store=store, gradients=gradients, mesh=mesh, ahead=ahead, spare=device.spare
+        units, plan=plan, store=store, gradients=gradients, group=groups.world, ahead=ahead, spare=device.spare
     )
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
@@ -299,17 +299,17 @@ def _build(
         for name, buffer in buffer_owner._buffers.items():
             if buffer is not None:
                 buffer_owner._buffers[name] = buffer.to(device.torch)
-    synced = ranks.world_size > 1 and not all(unit.placed.whole for unit in units)
-    hooks = ModuleHooks(model, units, coordinator, mesh=mesh, synced=synced)
+    synced = groups.data.size > 1 and not all(unit.placed.whole for unit in units)
+    hooks = ModuleHooks(model, units, coordinator, group=groups.world, synced=synced)
     undo.callback(hooks.remove)
     checkpointing = _checkpointing(config, model, ranks, device, ledger)
     undo.callback(checkpointing.close)
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
-    stepper = _stepper(config, plan, store, ranks, device, trained)
+    stepper = _stepper(config, plan, store, groups, device, trained)
     undo.callback(stepper.close)
     return Runtime(
-        module=model, config=config, plan=plan, device=device, mesh=mesh, ledger=ledger, store=store, units=units,
+        module=model, config=config, plan=plan, device=device, groups=groups, ledger=ledger, store=store, units=units,
         gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper, checkpointing=checkpointing,
         compiled=compiled,
     )  # fmt: skip
@@ -340,15 +340,16 @@ def _checkpointing(
 
 
 def _stepper(
-    config: ResolvedConfig, plan: Plan, store: TieredStore, ranks: Ranks, device: Device, trained: _Trained
+    config: ResolvedConfig, plan: Plan, store: TieredStore, groups: ProcessGroups, device: Device, trained: _Trained
 ) -> Stepper:
     # Ranks of one node share its cores; the result does not depend on how many there are.
+    ranks = groups.ranks
     cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
     set_threads(thread_count(len(cores), ranks.local_size), cores)
     # Beside the next forward there is something to gain where bytes move: to a drive, or to a device that computes.
     moves = device.is_accelerator or plan.nvme_nbytes > 0
     return Stepper(
-        plan, store, index=ranks.rank, method=trained.optimizer.method, behind=config.config.overlap and moves,
+        plan, store, index=groups.data.index, method=trained.optimizer.method, behind=config.config.overlap and moves,
         grad_bound=config.clip_value or math.inf,
     )
 
@@ -393,19 +394,19 @@ def _is_factory(scheduler: Any) -> bool:
 
 
 def _loader(
-    config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, mesh: ProcessGroups, device: Device
+    config: ResolvedConfig, data: Dataset[Any] | None, collate: Any, groups: ProcessGroups, device: Device
 ) -> Loader | None:
     if data is None:
         return None
     # Rank 0's, so that `torch.manual_seed` says the order whatever the other ranks were seeded with.
-    seed = exchange([float(torch.initial_seed() % 2**32)], mesh.control, mesh.ranks.world_size, "seed of the data")
+    seed = exchange([float(torch.initial_seed() % 2**32)], groups.world, "seed of the data")
     given = config.config
     workers = Workers(
         given.dataloader_num_workers, given.dataloader_prefetch_factor, persistent=given.dataloader_persistent_workers,
         pin_memory=given.dataloader_pin_memory,
     )  # fmt: skip
     return Loader(
-        data, rank=mesh.ranks.rank, ranks=mesh.ranks.world_size, batch=config.micro_batch, seed=int(seed[0][0]),
+        data, rank=groups.data.index, ranks=groups.data.size, batch=config.micro_batch, seed=int(seed[0][0]),
         collate=collate, drop_last=given.dataloader_drop_last, device=device.torch, workers=workers,
     )  # fmt: skip
 

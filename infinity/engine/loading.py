@@ -86,7 +86,7 @@ def load_checkpoint(
         found.append(_find(trainee, parts, boundary, path, None if tag is None else str(tag), wanted))
         return None if found[0] is None else str(found[0].manifest.id if found[0].manifest else found[0].folder)
 
-    seen = run_on_all_ranks(parts.mesh, "what to load", examine, path=path)
+    seen = run_on_all_ranks(parts.groups, "what to load", examine, path=path)
     if len(set(seen)) > 1:
         others = next(rank for rank, each in enumerate(seen) if each != seen[0])
         raise CheckpointError(
@@ -113,12 +113,12 @@ def resume(
     directory = Path(chosen)
 
     def look() -> tuple[list[str], list[tuple[str, str, bool]]]:
-        if parts.mesh.ranks.rank != 0:
+        if parts.groups.ranks.rank != 0:
             return [], []
         tags = [folder.name for folder, _ in complete(directory)]
         return tags, _unusable(directory, tags)
 
-    tags, unusable = run_on_all_ranks(parts.mesh, "checkpoints to resume from", look, path=directory)[0]
+    tags, unusable = run_on_all_ranks(parts.groups, "checkpoints to resume from", look, path=directory)[0]
     failures: list[str] = []
     for at, why, was_whole in unusable:
         logger.warning("not resumed from %s: %s", at, why)
@@ -176,7 +176,7 @@ def _find(
             trainee, boundary, manifest.engine, [index.singles for index in indexes],
             optimizer=wanted.optimizer and _has_states(manifest), scheduler=wanted.scheduler, path=folder,
         )  # fmt: skip
-        rank = parts.mesh.ranks.rank
+        rank = parts.groups.ranks.rank
         if rank < len(indexes):
             check_random(indexes[rank].rng, parts.device, path=folder)
     found = match(_tensors(parts), tied_of(parts.module), manifest.tensors, manifest.tied)
@@ -265,7 +265,7 @@ def _overwriting(observer: Observer, folder: Path) -> Iterator[None]:
 def _take_over(trainee: Trainee, parts: Runtime, found: Found, wanted: Wanted) -> None:
     """Partitions on every rank, then what is whole on the device."""
     filling = Filling(
-        plan=parts.plan, rank=parts.mesh.ranks.rank, names=found.match.source,
+        plan=parts.plan, index=parts.groups.data.index, names=found.match.source,
         moments=found.manifest is not None and wanted.optimizer and not wanted.module_only,
         start=parts.stepper.start,
     )  # fmt: skip
@@ -277,7 +277,7 @@ def _take_over(trainee: Trainee, parts: Runtime, found: Found, wanted: Wanted) -
             fill_partitions(filling, parts.store, source)
             _fill_buffers(parts, found, source)
 
-    run_on_all_ranks(parts.mesh, "partitions of a checkpoint", job, path=found.folder)
+    run_on_all_ranks(parts.groups, "partitions of a checkpoint", job, path=found.folder)
     for unit in parts.units:
         if unit.placed.whole:
             unit.refresh()
@@ -293,7 +293,7 @@ def _source(found: Found, parts: Runtime) -> Iterator[ValueSource]:
             return
         assert found.indexes is not None
         queue = stack.enter_context(queue_of(parts))
-        total = sum(piece.nbytes for piece in holdings(parts.plan, parts.mesh.ranks.rank))
+        total = sum(piece.nbytes for piece in holdings(parts.plan, parts.groups.data.index))
         progress = PhaseProgress(f"loading {found.folder}", total)
         yield CheckpointSource(
             stack.enter_context(ExtentReader(found.folder, found.manifest, found.indexes, queue, progress.advance))
@@ -322,6 +322,6 @@ def _restore(trainee: Trainee, parts: Runtime, boundary: Boundary, found: Found,
         optimizer=wanted.optimizer and _has_states(manifest), scheduler=wanted.scheduler,
         accumulation=parts.config.accumulation if managed else 1, path=found.folder,
     )  # fmt: skip
-    rank = parts.mesh.ranks.rank
+    rank = parts.groups.ranks.rank
     if rank < len(indexes):
         restore_random(indexes[rank].rng, parts.device)

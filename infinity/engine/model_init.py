@@ -66,21 +66,21 @@ class Init:
 
 
 def open_spool(source: ConfigSource) -> DeferredInit:
-    """A spool for a model that is to be built, on the drives that the configuration names, with the mesh of ranks."""
+    """A spool for a model that is to be built, on the drives that the configuration names, with the process groups."""
     config = load_config(source)
     ranks = detect()
     configure_logging(ranks.rank, config.log_level)
     resolved = resolve(config, ResolveContext(world_size=ranks.world_size, detected=True))
-    mesh = mesh_of(resolved, ranks, Device.detect(ranks.local_rank))
-    with ExitStack() as undo, mesh.telling():
-        undo.callback(mesh.close)
+    groups = groups_of(resolved, ranks, Device.detect(ranks.local_rank))
+    with ExitStack() as undo, groups.telling():
+        undo.callback(groups.close)
         check_drives(resolved)
         undo.pop_all()
-    return DeferredInit(resolved.nvme_path, mesh=mesh, timeout_seconds=config.watchdog_seconds)
+    return DeferredInit(resolved.nvme_path, groups=groups, timeout_seconds=config.watchdog_seconds)
 
 
-def mesh_of(config: ResolvedConfig, ranks: Ranks, device: Device) -> ProcessGroups:
-    """The mesh of ranks, with the configuration's time limit."""
+def groups_of(config: ResolvedConfig, ranks: Ranks, device: Device) -> ProcessGroups:
+    """The process groups, with the configuration's time limit."""
     return ProcessGroups(
         ranks, accelerator=device.is_accelerator, timeout_seconds=config.config.watchdog_seconds,
         cross_memory_attach=config.config.cross_memory_attach,

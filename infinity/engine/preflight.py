@@ -15,6 +15,7 @@ from torch import nn
 from infinity.config import ResolvedConfig
 from infinity.config.units import Share, format_bytes
 from infinity.distributed import collectives
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory import growable_pool
@@ -40,21 +41,22 @@ from infinity.zero.deferred_init import spool_of
 
 
 def preflight(
-    config: ResolvedConfig, model: nn.Module, groups: Mapping[int, int], device: Device, mesh: ProcessGroups,
+    config: ResolvedConfig, model: nn.Module, param_groups: Mapping[int, int], device: Device, groups: ProcessGroups,
     *, moments: tuple[Kind, ...],
 ) -> tuple[Plan, PlanInputs]:
     """The plan of a run, and the question that it answers, with what each tier may hold while it lasts. Collective.
 
     moments: what the optimizer keeps of an element.
-    groups: the optimizer parameter group of each trained parameter, by id. ConfigError for a folder that can hold no
-    swap files, CapacityError for a plan that does not fit, ConfigError for a model without values; of a model without
-    values that would not fit either, it is the first.
+    param_groups: the optimizer parameter group of each trained parameter, by id.
+
+    ConfigError for a folder that can hold no swap files, CapacityError for a plan that does not fit, ConfigError for a
+    model without values; of a model without values that would not fit either, it is the first.
     """
-    ranks = mesh.ranks
+    ranks = groups.ranks
     check_drives(config)
-    free = _agreed(_free(config, model, device, ranks.local_size), mesh)
+    free = _agreed(_free(config, model, device, ranks.local_size), groups.world)
     taken = baseline_nbytes(model)
-    node = module_tree(model, compute_dtype=config.compute_dtype, groups=dict(groups))
+    node = module_tree(model, compute_dtype=config.compute_dtype, groups=dict(param_groups))
 
     def asked(*, measure: bool) -> PlanInputs:
         reserve = _reserve(config, model, device, free, taken_nbytes=taken, measure=measure)
@@ -66,7 +68,7 @@ def preflight(
             for by_budget in (False, True)
         )  # fmt: skip
         # Ranks may have limits of their own.
-        capacity, budget = _agreed(capacity, mesh), _agreed(budget, mesh)
+        capacity, budget = _agreed(capacity, groups.world), _agreed(budget, groups.world)
         return PlanInputs(
             node=node,
             config=config,
@@ -232,10 +234,10 @@ def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: 
     )  # fmt: skip
 
 
-def _agreed(mine: Capacity, mesh: ProcessGroups) -> Capacity:
+def _agreed(mine: Capacity, group: AxisGroup) -> Capacity:
     """The least of what the ranks have."""
     limits = [math.inf if limit is None else float(limit) for limit in astuple(mine)]
-    least = map(min, zip(*collectives.exchange(limits, mesh.control, mesh.ranks.world_size), strict=True))
+    least = map(min, zip(*collectives.exchange(limits, group), strict=True))
     return Capacity(*(None if limit == math.inf else int(limit) for limit in least))
 
 

@@ -29,7 +29,7 @@ class Runtime:
     config: ResolvedConfig
     plan: Plan
     device: Device
-    mesh: ProcessGroups
+    groups: ProcessGroups
     ledger: Ledger
     store: TieredStore
     units: list[Unit]

@@ -87,7 +87,7 @@ def save(
     parts.hooks.check_tree()
     order = SaveRequest(Path(directory), "", latest, not exclude_frozen, behind)
     asked = f"global_step{trainee.global_steps}" if tag is None else str(tag)
-    ask = partial(run_on_all_ranks, parts.mesh, path=order.directory)
+    ask = partial(run_on_all_ranks, parts.groups, path=order.directory)
 
     def settle() -> dict[str, str]:
         background.finish()
@@ -136,10 +136,10 @@ def queue_of(parts: Runtime) -> Queue:
 
 def capture_of(order: SaveRequest, parts: Runtime) -> Capture:
     """What this rank writes."""
-    rank = parts.mesh.ranks.rank
+    rank = parts.groups.ranks.rank
     return Capture(
         rank=rank,
-        pieces=tuple(shares(parts.plan, rank, frozen=order.frozen)),
+        pieces=tuple(shares(parts.plan, parts.groups.data.index, frozen=order.frozen)),
         buffers=buffers_of(parts.module) if rank == 0 else (),
         rng=random_state(parts.device),
         singles=singles_of(parts.stepper),
@@ -208,7 +208,7 @@ def _order(
     own = trainee.client_state if client_state is None else client_state
     # Asked on every rank: it may be a collective of the program's.
     own = own() if callable(own) else own
-    if parts.mesh.ranks.rank == 0:
+    if parts.groups.ranks.rank == 0:
         order.client_state = spelled(dict(own or {}), order.tensors, path=order.directory)
     return {"tag": tag, "directory": str(order.directory.absolute())}
 
@@ -233,7 +233,7 @@ def _claim(order: SaveRequest, parts: Runtime, stack: ExitStack, ask: Together) 
     """Take the folder, and remove what killed saves have left there."""
 
     def claim() -> dict[str, Any]:
-        if parts.mesh.ranks.rank != 0:
+        if parts.groups.ranks.rank != 0:
             return {}
         stack.enter_context(claimed(order.directory))
         section = parts.config.config.checkpoint
@@ -283,13 +283,13 @@ def _remove(order: SaveRequest, parts: Runtime, place: SaveTarget) -> None:
     another rank may have stopped waiting before.
     """
     manifest = order.folder / MANIFEST
-    if parts.mesh.ranks.rank == 0 and not (manifest.exists() and read_manifest(order.folder).id == place.id):
+    if parts.groups.ranks.rank == 0 and not (manifest.exists() and read_manifest(order.folder).id == place.id):
         remove_save(order.folder, place.id)
 
 
 def _publish(order: SaveRequest, parts: Runtime, place: SaveTarget, infos: list[FileInfo], ask: Together) -> None:
     def job() -> None:
-        if parts.mesh.ranks.rank == 0:
+        if parts.groups.ranks.rank == 0:
             client = write_client(order.folder, place.id, order.tensors)
             manifest = manifest_of(order, parts, place, infos, client)
             publish_checkpoint(order.directory, manifest, latest=order.latest, checked=bool(place.outdated))

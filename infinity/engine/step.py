@@ -56,7 +56,7 @@ class Boundary:
         config = parts.config.config
         self._config = parts.config
         self._units = parts.units
-        self._mesh = parts.mesh
+        self._groups = parts.groups
         self._device = parts.device
         self._store = parts.store
         self._gradients = parts.gradients
@@ -80,7 +80,7 @@ class Boundary:
     @property
     def grad_factor(self) -> float:
         """What accumulated gradients are multiplied by: averaging over ranks, and fp16's unscaling."""
-        ranks = self._mesh.ranks.world_size if self._config.config.gradient_allreduce_op == "mean" else 1
+        ranks = self._groups.data.size if self._config.config.gradient_allreduce_op == "mean" else 1
         return 1.0 / ranks / (self.scaler.scale if self.scaler is not None else 1.0)
 
     def check(self) -> None:
@@ -127,9 +127,9 @@ class Boundary:
         ]
         for unit, slot, _ in slots:
             # What every rank has whole counts once.
-            told = unit.placed.parts > 1 or self._mesh.ranks.rank == 0
+            told = unit.placed.parts > 1 or self._groups.data.index == 0
             mine += stats.get((unit.layout.index, slot), _NOTHING) if told else _NOTHING
-        rows = exchange(mine, self._mesh.control, self._mesh.ranks.world_size, "exchange of norms by parameter")
+        rows = exchange(mine, self._groups.world, "exchange of norms by parameter")
         sums = [math.fsum(column) for column in zip(*rows, strict=True)]
         found: dict[str, list[float]] = {}
         for (_, slot, flag), squares, count in zip(slots, sums[::2], sums[1::2], strict=True):
@@ -137,10 +137,10 @@ class Boundary:
                 found.setdefault(slot.name, []).append(math.inf if count else squares)
         return {name: math.sqrt(math.fsum(squares)) * self._norm_factor for name, squares in found.items()}
 
-    def apply(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Step every sub-group as judged, then bring whole units up to date. `groups` are live parameter groups."""
+    def apply(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Step every sub-group as judged, then bring whole units up to date. `param_groups` are live."""
         arrived = {unit.layout.index: flags for unit, flags in self._arrived.items()}
-        self._stepper.step(groups, grad_scale=self._grad_scale, arrived=arrived)
+        self._stepper.step(param_groups, grad_scale=self._grad_scale, arrived=arrived)
         for unit in self._units:
             unit.generation += unit.layout.trainable
             if unit.placed.whole and unit.layout.trainable:
@@ -175,16 +175,16 @@ class Boundary:
     def _settle_gradients(self) -> None:
         """Complete the gradient partitions: late ones first, and agree on which parameters have one at all."""
         late = self._gradients.leftovers()
-        alone = self._mesh.ranks.world_size == 1
+        alone = self._groups.world.size == 1
         if not alone:
             flags = [unit.layout.index in late for unit in self._units]
-            agreed = on_any_rank(flags, self._mesh, "agreement on late gradients")
+            agreed = on_any_rank(flags, self._groups.world, "agreement on late gradients")
             late = [index for index, flag in enumerate(agreed) if flag]
         self._gradients.boundary(late)
         self._arrived = dict(self._gradients.arrived)
         if not alone:
             mine = [flag for flags in self._arrived.values() for flag in flags]
-            anyone = iter(on_any_rank(mine, self._mesh, "agreement on gradients"))
+            anyone = iter(on_any_rank(mine, self._groups.world, "agreement on gradients"))
             self._arrived = {unit: [next(anyone) for _ in flags] for unit, flags in self._arrived.items()}
             self._gradients.agree_on_order()
 
@@ -200,7 +200,7 @@ class Boundary:
         self._stepper.finish()
         coordinator = self._coordinator
         found = agree(
-            coordinator.use_times(), self._units, self._store, self._device, self._mesh, coordinator.gathered
+            coordinator.use_times(), self._units, self._store, self._device, self._groups.world, coordinator.gathered
         )
         if found is not None:
             self._coordinator.retime(*found)
@@ -211,9 +211,9 @@ class Boundary:
         """
         says = self._says()
         squares, nonfinite = self._stepper.grad_stats()
-        if self._mesh.ranks.world_size == 1:
+        if self._groups.world.size == 1:
             return squares, nonfinite, says
-        rows = agree_on_numbers([squares, float(nonfinite), *says], self._mesh, "exchange of gradient norms")
+        rows = agree_on_numbers([squares, float(nonfinite), *says], self._groups.world, "exchange of gradient norms")
         heard = tuple(any(row[2 + at] for row in rows) for at in range(len(says)))
         if self._config.stage == 0:
             # Nothing is cut: every rank has counted the same gradients.
@@ -225,7 +225,7 @@ class Boundary:
         if skipped and self._skips.in_a_row == 0:
             return ""
         finite = all(bool(torch.isfinite(loss).all()) for loss in losses)
-        origin = first_nonfinite(self._gradients, self._mesh, loss_is_finite=finite)
+        origin = first_nonfinite(self._gradients, self._groups.world, loss_is_finite=finite)
         logger.warning(
             "step %d%s: %d gradient elements are not finite, first in the gradient of %s; %s weights and moments are "
             "unchanged", step, " skipped" if skipped else "", count, origin, "all" if skipped else "their",

@@ -74,7 +74,7 @@ def load_hf(
     model = _skeleton(model_class or transformers.AutoModelForCausalLM, model_config)
     spool = open_spool(config)
     try:
-        with spool.mesh.telling():
+        with spool.groups.telling():
             weights = WeightFolder(folder)
             spool.resources.callback(weights.close)
             _check_alike(spool, weights)
@@ -150,10 +150,10 @@ def _skeleton(model_class: Any, model_config: Any) -> nn.Module:
 
 def _check_alike(spool: DeferredInit, weights: WeightFolder) -> None:
     """Every rank reads for itself: the files must be the same."""
-    ranks = spool.mesh.ranks
-    if ranks.world_size == 1:
+    group = spool.groups.world
+    if group.size == 1:
         return
-    seen = exchange([float(weights.fingerprint)], spool.mesh.control, ranks.world_size)
+    seen = exchange([float(weights.fingerprint)], group)
     others = [rank for rank, row in enumerate(seen) if row != seen[0]]
     if others:
         raise ConfigError(

@@ -24,8 +24,8 @@ from itertools import takewhile
 import torch
 from torch import nn
 
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.consistency import on_any_rank
-from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import StateError
 from infinity.memory.resizable_buffer import SparePages
 from infinity.memory.store import TieredStore
@@ -72,7 +72,7 @@ class Coordinator:
     """Runs the fetch schedule over a rank's units. See the module's text."""
 
     def __init__(
-        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, mesh: ProcessGroups,
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, group: AxisGroup,
         ahead: bool,
         spare: SparePages | None,
     ) -> None:  # fmt: skip
@@ -80,7 +80,7 @@ class Coordinator:
         self._plan = plan
         self._store = store
         self._gradients = gradients
-        self._mesh = mesh
+        self._group = group
         # Gathers run ahead of use where something else can run meanwhile: a collective, or a copy engine.
         self._ahead = ahead
         # Memory of released units is left to the next gathers, as far as the plan has it: for a device whose allocator
@@ -346,7 +346,7 @@ class Coordinator:
         needed = {unit for scope, units in calls.values() if scope() is not None for unit in units}
         if any(unit in self._cut for _, units in calls.values() for unit in units):
             mine = [unit in needed for unit in self._units]
-            anywhere = on_any_rank(mine, self._mesh, "forwards that wait for their backward")
+            anywhere = on_any_rank(mine, self._group, "forwards that wait for their backward")
             needed = {unit for unit, flag in zip(self._units, anywhere, strict=True) if flag}
         for number, (_, units) in calls.items():
             if needed.isdisjoint(units):

@@ -72,10 +72,10 @@ class DeferredInit:
     None: they stay in memory.
     """
 
-    def __init__(self, directory: Sequence[str] | None, *, mesh: ProcessGroups, timeout_seconds: float) -> None:
+    def __init__(self, directory: Sequence[str] | None, *, groups: ProcessGroups, timeout_seconds: float) -> None:
         self._directory = directory
         # The engine that takes the model over takes the process groups with it.
-        self.mesh = mesh
+        self.groups = groups
         self._timeout = timeout_seconds
         self._places: dict[int, _Place] = {}
         # Parameters whose values are in memory, the one used longest ago first.
@@ -319,7 +319,7 @@ class DeferredInit:
         if not self._files or self._files[-1][1] + nbytes > self._files[-1][0].nbytes:
             size = max(_FILE_NBYTES, nbytes)
             options = QueueOptions(timeout_seconds=self._timeout)
-            tier = NvmeTier.open(self._directory, nbytes=size, rank=self.mesh.ranks.rank, options=options)
+            tier = NvmeTier.open(self._directory, nbytes=size, rank=self.groups.ranks.rank, options=options)
             self._files.append((tier, 0))
         tier, used = self._files[-1]
         self._files[-1] = (tier, used + nbytes)

@@ -40,7 +40,7 @@ class Gradients:
     """Collects, reduces and accumulates the gradients of all trainable units of a rank."""
 
     def __init__(
-        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, device: Device, mesh: ProcessGroups,
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, device: Device, groups: ProcessGroups,
         ledger: Ledger,
     ) -> None:
         self._units = [unit for unit in units if unit.layout.trainable]
@@ -57,12 +57,12 @@ class Gradients:
         ]
         self._store = store
         self._device = device
-        self._mesh = mesh
+        self._groups = groups
         self._ledger = ledger
-        self._alone = mesh.ranks.world_size == 1
+        self._alone = groups.data.size == 1
         self._whole = plan.placement.grad_whole
         self._wire = DTYPES[plan.request.communication_dtype]
-        self._reducer = Reducer(plan, device=device, group=mesh.reduce, ledger=ledger)
+        self._reducer = Reducer(plan, device=device, group=groups.reduction, ledger=ledger)
         grad_dtype = DTYPES[plan.request.grad_dtype]
         self._buffers: dict[Unit, Tensor] = {}
         for unit in self._units if self._whole else ():
@@ -137,7 +137,7 @@ class Gradients:
         self._ordered = True
         seen = [float(index) for index in self.seen_order]
         name = "agreement on the order of reductions"
-        everyone = collectives.exchange(seen, self._mesh.control, self._mesh.ranks.world_size, name)
+        everyone = collectives.exchange(seen, self._groups.world, name)
         by_index = {unit.layout.index: unit for unit in self._units}
         self.order = [by_index[int(index)] for index in everyone[0]]
 
@@ -168,7 +168,7 @@ class Gradients:
         if self._whole:
             buffer = self._buffers[unit] if unit in self._begun else self._buffers[unit].new_zeros(unit.layout.numel)
             full = buffer.to(self._wire, copy=True)
-            collectives.all_reduce(full, self._mesh.reduce, f"reduction of {unit.layout.name}").wait()
+            collectives.all_reduce(full, self._groups.reduction, f"reduction of {unit.layout.name}").wait()
             numel = unit.layout.partition_numel(unit.placed.parts)
             return full[unit.rank_in_parts * numel :][:numel]
         with self._store.read(self.partition(unit)) as (partition,):
@@ -183,7 +183,7 @@ class Gradients:
         if self._whole:
             # Summed over ranks at the boundary: each puts its slice, or one of them everything.
             buffer = self._buffers[unit].zero_()
-            if unit.placed.parts > 1 or self._mesh.ranks.rank == 0:
+            if unit.placed.parts > 1 or self._groups.data.index == 0:
                 buffer[unit.rank_in_parts * own.numel() :][: own.numel()].copy_(own)
             return
         with self._store.write(self.partition(unit)) as (partition,):

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.consistency import on_any_rank
-from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import StateError
 from infinity.zero.coordinator import Coordinator, ModuleCall
 from infinity.zero.guards import ModelGuards
@@ -36,12 +36,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class ModuleHooks:
     """The hooks of one model; `remove` takes them all away.
 
-    synced: whether parameters are partitioned over the mesh's ranks, so that all have to take part in each forward, and
+    synced: whether parameters are partitioned over the data axis, so that all have to take part in each forward, and
     in this.
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], coordinator: Coordinator, *, mesh: ProcessGroups, synced: bool
+        self, model: nn.Module, units: Sequence[Unit], coordinator: Coordinator, *, group: AxisGroup, synced: bool
     ) -> None:
         self._model = model
         self._coordinator = coordinator
@@ -60,7 +60,7 @@ class ModuleHooks:
         lookups = [_looks_up(module) for module in modules]
         if synced:
             # What one rank gathers all do.
-            others = on_any_rank([not lookup for lookup in lookups], mesh, "what backward needs of embeddings")
+            others = on_any_rank([not lookup for lookup in lookups], group, "what backward needs of embeddings")
             lookups = [not other for other in others]
         for module, needed, lookup in zip(modules, wanted.values(), lookups, strict=True):
             self._stand(module, needed, lookup=lookup)

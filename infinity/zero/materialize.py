@@ -38,17 +38,17 @@ class Materializer:
     """Fills the store from the model's parameters. `spool` holds the values of a model that was built under `Init`."""
 
     def __init__(
-        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, mesh: ProcessGroups, spool: DeferredInit | None,
-        moments_start: float = 0.0,
+        self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, groups: ProcessGroups,
+        spool: DeferredInit | None, moments_start: float = 0.0,
     ) -> None:  # fmt: skip
         """`moments_start`: the first value of what the optimizer keeps of an element."""
         self._units = list(units)
         self._plan = plan
         self._store = store
-        self._mesh = mesh
+        self._groups = groups
         self._moments_start = moments_start
         # An empty spool stands for none.
-        self._spool = spool or DeferredInit(None, mesh=mesh, timeout_seconds=1.0)
+        self._spool = spool or DeferredInit(None, groups=groups, timeout_seconds=1.0)
         self._agreed: set[int] = set()
         # Bytes of parameters let go since the latest trim, and after how many the next is due.
         self._let_go_nbytes = 0
@@ -180,13 +180,13 @@ class Materializer:
         # Each once, a parameter in tiles too.
         params = list({parameter.whole_of(param): None for unit in self._units for param in unit.params})
         touched = [not self._spool.at_origin(param) for param in params]
-        if self._mesh.ranks.world_size > 1:
-            touched = on_any_rank(touched, self._mesh, "files of the weights")
+        if self._groups.world.size > 1:
+            touched = on_any_rank(touched, self._groups.world, "files of the weights")
         self._alike = {id(param) for param, flag in zip(params, touched, strict=True) if not flag}
 
     def _agree(self, unit: Unit) -> None:
         """Make every rank start from rank 0's values."""
-        if self._mesh.ranks.world_size == 1:
+        if self._groups.world.size == 1:
             return
         for param, slot in zip(map(parameter.whole_of, unit.params), unit.layout.slots, strict=True):
             if id(param) in self._agreed:
@@ -196,10 +196,10 @@ class Materializer:
                 continue
             name = f"broadcast of {slot.name}"
             if self._spool.holds(param):
-                collectives.broadcast(self._spool.values(param), self._mesh.control, name=name)
+                collectives.broadcast(self._spool.values(param), self._groups.world, name=name)
             else:
                 values = param.detach().contiguous().cpu()
-                collectives.broadcast(values, self._mesh.control, name=name)
+                collectives.broadcast(values, self._groups.world, name=name)
                 param.data = values
 
     def _taken(self, unit: Unit) -> None:

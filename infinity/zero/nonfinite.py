@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import exchange
-from infinity.distributed.process_groups import ProcessGroups
 from infinity.zero.gradients import Gradients
 
 _NOWHERE = math.inf
 
 
-def first_nonfinite(gradients: Gradients, mesh: ProcessGroups, *, loss_is_finite: bool) -> str:
+def first_nonfinite(gradients: Gradients, group: AxisGroup, *, loss_is_finite: bool) -> str:
     """Name of the first parameter in the order of backward whose gradient is not finite, and the rank it came from, as
     words. Collective. The rank is known where gradients are whole until the boundary, and else by its loss.
     """
@@ -22,7 +22,7 @@ def first_nonfinite(gradients: Gradients, mesh: ProcessGroups, *, loss_is_finite
             at, slot_at, name = index, found, unit.layout.slots[found].name
             break
     rows = exchange(
-        [float(at), float(slot_at), float(not loss_is_finite)], mesh.control, mesh.ranks.world_size,
+        [float(at), float(slot_at), float(not loss_is_finite)], group,
         "search for what is not finite",
     )  # fmt: skip
     place = min(row[0] for row in rows)
@@ -30,7 +30,7 @@ def first_nonfinite(gradients: Gradients, mesh: ProcessGroups, *, loss_is_finite
         return "of no parameter"
     slot_at = int(max(row[1] for row in rows if row[0] == place))
     name = gradients.order[int(place)].layout.slots[slot_at].name
-    if mesh.ranks.world_size == 1:
+    if group.size == 1:
         return name
     losses = [rank for rank, row in enumerate(rows) if row[2]]
     if losses:

@@ -36,7 +36,7 @@ class EngineView(Protocol):
 
     plan: Plan
     store: TieredStore
-    mesh: ProcessGroups
+    groups: ProcessGroups
     coordinator: Coordinator
     gradients: Gradients
     units: list[Unit]
@@ -135,7 +135,7 @@ def read(params: Params) -> Iterator[None]:
                 param._version != version or (id(param) in home and home[id(param)].reassigned_data(param) is not None)
                 for param, version in zip(chosen, before, strict=True)
             ]
-            for param, flag in zip(chosen, on_any_rank(changed, owner.mesh, "end of read()"), strict=True):
+            for param, flag in zip(chosen, on_any_rank(changed, owner.groups.world, "end of read()"), strict=True):
                 if flag:
                     for unit in home.values():
                         unit.accept_changes()
@@ -171,8 +171,8 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
             for unit, old in zip(units, before, strict=True):
                 for param in unit.params:
                     _take(param, unit.reassigned_data(param), param.data)
-                if owner.mesh.ranks.world_size > 1:
-                    collectives.broadcast(unit.full, owner.mesh.gather, source, f"broadcast of {unit.layout.name}")
+                if owner.groups.data.size > 1:
+                    collectives.broadcast(unit.full, owner.groups.data, source, f"broadcast of {unit.layout.name}")
                 _write_back(owner, unit, old)
 
 
@@ -205,9 +205,9 @@ def _write_tiles(owner: EngineView, param: nn.Parameter, data: Tensor, source: i
         with gathered(owner, [tile.unit]):
             old = tile.unit.local_partition.clone()
             tile.param.data.copy_(data[tile.start : tile.stop])
-            if owner.mesh.ranks.world_size > 1:
+            if owner.groups.data.size > 1:
                 name = f"broadcast of {tile.unit.layout.name}"
-                collectives.broadcast(tile.unit.full, owner.mesh.gather, source, name)
+                collectives.broadcast(tile.unit.full, owner.groups.data, source, name)
             _write_back(owner, tile.unit, old)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import exchange
-from infinity.distributed.process_groups import ProcessGroups
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.plan.prefetch import Timing, UnitAccess
@@ -52,7 +52,7 @@ class PrefetchTimer:
 
 def agree(
     measured: tuple[tuple[UnitAccess, ...], tuple[float, ...]] | None, units: Sequence[Unit], store: TieredStore,
-    device: Device, mesh: ProcessGroups, gathered: Callable[[Unit], AbstractContextManager[None]],
+    device: Device, group: AxisGroup, gathered: Callable[[Unit], AbstractContextManager[None]],
 ) -> tuple[tuple[UnitAccess, ...], Timing] | None:  # fmt: skip
     """(uses, timing) for all ranks: the slowest rates and the shortest computations; None where their passes differ.
     Collective. `measured` is a pass of this rank and its seconds of computation, if it was timed. gathered: a block in
@@ -63,11 +63,11 @@ def agree(
     # Six bytes, so that a float holds them.
     digest = int.from_bytes(hashlib.sha256(str(uses).encode()).digest()[:6], "big")
     mine = [float(digest), *rates, -store.ahead_nbytes / rates[0]]
-    rows = exchange(mine, mesh.control, mesh.ranks.world_size, "exchange of rates")
+    rows = exchange(mine, group, "exchange of rates")
     if not uses or len({row[0] for row in rows}) > 1:
         return None
     _, fetch, gather, latency = (min(column) for column in zip(*rows, strict=True))
-    everyone = exchange([*seconds], mesh.control, mesh.ranks.world_size, "exchange of times")
+    everyone = exchange([*seconds], group, "exchange of times")
     shortest = [min(column) for column in zip(*everyone, strict=True)]
     return uses, Timing(
         use_seconds=tuple(shortest), fetch_rate=fetch, gather_rate=gather, fetch_latency=-latency

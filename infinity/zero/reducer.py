@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from infinity.distributed import collectives
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import Reduction
-from infinity.distributed.group import Group
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
 from infinity.memory.tiers.device import Device
@@ -32,7 +32,7 @@ class Reducer:
     as the plan has.
     """
 
-    def __init__(self, plan: Plan, *, device: Device, group: Group | None, ledger: Ledger) -> None:
+    def __init__(self, plan: Plan, *, device: Device, group: AxisGroup, ledger: Ledger) -> None:
         self._travelling = plan.request.communication_dtype
         self._wire = DTYPES[self._travelling]
         self._planned = plan.pools.scratch
@@ -70,7 +70,6 @@ class Reducer:
 
     def start(self, unit: Unit, full: Tensor, target: Tensor | None = None) -> Reduction:
         """Begin to sum `full` [numel] over ranks. target: this rank's slice of the sum may be left there."""
-        assert self._group is not None
         scratch, own = self._scratch(), unit.layout.partition_numel(unit.placed.parts)
         return collectives.reduce_scatter(
             full, group=self._group, name=f"reduction of {unit.layout.name}",
@@ -80,7 +79,6 @@ class Reducer:
 
     def reduce(self, unit: Unit, full: Tensor, target: Tensor) -> None:
         """Sum `full` over ranks and put this rank's slice, or all of it where nothing is divided, into `target`."""
-        assert self._group is not None
         if unit.placed.parts == 1:
             collectives.all_reduce(full, self._group, f"reduction of {unit.layout.name}").wait()
             target.copy_(full)

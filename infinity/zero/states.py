@@ -153,7 +153,7 @@ class _Part:
         full = own
         if self._unit.placed.parts > 1:
             full = own.new_empty(self._unit.layout.numel)
-            collectives.all_gather(full, own, self._owner.mesh.control, f"state of {self.slot.name}").wait()
+            collectives.all_gather(full, own, self._owner.groups.world, f"state of {self.slot.name}").wait()
         return full[self.slot.offset : self.slot.offset + self.slot.numel].clone().view(self.slot.own_shape)
 
     def pieces_of(self, own: Tensor) -> list[Tensor]:

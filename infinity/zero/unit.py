@@ -22,8 +22,8 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import all_gather
-from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import StateError, of_another_process
 from infinity.log import warn_once
 from infinity.memory.ledger import Ledger
@@ -52,7 +52,7 @@ class Unit:
 
     def __init__(
         self, layout: UnitLayout, placed: UnitPlacement, params: Sequence[nn.Parameter], *, store: TieredStore,
-        device: Device, mesh: ProcessGroups, ledger: Ledger,
+        device: Device, group: AxisGroup, ledger: Ledger,
     ) -> None:  # fmt: skip
         self.layout = layout
         self.placed = placed
@@ -74,7 +74,7 @@ class Unit:
         self.pending = 0
         self._store = store
         self._device = device
-        self._mesh = mesh
+        self._group = group
         self._ledger = ledger
         self._gather_name = f"gather of {layout.name}"
         self._transfer: Transfer = Completed()
@@ -111,7 +111,7 @@ class Unit:
     @property
     def rank_in_parts(self) -> int:
         """Which of the unit's partitions is this rank's."""
-        return self._mesh.ranks.rank if self.placed.parts > 1 else 0
+        return self._group.index if self.placed.parts > 1 else 0
 
     def start_gather(self) -> None:
         """Submit the copy and the collective that fill the full buffer. Waits only for this rank's own partition."""
@@ -324,7 +324,7 @@ class Unit:
             return self._copied
         with trace.span(trace.WAIT, "copy to the device", self.key):
             self._copied.wait()
-        return all_gather(self.full, self.local_partition, self._mesh.gather, self._gather_name)
+        return all_gather(self.full, self.local_partition, self._group, self._gather_name)
 
     def _taking(self) -> AbstractContextManager[None]:
         return self._ledger.taking(Tier.GPU, self.kinds, self._full_name)

@@ -252,7 +252,7 @@ def test_a_drive_that_cannot_read_the_client_state_is_passed_over(tmp_path, monk
 
 def refuse(rank: int, world: int, folder: str) -> str:
     with start(Path(folder), world) as engine, pytest.raises(CheckpointError) as caught:
-        run_on_all_ranks(engine.mesh, "a job", lambda: os.listdir("nowhere") if rank else None, path=folder)
+        run_on_all_ranks(engine.groups, "a job", lambda: os.listdir("nowhere") if rank else None, path=folder)
     return str(caught.value)
 
 

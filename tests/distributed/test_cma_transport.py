@@ -85,8 +85,8 @@ def many(rank: int, world_size: int, willing: tuple[bool, ...]) -> tuple[list[in
     """Gathers and reductions of many sizes, several in flight, that ranks start in different orders of the two kinds:
     who reads from whom, digests of what came, and whether all of it is right.
     """
-    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60, cross_memory_attach=willing[rank])
-    readers = mesh.gather.reader
+    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60, cross_memory_attach=willing[rank])
+    readers = groups.data.reader
     everyone = [torch.Generator().manual_seed(each) for each in range(world_size)]
     right, seen = [], []
     cases = (torch.float32, 70_000), (torch.bfloat16, 3), (torch.float32, 1 << 20), (torch.uint8, 300_001)
@@ -97,9 +97,9 @@ def many(rank: int, world_size: int, willing: tuple[bool, ...]) -> tuple[list[in
         again = torch.zeros_like(full)
         again[rank * numel :][:numel] = own[rank]
         starts = [
-            lambda full=full, own=own: collectives.all_gather(full, own[rank], mesh.gather, "a"),
-            lambda again=again, n=numel: collectives.all_gather(again, again[rank * n :][:n], mesh.gather, "b"),
-            lambda grads=grads: collectives.reduce_scatter(grads[rank], group=mesh.reduce, name="c"),
+            lambda full=full, own=own: collectives.all_gather(full, own[rank], groups.data, "a"),
+            lambda again=again, n=numel: collectives.all_gather(again, again[rank * n :][:n], groups.data, "b"),
+            lambda grads=grads: collectives.reduce_scatter(grads[rank], group=groups.reduction, name="c"),
         ]
         # Gathers keep their order; the reduction comes first on one rank and last on others.
         order = [2, 0, 1] if rank == 0 else [0, 1, 2]
@@ -111,7 +111,7 @@ def many(rank: int, world_size: int, willing: tuple[bool, ...]) -> tuple[list[in
         total = sum(grads)[rank * numel :][:numel]
         right += [torch.equal(full, torch.cat(own)), torch.equal(again, full), torch.equal(sums, total)]
         seen.append([full.double().sum().item(), sums.double().sum().item()])
-    mesh.close()
+    groups.close()
     return sorted(readers.pids) if readers is not None else [], seen, right
 
 
@@ -133,19 +133,19 @@ def test_a_rank_that_is_unwilling_is_reached_through_sockets(rank_pools):
 
 def refused_later(rank: int, world_size: int) -> tuple[str, str]:
     """The kernel stops permitting it on rank 1, in the middle of a job."""
-    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=3)
+    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=3)
     full = torch.zeros(world_size << 18)
-    collectives.all_gather(full, torch.full((1 << 18,), float(rank)), mesh.gather, "first").wait()
+    collectives.all_gather(full, torch.full((1 << 18,), float(rank)), groups.data, "first").wait()
     refusal = OSError(errno.EPERM, "process_vm_readv of process 7: Operation not permitted")
     refusing = {"side_effect": refusal} if rank == 1 else {"wraps": copy_from}
     try:
         with mock.patch.object(cma_transport, "copy_from", **refusing):
-            collectives.all_gather(full, full[::world_size], mesh.gather, "second").wait()
+            collectives.all_gather(full, full[::world_size], groups.data, "second").wait()
         return "over", ""
     except DesyncError as error:
         return str(error), str(error.__cause__)
     finally:
-        mesh.close()
+        groups.close()
 
 
 def test_a_refusal_in_the_middle_ends_every_rank_and_is_told(rank_pools):
@@ -155,15 +155,15 @@ def test_a_refusal_in_the_middle_ends_every_rank_and_is_told(rank_pools):
 
 
 def sizes_differ(rank: int, world_size: int) -> str:
-    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=3)
+    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=3)
     numel = (1 << 18) + rank
     try:
-        collectives.all_gather(torch.zeros(world_size * numel), torch.zeros(numel), mesh.gather, f"mine {rank}").wait()
+        collectives.all_gather(torch.zeros(world_size * numel), torch.zeros(numel), groups.data, f"mine {rank}").wait()
         return "over"
     except DesyncError as error:
         return str(error)
     finally:
-        mesh.close()
+        groups.close()
 
 
 def test_nothing_is_read_where_sizes_differ(rank_pools):

@@ -13,17 +13,17 @@ from infinity.distributed.process_groups import ProcessGroups, detect
 
 def sums(rank: int, world: int) -> list[list[float]]:
     """Sums and broadcasts one after the other, some of the same name and size, each rank late once."""
-    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
+    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
     found = []
     for turn in range(world + 2):
         if turn == rank:
             time.sleep(0.2)
         values = torch.full((3,), float(rank + turn))
-        collectives.all_reduce(values, mesh.reduce, "sum").wait()
+        collectives.all_reduce(values, groups.reduction, "sum").wait()
         mine = torch.full((2,), float(rank))
-        collectives.broadcast(mine, mesh.reduce, turn % world, "broadcast")
+        collectives.broadcast(mine, groups.reduction, turn % world, "broadcast")
         found.append([*values.tolist(), *mine.tolist()])
-    mesh.close()
+    groups.close()
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.hang_detection import mailbox
 from infinity.distributed.hang_detection.mailbox import StoreMailbox
 
@@ -15,7 +16,7 @@ from infinity.distributed.hang_detection.mailbox import StoreMailbox
 def boards(seconds: float = 60.0) -> list[StoreMailbox]:
     """Two ranks' boards over one store."""
     store = dist.HashStore()
-    return [StoreMailbox(store, "t", rank=rank, world_size=2, timeout_seconds=seconds) for rank in range(2)]
+    return [StoreMailbox(store, "t", group=AxisGroup("world", rank, 2), timeout_seconds=seconds) for rank in range(2)]
 
 
 def nothing() -> None:
@@ -30,7 +31,7 @@ def test_notes_of_all_ranks_are_heard_in_their_order():
 
 
 def test_a_rank_alone_reads_its_own():
-    alone = StoreMailbox(None, "t", rank=0, world_size=1, timeout_seconds=1.0)
+    alone = StoreMailbox(None, "t", group=AxisGroup("world"), timeout_seconds=1.0)
     alone.post("done", "x")
     assert alone.collect("done", nothing) == ["x"]
 
@@ -45,7 +46,7 @@ def test_what_speaks_against_waiting_ends_it():
 
 def test_signs_of_life_may_be_given_as_often_as_one_likes():
     store = CountingStore()
-    busy = StoreMailbox(store, "t", rank=0, world_size=2, timeout_seconds=60.0)
+    busy = StoreMailbox(store, "t", group=AxisGroup("world", 0, 2), timeout_seconds=60.0)
     for _ in range(1000):
         busy.alive()
     assert store.calls == 1

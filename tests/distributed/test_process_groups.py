@@ -59,35 +59,36 @@ def test_an_address_that_is_missing_is_named(monkeypatch, values, missing):
 
 
 def test_one_rank_opens_no_group():
-    mesh = ProcessGroups(Ranks(), accelerator=False, timeout_seconds=5)
-    assert mesh.gather is mesh.reduce is mesh.control is None and not dist.is_initialized()
-    assert collectives.exchange([1.0, 2.0], mesh.control, 1) == [[1.0, 2.0]]
-    mesh.close()
-    mesh.close()
+    groups = ProcessGroups(Ranks(), accelerator=False, timeout_seconds=5)
+    assert groups.data.process_group is groups.reduction.process_group is groups.world.process_group is None
+    assert not dist.is_initialized()
+    assert collectives.exchange([1.0, 2.0], groups.world) == [[1.0, 2.0]]
+    groups.close()
+    groups.close()
 
 
 def talk(rank: int, world_size: int) -> dict[str, object]:
-    """Every collective once, in a mesh of its own."""
-    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
+    """Every collective once, in process groups of its own."""
+    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
     full, own = torch.zeros(6), torch.full((3,), float(rank + 1))
-    gathering = collectives.all_gather(full, own, mesh.gather)
+    gathering = collectives.all_gather(full, own, groups.data)
     gathering.wait()
-    reduction = collectives.reduce_scatter(torch.arange(6.0) * (rank + 1), group=mesh.reduce)
+    reduction = collectives.reduce_scatter(torch.arange(6.0) * (rank + 1), group=groups.reduction)
     reduction.wait()
     ((_, reduced),) = reduction.sums()
     summed = torch.full((2,), float(rank + 1))
-    collectives.all_reduce(summed, mesh.reduce).wait()
+    collectives.all_reduce(summed, groups.reduction).wait()
     sent = torch.full((2,), float(rank + 1))
-    collectives.broadcast(sent, mesh.control, source=1)
-    precise = collectives.exchange([2.0**53 + rank, float(rank)], mesh.control, world_size)
+    collectives.broadcast(sent, groups.world, source=1)
+    precise = collectives.exchange([2.0**53 + rank, float(rank)], groups.world)
     # Waited for twice: the second is over at once.
     gathering.wait()
     done = gathering.done()
-    mesh.close()
-    mesh.close()
+    groups.close()
+    groups.close()
     return {
         "gathered": full.tolist(), "reduced": reduced.tolist(), "summed": summed.tolist(), "sent": sent.tolist(),
-        "exchanged": precise, "done": done, "open": dist.is_initialized(), "ranks": mesh.ranks,
+        "exchanged": precise, "done": done, "open": dist.is_initialized(), "ranks": groups.ranks,
     }  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def reduced(rank: int, world_size: int, dtype: torch.dtype, numel: int) -> list[
     """Reductions with a workspace and without one, taken by pieces and left in place, also in another dtype: whether
     this rank's slice is the sum in fp64, rounded once.
     """
-    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
+    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
     # Small whole numbers: every order of adding them up is exact in every dtype.
     everyone = [
         torch.randint(-20, 20, (numel,), generator=torch.Generator().manual_seed(each)).to(dtype)
@@ -107,7 +108,7 @@ def reduced(rank: int, world_size: int, dtype: torch.dtype, numel: int) -> list[
     room = torch.full((numel - own,), 7.0, dtype=dtype)
     for workspace, kept, by_pieces in ((None, dtype, True), (room, dtype, False), (room, torch.float32, False)):
         full, slice_of_sum = everyone[rank].clone(), torch.zeros(own, dtype=kept)
-        reduction = collectives.reduce_scatter(full, group=mesh.reduce, workspace=workspace)
+        reduction = collectives.reduce_scatter(full, group=groups.reduction, workspace=workspace)
         reduction.wait()
         reduction.wait()
         if by_pieces:
@@ -116,7 +117,7 @@ def reduced(rank: int, world_size: int, dtype: torch.dtype, numel: int) -> list[
         else:
             reduction.leave_in(slice_of_sum)
         found += [torch.equal(slice_of_sum, right.to(kept)), torch.equal(full, everyone[rank]), reduction.done()]
-    mesh.close()
+    groups.close()
     return found
 
 
@@ -140,21 +141,21 @@ def test_collectives_do_what_they_say(rank_pools):
         assert heard["reduced"] == [[0, 3, 6], [9, 12, 15]][rank]
         assert heard["summed"] == [3, 3] and heard["sent"] == [2, 2]
         assert heard["exchanged"] == [[2.0**53, 0.0], [2.0**53, 1.0]]
-        assert heard["done"] is True and heard["open"] is True, "the next mesh finds the group open"
+        assert heard["done"] is True and heard["open"] is True, "the next engine finds the group open"
         assert heard["ranks"] == Ranks(rank=rank, world_size=2, local_rank=rank, local_size=2)
 
 
 def both_orders(rank: int, world_size: int) -> list[float]:
     """Gathers and reductions have groups of their own: ranks may submit them in different orders."""
-    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
+    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
     full, summed = torch.zeros(2), torch.tensor([float(rank)])
     submit = [
-        lambda: collectives.all_gather(full, torch.tensor([float(rank)]), mesh.gather),
-        lambda: collectives.all_reduce(summed, mesh.reduce),
+        lambda: collectives.all_gather(full, torch.tensor([float(rank)]), groups.data),
+        lambda: collectives.all_reduce(summed, groups.reduction),
     ]
     for transfer in [act() for act in (submit if rank == 0 else submit[::-1])]:
         transfer.wait()
-    mesh.close()
+    groups.close()
     return [*full.tolist(), *summed.tolist()]
 
 
@@ -183,9 +184,9 @@ def test_a_group_of_one_that_the_program_opened_is_enough():
         port = probe.getsockname()[1]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
-        mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
-        assert mesh.ranks == Ranks() and mesh.control is None
-        mesh.close()
+        groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
+        assert groups.ranks == Ranks() and groups.world.process_group is None
+        groups.close()
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()

@@ -170,24 +170,24 @@ def take_part(rank: int, world: int, kinds: Sequence[str], numels: Sequence[int]
     """What a rank is told when one half of the ranks takes part in another collective than the other half. It comes to
     the step if it can.
     """
-    mesh = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
+    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
     half = 2 * rank // world
     kind, full, name = kinds[half], torch.zeros(numels[half]), f"{kinds[half]} of layers.{half}"
     try:
         with mock.patch.object(cma_transport, "SMALLEST_NBYTES", smallest):
             if kind == "gather":
-                collectives.all_gather(full, torch.ones(len(full) // world), mesh.gather, name).wait()
+                collectives.all_gather(full, torch.ones(len(full) // world), groups.data, name).wait()
             elif kind == "reduction":
-                collectives.reduce_scatter(full, group=mesh.gather, name=name).wait()
+                collectives.reduce_scatter(full, group=groups.data, name=name).wait()
             elif kind == "sum":
-                collectives.all_reduce(full, mesh.gather, name).wait()
+                collectives.all_reduce(full, groups.data, name).wait()
             else:
-                collectives.broadcast(full, mesh.gather, name=name)
-        agree_on_numbers([1.0], mesh, "exchange")
+                collectives.broadcast(full, groups.data, name=name)
+        agree_on_numbers([1.0], groups.world, "exchange")
     except DesyncError as error:
         return str(error)
     finally:
-        mesh.close()
+        groups.close()
         dist.destroy_process_group()
     return ""
 

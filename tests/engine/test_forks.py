@@ -211,7 +211,7 @@ def of_two_ranks(rank: int, world: int, folder: str) -> list[float]:
                 error = RuntimeError("the child's own")
                 in_child(engine.close)
                 in_child(lambda error=error: engine.__exit__(RuntimeError, error, None))
-                in_child(lambda error=error: engine.mesh.failed(error))
+                in_child(lambda error=error: engine.groups.failed(error))
                 in_child(leave)
             loss = engine(**vector_batch(rank, number))
             engine.backward(loss)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from infinity.distributed.axis_group import AxisGroup
+
 # Between two looks at the store.
 _LOOK_SECONDS = 0.05
 # Every rank's watchdog reports to the store all the time; one that is silent for so long has ended.
@@ -24,11 +26,10 @@ _SAID_SHARE = 0.05
 class StoreMailbox:
     """One topic's notes. `notes`: the store, None where this rank is the only one; then it reads its own."""
 
-    def __init__(self, notes: Any, topic: str, *, rank: int, world_size: int, timeout_seconds: float) -> None:
+    def __init__(self, notes: Any, topic: str, *, group: AxisGroup, timeout_seconds: float) -> None:
         self._notes = notes
         self._topic = topic
-        self._rank = rank
-        self._world_size = world_size
+        self._group = group
         self._timeout_seconds = timeout_seconds
         self._own: dict[str, str] = {}
         self._said = -math.inf
@@ -37,7 +38,7 @@ class StoreMailbox:
         """Leave a note, once for each name."""
         self._own[name] = text
         if self._notes is not None:
-            self._notes.set(self._key(name, self._rank), text or " ")
+            self._notes.set(self._key(name, self._group.index), text or " ")
         self.alive()
 
     def alive(self) -> None:
@@ -51,14 +52,14 @@ class StoreMailbox:
 
     def collect(self, name: str, check: Callable[[], None]) -> list[str]:
         """The notes of all ranks, by rank. See `read`."""
-        return [self.read(name, rank, check) for rank in range(self._world_size)]
+        return [self.read(name, rank, check) for rank in range(self._group.size)]
 
     def read(self, name: str, rank: int, check: Callable[[], None]) -> str:
         """Another rank's note, once it is there. `check` is called meanwhile, and ends the wait by raising.
 
         TimeoutError where no rank has moved for the time limit, or the other rank gives no sign of life.
         """
-        if rank == self._rank:
+        if rank == self._group.index:
             return self._own[name]
         key, began = self._key(name, rank), time.monotonic()
         news, moved, sign, heard = -1, began, b"", began

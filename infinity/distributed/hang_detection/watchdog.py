@@ -1,6 +1,6 @@
 """The watchdog: ranks that do not meet raise instead of waiting for ever, and say who waits for what.
 
-Ranks that submit different collectives wait for each other without an end ([Note: tags] in `group`). So each rank
+Ranks that submit different collectives wait for each other without an end ([Note: tags] in `axis_group`). So each rank
 numbers and names what it submits ([Note: positions] in `flight_record`), and a thread reports that number twice a
 second to the job's store, on a connection of its own. While the rank waits longer than a moment, the same thread looks
 where the others are. Four things end the wait, the same way on every rank:
@@ -97,7 +97,7 @@ class Diagnosis:
 
 
 class Watchdog:
-    """One rank's watchdog over the process groups of one mesh. See the module's text."""
+    """One rank's watchdog over the process groups of one engine. See the module's text."""
 
     def __init__(self, store: Any, groups: Sequence[Any], *, rank: int, world_size: int, seconds: float) -> None:
         # Reports must not wait behind the program's own use of the store.
@@ -175,9 +175,9 @@ class Watchdog:
         """What has been submitted so far, in a number for each group: the same on every rank that did the same."""
         return [float(digest) for digest in self._digests]
 
-    def history(self, group: int) -> dict[int, str]:
-        """The latest collectives of a group: number and name."""
-        return dict(self._names[group])
+    def histories(self) -> list[dict[int, str]]:
+        """Of each group the latest collectives: number and name."""
+        return [dict(names) for names in self._names]
 
     def close(self) -> None:
         """This rank goes. What others have in common with it they can finish; who waits for more is told."""

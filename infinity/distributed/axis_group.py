@@ -1,4 +1,6 @@
-"""A process group whose collectives have numbers and names, so that the watchdog knows where each rank is.
+"""The ranks along one axis: what code that communicates is given, instead of a rank and a world size.
+
+Collectives of a group have numbers and names, so that the watchdog knows where each rank is.
 
 [Note: tags] gloo ends the process when a message is longer than the buffer that waits for it. Ranks that submit
 different collectives must therefore never exchange their bytes. Every message carries a tag, made of what its
@@ -11,15 +13,17 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from infinity.distributed.cma_transport import RowCopier
 from infinity.distributed.hang_detection.flight_record import Wait
 from infinity.distributed.hang_detection.watchdog import Watchdog
+from infinity.errors import StateError
 from infinity.ops.transfer import WorkTransfer
 
 # Of a tag's 31 bits, those that say what the collective is; the ones above say which of its messages it is.
@@ -29,15 +33,35 @@ DATA, MEETING, PLACE, TAKEN = (kind << _SAID_BITS for kind in (1, 2, 3, 4))
 
 
 @dataclass(slots=True)
-class Group:
-    """`index` is the group's among those that the watchdog knows; without a watchdog nothing is counted. `reader`: what
-    copies from the memory of members on this host, where there are any.
+class AxisGroup:
+    """The ranks along one axis and this rank's place among them.
+
+    axis: "world" (every rank) or "data" (ranks that share the partitions of a unit).
+    index: this rank's place, 0 <= index < size; the source of a broadcast is such a place, too.
+    process_group: torch's, over these ranks; None if this rank is alone on the axis or the group is closed.
+    channel: the number by which the watchdog knows the process group. Without a watchdog no collective is counted.
+    reader: copies rows from the memory of members on this host; None if there are none or the device is no CPU.
     """
 
-    process_group: Any
+    axis: str
     index: int = 0
+    size: int = 1
+    process_group: Any = None
+    channel: int = 0
     watchdog: Watchdog | None = None
     reader: RowCopier | None = None
+
+    def read_memory_of(self, pids: Mapping[int, int], limit_seconds: float) -> None:
+        """Copy rows from the memory of these members (by index, with their processes) instead of through sockets."""
+        self.reader = RowCopier(self.process_group, pids, limit_seconds)
+
+    def close(self) -> None:
+        """Destroy the process group; idempotent."""
+        if self.reader is not None:
+            self.reader.close()
+        if self.process_group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.process_group)
+        self.process_group = self.reader = None
 
     def start(
         self, name: str, submit: Callable[[int], Any], keep: Sequence[Tensor], *, nbytes: int
@@ -45,9 +69,11 @@ class Group:
         """Submit a collective of `nbytes`, the same on every rank. `submit` takes the tag of its messages, to which the
         kind of message is added ([Note: tags]), and returns a work.
         """
+        if self.process_group is None:
+            raise StateError(f"{name}: the {self.axis} group has no process group: it is closed, or has one rank only")
         if self.watchdog is None:
             return CollectiveTransfer(self, submit(_tag(0, name, nbytes)), keep, 0, name)
-        number = self.watchdog.submit(self.index, name, nbytes)
+        number = self.watchdog.submit(self.channel, name, nbytes)
         try:
             work = submit(_tag(number, name, nbytes))
         except RuntimeError as error:
@@ -60,7 +86,7 @@ class Group:
         if watchdog is None:
             work.wait()
             return
-        watchdog.wait = Wait(self.index, number, name, time.monotonic())
+        watchdog.wait = Wait(self.channel, number, name, time.monotonic())
         try:
             work.wait()
         except RuntimeError as error:
@@ -76,7 +102,7 @@ def _tag(number: int, name: str, nbytes: int) -> int:
 class CollectiveTransfer(WorkTransfer):
     """A collective in flight."""
 
-    def __init__(self, group: Group, work: Any, keep: Sequence[Tensor], number: int, name: str) -> None:
+    def __init__(self, group: AxisGroup, work: Any, keep: Sequence[Tensor], number: int, name: str) -> None:
         super().__init__(work, keep)
         self._group = group
         self._number = number
