@@ -49,7 +49,7 @@ class Background:
         Every rank must begin the same saves in the same order.
         """
         self.finish()
-        self._store.capture(snapshot)
+        self._store.access.capture(snapshot)
         self._snapshot, self._path = snapshot, path
         self._count += 1
         board = self._groups.mailbox(f"save/{self._count}")
@@ -79,7 +79,7 @@ class Background:
             if self._thread.is_alive():
                 logger.info("waiting for the save of %s, which is under way", self._path)
                 if (snapshot := self._snapshot) is not None:
-                    self._store.rush(snapshot)
+                    self._store.access.rush(snapshot)
             # Who interrupts this finds it under way.
             self._thread.join()
             self._thread = None
@@ -91,7 +91,7 @@ class Background:
         snapshot = self._snapshot
         if at_once and snapshot is not None and self.under_way:
             logger.warning("the save of %s is given up", self._path)
-            self._store.end(snapshot)
+            self._store.access.end(snapshot)
         self.finish()
 
     def _run(self, board: StoreMailbox, snapshot: Snapshot, path: Path, job: Job) -> None:
@@ -108,7 +108,7 @@ class Background:
         except BaseException as error:
             self._error = error
         finally:
-            self._store.end(snapshot)
+            self._store.access.end(snapshot)
             self._snapshot = None
 
 

@@ -98,11 +98,11 @@ class SnapshotSource:
     def order(self, keys: Sequence[Key], let_go: LetGo) -> Iterator[Key]:
         """See Source: what the program waits for goes first."""
         rest = 0.0
-        while (key := self._store.next_to_save(self._snapshot, rest)) is not None:
+        while (key := self._store.access.next_to_save(self._snapshot, rest)) is not None:
             began = time.monotonic()
             # Nothing is held while this waits for a step, or while somebody waits for what is held.
-            alone = self._share < 1 or self._store.hurried(self._snapshot)
-            let_go(0 if alone or not self._store.settled(self._snapshot, key) else _BEHIND)
+            alone = self._share < 1 or self._store.access.hurried(self._snapshot)
+            let_go(0 if alone or not self._store.access.settled(self._snapshot, key) else _BEHIND)
             yield key
             if self._share < 1:
                 let_go(0)
@@ -130,7 +130,7 @@ class SnapshotSource:
 
     def skip(self, keys: Sequence[Key]) -> None:
         """See Source."""
-        self._store.skip_saving(self._snapshot, keys)
+        self._store.access.skip_saving(self._snapshot, keys)
 
 
 def snapshot_of(plan: Plan, keys: Sequence[Key], *, in_backward: bool) -> Snapshot:

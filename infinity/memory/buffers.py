@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import TierMemoryError
+from infinity.memory.eviction import arena_name
 from infinity.memory.ledger import Ledger, mb
 from infinity.memory.memory_report import PoolUse
 from infinity.memory.partition import Partition
@@ -23,11 +24,6 @@ from infinity.plan.types import Key, Kind, Tier
 POOLS = "pools"
 
 
-def arena_name(key: Key) -> str:
-    """Which arena a partition on NVMe uses while it is in memory."""
-    return "states" if key.kind is Kind.STATES else "param"
-
-
 class Buffers:
     """Hands out buffers and takes them back."""
 
@@ -37,8 +33,6 @@ class Buffers:
         self._ledger = ledger
         # Buffers that somebody else owns: aliased views of whole units, not booked and not freed here.
         self._adopted: set[Key] = set()
-        # Whose buffers lie in each arena.
-        self._inside: dict[str, dict[Key, Partition]] = {"param": {}, "states": {}}
         self.arenas: dict[str, Arena] = {}
         for name, nbytes in (("param", pools.param_nbytes), ("states", pools.states_nbytes)):
             if nbytes:
@@ -65,7 +59,6 @@ class Buffers:
         name = arena_name(partition.key)
         buffer = self.arenas[name].take(partition.spec.nbytes)
         if buffer is not None:
-            self._inside[name][partition.key] = partition
             trace.level(POOLS, name, self.arenas[name].taken_nbytes)
         return buffer
 
@@ -77,7 +70,6 @@ class Buffers:
             if partition.spec.nbytes:
                 name = arena_name(partition.key)
                 self.arenas[name].give(buffer)
-                del self._inside[name][partition.key]
                 trace.level(POOLS, name, self.arenas[name].taken_nbytes)
         else:
             self.book(partition, -1)
@@ -103,10 +95,6 @@ class Buffers:
             name: PoolUse(reserved=arena.nbytes, used=arena.taken_nbytes, most=arena.most_nbytes)
             for name, arena in self.arenas.items()
         }
-
-    def inside(self, name: str) -> list[Partition]:
-        """Partitions whose buffers lie in one arena."""
-        return [*self._inside[name].values()]
 
     def book(self, partition: Partition, sign: int) -> None:
         """Book a partition's bytes at its home."""
@@ -145,7 +133,7 @@ class Buffers:
         for arena in self.arenas.values():
             self._ledger.add(Tier.CPU, Kind.POOL, -arena.nbytes)
             arena.close()
-        self.arenas, self._inside = {}, {}
+        self.arenas = {}
 
     def _allocate(self, partition: Partition) -> Tensor:
         spec = partition.spec

@@ -78,8 +78,8 @@ class Partition:
     """Guards every move of one slice. `buffer` is uint8, [spec.nbytes], while memory holds the value."""
 
     __slots__ = (
-        "_prefixes", "_turned", "_views", "awaited", "buffer", "kept", "pending", "rank", "readers", "spec", "state",
-        "transfer", "unset", "used", "writer",
+        "_prefixes", "_turned", "_views", "buffer", "pending", "rank", "readers", "spec", "state", "transfer", "unset",
+        "writer",
     )  # fmt: skip
 
     def __init__(self, spec: PartitionSpec, rank: int = 0) -> None:
@@ -90,12 +90,6 @@ class Partition:
         self.transfer: Transfer | None = None
         self.readers = 0
         self.writer = False
-        # Fetched ahead and not used since: given up for space after all others but those that are kept.
-        self.awaited = False
-        # Stays in memory as long as there is room: not written back, and the last that is given up.
-        self.kept = False
-        # The store's clock at the last use: the oldest is given up first.
-        self.used = 0
         # Whether the value is one that may still be forgotten, and whether the spare extent has the committed one.
         self.pending = self._turned = False
         # From which byte on the value is zero, by extent; of the value in memory where that is newer.
@@ -112,6 +106,11 @@ class Partition:
     @property
     def on_nvme(self) -> bool:
         return self.spec.home is Tier.NVME
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Bytes that its buffer takes of an arena: none at a GPU or CPU home."""
+        return self.spec.nbytes if self.on_nvme else 0
 
     @property
     def extent(self) -> Extent | None:
@@ -211,14 +210,12 @@ class Partition:
         if self.state is State.ABSENT:
             return None
         self._move(State.ABSENT, "discard")
-        self.awaited = False
         return self._take_buffer() if self.buffer is not None else None
 
     def surrender(self) -> Tensor | None:
         """Free the buffer of a failed partition, once nobody reads it. Returns the buffer, if there was one."""
         if self.state is not State.FAILED or self.leased or self.buffer is None:
             return None
-        self.awaited = False
         return self._take_buffer()
 
     def begin_read(self) -> None:
@@ -258,7 +255,7 @@ class Partition:
         self._forbid(self.leased or self.transfer is not None, "forget a pending version")
         if not self.pending:
             return None
-        self.pending = self.awaited = False
+        self.pending = False
         if self.state is not State.SPILLED:
             self._move(State.SPILLED, "forget")
         return self._take_buffer() if self.buffer is not None else None

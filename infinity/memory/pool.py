@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect
+
 from torch import Tensor
 
 from infinity.plan.types import EXTENT_ALIGNMENT, align_up
@@ -23,6 +25,8 @@ class Arena:
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]
         # Offset -> bytes of the pieces that are out.
         self._taken: dict[int, int] = {}
+        # Bytes of the pieces that are out, rounded up as `piece_nbytes` does: asked at each use.
+        self.taken_nbytes = 0
         self.most_nbytes = 0
 
     @property
@@ -30,11 +34,6 @@ class Arena:
         """All of it: uint8, [nbytes]."""
         assert self._buffer is not None, f"the {self.name} pool is closed"
         return self._buffer
-
-    @property
-    def taken_nbytes(self) -> int:
-        """Bytes of the pieces that are out, rounded up as `piece_nbytes` does."""
-        return sum(self._taken.values())
 
     def take(self, nbytes: int) -> Tensor | None:
         """A piece of `nbytes` bytes, or None when no free range is long enough."""
@@ -47,6 +46,7 @@ class Arena:
                 self._free[index : index + 1] = rest
                 piece = self._buffer[offset : offset + nbytes]
                 self._taken[offset] = wanted
+                self.taken_nbytes += wanted
                 self.most_nbytes = max(self.most_nbytes, self.taken_nbytes)
                 return piece
         return None
@@ -57,13 +57,16 @@ class Arena:
             return
         offset = int(piece.storage_offset() - self._buffer.storage_offset())
         length = self._taken.pop(offset)
-        merged: list[tuple[int, int]] = []
-        for at, size in sorted([*self._free, (offset, length)]):
-            if merged and merged[-1][0] + merged[-1][1] == at:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((at, size))
-        self._free = merged
+        self.taken_nbytes -= length
+        first = last = bisect(self._free, (offset, length))
+        begin, end = offset, offset + length
+        if first and sum(self._free[first - 1]) == begin:
+            first -= 1
+            begin = self._free[first][0]
+        if last < len(self._free) and self._free[last][0] == end:
+            end = sum(self._free[last])
+            last += 1
+        self._free[first:last] = [(begin, end - begin)]
 
     def close(self) -> None:
         """Let go of the buffer; pieces that are still referenced keep it alive until they go."""

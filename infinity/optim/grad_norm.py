@@ -40,7 +40,7 @@ class Norms:
             found = _stats([partition.view(Kind.GRAD) for partition in partitions])
         self._found.update((unit, (stats[0], stats[1])) for unit, stats in zip(units, found, strict=True))
         if reservation is not None:
-            self._store.release(reservation, *keys)
+            self._store.access.release(reservation, *keys)
 
     def total(self) -> tuple[float, int]:
         """Sum of squares (fp64), and number of non-finite elements; what is not measured yet is measured now."""

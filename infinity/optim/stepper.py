@@ -141,7 +141,7 @@ class Stepper:
         """The gradients are not wanted, or others come: nothing is left of a step that has begun with them."""
         early, self._early = self._early, None
         if early is not None:
-            self._store.forget(early.reservation)
+            self._store.access.forget(early.reservation)
 
     def reset(self) -> None:
         """All values are about to be replaced: finish what has begun, and leave it at that."""
@@ -167,7 +167,7 @@ class Stepper:
                 units = [*self._unmeasured]
                 self._unmeasured.clear()
                 reservation = Reservation()
-                self._store.reserve(reservation, *(Key(Kind.GRAD, each) for each in units))
+                self._store.access.reserve(reservation, *(Key(Kind.GRAD, each) for each in units))
                 self._go_on(reservation, self._norms.measure, units, reservation)
 
     def _read_ahead(self, unit: int) -> None:
@@ -221,7 +221,7 @@ class Stepper:
             (hyper, grad_scale) == (early.hyper, early.grad_scale)
             and all(all(arrived[unit]) and steps[unit] == assumed for unit, assumed in early.assumed.items())
         )  # fmt: skip
-        if same and self._store.commit(early.reservation):
+        if same and self._store.access.commit(early.reservation):
             self._early = None
             return early
         self.forget()
@@ -255,7 +255,7 @@ class Stepper:
         rest = [group for group in self._hidden if group.index not in behind.begun]
         with self._telling(behind.reservation):
             # Reserved before anything is stepped: when that fails, the rest must not look as if nothing had happened.
-            self._store.reserve(behind.reservation, *_touched(rest))
+            self._store.access.reserve(behind.reservation, *_touched(rest))
             # The drive has something to do while the visible ones are stepped.
             for group in rest[: STEP_READS - 1]:
                 self._prefetch(behind.reservation, group)
@@ -300,7 +300,7 @@ class Stepper:
     def _hand_over(self, behind: _Pass, sweep: StepContext, groups: Sequence[SubGroup]) -> None:
         """Reserve these sub-groups and let the thread step them."""
         with self._telling(behind.reservation):
-            self._store.reserve(behind.reservation, *_touched(groups))
+            self._store.access.reserve(behind.reservation, *_touched(groups))
             self._let_step(behind, sweep, groups)
 
     def _let_step(self, behind: _Pass, sweep: StepContext, groups: Sequence[SubGroup]) -> None:
@@ -319,7 +319,7 @@ class Stepper:
         try:
             yield
         except BaseException as error:
-            self._store.fail(reservation, error)
+            self._store.access.fail(reservation, error)
             raise
 
     def _go_on(self, reservation: Reservation, job: Callable[..., None], *arguments: Any) -> None:
@@ -359,7 +359,7 @@ class Stepper:
         for _ in range(count):
             if self._stopping:
                 return
-            if reservation is not None and not self._store.begin_work(reservation):
+            if reservation is not None and not self._store.access.begin_work(reservation):
                 return
             done: list[Key] = []
             try:
@@ -368,7 +368,7 @@ class Stepper:
                 done = self._step_group(group, sweep, uses, reservation)
             finally:
                 if reservation is not None:
-                    self._store.end_work(reservation, *done)
+                    self._store.access.end_work(reservation, *done)
 
     def _step_group(
         self, group: SubGroup, sweep: StepContext, uses: Counter[Key], reservation: Reservation | None
@@ -429,7 +429,7 @@ def _look(future: Future[None], reservation: Reservation) -> None:
         with trace.span(trace.WAIT, "optimizer step"):
             future.result()
     except BaseException:
-        reservation.seen = True
+        reservation.see()
         raise
 
 

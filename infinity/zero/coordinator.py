@@ -385,7 +385,7 @@ class Coordinator:
         if unit.state is not GatherState.PARTITIONED:
             return
         if self._landing:
-            waits = self._store.reserved(unit.key)
+            waits = self._store.access.reserved(unit.key)
             self._landing = [other for other in self._landing if not other.release_lease(wait=waits)]
         if self._spare is not None:
             self._make_room(unit, self._spare)

@@ -158,7 +158,7 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
             stack.enter_context(gathered(owner, units))
             tiled = [(param, stack.enter_context(_assembled(owner, param))) for param in chosen]
             # A unit that is whole for good may be its partition itself, and is changed without a lease.
-            owner.store.await_saved(*(unit.key for unit in units))
+            owner.store.access.await_saved(*(unit.key for unit in units))
             stack.enter_context(parameter.writable(chosen))
             entered.append((owner, units, [unit.local_partition.clone() for unit in units], tiled))
         with torch.no_grad():

@@ -17,7 +17,7 @@ from infinity.checkpoint import files
 from infinity.checkpoint.format import broken, complete, find
 from infinity.distributed.hang_detection.mailbox import StoreMailbox
 from infinity.errors import CheckpointError, TransferError
-from infinity.memory.store import TieredStore
+from infinity.memory.access_control import AccessControl
 from tests.support.checkpoints import assert_same, contents
 from tests.support.models import mlp, tiny_llama, token_batch
 
@@ -233,16 +233,16 @@ class held_back:
 
     def __enter__(self) -> None:
         _gate.clear()
-        self._next: Callable[..., Any] = TieredStore.next_to_save
+        self._next: Callable[..., Any] = AccessControl.next_to_save
 
-        def wait(store: TieredStore, *arguments: Any) -> Any:
+        def wait(access: AccessControl, *arguments: Any) -> Any:
             _gate.wait(10)
-            return self._next(store, *arguments)
+            return self._next(access, *arguments)
 
-        TieredStore.next_to_save = wait  # type: ignore[method-assign]
+        AccessControl.next_to_save = wait  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        TieredStore.next_to_save = self._next  # type: ignore[method-assign]
+        AccessControl.next_to_save = self._next  # type: ignore[method-assign]
 
 
 def release_soon() -> None:

@@ -92,7 +92,7 @@ def test_close_in_a_child_returns_at_once_and_takes_nothing(tmp_path, stage, hom
     """Also while a thread of the parent's has the store's lock, which in the child nobody ever gives back."""
     with trained(tmp_path, stage, home) as engine:
         files = sorted(tmp_path.iterdir())
-        with engine.store._changed:
+        with engine.store._lock:
             in_child(engine.close)
             in_child(lambda: engine.__exit__(None, None, None))
         assert sorted(tmp_path.iterdir()) == files
@@ -199,7 +199,7 @@ def test_a_reservation_in_a_child_is_refused(tmp_path):
     with trained(tmp_path, 3, "nvme") as engine:
         keys = list(engine.store.keys())
         with pytest.raises(StateError, match="belongs to process"):
-            in_child(lambda: engine.store.reserve(Reservation(), keys[0]))
+            in_child(lambda: engine.store.access.reserve(Reservation(), keys[0]))
 
 
 def of_two_ranks(rank: int, world: int, folder: str) -> list[float]:

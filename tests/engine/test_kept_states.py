@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infinity.memory.partition import State
-from infinity.memory.store import TieredStore
+from infinity.memory.residency import Residency
 from infinity.plan.stepping import kept_of
 from infinity.plan.types import Key, Kind
 from tests.support.checkpoints import assert_same, contents
@@ -23,11 +23,11 @@ def test_kept_states_are_never_written_and_give_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     written: Counter[Key] = Counter()
-    flush = TieredStore._flush
+    flush = Residency.flush
 
-    def noting(self: TieredStore, keys: Any) -> None:
+    def noting(self: Residency, keys: Any) -> None:
         keys = [*keys]
-        written.update(key for key in keys if self[key].state is State.DIRTY)
+        written.update(key for key in keys if self.partitions[key].state is State.DIRTY)
         flush(self, keys)
 
     def look(engine: Any) -> None:
@@ -45,7 +45,7 @@ def test_kept_states_are_never_written_and_give_the_same_bits(
         config = settings(tmp_path, param="nvme", optimizer="nvme", zero={"sub_group_size": 640}, **options)
         config["zero_optimization"]["offload_optimizer"]["buffer_count"] = count
         with monkeypatch.context() as patch:
-            patch.setattr(TieredStore, "_flush", noting)
+            patch.setattr(Residency, "flush", noting)
             found[count] = train(Case(), config, look=look).digest
         assert {4: not kept, 8: kept and others, 1000: not others}[count]
         # Once, when they were made; the others, for which there is no memory, in every step.

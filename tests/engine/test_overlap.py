@@ -336,7 +336,7 @@ def test_step_returns_while_the_drive_is_still_at_work(tmp_path, monkeypatch):
         def after_step(self, call, step, access):
             assert entered.wait(timeout=20), "the thread steps"
             hidden = [unit for unit in call.units if not unit.placed.whole and unit.layout.trainable]
-            assert any(call.store.reserved(unit.key) for unit in hidden)
+            assert any(call.store.access.reserved(unit.key) for unit in hidden)
             assert not may_step.is_set(), "step() has returned before its sub-groups were stepped"
             may_step.set()
             # Reads wait for their sub-group: what they see is the new value.

@@ -52,8 +52,8 @@ def test_a_lease_of_what_is_reserved_waits_until_it_is_released(bench, verb):
     made = bench([param(0, 1), param(1, 1)])
     made.fill(A, 1)
     step = Reservation()
-    made.store.reserve(step, A)
-    assert made.store.reserved(A) and not made.store.reserved(B)
+    made.store.access.reserve(step, A)
+    assert made.store.access.reserved(A) and not made.store.access.reserved(B)
 
     def use() -> int:
         with getattr(made.store, verb)(A) as (partition,):
@@ -66,7 +66,7 @@ def test_a_lease_of_what_is_reserved_waits_until_it_is_released(bench, verb):
     with made.store.write(A, by=step) as (partition,):
         partition.buffer.fill_(2)
     assert other.is_waiting()
-    made.store.release(step, A)
+    made.store.access.release(step, A)
     assert other.result() == 2
     made.store.check()
 
@@ -80,33 +80,33 @@ def test_a_store_forgets_a_reservation_that_is_released(bench):
 
 def _stepped(made: Bench) -> Reservation:
     step = Reservation()
-    made.store.reserve(step, A)
+    made.store.access.reserve(step, A)
     with made.store.write(A, by=step) as (partition,):
         partition.buffer.fill_(1)
-    made.store.release(step, A)
+    made.store.access.release(step, A)
     return step
 
 
 def test_a_second_reservation_waits_for_the_first(bench):
     made = bench([param(0, 1)])
     first, second = Reservation(), Reservation()
-    made.store.reserve(first, A)
-    other = Party(lambda: made.store.reserve(second, A))
+    made.store.access.reserve(first, A)
+    other = Party(lambda: made.store.access.reserve(second, A))
     assert other.is_waiting()
-    made.store.release(first, A)
+    made.store.access.release(first, A)
     other.result()
-    made.store.release(first, A)
-    assert made.store.reserved(A), "who has let go cannot let go of another's"
+    made.store.access.release(first, A)
+    assert made.store.access.reserved(A), "who has let go cannot let go of another's"
 
 
 def test_a_step_that_failed_tells_whoever_wants_what_it_held(bench):
     made = bench([param(0, 1), param(1, 1)])
     made.fill(A, 1)
     step = Reservation()
-    made.store.reserve(step, A)
+    made.store.access.reserve(step, A)
     other = Party(lambda: made.content(A))
     assert other.is_waiting() and not step.seen
-    made.store.fail(step, TransferError("write", path="x", offset=0, nbytes=1, errno=28, reason="full"))
+    made.store.access.fail(step, TransferError("write", path="x", offset=0, nbytes=1, errno=28, reason="full"))
     with pytest.raises(TransferError, match="full"):
         other.result()
     assert step.seen
@@ -122,7 +122,7 @@ def test_what_is_reserved_is_fetched_ahead_by_its_step_only(bench):
         made.fill(key, 1)
         made.spill(key)
     step = Reservation()
-    made.store.reserve(step, A)
+    made.store.access.reserve(step, A)
     assert made.store.prefetch(A, B)
     assert made.store[A].state is State.SPILLED and made.store[B].state is State.READING
     assert made.store.prefetch(A, by=step)
@@ -141,13 +141,13 @@ def test_what_the_program_reads_goes_before_what_its_step_reads(bench, monkeypat
         return read(extent, buffer, priority=priority)
 
     monkeypatch.setattr(made.tier, "read", reading)
-    made.store.reserve(reservation, A)
+    made.store.access.reserve(reservation, A)
     assert made.store.prefetch(A, by=reservation) and made.store.prefetch(B)
     with made.store.read(C):
         pass
     step, ahead, now = priorities
     assert step < ahead == now
-    made.store.release(reservation, A)
+    made.store.access.release(reservation, A)
 
 
 def test_room_that_the_other_party_holds_is_waited_for(bench):
@@ -168,14 +168,14 @@ def test_parties_that_wait_for_each_other_end_with_an_error(bench):
     made.fill(B, 7)
     made.spill(B)
     step = Reservation()
-    made.store.reserve(step, B)
+    made.store.access.reserve(step, B)
 
     def stepping() -> None:
         try:
             with made.store.write(B, by=step):
                 pass
         except BaseException as error:
-            made.store.fail(step, error)
+            made.store.access.fail(step, error)
             raise
 
     with made.store.read(A):

@@ -38,18 +38,18 @@ def test_readers_are_free_and_a_writer_waits_until_its_partition_is_saved(bench)
     for key in (A, B):
         made.fill(key, 1)
     snapshot = Snapshot([A, B])
-    made.store.capture(snapshot)
+    made.store.access.capture(snapshot)
     assert (made.content(A) == 1).all()
     writer = Party(lambda: made.fill(B, 2))
     assert writer.is_waiting()
     # It is asked for before what comes first in order.
-    assert snapshot.wanted and made.store.next_to_save(snapshot) == B
+    assert snapshot.wanted and made.store.access.next_to_save(snapshot) == B
     assert (saved(made, snapshot, B) == 1).all()
     writer.result()
     assert (made.content(B) == 2).all()
-    assert made.store.next_to_save(snapshot) == A and (saved(made, snapshot, A) == 1).all()
-    assert made.store.next_to_save(snapshot) is None
-    made.store.end(snapshot)
+    assert made.store.access.next_to_save(snapshot) == A and (saved(made, snapshot, A) == 1).all()
+    assert made.store.access.next_to_save(snapshot) is None
+    made.store.access.end(snapshot)
     made.fill(A, 3)
     made.store.check()
 
@@ -60,13 +60,13 @@ def test_a_spilled_value_is_saved_from_its_extent_without_room_in_the_arena(benc
     made.spill(A)
     made.fill(B, 2)
     snapshot = Snapshot([A, B])
-    made.store.capture(snapshot)
+    made.store.access.capture(snapshot)
     with made.store.read(B):
         # B has all the room there is.
         assert (saved(made, snapshot, A) == 1).all()
         assert made.store[A].state is State.SPILLED
         assert (saved(made, snapshot, B) == 2).all()
-    made.store.end(snapshot)
+    made.store.access.end(snapshot)
     made.store.check()
 
 
@@ -76,13 +76,13 @@ def test_what_is_being_fetched_or_flushed_is_saved_as_it_is(bench):
     made.spill(A)
     made.fill(B, 2)
     snapshot = Snapshot([A, B])
-    made.store.capture(snapshot)
+    made.store.access.capture(snapshot)
     assert made.store.prefetch(A) and made.store[A].state is State.READING
     assert (saved(made, snapshot, A) == 1).all()
     made.store.flush(B)
     assert made.store[B].state is State.WRITING
     assert (saved(made, snapshot, B) == 2).all()
-    made.store.end(snapshot)
+    made.store.access.end(snapshot)
 
 
 def test_a_step_that_had_begun_ends_before_its_partitions_are_saved(bench):
@@ -90,26 +90,26 @@ def test_a_step_that_had_begun_ends_before_its_partitions_are_saved(bench):
     made = bench([param(0, 1)])
     made.fill(A, 1)
     step, following = Reservation(), Reservation()
-    made.store.reserve(step, A)
+    made.store.access.reserve(step, A)
     snapshot = Snapshot([A])
-    made.store.capture(snapshot)
+    made.store.access.capture(snapshot)
     saver = Party(lambda: saved(made, snapshot, A))
     assert saver.is_waiting()
     with made.store.write(A, by=step) as (partition,):
         partition.buffer.fill_(2)
 
     def next_step() -> None:
-        made.store.reserve(following, A)
+        made.store.access.reserve(following, A)
         with made.store.write(A, by=following) as (partition,):
             partition.buffer.fill_(3)
-        made.store.release(following, A)
+        made.store.access.release(following, A)
 
     other = Party(next_step)
     assert other.is_waiting() and saver.is_waiting()
-    made.store.release(step, A)
+    made.store.access.release(step, A)
     assert (saver.result() == 2).all()
     other.result()
-    made.store.end(snapshot)
+    made.store.access.end(snapshot)
     assert (made.content(A) == 3).all()
 
 
@@ -117,26 +117,26 @@ def test_a_save_fails_with_the_step_that_it_waits_for(bench):
     made = bench([param(0, 1)])
     made.fill(A, 1)
     step, snapshot = Reservation(), Snapshot([A])
-    made.store.reserve(step, A)
-    made.store.capture(snapshot)
+    made.store.access.reserve(step, A)
+    made.store.access.capture(snapshot)
     saver = Party(lambda: saved(made, snapshot, A))
     assert saver.is_waiting()
-    made.store.fail(step, TransferError("write", path="x", offset=0, nbytes=1, errno=28, reason="full"))
+    made.store.access.fail(step, TransferError("write", path="x", offset=0, nbytes=1, errno=28, reason="full"))
     with pytest.raises(TransferError, match="full"):
         saver.result()
-    made.store.end(snapshot)
+    made.store.access.end(snapshot)
 
 
 def test_a_save_that_fails_keeps_the_partition_until_it_is_given_up(bench):
     made = bench([param(0, 1)])
     made.fill(A, 1)
     snapshot = Snapshot([A])
-    made.store.capture(snapshot)
+    made.store.access.capture(snapshot)
     writer = Party(lambda: made.fill(A, 2))
     with pytest.raises(OSError, match="full"), made.store.saving(snapshot, A):
         raise OSError("full")
     assert writer.is_waiting()
-    made.store.end(snapshot)
+    made.store.access.end(snapshot)
     writer.result()
     with pytest.raises(StateError, match="given up"), made.store.saving(snapshot, A):
         pass
@@ -147,12 +147,12 @@ def test_there_is_one_snapshot_at_a_time_and_discarding_waits_for_it(bench):
     made = bench([param(0, 1, Tier.CPU)])
     made.fill(A, 1)
     snapshot = Snapshot([A])
-    made.store.capture(snapshot)
+    made.store.access.capture(snapshot)
     with pytest.raises(StateError, match="another one"):
-        made.store.capture(Snapshot([A]))
+        made.store.access.capture(Snapshot([A]))
     other = Party(lambda: made.store.discard(A))
     assert other.is_waiting()
-    made.store.end(snapshot)
+    made.store.access.end(snapshot)
     other.result()
     assert made.store[A].state is State.ABSENT
 
@@ -161,14 +161,14 @@ def test_a_rest_ends_when_somebody_waits(bench):
     made = bench([param(0, 1, Tier.CPU)])
     made.fill(A, 1)
     snapshot = Snapshot([A])
-    made.store.capture(snapshot)
-    saver = Party(lambda: made.store.next_to_save(snapshot, 60.0))
+    made.store.access.capture(snapshot)
+    saver = Party(lambda: made.store.access.next_to_save(snapshot, 60.0))
     assert saver.is_waiting()
-    other = Party(lambda: made.store.await_saved(A))
+    other = Party(lambda: made.store.access.await_saved(A))
     assert saver.result() == A
     saved(made, snapshot, A)
     other.result()
-    made.store.end(snapshot)
+    made.store.access.end(snapshot)
 
 
 def test_who_waits_for_the_saver_does_not_count_as_stuck(bench):
@@ -179,7 +179,7 @@ def test_who_waits_for_the_saver_does_not_count_as_stuck(bench):
     made.fill(A, 1)
     made.fill(C, 3)
     snapshot = Snapshot([C])
-    made.store.capture(snapshot)
+    made.store.access.capture(snapshot)
 
     def loop() -> None:
         with made.store.read(A):
@@ -196,7 +196,7 @@ def test_who_waits_for_the_saver_does_not_count_as_stuck(bench):
     assert (saved(made, snapshot, C) == 3).all()
     waits_for_saver.result()
     assert waits_for_room.result() == 7
-    made.store.end(snapshot)
+    made.store.access.end(snapshot)
 
 
 def test_who_waits_for_a_saver_that_waits_for_a_step_counts_as_waiting_for_the_step(bench):
@@ -206,21 +206,21 @@ def test_who_waits_for_a_saver_that_waits_for_a_step_counts_as_waiting_for_the_s
     made.spill(B)
     made.fill(A, 1)
     step, snapshot = Reservation(), Snapshot([B])
-    made.store.reserve(step, B)
-    made.store.capture(snapshot)
+    made.store.access.reserve(step, B)
+    made.store.access.capture(snapshot)
 
     def loop() -> None:
         with made.store.read(A):
-            made.store.await_saved(B)
+            made.store.access.await_saved(B)
 
     waiting = [Party(loop), Party(lambda: saved(made, snapshot, B))]
     assert all(party.is_waiting() for party in waiting)
     with pytest.raises(TierMemoryError, match="no room") as caught, made.store.write(B, by=step):
         pass
-    made.store.fail(step, caught.value)
+    made.store.access.fail(step, caught.value)
     with pytest.raises(TierMemoryError, match="no room"):
         waiting[1].result()
-    made.store.end(snapshot)
+    made.store.access.end(snapshot)
     waiting[0].result()
     made.store.check()
 
@@ -237,25 +237,25 @@ def test_a_snapshot_equals_a_copy_whatever_steps_do_meanwhile(bench, seed):
     for turn in range(3):
         expected = {key: made.content(key) for key in keys}
         snapshot = Snapshot(chance.sample(keys, len(keys)))
-        made.store.capture(snapshot)
+        made.store.access.capture(snapshot)
         found: dict[Key, torch.Tensor] = {}
 
         def save(snapshot: Snapshot = snapshot, found: dict[Key, torch.Tensor] = found) -> None:
-            while (key := made.store.next_to_save(snapshot, 0.001)) is not None:
+            while (key := made.store.access.next_to_save(snapshot, 0.001)) is not None:
                 found[key] = saved(made, snapshot, key)
-            made.store.end(snapshot)
+            made.store.access.end(snapshot)
 
         saver, step = threading.Thread(target=save), Reservation()
         saver.start()
         behind = chance.sample(keys[:4], 3)
-        made.store.reserve(step, *behind)
+        made.store.access.reserve(step, *behind)
 
         def sweep(step: Reservation = step, behind: list[Key] = behind, turn: int = turn) -> None:
             for key in behind:
                 with made.store.write(key, by=step) as (partition,):
                     partition.buffer.add_(turn + 1)
                 made.store.flush(key)
-                made.store.release(step, key)
+                made.store.access.release(step, key)
 
         other = Party(sweep)
         for key in chance.choices(keys, k=6):

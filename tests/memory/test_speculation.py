@@ -32,13 +32,13 @@ def made_of(bench: MakeBench, **options: object) -> Bench:
 def guess(made: Bench, *keys: Key, value: int = 2) -> Reservation:
     """A step that has begun with these, and is done with them."""
     step = Reservation(pending=True)
-    made.store.reserve(step, *keys)
+    made.store.access.reserve(step, *keys)
     for key in keys:
-        assert made.store.begin_work(step)
+        assert made.store.access.begin_work(step)
         with made.store.write(key, by=step) as (partition,):
             partition.buffer.fill_(value)
         made.store.flush(key)
-        made.store.end_work(step, key)
+        made.store.access.end_work(step, key)
     return step
 
 
@@ -54,8 +54,8 @@ def test_what_is_committed_is_the_value_from_then_on(bench, real, written):
     if written:
         made.store.settle()
         made.store.drop(A, B, STATES)
-    assert made.store.commit(step)
-    assert not any(made.store.reserved(key) for key in ALL)
+    assert made.store.access.commit(step)
+    assert not any(made.store.access.reserved(key) for key in ALL)
     assert [holds(made, key, value) for key, value in zip(ALL, (2, 2, 1, 2), strict=True)] == [True] * 4
     made.spill(*ALL)
     assert [holds(made, key, value) for key, value in zip(ALL, (2, 2, 1, 2), strict=True)] == [True] * 4
@@ -69,10 +69,10 @@ def test_whoever_wants_one_of_its_partitions_has_all_of_it_forgotten(bench, real
     step = guess(made, A, B, STATES)
     if wants == "save":
         snapshot = Snapshot(ALL)
-        made.store.capture(snapshot)
-        made.store.end(snapshot)
+        made.store.access.capture(snapshot)
+        made.store.access.end(snapshot)
     elif wants == "forget":
-        made.store.forget(step)
+        made.store.access.forget(step)
     elif wants == "write":
         with made.store.write(B) as (partition,):
             assert (partition.buffer == 1).all()
@@ -81,46 +81,46 @@ def test_whoever_wants_one_of_its_partitions_has_all_of_it_forgotten(bench, real
             assert made.store.prefetch(A)
             assert made.store[A].pending
         assert holds(made, A, 1)
-    assert not made.store.commit(step) and not made.store.begin_work(step)
+    assert not made.store.access.commit(step) and not made.store.access.begin_work(step)
     assert all(holds(made, key, 1) for key in ALL)
     made.store.check()
     # And once more, now with the step as it is wanted.
-    assert made.store.commit(guess(made, A, B, STATES, value=3))
+    assert made.store.access.commit(guess(made, A, B, STATES, value=3))
     assert holds(made, B, 3)
 
 
 def test_what_it_does_not_change_is_read_beside_it(bench):
     made = made_of(bench)
     step = guess(made, A)
-    assert holds(made, C, 1) and made.store.commit(step) and holds(made, A, 2)
+    assert holds(made, C, 1) and made.store.access.commit(step) and holds(made, A, 2)
 
 
 def test_who_wants_a_partition_waits_for_the_sub_group_in_work_alone(bench):
     made = made_of(bench)
     step = guess(made, A)
-    made.store.reserve(step, B)
-    assert made.store.begin_work(step)
+    made.store.access.reserve(step, B)
+    assert made.store.access.begin_work(step)
     with made.store.write(B, by=step) as (partition,):
         partition.buffer.fill_(7)
         reader = Party(lambda: holds(made, A, 1))
         assert reader.is_waiting()
-    made.store.end_work(step, B)
+    made.store.access.end_work(step, B)
     assert reader.result() is True
-    assert holds(made, B, 1) and not made.store.begin_work(step)
+    assert holds(made, B, 1) and not made.store.access.begin_work(step)
 
 
 def test_what_goes_on_after_the_commit_is_an_ordinary_step(bench):
     made = made_of(bench)
     step = guess(made, A)
-    made.store.reserve(step, A, B)
-    assert made.store.begin_work(step)
+    made.store.access.reserve(step, A, B)
+    assert made.store.access.begin_work(step)
     with made.store.write(A, B, by=step) as partitions:
-        assert made.store.commit(step)
+        assert made.store.access.commit(step)
         for partition in partitions:
             partition.buffer.fill_(3)
     reader = Party(lambda: holds(made, B, 3))
     assert reader.is_waiting()
-    made.store.end_work(step, A, B)
+    made.store.access.end_work(step, A, B)
     assert reader.result() is True
     assert holds(made, A, 3) and not made.store[A].pending
     made.store.check()
@@ -130,7 +130,7 @@ def test_a_dirty_value_is_on_the_drive_before_a_guess_replaces_it(bench):
     made = made_of(bench)
     made.fill(A, 5)
     assert made.store[A].state is State.DIRTY
-    made.store.forget(guess(made, A))
+    made.store.access.forget(guess(made, A))
     assert holds(made, A, 5)
 
 
@@ -143,7 +143,7 @@ def test_a_version_that_cannot_be_written_is_forgotten_like_any_other(bench):
         made.store.settle()
     failing.clear()
     assert made.store[A].state is State.FAILED
-    made.store.forget(step)
+    made.store.access.forget(step)
     assert holds(made, A, 1)
     made.store.check()
 
@@ -162,14 +162,14 @@ def test_random_guesses_leave_what_was_committed(bench, seed):
             assert holds(made, key, values[key])
         end = rng.random()
         if end < 0.5:
-            assert made.store.commit(step)
+            assert made.store.access.commit(step)
             values.update(dict.fromkeys(keys, turn))
         elif end < 0.75:
-            made.store.forget(step)
+            made.store.access.forget(step)
         else:
             key = rng.choice(keys)
             assert holds(made, key, values[key])
-            assert not made.store.commit(step)
+            assert not made.store.access.commit(step)
         made.store.check()
         if rng.random() < 0.3:
             key = rng.choice(ALL)

@@ -105,22 +105,22 @@ def test_what_is_claimed_while_room_is_made_is_left_alone(bench, monkeypatch):
             tried.wait(10)
 
     worker = threading.Thread(target=work)
-    settle, wait = made.store._settle, made.store._wait_for_others
+    settle, wait = made.store._residency.settle, made.store.access.wait_for_others
 
     def settling(partition):
         # As a transfer does, this gives up the lock: the worker takes both while A is written back.
         if partition.key == A and not claimed.is_set():
             worker.start()
             while not claimed.is_set():
-                made.store._changed.wait(0.01)
+                made.store._lock.wait(0.01)
         settle(partition)
 
     def waiting(*arguments):
         tried.set()
         wait(*arguments)
 
-    monkeypatch.setattr(made.store, "_settle", settling)
-    monkeypatch.setattr(made.store, "_wait_for_others", waiting)
+    monkeypatch.setattr(made.store._residency, "settle", settling)
+    monkeypatch.setattr(made.store.access, "wait_for_others", waiting)
     assert (made.content(C) == 2).all()
     worker.join()
     assert claimed.is_set() and tried.is_set()
@@ -172,9 +172,9 @@ def test_what_comes_while_room_is_made_is_not_brought_twice(bench, monkeypatch):
     made.fill(A, 10)
     made.content(B)
     step, held = Reservation(), made.store.read(B)
-    made.store.reserve(step, C)
+    made.store.access.reserve(step, C)
     held.__enter__()
-    settle, fetched = made.store._settle, []
+    settle, fetched = made.store._residency.settle, []
 
     def program() -> None:
         held.__exit__(None, None, None)
@@ -186,14 +186,14 @@ def test_what_comes_while_room_is_made_is_not_brought_twice(bench, monkeypatch):
             other = threading.Thread(target=program)
             other.start()
             while not fetched:
-                made.store._changed.wait(0.01)
+                made.store._lock.wait(0.01)
             other.join()
         settle(partition)
 
-    monkeypatch.setattr(made.store, "_settle", settling)
+    monkeypatch.setattr(made.store._residency, "settle", settling)
     with made.store.write(C, by=step) as (partition,):
         assert (partition.buffer == 2).all()
-    made.store.release(step, C)
+    made.store.access.release(step, C)
     assert fetched == [True]
     made.store.check()
     assert (made.content(A) == 10).all() and (made.content(C) == 2).all()

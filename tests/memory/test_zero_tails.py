@@ -73,34 +73,34 @@ def test_a_save_reads_zeros_where_the_drive_has_none(bench, begin):
     made = made_of(bench, PAGE)
     made.spill(STATES)
     snapshot = Snapshot([STATES])
-    made.store.capture(snapshot)
+    made.store.access.capture(snapshot)
     with made.store.saving(snapshot, STATES) as lent:
         assert lent is None
         room = page_aligned(PAGE).fill_(5)
         made.store.read_extent(STATES, begin, room).wait()
-    made.store.end(snapshot)
+    made.store.access.end(snapshot)
     assert torch.equal(room, expected(PAGE)[begin : begin + PAGE])
 
 
 def test_a_save_of_what_is_in_memory_has_the_zeros(bench):
     made = made_of(bench, PAGE)
     snapshot = Snapshot([STATES])
-    made.store.capture(snapshot)
+    made.store.access.capture(snapshot)
     with made.store.saving(snapshot, STATES) as lent:
         assert torch.equal(lent.buffer, expected(PAGE))
-    made.store.end(snapshot)
+    made.store.access.end(snapshot)
 
 
 def test_a_step_that_is_forgotten_leaves_the_zeros(bench):
     made = made_of(bench, PAGE, twice=True)
     made.spill(STATES)
     step = Reservation(pending=True)
-    made.store.reserve(step, STATES)
-    assert made.store.begin_work(step)
+    made.store.access.reserve(step, STATES)
+    assert made.store.access.begin_work(step)
     with made.store.write(STATES, by=step) as (partition,):
         assert torch.equal(partition.buffer, expected(PAGE))
         partition.buffer.fill_(8)
     made.store.flush(STATES)
-    made.store.end_work(step, STATES)
+    made.store.access.end_work(step, STATES)
     assert torch.equal(made.content(STATES), expected(PAGE))
     made.store.check()

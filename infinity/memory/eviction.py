@@ -1,0 +1,119 @@
+"""Which partition gives up its buffer when an arena is full. Every method takes constant time.
+
+| rank         | a partition in it                             | its buffer is free                   |
+|--------------|-----------------------------------------------|--------------------------------------|
+| CLEAN        | has the same value on its drive               | at once                              |
+| WRITING      | is being written back                         | when the write completes             |
+| DIRTY        | is not written back, or is being filled       | after a write, or when it is filled  |
+| AWAITED      | was prefetched, or found present, and not used since | as its state says             |
+| KEPT         | stays in memory as long as there is room      | as its state says                    |
+| KEPT_AWAITED | both                                          | as its state says                    |
+
+Ranks give up buffers in this order. Within a rank the partition that was used longest ago, or entered the rank first,
+goes first. The store skips partitions with claims; those were used last, so that they stand at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+from infinity.memory.partition import Partition, State
+from infinity.plan.types import Key, Kind
+
+
+def arena_name(key: Key) -> str:
+    """The arena that holds a partition of a drive while it is in memory."""
+    return "states" if key.kind is Kind.STATES else "param"
+
+
+class Rank(IntEnum):
+    """See the table at the top."""
+
+    CLEAN = 0
+    WRITING = 1
+    DIRTY = 2
+    AWAITED = 3
+    KEPT = 4
+    KEPT_AWAITED = 5
+
+
+_RANKS = {State.RESIDENT: Rank.CLEAN, State.WRITING: Rank.WRITING}
+
+
+class Eviction:
+    """The partitions whose buffers lie in arenas, in the order of giving them up. The store's lock guards it."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, tuple[dict[Key, Partition], ...]] = {
+            name: tuple({} for _ in Rank) for name in ("param", "states")
+        }
+        self._ranks: dict[Key, Rank] = {}
+        self._awaited: set[Key] = set()
+        self._kept: set[Key] = set()
+
+    def use(self, partition: Partition) -> None:
+        """Record a use: the partition is the last of its rank and no longer awaited."""
+        self._awaited.discard(partition.key)
+        self._remove(partition.key)
+        self.update(partition)
+
+    def expect(self, partition: Partition) -> None:
+        """Record that the partition will be used soon, if it has a buffer in an arena."""
+        if partition.key in self._ranks:
+            self._awaited.add(partition.key)
+            self.update(partition)
+
+    def keep(self, key: Key) -> None:
+        """Keep a partition in memory, from its next use on, as long as there is room."""
+        self._kept.add(key)
+
+    def is_kept(self, key: Key) -> bool:
+        """Whether `keep` was called for the partition."""
+        return key in self._kept
+
+    def update(self, partition: Partition) -> None:
+        """Put a partition in the rank of its present state, or take it out where it has no buffer in an arena."""
+        key = partition.key
+        if partition.buffer is None or not partition.arena_nbytes:
+            self._remove(key)
+            self._awaited.discard(key)
+            return
+        rank = _RANKS.get(partition.state, Rank.DIRTY)
+        awaited = key in self._awaited
+        if key in self._kept:
+            rank = Rank.KEPT_AWAITED if awaited else Rank.KEPT
+        elif awaited:
+            rank = Rank.AWAITED
+        if self._ranks.get(key) is not rank:
+            self._remove(key)
+            self._ranks[key] = rank
+            self._queues[arena_name(key)][rank][key] = partition
+
+    def queue(self, arena: str, rank: Rank) -> Iterator[Partition]:
+        """The partitions of one rank in the order in which they go."""
+        return iter(self._queues[arena][rank].values())
+
+    def inside(self, arena: str) -> list[Partition]:
+        """All partitions whose buffers lie in an arena, in the order in which they go."""
+        return [partition for queue in self._queues[arena] for partition in queue.values()]
+
+    def clear(self) -> None:
+        """Let go of all partitions when the store closes."""
+        self._ranks.clear()
+        for queues in self._queues.values():
+            for queue in queues:
+                queue.clear()
+
+    def check(self, partition: Partition) -> None:
+        """Verify that a partition stands in the rank of its state."""
+        inside = partition.buffer is not None and partition.arena_nbytes > 0
+        assert (partition.key in self._ranks) == inside, f"{partition.key} is in the wrong queue"
+        rank = self._ranks.get(partition.key)
+        if rank is not None and rank < Rank.AWAITED:
+            assert rank is _RANKS.get(partition.state, Rank.DIRTY), f"{partition.key} is {partition.state} in {rank}"
+
+    def _remove(self, key: Key) -> None:
+        rank = self._ranks.pop(key, None)
+        if rank is not None:
+            del self._queues[arena_name(key)][rank][key]
