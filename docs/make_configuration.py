@@ -131,7 +131,7 @@ def _default(field: FieldInfo) -> str:
 
 def _answer(field: FieldInfo) -> str:
     reply = reply_of(field)
-    text = f"**{reply.answer.value}**"
+    text = f"**{reply.answer}**"
     if not isinstance(reply, Honoured):
         text += f": {reply.why}"
     if isinstance(reply, Refused):

@@ -1,7 +1,7 @@
-"""The configuration: DeepSpeed's keys, checked strictly, resolved in one place. Imports no torch.
+"""The configuration: DeepSpeed's keys, checked strictly and resolved in one place. Imports no torch.
 
-`load_config(source)` checks a file, a dictionary or a JSON text; `resolve(config, context)` settles every "auto" and
-the batch sizes, and what it returns is what the rest of the engine reads.
+`load_config(source)` checks a file, a dictionary or a JSON text. `resolve(config, context)` resolves every "auto" and
+the batch sizes; the engine reads only the `ResolvedConfig` that it returns.
 """
 
 from infinity.config.load import Source, load_config

@@ -1,10 +1,11 @@
-"""Bounds on what may be a configuration. What exceeds them is something else: another file, a structure that contains
-itself, an experiment's whole record. It is refused before anything walks through it.
+"""Size limits of a configuration, checked before any other code walks through it.
+
+An input beyond these limits is not a configuration but, for example, a wrong file, a structure that contains itself or
+an experiment's whole record.
 """
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,23 +14,12 @@ from infinity.errors import ConfigError
 TEXT_LENGTH_MAX = 4 << 20
 DEPTH_MAX = 64
 VALUES_MAX = 10_000
-# No float is greater.
+# The largest float is below 2**1024.
 _INT_BITS_MAX = 1024
-
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 200
-_repr.maxlong = 400
-_repr.maxlevel = 6
-_repr.maxlist = _repr.maxtuple = _repr.maxdict = 20
-
-
-def shown(value: object) -> str:
-    """`repr` of a value for a message, cut where it is long or deep."""
-    return _repr.repr(value)
 
 
 def check_text(origin: str, length: int) -> None:
-    """ConfigError for a text of `length` bytes that is too long to be a configuration."""
+    """Raise ConfigError if a text of `length` bytes from `origin` is too long for a configuration."""
     if length > TEXT_LENGTH_MAX:
         raise ConfigError(
             f"{origin}: {length:,} bytes are too many for a configuration, which has at most {TEXT_LENGTH_MAX:,}: give "
@@ -38,7 +28,7 @@ def check_text(origin: str, length: int) -> None:
 
 
 def check_structure(origin: str, raw: Mapping[Any, Any]) -> None:
-    """ConfigError for nesting, a number of values or an integer that no configuration has."""
+    """Raise ConfigError if `raw` is nested too deeply, has too many values or holds an integer beyond every float."""
     count = 0
     left: list[tuple[str, int, Any]] = [("", 0, raw)]
     while left:

@@ -1,47 +1,47 @@
-"""The activation_checkpointing section: what is computed again in backward, and where its inputs lie meanwhile."""
+"""The activation_checkpointing section: which blocks backward recomputes, and where their inputs are kept."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from infinity.config.section import HONOURED, NoAuto, NoEffect, Section
+from infinity.config.section import NoAuto, NoEffect, Section
 from infinity.config.values import Count, Drives, Flag, HomeDevice, Natural, Texts
 
 
 class OffloadCheckpoints(Section):
-    """Ours. Where the inputs of what is computed again lie between forward and backward, also where the model itself
-    calls torch.utils.checkpoint."""
+    """Ours. Where the inputs of recomputed blocks are kept between forward and backward. Applies to the model's own
+    calls of torch.utils.checkpoint too."""
 
-    device: Annotated[HomeDevice, HONOURED, NoAuto('choose "none", "cpu" or "nvme"')] = "none"
+    device: Annotated[HomeDevice, NoAuto('choose "none", "cpu" or "nvme"')] = "none"
     """Ours. The accelerator ("none"), CPU memory or NVMe."""
-    nvme_path: Annotated[Drives | None, HONOURED, NoAuto("name a folder on the drive")] = None
-    """Ours. Folder on the drive, or a list of folders on several; without one, that of offload_optimizer or
+    nvme_path: Annotated[Drives | None, NoAuto("name a folder on the drive")] = None
+    """Ours. Folder on the drive, or a list of folders on several drives; absent: the path of offload_optimizer or
     offload_param."""
-    buffer_count: Annotated[Count, HONOURED] = 4
-    """Ours. Buffers in CPU memory through which they pass on their way to NVMe and back, each of the size of the
-    largest: the bound of what is in flight."""
-    pin_memory: Annotated[Flag, HONOURED] = True
+    buffer_count: Count = 4
+    """Ours. Staging buffers in CPU memory between the accelerator and NVMe, each of the size of the largest input.
+    Their number bounds the transfers in flight."""
+    pin_memory: Flag = True
     """Ours. Page-lock the CPU memory."""
 
 
 class ActivationCheckpointing(Section):
-    """Computing activations again in backward instead of keeping them."""
+    """Recomputation of activations in backward instead of keeping them."""
 
-    every: Annotated[Natural, HONOURED] = 0
-    """Ours. Every how many of the blocks that the model repeats is computed again in backward, from the first on: 1 all
-    of them, 2 every second, 0 none."""
-    keep_ops: Annotated[Texts, HONOURED] = ()
-    """Ours. Operators of those blocks whose results are kept all the same, by torch's names: ["aten.mm"] saves the
-    matrix products from being done twice."""
+    every: Natural = 0
+    """Ours. Recompute every N-th of the model's repeated blocks in backward, starting with the first: 1 is all blocks,
+    2 every second, 0 none."""
+    keep_ops: Texts = ()
+    """Ours. Operators, by torch's names, whose results are kept in recomputed blocks: with ["aten.mm"] backward does
+    not repeat the matrix products."""
     offload: OffloadCheckpoints = OffloadCheckpoints()
-    cpu_checkpointing: Annotated[Flag, HONOURED] = False
+    cpu_checkpointing: Flag = False
     """Older form of offload with device cpu."""
     partition_activations: Annotated[
-        Flag, NoEffect("checkpoints are divided among tensor-parallel ranks, and there are none")
+        Flag, NoEffect("it divides checkpoints among tensor-parallel ranks, and there are none")
     ] = False
     """Partition saved activations."""
     contiguous_memory_optimization: Annotated[
-        Flag, NoEffect("checkpoints that are offloaded lie in large buffers, and no others are copied")
+        Flag, NoEffect("offloaded checkpoints use large buffers already, and other checkpoints are not copied")
     ] = False
     """Save them in one buffer."""
     number_checkpoints: Annotated[
@@ -49,10 +49,10 @@ class ActivationCheckpointing(Section):
     ] = None
     """Number of checkpoints."""
     synchronize_checkpoint_boundary: Annotated[
-        Flag, NoEffect("the device need not be stopped: copies are ordered by events")
+        Flag, NoEffect("events order the copies, so the device is never synchronised for them")
     ] = False
     """Synchronise at every checkpoint."""
-    profile: Annotated[
-        Flag, NoEffect("engine.timeline() shows each block's forward, recomputation and backward")
-    ] = False
+    profile: Annotated[Flag, NoEffect("engine.timeline() shows each block's forward, recomputation and backward")] = (
+        False
+    )
     """Time every checkpoint."""

@@ -1,4 +1,4 @@
-"""Rules between keys: each complaint names both keys and the way out."""
+"""Rules between keys; each message names both keys and how to resolve the conflict."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from infinity.config.training import OneCycleConfig, WarmupCosineLRConfig, Warmu
 
 
 def conflicts(config: Config) -> list[str]:
-    """One line for each pair of keys that cannot both hold."""
+    """Return one message for each pair of keys that contradict each other."""
     complaints = []
     if config.fp16.enabled and config.bf16.enabled:
         complaints.append(
@@ -16,8 +16,8 @@ def conflicts(config: Config) -> list[str]:
     for name, section in (("bf16", config.bf16), ("fp16", config.fp16)):
         if config.torch_autocast.enabled and section.enabled:
             complaints.append(
-                f"torch_autocast.enabled and {name}.enabled are both true: autocast is for fp32 weights, and those of "
-                f"{name} have 16 bits already: keep {name}, which needs less memory, or torch_autocast"
+                f"torch_autocast.enabled and {name}.enabled are both true: autocast needs fp32 weights, and {name} "
+                f"stores 16-bit weights: keep {name}, which needs less memory, or torch_autocast"
             )
     autocast = config.torch_autocast
     for name, scales in (
@@ -26,17 +26,17 @@ def conflicts(config: Config) -> list[str]:
     ):
         if scales and not config.check_grad_overflow:
             complaints.append(
-                f"check_grad_overflow is false and {name}: a loss scale is found by checking every gradient: remove "
+                f"check_grad_overflow is false and {name}: the loss scaler has to check every gradient: remove "
                 "check_grad_overflow, or use bf16"
             )
     if config.checkpoint.keep_every and not config.checkpoint.keep_last:
         complaints.append(
-            f"checkpoint.keep_every is {config.checkpoint.keep_every} and checkpoint.keep_last 0, which keeps all: set "
-            "keep_last to the number of latest checkpoints that stay"
+            f"checkpoint.keep_every is {config.checkpoint.keep_every} but checkpoint.keep_last 0 keeps all: set "
+            "keep_last to the number of latest checkpoints to keep"
         )
     if config.checkpoint.on_signal and config.checkpoint.path is None:
         complaints.append(
-            "checkpoint.on_signal names signals but checkpoint.path no folder for the checkpoint: set checkpoint.path"
+            "checkpoint.on_signal is set but checkpoint.path is not: set checkpoint.path to a folder for the checkpoint"
         )
     return complaints + _workers(config) + _offload(config) + _checkpointing(config) + _schedule(config)
 
@@ -70,8 +70,8 @@ def _offload(config: Config) -> list[str]:
     optimizer = zero.offload_optimizer
     if optimizer is not None and optimizer.device == "auto" and optimizer.ratio != 1:
         complaints.append(
-            f"zero_optimization.offload_optimizer.ratio is {optimizer.ratio:g} and device is \"auto\", which finds the "
-            "share by itself: leave ratio out, or name a device"
+            f'zero_optimization.offload_optimizer.ratio is {optimizer.ratio:g} but device "auto" chooses the ratio: '
+            "leave ratio out, or name a device"
         )
     return complaints + _drives(config)
 
@@ -88,7 +88,7 @@ def _drives(config: Config) -> list[str]:
     if used and weights and len(weights) != len(used[0]):
         return [
             f"aio.drive_weights has {len(weights)} numbers but nvme_path names {len(used[0])} folders: give one number "
-            "for each folder, or leave it out to have the drives measured"
+            "for each folder, or leave it out so that infinity measures the drives"
         ]
     return []
 
@@ -98,7 +98,7 @@ def _checkpointing(config: Config) -> list[str]:
     complaints = []
     if section.keep_ops and not section.every:
         complaints.append(
-            "activation_checkpointing.keep_ops names operators of blocks that are computed again, but every is 0: set "
+            "activation_checkpointing.keep_ops is set but no block is recomputed, because every is 0: set "
             "activation_checkpointing.every to 1, or leave keep_ops out"
         )
     others = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each is not None]
@@ -122,9 +122,8 @@ def _schedule(config: Config) -> list[str]:
             required = {"total_num_steps": steps.total_num_steps}
         case _:
             return []
-    postponed = config.provenance.autos
     return [
         f"scheduler.params.{name} is required by {config.scheduler.type}: give a number"
         for name, value in required.items()
-        if value is None and f"scheduler.params.{name}" not in postponed
+        if value is None and f"scheduler.params.{name}" not in config.provenance.autos
     ]

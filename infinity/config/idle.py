@@ -1,4 +1,4 @@
-"""Keys that mean something here, but nothing beside the other keys of the same configuration."""
+"""Honoured keys that have no effect in combination with the other keys of the same configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from infinity.config.schema import Config
 
 
 def idle(config: Config) -> dict[str, str]:
-    """Dotted path -> why the key changes nothing, for those that the user wrote into a settled configuration."""
+    """Return dotted path -> reason for each key that the user wrote and that has no effect in a resolved `config`."""
     zero = config.zero_optimization
     states, checkpoints = zero.offload_optimizer, config.activation_checkpointing.offload
     on_drive = zero.drives(states) or zero.drives(zero.offload_param) or checkpoints.device == "nvme"

@@ -1,4 +1,4 @@
-"""From a file, a dictionary or a JSON text to a checked `Config`, or to one error that lists all that is wrong."""
+"""Loading of a file, a dictionary or a JSON text into a checked `Config`; one error lists all problems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from infinity.config.bounds import TEXT_LENGTH_MAX, check_structure, check_text, shown
+from infinity.config.bounds import TEXT_LENGTH_MAX, check_structure, check_text
 from infinity.config.conflicts import conflicts
 from infinity.config.schema import Config, Provenance
 from infinity.config.section import (
@@ -30,55 +30,61 @@ from infinity.config.section import (
     spellings_of,
 )
 from infinity.config.suggestions import unknown_key
+from infinity.config.untrusted import shortened
 from infinity.config.values import read_flag
 from infinity.errors import ConfigError
 
-# Problems that one error lists.
-_LISTED = 50
+# The most problems that one error lists.
+_LISTED_MAX = 50
 _TUNES_HEAP = re.compile("MALLOC_(MMAP|TRIM|TOP)_")
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
 
 def load_config(source: Source) -> Config:
-    """Checks a path, a dictionary or a JSON text; None is the configuration in which every key has its default."""
+    """Check a path, a dictionary or a JSON text and return its `Config`; for None every key has its default.
+
+    Raises:
+        ConfigError: the source cannot be read, or has unknown, refused, ill-typed or contradictory keys.
+    """
     if isinstance(source, Config):
         return source
     origin, raw = _read(source)
     check_structure(origin, raw)
     found = _Found()
-    found.problems += _repeated(raw)
+    found.problems.extend(_repeated(raw))
     values = _walk(Config, raw, "", found)
     config = _validate(values, found)
     if config is not None:
         config = config.from_source(Provenance(origin, found.given, frozenset(found.autos)))
-        found.problems += _refusals(config) + conflicts(config)
+        found.problems.extend(_refusals(config) + conflicts(config))
     if config is None or found.problems:
         raise complaint(origin, found.problems)
     return config
 
 
 def complaint(origin: str, problems: list[str]) -> ConfigError:
-    """One error for all problems, one line each."""
+    """Return one error that lists the problems of a configuration from `origin`, one a line."""
     if len(problems) == 1:
         return ConfigError(f"{origin}: {problems[0]}")
-    listed = problems[:_LISTED]
-    more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
-    lines = "".join(f"\n  {line}" for line in [*listed, *more])
+    listed = problems[:_LISTED_MAX]
+    if len(problems) > _LISTED_MAX:
+        listed.append(f"and {len(problems) - _LISTED_MAX} more")
+    lines = "".join(f"\n  {line}" for line in listed)
     return ConfigError(f"{origin}: {len(problems)} problems:{lines}")
 
 
-# A section that could not be read leaves nothing behind; its problem is on the list.
+# Stands for a value that is left out: "auto", or a value whose problem is already listed.
 _NOTHING = object()
 
 
 def heap_is_tuned() -> bool:
-    """Whether the environment says how the C library's heap is kept: variables of mallopt(3), or tunables."""
+    """Return whether the environment tunes the C library's heap, by variables of mallopt(3) or glibc tunables."""
     return any(map(_TUNES_HEAP.match, os.environ)) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
 
 
 def hub_cache() -> Path:
-    """The folder in which Hugging Face's tools keep what they have downloaded."""
+    """Return the cache folder of the Hugging Face hub, by the same environment variables as huggingface_hub."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(name):
             return Path(os.environ[name]).expanduser()
@@ -87,7 +93,7 @@ def hub_cache() -> Path:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers the keys it held twice."""
+    """A JSON object that lists its repeated keys."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -114,7 +120,7 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[st
     origin = os.fspath(source)
     try:
         with Path(origin).open(encoding="utf-8-sig") as file:
-            # Of a device or a pipe nobody knows the size.
+            # A device or a pipe reports no size: the text is checked again after reading.
             check_text(origin, os.fstat(file.fileno()).st_size)
             text = file.read(TEXT_LENGTH_MAX + 1)
         check_text(origin, len(text))
@@ -138,7 +144,7 @@ def _parse(origin: str, text: str) -> Mapping[str, Any]:
     except RecursionError:
         raise ConfigError(f"{origin}: objects or lists are nested too deeply: no key of the configuration is") from None
     except ValueError:
-        # Python's bound against slow conversions.
+        # Python limits the digits of an integer, because the conversion takes quadratic time.
         raise ConfigError(f"{origin}: a number has thousands of digits: no setting of the configuration has") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{origin}: the configuration is a JSON object {{...}}, not {type(raw).__name__}")
@@ -146,7 +152,7 @@ def _parse(origin: str, text: str) -> Mapping[str, Any]:
 
 
 def _more_than_json(error: json.JSONDecodeError) -> str:
-    """The next step where the text goes on with what other readers allow."""
+    """Return a hint if the error is at a comment or a trailing comma, which other JSON readers allow."""
     rest = error.doc[error.pos :].lstrip(", \t\r\n")
     before = error.doc[: error.pos + 1].rstrip(" \t\r\n]}")
     trailing = rest.startswith(("]", "}")) and before.endswith(",")
@@ -165,7 +171,7 @@ def _repeated(raw: Any, path: str = "") -> Iterator[str]:
 
 
 def _walk(section: type[Section], raw: Mapping[Any, Any], path: str, found: _Found) -> dict[str, Any]:
-    """The section under the names of its fields; unknown keys become problems, and "auto" is set aside."""
+    """Return the section's values by field name; add problems, given values and "auto" paths to `found`."""
     names = spellings_of(section)
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -210,7 +216,7 @@ def _section(sections: tuple[type[Section], ...], value: Any, path: str, found: 
         found.problems.append(f"{path}: {error}")
         return _NOTHING
     if not isinstance(value, Mapping):
-        found.problems.append(f"{path}: {shown(value)} is not a section: expected an object {{...}}")
+        found.problems.append(f"{path}: {shortened(value, 200)} is not a section: expected an object {{...}}")
         return _NOTHING
     if len(sections) == 1:
         return _walk(sections[0], value, path, found)
@@ -222,20 +228,20 @@ def _section(sections: tuple[type[Section], ...], value: Any, path: str, found: 
     if isinstance(kind, str) and kind.lower() == "auto":
         found.problems.append(f'{path}.type: "auto" is refused: name the type, one of {expected}')
     elif "type" in value:
-        found.problems.append(f"{path}.type: {shown(kind)} is not one of {expected}")
+        found.problems.append(f"{path}.type: {shortened(kind, 200)} is not one of {expected}")
     else:
-        # Without a type only the keys beside it can be checked.
+        # Without a type only the section's other keys can be checked, not params.
         _walk(sections[0], {key: None for key in value if key != "params"}, path, _Found(found.problems))
         found.problems.append(f"{path}.type is required: one of {expected}")
     return _NOTHING
 
 
 def _absent(field_info: FieldInfo, absent: Absent, value: Any, path: str, found: _Found) -> None:
-    """Judges a feature that infinity does not have: fine when it is off, else as the field's answer says."""
+    """Check the section of a feature that infinity lacks: accept it when off, else report as the field's reply says."""
     keys = value if isinstance(value, Mapping) else {}
     if absent.keys:
         unknown = [str(key) for key in keys if key not in absent.keys]
-        found.problems += [unknown_key(dotted(path, key), key, absent.keys, Config) for key in unknown]
+        found.problems.extend(unknown_key(dotted(path, key), key, absent.keys, Config) for key in unknown)
         if unknown:
             return
     reply = reply_of(field_info)
@@ -243,8 +249,9 @@ def _absent(field_info: FieldInfo, absent: Absent, value: Any, path: str, found:
         return
     found.given[path] = value
     if isinstance(reply, Refused):
-        said = f"{absent.switch} = {shown(keys[absent.switch])}" if absent.switch in keys else shown(value)
-        found.problems.append(f"{path}: {said} is refused: {reply.why}. {reply.instead}")
+        switch = f"{absent.switch} = " if absent.switch in keys else ""
+        said = shortened(keys.get(absent.switch, value), 200)
+        found.problems.append(f"{path}: {switch}{said} is refused: {reply.why}. {reply.instead}")
 
 
 def _switched_on(absent: Absent, value: Any, accepted: tuple[Any, ...]) -> bool:
@@ -263,19 +270,20 @@ def _validate(values: dict[str, Any], found: _Found) -> Config | None:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        found.problems += [_sentence(dict(problem)) for problem in error.errors()]
+        found.problems.extend(_sentence(dict(problem)) for problem in error.errors())
         return None
 
 
 def _sentence(problem: dict[str, Any]) -> str:
-    # A type that chose the class stands in the location as well.
+    # For a section whose type chooses the class, pydantic adds the type to the location.
     location = [str(part) for part in problem["loc"]]
     if location[0] in ("scheduler", "optimizer"):
         del location[1]
     path = ".".join(location)
     if problem["type"] == "missing":
         return f"{path} is required"
-    return f"{path}: {shown(problem['input'])} is not usable: {problem['msg'].removeprefix('Value error, ')}"
+    said = shortened(problem["input"], 200)
+    return f"{path}: {said} is not usable: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def _refusals(config: Config) -> list[str]:

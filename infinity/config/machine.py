@@ -1,30 +1,30 @@
-"""The sections about the machine: how its drive is used, how much of it, and what a step does with it."""
+"""The sections about the machine: NVMe access, memory limits, and the recorded timeline of a step."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from infinity.config.section import HONOURED, Also, NoEffect, Refused, Section
+from infinity.config.section import Also, NoEffect, Refused, Section
 from infinity.config.values import Check, Count, Flag, Limit, Picture, Shares
 
-_ASYNCHRONOUS = NoEffect("requests are always submitted in batches and never waited for one by one")
+_ASYNCHRONOUS = NoEffect("requests are always submitted in batches, and no thread waits for a single one")
 
 
 class Aio(Section):
-    """How NVMe is read and written. DeepSpeed's keys are hints: none of them can make a run fail."""
+    """Settings of NVMe I/O. DeepSpeed's keys are hints: no value of them makes a run fail."""
 
-    block_size: Annotated[Count | None, HONOURED] = None
-    """Bytes of one request to the drive; 1 MiB when absent."""
-    queue_depth: Annotated[Count, HONOURED] = 8
-    """Requests in flight for one I/O thread."""
-    intra_op_parallelism: Annotated[Count | None, HONOURED, Also(("thread_count",))] = None
-    """I/O threads; chosen from the machine when absent."""
-    checksum: Annotated[Check, HONOURED] = "sampled"
-    """Ours. Keep a CRC-32C of what is written to NVMe, and compare at every read: "sampled", of one line of 64 bytes of
-    each page of 4096, which finds bytes that were lost, belong elsewhere or are older; true, of every byte, to search
-    for a drive that flips bits."""
-    drive_weights: Annotated[Shares, HONOURED] = ()
-    """Ours. Shares of the bytes for each folder of a list in nvme_path; measured when absent."""
+    block_size: Count | None = None
+    """Bytes of one request to the drive; absent: 1 MiB."""
+    queue_depth: Count = 8
+    """Requests in flight of each I/O thread."""
+    intra_op_parallelism: Annotated[Count | None, Also(("thread_count",))] = None
+    """I/O threads; absent: chosen from the machine."""
+    checksum: Check = "sampled"
+    """Ours. Store a CRC-32C of every write to NVMe and compare it at every read. "sampled" covers one 64-byte line of
+    each 4096-byte page and detects lost, misplaced and stale writes; true covers every byte, to search for a drive that
+    flips bits."""
+    drive_weights: Shares = ()
+    """Ours. Share of the bytes for each folder of a list in nvme_path; absent: measured."""
     single_submit: Annotated[Flag, _ASYNCHRONOUS] = False
     """Submit requests one at a time."""
     overlap_events: Annotated[Flag, _ASYNCHRONOUS] = True
@@ -36,27 +36,27 @@ class Aio(Section):
 
 
 class TierLimit(Section):
-    """The cap of one tier."""
+    """The limit of one tier."""
 
-    max_bytes: Annotated[Limit, HONOURED] = None
-    """Hard cap of what the engine holds here: bytes, "16GB", "1.5GiB", or a share of what is free such as "80%".
-    Absent or "auto": what the machine has. Of the accelerator it is each rank's; of CPU memory and NVMe the ranks of a
-    node share it. Without an accelerator cpu bounds all that the engine holds in memory; gpu, where given, is then a
-    bound of its own for what computes."""
+    max_bytes: Limit = None
+    """Hard limit of the engine's bytes on this tier: bytes, "16GB", "1.5GiB", or a share of the free bytes such as
+    "80%". Absent or "auto": what the machine has. The limit of the accelerator holds for each rank; the ranks of a node
+    share those of CPU memory and NVMe. Without an accelerator, cpu limits all memory of the engine, and gpu, if given,
+    also limits the part that holds gathered parameters, gradients and activations."""
 
 
 class ActivationReserve(Section):
-    """What is set aside for a micro-batch's activations, beside the plan, before there is a batch."""
+    """Memory that the plan reserves for a micro-batch's activations before the first batch is seen."""
 
-    max_bytes: Annotated[Limit, HONOURED] = None
-    """Bytes of them on the device at their busiest: bytes, "2GB", or a share of what is free there. Absent or "auto":
-    measured on the model's shapes, where it is a causal language model of transformers, and 64 MiB otherwise."""
-    sequence_length: Annotated[Count | None, HONOURED] = None
-    """Tokens of a sequence, for what is measured. Absent: 128, or what the model takes if that is less."""
+    max_bytes: Limit = None
+    """Peak bytes of activations on the device: bytes, "2GB", or a share of the free bytes there. Absent or "auto":
+    measured on the model's shapes for a causal language model of transformers, 64 MiB for other models."""
+    sequence_length: Count | None = None
+    """Tokens of a sequence in that measurement. Absent: 128, or the model's maximum if that is less."""
 
 
 class Memory(Section):
-    """Ours. Hard caps: a plan that does not fit is refused before anything is allocated."""
+    """Ours. Hard limits: a plan that does not fit is refused before anything is allocated."""
 
     gpu: TierLimit = TierLimit()
     cpu: TierLimit = TierLimit()
@@ -65,9 +65,9 @@ class Memory(Section):
 
 
 class TimelineSection(Section):
-    """Ours. A picture of one optimizer step: where it waited, what moved, what memory held (docs/timeline.md)."""
+    """Ours. A timeline of one optimizer step: waits, transfers and memory use (docs/timeline.md)."""
 
-    path: Annotated[Picture | None, HONOURED] = None
-    """File to write: a page (".html") or a Chrome trace (".json"); ranks above 0 put theirs beside it. Absent: none."""
-    step: Annotated[Count, HONOURED] = 4
-    """The optimizer step to record, counted from 1. The first ones warm up."""
+    path: Picture | None = None
+    """File to write: a page (".html") or a Chrome trace (".json"); ranks above 0 add their number. Absent: none."""
+    step: Count = 4
+    """The optimizer step to record, counted from 1. The first steps are slower than the others."""

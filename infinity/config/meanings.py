@@ -1,4 +1,4 @@
-"""What a key stands for that has no value: `infinity config explain` says it instead of a bare "none"."""
+"""The meaning of absent keys, which `infinity config explain` prints instead of a bare "none"."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _MACHINE = "what the machine has"
 
 
 def meanings(config: Config, compute: str) -> dict[str, str]:
-    """Dotted path -> what the engine takes, for the keys of a settled configuration that were left out.
+    """Return dotted path -> what the engine uses instead, for keys without a value in a resolved configuration.
 
-    compute: the type that parameters are computed in, in words.
+    compute: the compute type of the parameters, in words.
     """
     several = (config.gradient_accumulation_steps or 1) > 1 or not config.managed_gradient_accumulation
     live, stage = config.zero_optimization.stage3_max_live_parameters, config.zero_optimization.stage
@@ -21,7 +21,7 @@ def meanings(config: Config, compute: str) -> dict[str, str]:
         "steps_per_print": "no progress lines",
         "communication_data_type": compute,
         "log_level": "info",
-        "dataloader_prefetch_factor": "2, where there are workers",
+        "dataloader_prefetch_factor": "2, if there are workers",
         "data_parallel_size": "not checked",
         "hardware_profile": "no profile",
         "scheduler": "a constant rate",
@@ -31,22 +31,22 @@ def meanings(config: Config, compute: str) -> dict[str, str]:
         "zero_optimization.offload_param": "parameters stay on the accelerator",
         "zero_optimization.offload_optimizer": "states stay on the accelerator",
         "zero_optimization.tile_parameters": tiles if stage == 3 else "no tiles, which need stage 3",
-        "aio.block_size": f"that of {profile}, or 1 MiB" if profile else "1 MiB",
+        "aio.block_size": f"from {profile}, or 1 MiB" if profile else "1 MiB",
         "aio.intra_op_parallelism": "chosen from the machine",
-        "aio.drive_weights": f"those of {profile}, or measured" if profile else "measured at the start",
+        "aio.drive_weights": f"from {profile}, or measured" if profile else "measured at the start",
         **{f"memory.{tier}.max_bytes": _MACHINE for tier in ("gpu", "cpu", "nvme")},
-        "memory.activations.max_bytes": "measured on the model's shapes where they tell, else 64 MiB",
-        "memory.activations.sequence_length": "128, or what the model takes if that is less",
-        "activation_checkpointing.offload.nvme_path": "that of offload_optimizer or offload_param",
+        "memory.activations.max_bytes": "measured on the model's shapes if it is a causal language model, else 64 MiB",
+        "memory.activations.sequence_length": "128, or the model's maximum if that is less",
+        "activation_checkpointing.offload.nvme_path": "the path of offload_optimizer or offload_param",
         **_schedule(config),
     }
 
 
 def notes(config: Config) -> dict[str, str]:
-    """Dotted path -> what else decides, for defaults that another key replaces."""
+    """Return dotted path -> a remark, for defaults that another key or a lower bound overrides."""
     found = {}
     if config.hardware_profile:
-        found["aio.queue_depth"] = f"that of {config.hardware_profile} where it knows the drive"
+        found["aio.queue_depth"] = f"from {config.hardware_profile} if it lists the drive"
     found["zero_optimization.offload_optimizer.buffer_count"] = "never fewer than five"
     return found
 
@@ -58,8 +58,8 @@ def _schedule(config: Config) -> dict[str, str]:
             return {"scheduler.params.warmup_max_lr": rate}
         case OneCycleConfig(params=params):
             return {
-                "scheduler.params.cycle_second_step_size": f"{params.cycle_first_step_size}, as of the rising half",
-                "scheduler.params.cycle_second_stair_count": f"{params.cycle_first_stair_count}, as of the rising half",
+                "scheduler.params.cycle_second_step_size": f"{params.cycle_first_step_size}, as in the rising half",
+                "scheduler.params.cycle_second_stair_count": f"{params.cycle_first_stair_count}, as in the rising half",
             }
         case _:
             return {}

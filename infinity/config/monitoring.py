@@ -1,38 +1,36 @@
-"""The sections about monitors: where figures of a run are written."""
+"""The sections about monitors, which write a run's metrics to files or services."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from infinity.config.section import HONOURED, Section
+from infinity.config.section import Section
 from infinity.config.values import Flag, Place, Text
 
 
 class _Folder(Section):
-    enabled: Annotated[Flag, HONOURED] = False
-    """Write it."""
-    output_path: Annotated[Place, HONOURED] = ""
-    """Folder of the runs; empty is the working folder."""
-    job_name: Annotated[Text, HONOURED] = "DeepSpeedJobName"
-    """Folder of this run, in output_path."""
+    enabled: Flag = False
+    """Turn the monitor on."""
+    output_path: Place = ""
+    """Folder of all runs; empty: the working folder."""
+    job_name: Text = "DeepSpeedJobName"
+    """Folder of this run inside output_path."""
 
 
 class TensorBoard(_Folder):
-    """Figures of each optimizer step as TensorBoard events; needs the package tensorboard (docs/monitoring.md)."""
+    """Metrics of each optimizer step as TensorBoard events; needs the package tensorboard (docs/monitoring.md)."""
 
 
 class CsvMonitor(_Folder):
-    """Figures of each optimizer step in CSV files, one for each kind; rows are appended (docs/monitoring.md)."""
+    """Metrics of each optimizer step, appended to one CSV file for each metric (docs/monitoring.md)."""
 
 
 class Wandb(Section):
-    """Figures of each optimizer step to Weights & Biases; needs the package wandb (docs/monitoring.md)."""
+    """Metrics of each optimizer step, sent to Weights & Biases; needs the package wandb (docs/monitoring.md)."""
 
-    enabled: Annotated[Flag, HONOURED] = False
-    """Send it."""
-    group: Annotated[Text | None, HONOURED] = None
-    """Group of runs that this one belongs to."""
-    team: Annotated[Text | None, HONOURED] = None
-    """Team, or user, that the project belongs to."""
-    project: Annotated[Text, HONOURED] = "deepspeed"
-    """Project."""
+    enabled: Flag = False
+    """Turn the monitor on."""
+    group: Text | None = None
+    """Group that this run belongs to."""
+    team: Text | None = None
+    """Team or user that owns the project."""
+    project: Text = "deepspeed"
+    """Project that the run belongs to."""

@@ -1,6 +1,6 @@
-"""Settling what a file left open: every "auto", and the batch sizes. The one place where this happens.
+"""Resolution of every "auto" and of the batch sizes; no other module resolves any.
 
-The result says for each value where it came from: the file, the schema's default, or a reason.
+The result names the source of each value: the file, the schema's default, or a reason.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _Section = TypeVar("_Section", bound=Section)
 
 @dataclass(frozen=True)
 class ResolveContext:
-    """What the configuration is resolved against; None is "not known"."""
+    """The facts about program, model and ranks that `resolve` uses; None means unknown."""
 
-    # Data-parallel ranks, and whether they are there or assumed by a command that looks at a file.
+    # Data-parallel ranks; `detected` is False if a command that checks a file assumes their number.
     world_size: int = 1
     detected: bool = False
     hidden_size: int | None = None
@@ -36,14 +36,17 @@ class ResolveContext:
     optimizer_lr: float | None = None
     total_num_steps: int | None = None
     warmup_num_steps: int | None = None
-    # Keys whose "auto" is refused, because nothing but the file says what they are: path -> the next step.
+    # Dotted path -> the next step, for keys whose "auto" is refused because only the file can give their value.
     no_auto: Mapping[str, str] = field(default_factory=dict)
-    # False where a command looks at a file: what a program or its model will say stays open, and is shown as "auto".
+    # False in a command that checks a file: keys that the program or its model fills stay open, and print as "auto".
     program: bool = True
 
 
 def unfilled(*, optimizer: bool = False, scheduler: bool = False) -> Mapping[str, str]:
-    """Keys whose "auto" nothing fills in a program that does not bring its own: dotted path -> the next step."""
+    """Return dotted path -> the next step, for keys whose "auto" has no value in a program.
+
+    optimizer, scheduler: whether the program passes its own to `initialize()`.
+    """
     steps, found = "write the number of steps, or pass initialize() a scheduler", {}
     if not optimizer:
         found["optimizer.params.lr"] = "write the rate, such as 1e-4, or pass initialize() an optimizer"
@@ -54,12 +57,12 @@ def unfilled(*, optimizer: bool = False, scheduler: bool = False) -> Mapping[str
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A configuration in which nothing is open any more, and short names for what the engine asks most."""
+    """A configuration without "auto", with short names for the values that the engine reads most."""
 
     config: Config
     # Dotted path -> "file", "default" or "auto: reason", for every value.
     sources: Mapping[str, str]
-    # Keys that a program or its model will fill, where none was there to ask; `config` has their defaults meanwhile.
+    # Keys that only a program or its model can fill; until then `config` holds their defaults.
     open: frozenset[str] = frozenset()
 
     @property
@@ -78,20 +81,20 @@ class ResolvedConfig:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether backward runs through fp16, so that small gradients would vanish."""
+        """Whether the loss is scaled, because backward computes in fp16, where small gradients underflow."""
         autocast = self.config.torch_autocast
         return self.compute_dtype == "fp16" or (autocast.enabled and autocast.dtype == "fp16")
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether a gradient that is not finite skips its whole step, where false leaves its own elements out."""
+        """Whether a non-finite gradient skips the whole step; if False, only its non-finite elements are left out."""
         config = self.config
         asked = config.check_grad_overflow and (config.bf16.check_grad_overflow or not config.bf16.enabled)
         return asked or self.scales_loss
 
     @property
     def steps_early(self) -> bool:
-        """Whether a step may begin in backward: nothing has to be known of all gradients before the first is used."""
+        """Whether a step may begin during backward, because it needs neither a norm nor a check of all gradients."""
         return self.config.overlap and not self.checks_gradients and not self.clip_norm
 
     @property
@@ -110,13 +113,13 @@ class ResolvedConfig:
 
     @property
     def param_cpu_numel(self) -> int:
-        """Elements of the parameters that stay in CPU memory when their device is NVMe: only what the file says."""
+        """Elements of a rank's parameters that stay in CPU memory although their device is NVMe."""
         section = self.zero.offload_param
         return section.max_in_cpu if section is not None and section.device == "nvme" else 0
 
     @property
     def state_buffers(self) -> int:
-        """Sub-groups whose states have memory at once when their device is NVMe; the plan takes more where it must."""
+        """Sub-groups whose states are in memory at once if their device is NVMe; the plan may need more."""
         section = self.zero.offload_optimizer
         return section.buffer_count if section is not None and section.device == "nvme" else 0
 
@@ -130,12 +133,12 @@ class ResolvedConfig:
 
     @property
     def nvme_path(self) -> tuple[str, ...] | None:
-        """A folder on each drive, if anything lives there; the optimizer's and the parameters' may differ."""
+        """A folder on each drive that holds optimizer states or parameters; None if NVMe holds neither."""
         return self.optimizer_nvme_path or self.param_nvme_path
 
     @property
     def checkpoint_tier(self) -> Literal["gpu", "cpu", "nvme"]:
-        """Where the inputs of what is computed again lie between forward and backward."""
+        """Tier of the inputs of recomputed blocks between forward and backward."""
         section = self.config.activation_checkpointing
         if section.offload.device != "none":
             return section.offload.device
@@ -143,7 +146,7 @@ class ResolvedConfig:
 
     @property
     def checkpoint_nvme_path(self) -> tuple[str, ...] | None:
-        """A folder on each drive that has them, if one has."""
+        """A folder on each drive that holds those inputs; None if their tier is not NVMe."""
         if self.checkpoint_tier != "nvme":
             return None
         sections = (self.zero.offload_optimizer, self.zero.offload_param)
@@ -164,12 +167,12 @@ class ResolvedConfig:
 
     @property
     def clip_norm(self) -> float:
-        """0 is off."""
+        """Bound of the global gradient norm; 0 turns clipping off."""
         return self.config.gradient_clipping
 
     @property
     def clip_value(self) -> float:
-        """0 is off."""
+        """Bound of each gradient element; 0 turns clipping off."""
         return self.config.gradient_clipping_value
 
     @property
@@ -181,14 +184,14 @@ class ResolvedConfig:
         return self.config.communication_data_type
 
     def report(self) -> list[str]:
-        """One line for each key that the user set and that has no effect here."""
+        """Return one line for each key that the user set and that has no effect."""
         given = self.config.provenance.given
         return self.config.report() + [
             f"{path} = {given[path]!r}: no effect here: {why}" for path, why in idle(self.config).items()
         ]
 
     def explain(self) -> str:
-        """Every value with its source, one a line; features that infinity does not have are left out."""
+        """Return every value with its source, one a line, without the features that infinity lacks."""
         lines, beside_others = [], idle(self.config)
         compute = "the model's type" if self.open & _PRECISIONS else self.compute_dtype
         absent, more = meanings(self.config, compute), notes(self.config)
@@ -210,7 +213,7 @@ class ResolvedConfig:
 
 
 def drives(config: Config) -> tuple[str, ...]:
-    """Every folder on a drive that a configuration may use; its batch sizes and whatever else is open may stay so."""
+    """Return every folder on a drive that `config` may use; `config` need not be resolved."""
     for name in ("offload_param", "offload_optimizer"):
         if (path := f"zero_optimization.{name}.device") in config.provenance.autos:
             config = _with(config, path, "auto")
@@ -221,12 +224,16 @@ def drives(config: Config) -> tuple[str, ...]:
 
 
 def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
-    """Settles every "auto" and the batch sizes, or says what cannot be settled."""
+    """Return `config` with every "auto" and the batch sizes resolved from `context`.
+
+    Raises:
+        ConfigError: a value cannot be resolved, or the resolved keys contradict each other or the number of ranks.
+    """
     provenance = config.provenance
     still_open = {} if context.program else _open(config, context)
     reasons: dict[str, str] = {}
     settled = config.from_source(Provenance(provenance.origin, provenance.given, frozenset(still_open)))
-    # A rule may look at keys that are "auto" themselves, and those stand earlier in the schema.
+    # A rule may read keys that are "auto" themselves; the schema lists those first, so they are resolved by then.
     for leaf in [leaf for leaf in section_leaves(config) if leaf.path in provenance.autos]:
         value, reason = _RULES.get(leaf.path, _default)(settled, context, leaf.value)
         settled = _with(settled, leaf.path, value)
@@ -234,34 +241,34 @@ def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
     settled, derived = _settle_batch(settled, context)
     settled, chosen = _settle_defaults(settled)
     refused = {path: why for path, why in context.no_auto.items() if path in provenance.autos - still_open.keys()}
-    # What is refused as "auto" need not be asked for as well.
+    # A key whose "auto" is refused is not reported as missing too.
     problems = conflicts(settled.from_source(replace(settled.provenance, autos=frozenset({*still_open, *refused}))))
     problems = [f'{path}: "auto" is refused: {why}' for path, why in refused.items()] + problems
     if problems := problems + _ranks(settled, context):
         raise complaint(provenance.origin, problems)
     sources = {
         leaf.path: derived.get(leaf.path) or reasons.get(leaf.path) or chosen.get(leaf.path)
-        or _written(leaf.path, provenance)
+        or ("file" if leaf.path in provenance.given else "default")
         for leaf in section_leaves(settled)
     }  # fmt: skip
     return ResolvedConfig(settled, sources, frozenset(still_open))
 
 
 def _open(config: Config, context: ResolveContext) -> dict[str, str]:
-    """Keys that are "auto" and that a program or its model will fill -> who does, and what happens where none does."""
+    """Return "auto" key -> its source, for keys that only the program or its model can fill."""
     autos = config.provenance.autos
     left = dict(context.no_auto)
     if "optimizer.params.lr" not in config.provenance.given:
-        # Where a schedule's peak may be the optimizer's own rate, it needs no number; a cycle does.
+        # A warm-up may end at the optimizer's own rate; a cycle needs a number for its peak.
         left["scheduler.params.cycle_max_lr"] = "give a number"
     found = {
         path: f"for the program that trains to fill; initialize() refuses it otherwise: {why}"
         for path, why in left.items()
     }
     if context.model_dtype is None:
-        found |= {path: f"true where the model's weights are {path[:4]}: --dtype says it" for path in _PRECISIONS}
+        found |= {path: f"true if the model's weights are {path[:4]}: set --dtype" for path in _PRECISIONS}
     if context.hidden_size is None:
-        found |= {path: f"{words} of the model's hidden size: --hidden says it" for path, words in _SIZES.items()}
+        found |= {path: f"{words} of the model's hidden size: set --hidden" for path, (words, _) in _SIZES.items()}
     return {path: why for path, why in found.items() if path in autos}
 
 
@@ -277,15 +284,15 @@ def _default(config: Config, context: ResolveContext, default: Any) -> tuple[Any
 def _known(name: str, words: str) -> _Rule:
     def rule(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
         value = getattr(context, name)
-        return (default, f"the default, {words} is not known") if value is None else (value, words)
+        return (default, f"the default, {words} is unknown") if value is None else (value, words)
 
     return rule
 
 
-def _from_hidden_size(formula: Callable[[int], int], words: str) -> _Rule:
+def _from_hidden_size(words: str, formula: Callable[[int], int]) -> _Rule:
     def rule(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
         if context.hidden_size is None:
-            return default, "the default, the model's hidden size is not known"
+            return default, "the default, the model's hidden size is unknown"
         return formula(context.hidden_size), f"{words} of the model's hidden size {context.hidden_size}"
 
     return rule
@@ -293,7 +300,7 @@ def _from_hidden_size(formula: Callable[[int], int], words: str) -> _Rule:
 
 def _precision(dtype: DtypeName) -> _Rule:
     def rule(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
-        return context.model_dtype == dtype, f"the model is {context.model_dtype or 'of a type not known'}"
+        return context.model_dtype == dtype, f"the model is {context.model_dtype or 'of unknown type'}"
 
     return rule
 
@@ -311,10 +318,11 @@ def _by_budget(config: Config, context: ResolveContext, default: Any) -> tuple[A
 
 
 _PRECISIONS = frozenset({"bf16.enabled", "fp16.enabled"})
-_SIZES = {
-    "zero_optimization.reduce_bucket_size": "square",
-    "zero_optimization.stage3_prefetch_bucket_size": "0.9 times the square",
-    "zero_optimization.stage3_param_persistence_threshold": "10 times",
+# The sizes that the DeepSpeed integration of transformers sets for "auto": path -> (words, elements of a hidden size).
+_SIZES: dict[str, tuple[str, Callable[[int], int]]] = {
+    "zero_optimization.reduce_bucket_size": ("square", lambda size: size * size),
+    "zero_optimization.stage3_prefetch_bucket_size": ("0.9 times the square", lambda size: int(0.9 * size * size)),
+    "zero_optimization.stage3_param_persistence_threshold": ("10 times", lambda size: 10 * size),
 }
 _RULES: dict[str, _Rule] = {
     "zero_optimization.offload_param.device": _by_budget,
@@ -326,18 +334,12 @@ _RULES: dict[str, _Rule] = {
     "scheduler.params.cycle_max_lr": _peak_lr,
     "scheduler.params.warmup_num_steps": _known("warmup_num_steps", "the program's number of warm-up steps"),
     "scheduler.params.total_num_steps": _known("total_num_steps", "the program's number of steps"),
-    # The sizes that Hugging Face's integration takes for the same word.
-    **{
-        path: _from_hidden_size(formula, _SIZES[path])
-        for path, formula in zip(
-            _SIZES, (lambda size: size * size, lambda size: int(0.9 * size * size), lambda size: 10 * size), strict=True
-        )
-    },
+    **{path: _from_hidden_size(words, formula) for path, (words, formula) in _SIZES.items()},
 }
 
 
 def _settle_defaults(config: Config) -> tuple[Config, dict[str, str]]:
-    """With the optimizer that no file names, and without what counts only where a file says it; and why."""
+    """Add the default optimizer, set max_in_cpu to 0 unless it was written, and return the reasons by path."""
     if config.optimizer is None:
         config = config.model_copy(update={"optimizer": Adam(type="AdamW")})
     path, section = "zero_optimization.offload_param.max_in_cpu", config.zero_optimization.offload_param
@@ -371,7 +373,7 @@ def _ranks(config: Config, context: ResolveContext) -> list[str]:
         return []
     size = config.data_parallel_size
     if not context.detected:
-        return [f"data_parallel_size is {size} but the ranks assumed are {context.world_size}: say --ranks {size}"]
+        return [f"data_parallel_size is {size} but {context.world_size} ranks are assumed: set --ranks {size}"]
     return [
         f"data_parallel_size is {size} but {context.world_size} ranks are detected: start {size} ranks, or leave the "
         "key out"
@@ -381,10 +383,6 @@ def _ranks(config: Config, context: ResolveContext) -> list[str]:
 def _with(section: _Section, path: str, value: Any) -> _Section:
     head, _, rest = path.partition(".")
     return section.model_copy(update={head: _with(getattr(section, head), rest, value) if rest else value})
-
-
-def _written(path: str, provenance: Provenance) -> str:
-    return "file" if path in provenance.given else "default"
 
 
 def _tier(section: OffloadParam | OffloadOptimizer | None) -> TierName:
@@ -400,7 +398,7 @@ def _shown(value: Any) -> str:
 
 
 def changed(config: ResolvedConfig, values: Mapping[str, Any]) -> ResolvedConfig:
-    """The configuration with other values under some dotted paths: a plan can be made of it."""
+    """Return `config` with other values at some dotted paths; a missing offload section is added with its defaults."""
     made = config.config
     zero = made.zero_optimization
     for name, section in (("offload_param", OffloadParam()), ("offload_optimizer", OffloadOptimizer())):

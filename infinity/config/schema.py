@@ -1,12 +1,13 @@
-"""The whole configuration: DeepSpeed's top-level keys under their own names, and a few of ours.
+"""The whole configuration: DeepSpeed's top-level keys under their own names, and a few of infinity's.
 
-A key has one of three answers (see `section.Answer`). docs/configuration.md is made from this file and its neighbours.
+Each key is honoured, without effect or refused (see `section`). docs/configuration.md is generated from the
+modules of this package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr
@@ -15,7 +16,7 @@ from infinity.config.checkpointing import ActivationCheckpointing
 from infinity.config.machine import Aio, Memory, TimelineSection
 from infinity.config.monitoring import CsvMonitor, TensorBoard, Wandb
 from infinity.config.optimizer import AnyOptimizer
-from infinity.config.section import HONOURED, Absent, Also, NoEffect, Refused, Section, mark, reply_of, section_leaves
+from infinity.config.section import Absent, Also, NoEffect, Refused, Section, mark, reply_of, section_leaves
 from infinity.config.training import Amp, Bf16, DataTypes, Fp16, Scheduler, TorchAutocast
 from infinity.config.values import (
     Count,
@@ -33,8 +34,8 @@ from infinity.config.values import (
 )
 from infinity.config.zero import ZeroOptimization
 
-_OWN_SAVING = NoEffect("checkpoints are written by infinity itself; see the checkpoint section")
-_NO_PIPELINE = NoEffect("there is no pipeline parallelism yet")
+_OWN_SAVING = NoEffect("infinity writes checkpoints itself; see the checkpoint section")
+_NO_PIPELINE = NoEffect("pipeline parallelism is not supported")
 _COMET = Refused("there is no monitor for Comet", "Remove the section, and enable tensorboard, csv_monitor or wandb")
 _CHANGES_MODEL = Refused(
     "infinity never changes the model or its data", "Remove the section and do this in the program"
@@ -42,8 +43,7 @@ _CHANGES_MODEL = Refused(
 _NO_PARALLEL = Refused(
     "the only parallel axis for now is data", "Remove the key; stage 3 with offload fits large models"
 )
-
-_NO_MORE_THAN_ONE = Refused(_NO_PARALLEL.why, _NO_PARALLEL.instead, accepted=(1,))
+_NO_MORE_THAN_ONE = replace(_NO_PARALLEL, accepted=(1,))
 
 
 def _absent(*keys: str) -> Absent:
@@ -56,7 +56,7 @@ class Pipeline(Section):
     stages: Annotated[Count | None, _NO_MORE_THAN_ONE] = None
     """Number of stages."""
     partition: Annotated[Text, _NO_PIPELINE] = "best"
-    """How layers are divided."""
+    """Rule that divides layers among stages."""
     seed_layers: Annotated[Flag, _NO_PIPELINE] = False
     """Seed every layer."""
     activation_checkpoint_interval: Annotated[Natural, _NO_PIPELINE] = 0
@@ -66,43 +66,41 @@ class Pipeline(Section):
     grad_partitioned: Annotated[Flag, _NO_PIPELINE] = True
     """Partition gradients between stages."""
     use_reentrant: Annotated[Flag, _NO_PIPELINE] = True
-    """Reentrant checkpoints."""
+    """Use reentrant activation checkpoints."""
 
 
 class ParallelWrite(Section):
-    """Which ranks write at once."""
+    """Which ranks write at the same time."""
 
-    pipeline_stage: Annotated[Flag, NoEffect("every rank always writes its own share beside the others")] = False
+    pipeline_stage: Annotated[Flag, NoEffect("all ranks always write their own parts at the same time")] = False
     """Pipeline stages write in parallel."""
 
 
 class Checkpoint(Section):
-    """How checkpoints are written and read."""
+    """Settings of writing, keeping and loading checkpoints."""
 
-    tag_validation: Annotated[TagValidation, HONOURED] = "Warn"
-    """What to do when ranks disagree about folder or tag: rank 0's is taken, unless this is "Fail"."""
-    keep_last: Annotated[Natural, HONOURED] = 0
-    """Ours. So many of the latest checkpoints of a folder stay; older ones are removed when a new one is complete and
-    has been read back. 0 keeps all."""
-    keep_every: Annotated[Natural, HONOURED] = 0
-    """Ours. Beside them every so many-th checkpoint stays for good. 0 keeps none."""
+    tag_validation: TagValidation = "Warn"
+    """What to do if ranks disagree about folder or tag: "Fail" raises, "Warn" and "Ignore" use rank 0's."""
+    keep_last: Natural = 0
+    """Ours. Number of latest checkpoints to keep in a folder. Older ones are removed once a new one is complete and has
+    been read back. 0 keeps all."""
+    keep_every: Natural = 0
+    """Ours. Keep every N-th checkpoint for good, beside the latest ones. 0 keeps none."""
     load_universal: Annotated[Flag, NoEffect("every checkpoint loads with any number of ranks, stage and tiers")] = (
         False
     )
     """Load the universal format."""
     use_node_local_storage: Annotated[
         Flag,
-        Refused(
-            "a rank reads what any other has written", "Remove the key and save into a folder that all nodes share"
-        ),
+        Refused("every rank reads files of all ranks", "Remove the key and save into a folder that all nodes share"),
     ] = False
     """Every node writes to its own storage."""
     parallel_write: ParallelWrite = ParallelWrite()
-    checkpoint_serialization: Annotated[Flag, NoEffect("nothing is serialised: bytes go straight to the drive")] = True
+    checkpoint_serialization: Annotated[Flag, NoEffect("bytes go to the drive without serialisation")] = True
     """Serialise with torch."""
     writer: Annotated[
         None,
-        NoEffect("there is one writer, as fast as the drive"),
+        NoEffect("there is only one writer"),
         Absent(
             switch=None,
             keys=(
@@ -117,88 +115,91 @@ class Checkpoint(Section):
         ),
     ] = None
     """Choice of the writer."""
-    asynchronous: Annotated[Flag, HONOURED, Also(("async",))] = False
-    """Ours. save_checkpoint returns once the state is captured, and a thread writes it while training goes on: a step
-    waits for what it is about to change and is not written yet. A checkpoint counts once all of it is on the drive."""
-    bandwidth_share: Annotated[FractionAboveZero, HONOURED] = 1.0
-    """Ours. Share of the time in which an asynchronous save moves bytes while nobody waits for it; the rest leaves the
-    drive to the swap files."""
-    path: Annotated[Text | None, HONOURED] = None
+    asynchronous: Annotated[Flag, Also(("async",))] = False
+    """Ours. save_checkpoint returns once the state is captured, and a thread writes it during training. A step waits
+    before it changes a state that is not written yet. A checkpoint is valid once all of it is on the drive."""
+    bandwidth_share: FractionAboveZero = 1.0
+    """Ours. Share of the time in which an asynchronous save moves bytes while the training loop does not wait for it;
+    the rest of the time leaves the drive to the swap files."""
+    path: Text | None = None
     """Ours. Folder of the checkpoints that the engine writes by itself (on_signal, and when max_skipped_steps is
-    reached), and where resume() looks when it is given none."""
-    on_signal: Annotated[SignalNames, HONOURED] = ()
-    """Ours. Signals, such as ["SIGTERM", "SIGUSR1"], upon which the running step is finished, a checkpoint is saved in
-    `path`, and the program ends with status 0."""
+    reached), and the default folder of resume()."""
+    on_signal: SignalNames = ()
+    """Ours. Signals, such as ["SIGTERM", "SIGUSR1"], after which the engine finishes the running step, saves a
+    checkpoint in `path` and ends the program with status 0."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a configuration came from; two configurations that say the same are equal, wherever they came from."""
+    """The source of a configuration; it does not affect whether two configurations are equal, "auto" keys excepted."""
 
+    # Path of the file, for messages.
     origin: str = field(default="configuration", compare=False)
-    # Dotted paths that the user wrote, with the values as written.
+    # Dotted path -> value as written, for keys that the user wrote.
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)
     # Dotted paths of the keys that are "auto"; until `resolve` their fields hold the default.
     autos: frozenset[str] = frozenset()
 
 
 class Config(Section):
-    """A checked configuration. Keys that the user set to "auto" are settled by `resolve`."""
+    """A checked configuration; `resolve` gives the keys that are "auto" their values."""
 
-    train_batch_size: Annotated[Count | None, HONOURED] = None
-    """Samples in one optimizer step over all ranks. Any of the three batch keys follow from the others."""
-    train_micro_batch_size_per_gpu: Annotated[Count | None, HONOURED] = None
+    train_batch_size: Count | None = None
+    """Samples in one optimizer step over all ranks. Missing batch keys follow from the given ones."""
+    train_micro_batch_size_per_gpu: Count | None = None
     """Samples in one forward on one rank."""
-    gradient_accumulation_steps: Annotated[Count | None, HONOURED] = None
+    gradient_accumulation_steps: Count | None = None
     """Backward passes in one optimizer step."""
-    managed_gradient_accumulation: Annotated[Flag, HONOURED] = True
-    """The engine counts the accumulation; false leaves the boundary to the program."""
-    gradient_clipping: Annotated[Weight, HONOURED] = 1.0
-    """Bound of the global gradient norm. Absent means 1.0; 0 turns clipping off."""
-    gradient_clipping_value: Annotated[Weight, HONOURED] = 0.0
-    """Ours. Bound of each element of the gradient, averaged over ranks and micro-batches; 0 turns it off. The norm
-    comes first: what gradient_clipping leaves is bounded element by element."""
-    steps_per_print: Annotated[Natural | None, HONOURED] = None
+    managed_gradient_accumulation: Flag = True
+    """The engine counts the micro-batches of a step; false: the program decides when to step."""
+    gradient_clipping: Weight = 1.0
+    """Bound of the global gradient norm. Absent: 1.0; 0 turns clipping off."""
+    gradient_clipping_value: Weight = 0.0
+    """Ours. Bound of each element of the gradient, averaged over ranks and micro-batches; 0 turns it off. Applied after
+    gradient_clipping."""
+    steps_per_print: Natural | None = None
     """Optimizer steps between two progress lines."""
-    gradient_allreduce_op: Annotated[ReduceOp, HONOURED] = "mean"
-    """How gradients of several ranks are combined."""
-    communication_data_type: Annotated[Dtype | None, HONOURED] = None
-    """Type in which gradients travel between ranks, and are summed; the model's when absent."""
-    dataloader_drop_last: Annotated[Flag, HONOURED] = False
+    gradient_allreduce_op: ReduceOp = "mean"
+    """How gradients of all ranks are combined."""
+    communication_data_type: Dtype | None = None
+    """Type in which gradients are sent between ranks and summed; absent: the model's type."""
+    dataloader_drop_last: Flag = False
     """Leave out the last, smaller batch."""
-    dataloader_num_workers: Annotated[Natural, HONOURED] = 0
-    """Ours. Processes of each rank that read and collate batches for the loader that initialize() makes of its
-    training_data; 0 does it in the program."""
-    dataloader_prefetch_factor: Annotated[Count | None, HONOURED] = None
-    """Ours. Batches that each of these processes has ready; 2 when absent."""
-    dataloader_persistent_workers: Annotated[Flag, HONOURED] = False
-    """Ours. Keep these processes from one epoch to the next."""
-    dataloader_pin_memory: Annotated[Flag, HONOURED] = False
-    """Ours. Collate into pinned memory, from which copies to the accelerator do not stop the program; without one it
-    changes nothing."""
-    log_level: Annotated[LogLevel | None, HONOURED] = None
+    dataloader_num_workers: Natural = 0
+    """Ours. Worker processes of each rank that read and collate batches for the loader that initialize() makes from
+    training_data; 0: the program does it."""
+    dataloader_prefetch_factor: Count | None = None
+    """Ours. Batches that each worker process prepares ahead; absent: 2."""
+    dataloader_persistent_workers: Flag = False
+    """Ours. Keep the worker processes between epochs."""
+    dataloader_pin_memory: Flag = False
+    """Ours. Collate into pinned memory, so that copies to the accelerator do not block the program; no effect without
+    an accelerator."""
+    log_level: LogLevel | None = None
     """Level of infinity's log lines."""
-    data_parallel_size: Annotated[Count | None, HONOURED] = None
+    data_parallel_size: Count | None = None
     """Checked against the number of ranks."""
-    overlap: Annotated[Flag, HONOURED] = True
-    """Ours. Prefetch, flush and move gradients beside the computation; false gives the same bits without overlap."""
-    check_grad_overflow: Annotated[Flag, HONOURED] = True
-    """Ours, for fp32 and bf16. Skip a step whose gradients are not finite, at every stage. False leaves out only the
-    elements that are not; without clipping, a sub-group whose states and parameters are on NVMe is then stepped during
-    backward, as soon as its gradients are complete, into a second place on the drive: until step() nothing shows."""
-    max_skipped_steps: Annotated[Natural, HONOURED] = 50
-    """Ours. Steps skipped in a row, because a gradient is not finite, after which step() raises; 0 never does. In fp16
-    the search for the first loss scale does not count."""
-    watchdog_seconds: Annotated[Positive, HONOURED] = 600.0
-    """Ours. Time limit of one I/O request, and of one wait for the other ranks, after which every rank raises and says
-    who waited for what. Ranks that do different things, fail or end are found within seconds whatever it is."""
-    cross_memory_attach: Annotated[Flag, HONOURED] = True
-    """Ours. Ranks of one host without an accelerator read each other's partitions and gradients from memory where the
-    kernel permits it (process_vm_readv); false sends them through sockets. The same bits, in a third of the processor
-    time."""
-    hardware_profile: Annotated[Text | None, HONOURED] = None
-    """Ours. A profile that `infinity bench` has written: block size, depth and shares of the drives are taken from it
-    where aio does not say them, instead of being chosen or measured at the start."""
+    overlap: Flag = True
+    """Ours. Overlap prefetches, flushes and gradient transfers with the computation; false gives the same bits without
+    overlap."""
+    check_grad_overflow: Flag = True
+    """Ours, for fp32 and bf16. Skip a step that has non-finite gradients, at every stage. False leaves out only the
+    non-finite elements. Without clipping, false also steps a sub-group whose states and parameters are on NVMe during
+    backward, once its gradients are complete; the results go to a second place on the drive and take effect in
+    step()."""
+    max_skipped_steps: Natural = 50
+    """Ours. Consecutive steps skipped for non-finite gradients after which step() raises; 0: never. The search for the
+    first loss scale in fp16 does not count."""
+    watchdog_seconds: Positive = 600.0
+    """Ours. Time limit of one I/O request and of one wait for other ranks; after it every rank raises and names the
+    waiting ranks and operations. Ranks that diverge, fail or exit are detected within seconds at any value."""
+    cross_memory_attach: Flag = True
+    """Ours. Without an accelerator, ranks of one host read each other's partitions and gradients from memory if the
+    kernel permits it (process_vm_readv); false sends them through sockets. Both give the same bits; sockets take three
+    times the processor time."""
+    hardware_profile: Text | None = None
+    """Ours. A profile written by `infinity bench`; block size, queue depth and shares of the drives come from it unless
+    aio sets them. Absent: they are chosen or measured at the start."""
 
     optimizer: Annotated[AnyOptimizer | None, Field(discriminator="type")] = None
     scheduler: Annotated[Scheduler | None, Field(discriminator="type")] = None
@@ -219,35 +220,33 @@ class Config(Section):
 
     amp: Amp = None
     """Mixed precision of apex."""
-    wall_clock_breakdown: Annotated[Flag, HONOURED] = False
-    """Print where the time of a step goes: after the first step, and whenever steps_per_print prints. As data on every
-    rank: engine.step_times() (docs/monitoring.md)."""
-    memory_breakdown: Annotated[Flag, HONOURED] = False
-    """Print where memory goes: after the first step, and whenever steps_per_print prints."""
+    wall_clock_breakdown: Flag = False
+    """Print the times of a step's phases after the first step and with every progress line. engine.step_times() returns
+    them on every rank (docs/monitoring.md)."""
+    memory_breakdown: Flag = False
+    """Print the use of memory after the first step and with every progress line."""
     dump_state: Annotated[Flag, NoEffect("print the resolved configuration's explain() instead")] = False
     """Print the engine's state at the start."""
     disable_allgather: Annotated[Flag, NoEffect("a unit is gathered by one collective that the plan chooses")] = False
     """Broadcast instead of gathering."""
-    sparse_gradients: Annotated[Flag, NoEffect("gradients travel dense, with the same result")] = False
+    sparse_gradients: Annotated[Flag, NoEffect("gradients are sent dense, with the same result")] = False
     """Send embedding gradients as sparse tensors."""
     graph_harvesting: Annotated[Flag, NoEffect("optimizer steps are not captured as CUDA graphs")] = False
     """Capture the optimizer in a CUDA graph."""
-    prescale_gradients: Annotated[Flag, NoEffect("gradients are combined in one way; see gradient_allreduce_op")] = (
-        False
-    )
+    prescale_gradients: Annotated[Flag, NoEffect("only gradient_allreduce_op decides the reduction")] = False
     """Divide before the reduction."""
     gradient_predivide_factor: Annotated[Positive, NoEffect("it only matters to prescale_gradients")] = 1.0
     """Divisor before the reduction."""
-    zero_allow_untested_optimizer: Annotated[Flag, NoEffect("an optimizer is judged by what it needs")] = False
+    zero_allow_untested_optimizer: Annotated[Flag, NoEffect("every elementwise optimizer is accepted")] = False
     """Accept any optimizer."""
-    zero_force_ds_cpu_optimizer: Annotated[Flag, NoEffect("an optimizer is judged by what it needs")] = True
-    """Insist on the CPU optimizer."""
+    zero_force_ds_cpu_optimizer: Annotated[Flag, NoEffect("every elementwise optimizer is accepted")] = True
+    """Require DeepSpeed's CPU optimizer."""
     vocabulary_size: Annotated[Natural | None, NoEffect("nothing depends on it")] = None
     """Size of the vocabulary, for throughput figures."""
     timers: Annotated[None, NoEffect("see wall_clock_breakdown and engine.step_times()"), Absent(switch=None)] = None
     """Throughput timers."""
-    seq_parallel_communication_data_type: Annotated[Dtype, NoEffect("there is no sequence parallelism yet")] = "fp32"
-    """Type in which sequence-parallel ranks talk."""
+    seq_parallel_communication_data_type: Annotated[Dtype, NoEffect("sequence parallelism is not supported")] = "fp32"
+    """Type in which sequence-parallel ranks communicate."""
     sequence_parallel_size: Annotated[Count, _NO_PARALLEL] = 1
     """Ranks that share a sequence."""
     tensor_parallel: Annotated[None, _NO_MORE_THAN_ONE, Absent(switch="autotp_size")] = None
@@ -258,7 +257,7 @@ class Config(Section):
     """Order of the data and expert axes."""
     flops_profiler: Annotated[
         None,
-        NoEffect("torch.profiler counts operations; where time goes is in wall_clock_breakdown and timeline"),
+        NoEffect("torch.profiler counts operations; wall_clock_breakdown and timeline show times"),
         _absent("recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed", "output_file"),
     ] = None
     """Profile of floating-point operations."""
@@ -285,7 +284,7 @@ class Config(Section):
     """Comet monitor."""
     elasticity: Annotated[
         None,
-        Refused("batch sizes do not change by themselves", "Set the batch keys for the ranks you have"),
+        Refused("infinity does not change batch sizes", "Set the batch keys for the number of ranks"),
         _absent(
             "max_train_batch_size",
             "micro_batch_sizes",
@@ -301,7 +300,7 @@ class Config(Section):
     ] = None
     """Batch sizes for a changing number of ranks."""
     curriculum_learning: Annotated[None, _CHANGES_MODEL, Absent()] = None
-    """Growing difficulty."""
+    """Curriculum learning."""
     data_efficiency: Annotated[None, _CHANGES_MODEL, Absent()] = None
     """Sampling and routing of data."""
     progressive_layer_drop: Annotated[None, _CHANGES_MODEL, _absent("theta", "gamma")] = None
@@ -352,7 +351,7 @@ class Config(Section):
     datastates_ckpt: Annotated[None, _OWN_SAVING, Absent(switch=None)] = None
     """Checkpoints through DataStates."""
     autotuning: Annotated[
-        None, Refused("there is no tuner", "Remove the section; the plan sizes buffers by itself"), Absent()
+        None, Refused("there is no tuner", "Remove the section; the plan computes buffer sizes"), Absent()
     ] = None
     """Search for a configuration."""
 
@@ -363,13 +362,15 @@ class Config(Section):
         return self._provenance
 
     def from_source(self, provenance: Provenance) -> Config:
-        """The same configuration, knowing where it came from."""
-        known = self.model_copy()
-        known._provenance = provenance
-        return known
+        """Return an equal configuration with another provenance."""
+        return self.model_copy()._note_source(provenance)
+
+    def _note_source(self, provenance: Provenance) -> Config:
+        self._provenance = provenance
+        return self
 
     def report(self) -> list[str]:
-        """One line for each key that the user set and that has no effect here."""
+        """Return one line for each key that the user set and that has no effect whatever the other keys are."""
         given = self._provenance.given
         lines = []
         for leaf in section_leaves(self):

@@ -1,14 +1,12 @@
-"""What a section is made of: frozen fields, each with an answer to "what does infinity do with it?".
+"""Sections of the configuration: frozen fields, annotated if infinity does not honour their key.
 
-The answer is data on the field. The refusals, the start-up report and docs/configuration.md are all made from it, so
-that none of them can say something else.
+The annotation is the one source of refusals, of the start-up report and of docs/configuration.md, so they agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict
@@ -17,41 +15,33 @@ from pydantic.fields import FieldInfo
 _Kind = TypeVar("_Kind")
 
 
-class Answer(Enum):
-    """What infinity does with a key."""
-
-    # The key means here what it means in DeepSpeed.
-    HONOURED = "honoured"
-    # Accepted; reported once, with the reason, when it is set.
-    NO_EFFECT = "no effect here"
-    # A value that switches on what infinity does not have is an error that names the nearest thing it has.
-    REFUSED = "refused"
-
-
 @dataclass(frozen=True)
 class Honoured:
-    """The key means what it says."""
+    """The reply to a key that means here what it means in DeepSpeed; it needs no annotation."""
 
-    answer = Answer.HONOURED
+    answer = "honoured"
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """The key is accepted and changes nothing; `why` is reported once when it is set."""
+    """Mark a key that is accepted but changes nothing; `why` is reported once if it is set."""
 
     why: str
-    answer = Answer.NO_EFFECT
+    answer = "no effect here"
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A value that switches the key on is an error: `why`, and what to do `instead`."""
+    """Mark a key that must stay off.
+
+    Any value but the default is an error that says `why`, and what to do `instead`: the nearest feature of infinity.
+    """
 
     why: str
     instead: str
-    # Values beside the default that switch nothing on.
+    # Values that are allowed beside the default.
     accepted: tuple[Any, ...] = ()
-    answer = Answer.REFUSED
+    answer = "refused"
 
     def sentence(self, path: str, value: object) -> str:
         return f"{path}: {value!r} is refused: {self.why}. {self.instead}"
@@ -59,10 +49,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Absent:
-    """Marks a whole section of a feature that infinity does not have: read only to see whether it is switched on.
+    """Mark the section of a feature that infinity lacks; it is read only to see whether the feature is on.
 
-    `switch` is the key that turns the feature on (None: anything in the section does). `keys` are the section's keys
-    where they are known, so that a mistyped one is found even here.
+    switch: the key that turns the feature on; None if any content does.
+    keys: the section's keys if they are known, so that misspelt ones are reported.
     """
 
     switch: str | None = "enabled"
@@ -71,47 +61,45 @@ class Absent:
 
 @dataclass(frozen=True)
 class Also:
-    """Other names under which the key is accepted."""
+    """List other accepted names of the key."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class NoAuto:
-    """The key that "auto" is refused for, with the reason."""
+    """Refuse "auto" for the key, with the reason."""
 
     why: str
 
 
-HONOURED = Honoured()
+TYPE_NAMED = NoAuto("name the type")
 Reply = Honoured | NoEffect | Refused
 
 
 class Section(BaseModel):
-    """A frozen group of keys; unknown keys are errors."""
+    """A frozen group of keys that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     @classmethod
     def rewrite(cls, raw: Any) -> Any:
-        """Older or shorter spellings of the section as the current one; a ValueError refuses the section."""
+        """Convert older or shorter spellings of the section to the current one; raise ValueError to refuse it."""
         return raw
 
 
 def mark(field: FieldInfo, kind: type[_Kind]) -> _Kind | None:
-    """The field's annotation of this kind, if it has one."""
+    """Return the field's annotation of type `kind`, or None."""
     return next((item for item in field.metadata if isinstance(item, kind)), None)
 
 
 def reply_of(field: FieldInfo) -> Reply:
-    """The answer that a field of the schema carries."""
-    reply = mark(field, Honoured) or mark(field, NoEffect) or mark(field, Refused)
-    assert reply is not None, "every key of the schema has an answer"
-    return reply
+    """Return what infinity does with the field's key."""
+    return mark(field, NoEffect) or mark(field, Refused) or Honoured()
 
 
 def sections_of(field: FieldInfo) -> tuple[type[Section], ...]:
-    """The section classes that a field may hold: none for a plain value, several where a `type` key chooses."""
+    """Return the section classes that a field may hold: none for a plain value, several if a `type` key chooses."""
 
     def classes(annotation: Any) -> Iterator[type[Section]]:
         if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -123,7 +111,7 @@ def sections_of(field: FieldInfo) -> tuple[type[Section], ...]:
 
 
 def spellings_of(section: type[Section]) -> dict[str, str]:
-    """Every spelling of every key of a section, with the name of its field."""
+    """Return accepted spelling -> field name, for every key of a section."""
     names = {name: name for name in section.model_fields}
     for name, field in section.model_fields.items():
         if also := mark(field, Also):
@@ -133,12 +121,12 @@ def spellings_of(section: type[Section]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One value of a configuration, with its dotted path and the field that describes it."""
+    """One value of a configuration, with its dotted path and its field."""
 
     path: str
     field: FieldInfo
     value: Any
-    # False inside a section that its own `enabled` key switches off.
+    # False inside a section whose `enabled` key is false.
     in_use: bool
 
     @property
@@ -147,7 +135,7 @@ class Leaf:
 
 
 def section_leaves(section: Section, path: str = "") -> Iterator[Leaf]:
-    """Every value, in the order of the schema; an absent section is one leaf that is None."""
+    """Yield every value in the order of the schema; an absent section is one leaf with the value None."""
     in_use = getattr(section, "enabled", True)
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
@@ -158,5 +146,5 @@ def section_leaves(section: Section, path: str = "") -> Iterator[Leaf]:
 
 
 def dotted(path: str, name: str) -> str:
-    """The path of key `name` inside the section at `path`."""
+    """Return the dotted path of key `name` inside the section at `path`."""
     return f"{path}.{name}" if path else name

@@ -1,4 +1,4 @@
-"""Finding the key that was meant."""
+"""Suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import get_args
 
 from infinity.config.section import Section, dotted, sections_of, spellings_of
 
-# More keys than this in one line help nobody.
-_LISTED = 16
+# A message lists the keys of a section that has at most this many.
+_LISTED_MAX = 16
 
 
 def unknown_key(path: str, key: str, known: Iterable[str], schema: type[Section]) -> str:
-    """The one-line complaint about a key that its section does not have."""
+    """Return a one-line message about an unknown key that suggests the key that was probably meant.
+
+    path: dotted path of the key, whose last part is `key`.
+    known: the spellings that the key's section accepts.
+    schema: the root section, searched for the key in other sections.
+    """
     section = path.removesuffix(key).rstrip(".")
     candidates = sorted(set(known))
     meant = [dotted(section, name) for name in _meant(key, candidates)]
@@ -22,28 +27,28 @@ def unknown_key(path: str, key: str, known: Iterable[str], schema: type[Section]
     elsewhere = [place for place in places if place.rpartition(".")[2] == key]
     near = [name for name in candidates if _one_edit_apart(key, name)]
     if path in places:
-        # What chooses the section by its type has the key in another one of its types.
+        # The section's type chooses its class, and the class of another type has the key.
         kinds = " or ".join(_types_with(schema, path.split("."), ()))
         return f"{path}: unknown key for this type: it is one of {kinds}; the keys here are {', '.join(candidates)}"
     if elsewhere and not near:
         return f"{path}: unknown key here; it belongs at {_either(elsewhere[:3])}"
     if meant:
         return f"{path}: unknown key; did you mean {_either(meant)}?"
-    if len(candidates) > _LISTED:
+    if len(candidates) > _LISTED_MAX:
         return f"{path}: unknown key; nothing like it exists. docs/configuration.md lists the keys"
     return f"{path}: unknown key; the keys of {section or 'the top level'} are {', '.join(candidates)}"
 
 
 def _meant(key: str, candidates: list[str]) -> list[str]:
-    """Names one typing slip away, all of them; else the most similar one."""
-    # A ratio alone loses short names: of "lr", a slip leaves half or nothing.
+    """Return all names that one edit or another case turns into `key`, else the most similar name."""
+    # difflib's ratio misses short names: one wrong letter of "lr" halves the ratio.
     folded = key.strip().lower()
-    slips = [name for name in candidates if _one_edit_apart(key, name) or name.lower() == folded]
-    return slips or difflib.get_close_matches(folded, candidates, n=1)
+    edited = [name for name in candidates if _one_edit_apart(key, name) or name.lower() == folded]
+    return edited or difflib.get_close_matches(folded, candidates, n=1)
 
 
 def _one_edit_apart(left: str, right: str) -> bool:
-    """One character inserted, deleted or replaced, or two neighbours swapped."""
+    """Return whether one insertion, deletion or replacement, or one swap of neighbours, separates two words."""
     if abs(len(left) - len(right)) > 1 or left == right:
         return False
     start = 0
@@ -55,7 +60,10 @@ def _one_edit_apart(left: str, right: str) -> bool:
 
 
 def _types_with(schema: type[Section], path: list[str], types: tuple[str, ...]) -> list[str]:
-    """The types of a section, of those that choose it, that have the key at a path. `types`: where it begins."""
+    """Return the `type` values of a section for which the key at `path` exists.
+
+    types: the `type` values that lead to `schema`; empty at the root.
+    """
     name, *rest = path
     if name not in (names := spellings_of(schema)):
         return []
@@ -69,7 +77,7 @@ def _types_with(schema: type[Section], path: list[str], types: tuple[str, ...]) 
 
 @functools.cache
 def _places(schema: type[Section], path: str = "") -> list[str]:
-    """Every dotted path of a schema."""
+    """Return every dotted path of a schema, in all spellings."""
     places = []
     for name, field in spellings_of(schema).items():
         places.append(dotted(path, name))

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: 16777216, "16GB", "1.5GiB", "80%"."""
+"""Parsing and formatting of memory amounts: 16777216, "16GB", "1.5GiB", "80%"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%")
 
 @dataclass(frozen=True)
 class Share:
-    """A part of what a machine has; it becomes bytes only where the machine is known."""
+    """A share of a total that is known only on the machine that runs."""
 
     fraction: float
 
@@ -29,6 +29,7 @@ class Share:
             raise ValueError(f"a share is above 0% and at most 100%, not {100 * self.fraction:g}%")
 
     def of(self, total_nbytes: int) -> int:
+        """Return this share of `total_nbytes`, rounded down."""
         return int(total_nbytes * self.fraction)
 
     def __str__(self) -> str:
@@ -36,7 +37,11 @@ class Share:
 
 
 def parse_bytes(amount: int | float | str) -> int:
-    """A whole number of bytes; GB are powers of ten and GiB powers of two, as on a drive's label and in its manual."""
+    """Return a whole number of bytes; units such as GB are powers of ten, units such as GiB powers of two.
+
+    Raises:
+        ValueError: `amount` is negative, not finite, or in an unknown unit.
+    """
     if isinstance(amount, bool):
         raise ValueError(f"{amount} is not an amount of bytes")
     if isinstance(amount, str):
@@ -44,7 +49,7 @@ def parse_bytes(amount: int | float | str) -> int:
         if match is None or match[2].lower() not in _FACTORS:
             raise ValueError(f"{amount!r} is not an amount of bytes such as 16777216, '16GB' or '1.5GiB'")
         digits, factor = match[1].replace("_", ""), _FACTORS[match[2].lower()]
-        # Digits alone stay exact above 2**53, which a float would not.
+        # An integer keeps digits above 2**53 exact; a float does not.
         amount = int(digits) * factor if digits.isdigit() else float(digits) * factor
     if not math.isfinite(amount) or amount < 0:
         raise ValueError(f"{amount!r} is not an amount of bytes")
@@ -52,19 +57,19 @@ def parse_bytes(amount: int | float | str) -> int:
 
 
 def parse_limit(limit: int | float | str | Share) -> int | Share:
-    """An absolute amount, or a share of what is there."""
+    """Return a number of bytes above 0, or a `Share` for a percentage; raise ValueError for anything else."""
     if isinstance(limit, Share):
         return limit
     if isinstance(limit, str) and (match := _PERCENT.fullmatch(limit.strip())):
         return Share(float(match[1]) / 100)
     nbytes = parse_bytes(limit)
     if nbytes == 0:
-        raise ValueError("a limit of 0 bytes leaves nothing to plan with")
+        raise ValueError("a limit of 0 bytes leaves nothing for the plan")
     return nbytes
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes with three figures that matter, for people: 999 B, 1.50 kB, 118 GB."""
+    """Return bytes with three significant digits and a decimal unit: 999 B, 1.50 kB, 118 GB."""
     for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(nbytes) >= size:
             value = nbytes / size

@@ -1,7 +1,7 @@
-"""Files that others may have written: which names they may give, and JSON that holds no surprise.
+"""Safe reading of files from untrusted sources: file names, JSON and the size of metadata. Needs no torch.
 
-Every path that metadata names is joined to a folder only after `plain_name` has taken it. Both functions raise
-ValueError; their callers say which file it is about. Needs no torch.
+Every caller passes a file name from metadata through `plain_name` before it joins the name to a folder. The functions
+raise ValueError without the file's path; their callers add it.
 """
 
 from __future__ import annotations
@@ -15,31 +15,37 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
-# One component of a path: it can be neither absolute nor hidden, and leads neither up nor down.
+# One component of a path, neither hidden nor "..".
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-# Containers within containers. Functions that walk values recurse once or twice a level.
+# Nested containers. Functions that walk values recurse once or twice a level.
 NESTING_MAX = 256
-# Bytes of a metadata file.
+# The most bytes of a metadata file.
 METADATA_NBYTES_MAX = 64 << 20
 _brief = reprlib.Repr()
 
 
 def plain_name(name: Any) -> str:
-    """The name; ValueError unless it is a file's own: letters, digits, "._-", the first one no dot or dash."""
+    """Return `name` if it is one plain component of a path; raise ValueError otherwise.
+
+    A plain name has at most 200 letters, digits and "._-", and does not begin with a dot or a dash.
+    """
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ValueError(f"{shortened(name)} is no plain file name (letters, digits, '._-', at most 200 of them)")
     return name
 
 
 def shortened(value: object, length: int = 80) -> str:
-    """How a value is written, cut to a length that a message can bear."""
+    """Return `repr(value)` for a message, cut to `length` characters."""
     text = repr(value[:length]) if isinstance(value, str) else _brief.repr(value)
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def parse_json(text: bytes) -> Any:
-    """The value of a JSON text in UTF-8. ValueError for what is none, for a key that an object has twice, for NaN and
-    infinities, and where containers are nested deeper than NESTING_MAX.
+    """Return the value of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: the text is not JSON, an object repeats a key, a number is NaN or infinite, or containers are nested
+            deeper than NESTING_MAX.
     """
     try:
         value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
@@ -50,7 +56,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def check_json(value: Any) -> Any:
-    """The value; ValueError where it is nested deeper than NESTING_MAX, or a number in it is not finite."""
+    """Return `value`; raise ValueError if it is nested deeper than NESTING_MAX or holds a non-finite number."""
     level = [value]
     for _ in range(NESTING_MAX + 1):
         following: list[Any] = []
@@ -69,8 +75,13 @@ def check_json(value: Any) -> Any:
 
 
 def read_metadata(path: Path, nbytes_max: int = METADATA_NBYTES_MAX) -> bytes:
-    """A small file's content. OSError where it cannot be read or is no regular file, ValueError where it is larger."""
-    # A pipe would wait for its writer.
+    """Return the content of a small file.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
+        ValueError: the file has more than `nbytes_max` bytes.
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -82,12 +93,12 @@ def read_metadata(path: Path, nbytes_max: int = METADATA_NBYTES_MAX) -> bytes:
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be read, without its name."""
+    """Return why a file cannot be read, without its path."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def leads_out(folder: Path, name: str) -> bool:
-    """Whether a file of a folder is a link that leads out of it."""
+    """Return whether `name` in `folder` is a symbolic link to a file outside of that folder."""
     path = folder / name
     return path.is_symlink() and Path(os.path.realpath(path)).parent != Path(os.path.realpath(folder))
 

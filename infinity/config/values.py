@@ -1,7 +1,8 @@
-"""How a value in a file becomes a value of a field.
+"""The types of configuration values, and the converters that read them from JSON.
 
-Tools write "8", "false" and 5e8 where 8, false and 500000000 are meant; such spellings are taken as what they mean.
-Each type carries what it expects in words, which is both the error message and the type column of the reference.
+Other tools write "8", "false" and 5e8 for 8, false and 500000000; the converters accept these spellings. Each type
+carries a description of the values that it accepts. Error messages and the type column of docs/configuration.md use
+that description.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from infinity.config.units import Share, parse_limit
 
 
 class Unusable(ValueError):
-    """A value that is understood but cannot be used; the text says why and what to do instead."""
+    """Report a value that can be read but not used; the message says why and what to write instead."""
 
 
 @dataclass(frozen=True)
 class ValueReader:
-    """Converts what a file holds, or says in words what it expected."""
+    """A converter from a JSON value; on failure it raises ValueError with the description `expected`."""
 
     expected: str
     convert: Callable[[Any], Any]
@@ -38,7 +39,7 @@ class ValueReader:
 
 
 def read_flag(value: Any) -> bool:
-    """A boolean, also as tools write it: 0, 1, "true", "False"."""
+    """Return a boolean; accept 0, 1, "true" and "False" too. Raise ValueError for any other value."""
     if isinstance(value, str):
         value = {"true": True, "false": False, "1": True, "0": False}.get(value.strip().lower(), value)
     if isinstance(value, int) and value in (0, 1):
@@ -58,20 +59,22 @@ def _number(value: Any) -> int | float:
     return value
 
 
-def _whole(*, least: float = -math.inf) -> Callable[[Any], int]:
+def _whole(least: float = -math.inf, most: float = math.inf) -> Callable[[Any], int]:
     def convert(value: Any) -> int:
         number = round(_number(value))
-        if number < least:
+        if not least <= number <= most:
             raise ValueError(value)
         return number
 
     return convert
 
 
-def _real(*, least: float = -math.inf, below: float = math.inf, positive: bool = False) -> Callable[[Any], float]:
+def _real(*, most: float = math.inf, above: float = -math.inf, below: float = math.inf) -> Callable[[Any], float]:
+    """Return a converter to a float of at least 0 inside the other bounds."""
+
     def convert(value: Any) -> float:
         number = float(_number(value))
-        if not least <= number < below or (positive and number <= 0):
+        if not (0.0 <= number <= most and above < number < below):
             raise ValueError(value)
         return number
 
@@ -89,29 +92,30 @@ def _one_of(*choices: str, synonyms: dict[str, str] | None = None) -> BeforeVali
     return BeforeValidator(ValueReader("one of " + ", ".join(f'"{choice}"' for choice in choices), convert))
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(value)
-    return value
+def _text(accepts: Callable[[str], bool] = bool) -> Callable[[Any], str]:
+    def convert(value: Any) -> str:
+        if not isinstance(value, str) or not accepts(value):
+            raise ValueError(value)
+        return value
+
+    return convert
 
 
-def _place(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(value)
-    return value
+def _names_picture(path: str) -> bool:
+    return path.lower().endswith((".html", ".json"))
 
 
-def _picture(value: Any) -> str:
-    if not isinstance(value, str) or not value.lower().endswith((".html", ".json")):
-        raise ValueError(value)
-    return value
+def _tuple(convert: Callable[[Any], Any], length: int | None = None) -> Callable[[Any], tuple[Any, ...]]:
+    def convert_all(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, (list, tuple)) or length not in (None, len(value)):
+            raise ValueError(value)
+        return tuple(map(convert, value))
+
+    return convert_all
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    items = (value,) if isinstance(value, str) else value
-    if not isinstance(items, (list, tuple)):
-        raise ValueError(value)
-    return tuple(_text(item) for item in items)
+    return _tuple(_text())((value,) if isinstance(value, str) else value)
 
 
 def _drives(value: Any) -> tuple[str, ...]:
@@ -124,52 +128,19 @@ def _drives(value: Any) -> tuple[str, ...]:
     return paths
 
 
-def _shares(value: Any) -> tuple[float, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(value)
-    return tuple(_real(positive=True)(share) for share in value)
-
-
-def _betas(value: Any) -> tuple[float, ...]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise ValueError(value)
-    return tuple(_real(least=0.0, below=1.0)(beta) for beta in value)
-
-
-def _stage(value: Any) -> int:
-    stage = _whole(least=0)(value)
-    if stage > 3:
-        raise ValueError(value)
-    return stage
-
-
 def _signals(value: Any) -> tuple[str, ...]:
     names = _texts(value)
     unknown = [name for name in names if name not in signal.Signals.__members__]
     if unknown:
         raise Unusable(f"{unknown[0]} is no signal here: give names such as SIGTERM and SIGUSR1")
-    deaf = [name for name in names if name in ("SIGKILL", "SIGSTOP")]
-    if deaf:
-        raise Unusable(f"no program can hear {deaf[0]}: name one that comes before it, such as SIGTERM")
+    uncatchable = [name for name in names if name in ("SIGKILL", "SIGSTOP")]
+    if uncatchable:
+        raise Unusable(f"no program can hear {uncatchable[0]}: name a signal that is sent before it, such as SIGTERM")
     return tuple(dict.fromkeys(names))
-
-
-def _fraction(value: Any) -> float:
-    number = _real(least=0.0)(value)
-    if number > 1:
-        raise ValueError(value)
-    return number
 
 
 def _check(value: Any) -> bool | str:
     return value.lower() if isinstance(value, str) and value.lower() == "sampled" else read_flag(value)
-
-
-def _share(value: Any) -> float:
-    number = _fraction(value)
-    if not number:
-        raise ValueError(value)
-    return number
 
 
 def _limit(value: Any) -> int | Share | None:
@@ -183,20 +154,20 @@ def _expected(words: str, convert: Callable[[Any], Any]) -> BeforeValidator:
 Flag = Annotated[bool, _expected("true or false", read_flag)]
 Check = Annotated[bool | Literal["sampled"], _expected('true, false or "sampled"', _check)]
 Int = Annotated[int, _expected("a whole number", _whole())]
-Natural = Annotated[int, _expected("a whole number of at least 0", _whole(least=0))]
-Count = Annotated[int, _expected("a whole number of at least 1", _whole(least=1))]
-Weight = Annotated[float, _expected("a finite number of at least 0", _real(least=0.0))]
-Fraction = Annotated[float, _expected("a number from 0 to 1", _fraction)]
-Positive = Annotated[float, _expected("a finite number above 0", _real(positive=True))]
-Betas = Annotated[tuple[float, float], _expected("two numbers of at least 0 and below 1", _betas)]
-FractionAboveZero = Annotated[float, _expected("a number above 0, up to 1", _share)]
+Natural = Annotated[int, _expected("a whole number of at least 0", _whole(0))]
+Count = Annotated[int, _expected("a whole number of at least 1", _whole(1))]
+Weight = Annotated[float, _expected("a finite number of at least 0", _real())]
+Fraction = Annotated[float, _expected("a number from 0 to 1", _real(most=1.0))]
+Positive = Annotated[float, _expected("a finite number above 0", _real(above=0.0))]
+Betas = Annotated[tuple[float, float], _expected("two numbers of at least 0 and below 1", _tuple(_real(below=1.0), 2))]
+FractionAboveZero = Annotated[float, _expected("a number above 0, up to 1", _real(most=1.0, above=0.0))]
 SignalNames = Annotated[tuple[str, ...], _expected('a list of signals such as ["SIGTERM", "SIGUSR1"]', _signals)]
-Text = Annotated[str, _expected("a text that is not empty", _text)]
-Place = Annotated[str, _expected("a path", _place)]
-Picture = Annotated[str, _expected('the path of a ".html" or ".json" file', _picture)]
+Text = Annotated[str, _expected("a text that is not empty", _text())]
+Place = Annotated[str, _expected("a path", _text(lambda text: True))]
+Picture = Annotated[str, _expected('the path of a ".html" or ".json" file', _text(_names_picture))]
 Texts = Annotated[tuple[str, ...], _expected("a list of texts", _texts)]
 Drives = Annotated[tuple[str, ...], _expected("a folder on a drive, or a list of one folder a drive", _drives)]
-Shares = Annotated[tuple[float, ...], _expected("a list of finite numbers above 0", _shares)]
+Shares = Annotated[tuple[float, ...], _expected("a list of finite numbers above 0", _tuple(_real(above=0.0)))]
 Limit = Annotated[
     int | Share | None,
     _expected('an amount of bytes such as 16000000000, "16GB", "1.5GiB", or a share such as "80%"', _limit),
@@ -211,7 +182,7 @@ Dtype = Annotated[
         synonyms={"float32": "fp32", "float": "fp32", "torch.float32": "fp32", **_HALVES},
     ),
 ]  # fmt: skip
-Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _stage)]
+Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _whole(0, 3))]
 Device = Annotated[Literal["none", "cpu", "nvme", "auto"], _one_of("none", "cpu", "nvme", "auto")]
 HomeDevice = Annotated[Literal["none", "cpu", "nvme"], _one_of("none", "cpu", "nvme")]
 ReduceOp = Annotated[Literal["mean", "sum"], _one_of("mean", "sum")]

@@ -1,4 +1,4 @@
-"""The zero_optimization section: what is partitioned, and where it lives."""
+"""The zero_optimization section: what is partitioned over the ranks, and on which tier it is kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from infinity.config.section import HONOURED, Absent, Also, NoAuto, NoEffect, Refused, Section
+from infinity.config.section import Absent, Also, NoAuto, NoEffect, Refused, Section
 from infinity.config.values import (
     Count,
     Device,
@@ -22,64 +22,63 @@ from infinity.config.values import (
     read_flag,
 )
 
-_BUCKETS = NoEffect("gradients are reduced unit by unit, as the plan cuts them")
-_POOLS = NoEffect("the plan sizes its pools from the model")
-_ALWAYS_PIPELINED = NoEffect("reads and writes always run beside the computation")
+_BUCKETS = NoEffect("gradients are reduced unit by unit, and the plan cuts the units")
+_POOLS = NoEffect("the plan computes the sizes of its pools from the model")
+_ALWAYS_PIPELINED = NoEffect("reads and writes always overlap with the computation")
 _ONE_GATHER = NoEffect("a unit is gathered by one collective that the plan chooses")
 _QUANTIZED = Refused(
-    "collectives are not quantised here", 'Remove the key; "communication_data_type" halves the traffic'
+    "quantised collectives are not supported", 'Remove the key; "communication_data_type" halves the traffic'
 )
 _NO_MICS = Refused(
-    "sub-groups of ranks are not built here", "Remove the key: partitions go over all data-parallel ranks"
+    "sub-groups of ranks are not supported", "Remove the key: partitions go over all data-parallel ranks"
 )
 
 
 class OffloadParam(Section):
-    """Where parameters live between their uses; needs stage 3."""
+    """Home of the parameters between their uses; needs stage 3."""
 
-    device: Annotated[Device, HONOURED] = "none"
-    """Home of the parameters: the accelerator ("none"), CPU memory or NVMe. "auto": the fastest tiers with room, by
-    the budgets in memory; NVMe only where a path is given."""
-    nvme_path: Annotated[Drives | None, HONOURED, NoAuto("name a folder on the drive")] = None
+    device: Device = "none"
+    """Home of the parameters: the accelerator ("none"), CPU memory or NVMe. "auto": the fastest tiers that have room by
+    the budgets in section memory; NVMe only if a path is given."""
+    nvme_path: Annotated[Drives | None, NoAuto("name a folder on the drive")] = None
     """Folder on the drive, or a list of folders on several drives, which share the bytes by their measured bandwidth
     (or by aio.drive_weights); required when the device is nvme, and what "auto" may use."""
     buffer_count: Annotated[Natural, _POOLS] = 5
     """Number of staging buffers."""
     buffer_size: Annotated[Natural, _POOLS] = 10**8
     """Elements in a staging buffer."""
-    max_in_cpu: Annotated[Natural, HONOURED] = 10**9
-    """Elements of a rank's parameters kept in CPU memory when the device is nvme: whole units, from the input on. Only
-    a number that is written counts; without one all of them are on NVMe."""
-    pin_memory: Annotated[Flag, HONOURED] = True
+    max_in_cpu: Natural = 10**9
+    """Elements of a rank's parameters kept in CPU memory if the device is nvme: whole units, those nearest the input
+    first. Absent: all parameters are on NVMe, as if the default did not exist."""
+    pin_memory: Flag = True
     """Page-lock the CPU memory."""
 
 
 class OffloadOptimizer(Section):
-    """Where master weights and moments live, and are stepped; at every stage."""
+    """Home of the master weights and moments; works at every stage."""
 
-    device: Annotated[Device, HONOURED] = "none"
-    """Home of the optimizer states: the accelerator ("none"), CPU memory or NVMe. "auto": the fastest tiers with
-    room, after the parameters, by the budgets in memory; NVMe only where a path is given."""
-    nvme_path: Annotated[Drives | None, HONOURED, NoAuto("name a folder on the drive")] = None
+    device: Device = "none"
+    """Home of the optimizer states: the accelerator ("none"), CPU memory or NVMe. "auto": the fastest tiers that have
+    room after the parameters, by the budgets in section memory; NVMe only if a path is given."""
+    nvme_path: Annotated[Drives | None, NoAuto("name a folder on the drive")] = None
     """Folder on the drive, or a list of folders on several drives, which share the bytes by their measured bandwidth
     (or by aio.drive_weights); required when the device is nvme, and what "auto" may use."""
-    buffer_count: Annotated[Natural, HONOURED] = 4
-    """Sub-groups whose states have memory at once when the device is nvme, never fewer than five: one is stepped, four
-    are read and written beside it. Those of any more stay in memory from step to step, and are neither read nor
-    written."""
-    pin_memory: Annotated[Flag, HONOURED] = True
+    buffer_count: Natural = 4
+    """Sub-groups whose states are in memory at once if the device is nvme, at least five: one is stepped while four are
+    read and written. The states of any further sub-groups stay in memory between steps and are not read or written."""
+    pin_memory: Flag = True
     """Page-lock the CPU memory."""
     pipeline_read: Annotated[Flag, _ALWAYS_PIPELINED] = False
     """Read the next sub-group while this one is stepped."""
     pipeline_write: Annotated[Flag, _ALWAYS_PIPELINED] = False
     """Write the previous sub-group while this one is stepped."""
-    fast_init: Annotated[Flag, NoEffect("states are written once, straight to their home")] = False
+    fast_init: Annotated[Flag, NoEffect("states are written once, to their home")] = False
     """Initialise quickly on NVMe."""
-    ratio: Annotated[Fraction, HONOURED] = 1.0
-    """Share of the optimizer states that leaves the accelerator for the device; the rest stays, and is stepped there.
-    The layers nearest the input stay."""
+    ratio: Fraction = 1.0
+    """Share of the optimizer states that is kept on the device. The accelerator keeps and steps the rest, which belongs
+    to the layers nearest the input."""
     super_offload: Annotated[
-        Flag, Refused("speculative steps do not exist here", "Remove the key: the step already overlaps its transfers")
+        Flag, Refused("speculative steps are not supported", "Remove the key: the step already overlaps its transfers")
     ] = False
     """Step sub-groups before the norm is known."""
     cpuadam_cores_perc: Annotated[Positive, NoEffect("the number of optimizer threads is chosen from the machine")] = (
@@ -96,49 +95,47 @@ _MOE = (
 
 
 class LeafModule(Section):
-    """Modules that are gathered whole, however many modules they contain."""
+    """Modules that are gathered whole, with all modules that they contain."""
 
-    classes: Annotated[Texts, HONOURED] = _MOE
+    classes: Texts = _MOE
     """Class names, with or without their module."""
-    names: Annotated[Texts, HONOURED] = ()
+    names: Texts = ()
     """Full names of modules in the model."""
-    name_suffixes: Annotated[Texts, HONOURED] = ()
-    """Ends of such names."""
+    name_suffixes: Texts = ()
+    """Suffixes of such names."""
 
 
 class ZeroOptimization(Section):
-    """What is partitioned over the ranks, and where it lives. A bare `true` is the older form of stage 1."""
+    """What is partitioned over the ranks, and on which tier it is kept. A bare `true` is the older form of stage 1."""
 
-    stage: Annotated[Stage, HONOURED, NoAuto("choose 0, 1, 2 or 3; 3 partitions everything")] = 0
-    """Partitions nothing (0), optimizer states (1), also gradients (2), also parameters (3)."""
+    stage: Annotated[Stage, NoAuto("choose 0, 1, 2 or 3; 3 partitions everything")] = 0
+    """What is partitioned: nothing (0), optimizer states (1), also gradients (2), also parameters (3)."""
     offload_param: OffloadParam | None = None
     offload_optimizer: OffloadOptimizer | None = None
-    cpu_offload: Annotated[Flag | None, HONOURED] = None
+    cpu_offload: Flag | None = None
     """Older form of offload_optimizer with device cpu."""
-    cpu_offload_param: Annotated[Flag | None, HONOURED] = None
+    cpu_offload_param: Flag | None = None
     """Older form of offload_param with device cpu."""
-    cpu_offload_use_pin_memory: Annotated[Flag | None, HONOURED] = None
+    cpu_offload_use_pin_memory: Flag | None = None
     """Older form of pin_memory in both."""
-    sub_group_size: Annotated[Count, HONOURED] = 10**9
+    sub_group_size: Count = 10**9
     """Upper bound of the elements that the optimizer steps at a time."""
-    stage3_prefetch_bucket_size: Annotated[Natural, HONOURED, Also(("prefetch_bucket_size",))] = 50_000_000
-    """Upper bound of the elements gathered ahead of their use."""
-    stage3_param_persistence_threshold: Annotated[Natural, HONOURED, Also(("param_persistence_threshold",))] = 100_000
+    stage3_prefetch_bucket_size: Annotated[Natural, Also(("prefetch_bucket_size",))] = 50_000_000
+    """Upper bound of the elements gathered before their use."""
+    stage3_param_persistence_threshold: Annotated[Natural, Also(("param_persistence_threshold",))] = 100_000
     """Units with fewer elements stay gathered."""
-    stage3_model_persistence_threshold: Annotated[Natural, HONOURED, Also(("model_persistence_threshold",))] = (
-        sys.maxsize
-    )
+    stage3_model_persistence_threshold: Annotated[Natural, Also(("model_persistence_threshold",))] = sys.maxsize
     """Upper bound of the elements that stay gathered."""
-    stage3_max_live_parameters: Annotated[Natural, HONOURED, Also(("max_live_parameters",))] = 10**9
+    stage3_max_live_parameters: Annotated[Natural, Also(("max_live_parameters",))] = 10**9
     """Upper bound of the elements gathered at a time."""
-    stage3_max_reuse_distance: Annotated[Natural, HONOURED, Also(("max_reuse_distance",))] = 10**9
-    """A unit used again within so many elements stays gathered until then."""
-    tile_parameters: Annotated[Natural | None, HONOURED] = None
-    """Upper bound of the elements of a linear or embedding weight gathered at a time: a larger weight is executed in
-    tiles of its rows. 0: never. Without a number, a weight of more than stage3_max_live_parameters elements is executed
-    in tiles of a quarter of that. Needs stage 3."""
+    stage3_max_reuse_distance: Annotated[Natural, Also(("max_reuse_distance",))] = 10**9
+    """A unit stays gathered until its next use if fewer elements than this are used in between."""
+    tile_parameters: Natural | None = None
+    """Upper bound of the elements of a linear or embedding weight gathered at a time; a larger weight is executed in
+    tiles of its rows. 0: never. Absent: a weight of more than stage3_max_live_parameters elements is executed in tiles
+    of a quarter of that. Needs stage 3."""
     leaf_module: LeafModule = LeafModule()
-    contiguous_gradients: Annotated[Flag, NoEffect("gradients are consumed on arrival, never collected")] = True
+    contiguous_gradients: Annotated[Flag, NoEffect("gradients are reduced on arrival, never collected")] = True
     """Copy gradients to one buffer as they are produced."""
     reduce_scatter: Annotated[Flag, NoEffect("partitioned gradients are always reduce-scattered")] = True
     """Reduce-scatter instead of all-reduce."""
@@ -150,28 +147,24 @@ class ZeroOptimization(Section):
     """All-gather updated parameters instead of broadcasting them."""
     allgather_bucket_size: Annotated[Natural, _ONE_GATHER] = 5 * 10**8
     """Elements in one all-gather."""
-    overlap_comm: Annotated[
-        Flag | None, NoEffect('the plan overlaps what it can; the top-level "overlap" switches all of it off')
-    ] = None
+    overlap_comm: Annotated[Flag | None, NoEffect('the top-level "overlap" switches all overlap on or off')] = None
     """Overlap the reduction with backward."""
     round_robin_gradients: Annotated[Flag, NoEffect("the plan balances partitions over the ranks")] = False
     """Spread gradient copies over the ranks."""
     load_from_fp32_weights: Annotated[
-        Flag, NoEffect("a checkpoint has the fp32 weights, and loading always takes them")
+        Flag, NoEffect("a checkpoint holds the fp32 weights, and loading always uses them")
     ] = True
     """Start master weights from the checkpoint's fp32 weights."""
-    elastic_checkpoint: Annotated[Flag, Refused("the older elastic format does not exist here", "Remove the key")] = (
-        False
-    )
+    elastic_checkpoint: Annotated[Flag, Refused("the older elastic format is not supported", "Remove the key")] = False
     """Older elastic checkpoint format."""
     stage3_gather_16bit_weights_on_model_save: Annotated[
         Flag,
         NoEffect("export() and save_16bit_model() always write whole weights"),
         Also(("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")),
     ] = False
-    """Whole weights in save_16bit_model."""
+    """Write whole weights in save_16bit_model."""
     stage3_module_granularity_threshold: Annotated[
-        Natural, NoEffect("units are cut by their size"), Also(("module_granularity_threshold",))
+        Natural, NoEffect("the plan cuts units by their size"), Also(("module_granularity_threshold",))
     ] = 0
     """Modules of finer granularity become leaf modules."""
     stage3_use_all_reduce_for_fetch_params: Annotated[Flag, _ONE_GATHER, Also(("use_all_reduce_for_fetch_params",))] = (
@@ -187,19 +180,19 @@ class ZeroOptimization(Section):
     memory_efficient_linear: Annotated[Flag, NoEffect("torch's own functions are never patched")] = True
     """Patch the linear function."""
     pipeline_loading_checkpoint: Annotated[
-        Flag, NoEffect("every rank reads what its own partitions need, in bounded memory, beside the others")
+        Flag, NoEffect("every rank reads only the bytes of its own partitions, in bounded memory")
     ] = False
     """Load on one rank after the other."""
-    override_module_apply: Annotated[Flag, NoEffect("initialisation works unit by unit in any case")] = True
+    override_module_apply: Annotated[Flag, NoEffect("initialisation always works unit by unit")] = True
     """Gather parameters inside Module.apply."""
     log_trace_cache_warnings: Annotated[Flag, NoEffect("a changed order is fetched on demand and recorded")] = False
     """Warn when the order of modules changes."""
-    enable_sanity_checks: Annotated[Flag, NoEffect("the checks are always on where they are cheap")] = False
+    enable_sanity_checks: Annotated[Flag, NoEffect("cheap checks are always on")] = False
     """Extra consistency checks."""
-    save_muon_momentum_buffer_in_memory: Annotated[Flag, NoEffect("there is no Muon yet")] = False
+    save_muon_momentum_buffer_in_memory: Annotated[Flag, NoEffect("Muon is not supported")] = False
     """Keep Muon's momentum in memory."""
     zero_hpz_partition_size: Annotated[
-        Count, Refused("a second, local partition does not exist here", "Set zero_hpz_partition_size to 1")
+        Count, Refused("a secondary, local partition is not supported", "Set zero_hpz_partition_size to 1")
     ] = 1
     """Ranks of a secondary partition."""
     zero_quantized_weights: Annotated[Flag, _QUANTIZED] = False
@@ -216,7 +209,7 @@ class ZeroOptimization(Section):
     """Gather in two levels."""
     zenflow: Annotated[
         None,
-        Refused("updates that lag behind change the result", "Remove the section; offload_optimizer alone is exact"),
+        Refused("delayed updates change the result", "Remove the section; offload_optimizer alone is exact"),
         Absent(
             switch=None,
             keys=(
@@ -253,18 +246,18 @@ class ZeroOptimization(Section):
             if isinstance(current.get(name), Mapping):
                 current[name] = {**pin, **current[name]}
         if pin and not (current.get("offload_optimizer") or current.get("offload_param")):
-            # Nothing takes it: it stays, to be reported.
+            # No section uses the key, so it stays and is reported as idle.
             current["cpu_offload_use_pin_memory"] = pinned
         return current
 
     @property
     def by_budget(self) -> bool:
-        """Whether the plan chooses a home."""
+        """Whether the plan chooses the home of parameters or optimizer states by budget."""
         sections = (self.offload_param, self.offload_optimizer)
         return any(section is not None and section.device == "auto" for section in sections)
 
     def drives(self, section: OffloadParam | OffloadOptimizer | None) -> tuple[str, ...] | None:
-        """The folders that a section uses; where a budget decides, a path in either section is one that it may use."""
+        """Return the folders that `section` uses, or may use if a home is chosen by budget; None if it uses none."""
         return section.nvme_path if section is not None and (section.device == "nvme" or self.by_budget) else None
 
 
