@@ -21,7 +21,7 @@ check: $(STAMP)  ## lint, types, and the documentation site, in which a broken l
 	$(BIN)/mypy
 	$(SITE)
 
-docs: $(STAMP)  ## the documentation site, in site/; open site/index.html
+docs: $(STAMP)  ## the documentation site, in site/; to search it: python -m http.server --directory site
 	$(SITE)
 
 # Never with --quiet: it hides the warnings from mkdocs itself, which then counts none of them as an error.

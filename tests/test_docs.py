@@ -1,12 +1,16 @@
-"""What README.md and docs/*.md show is true: Python runs, configurations load, command lines are understood.
+"""What README.md, CONTRIBUTING.md and docs/*.md show is true: Python and commands run, configurations load, links lead
+somewhere.
 
 See tests/support/pages.py for the comments by which a page says what a block needs.
 """
 
 from __future__ import annotations
 
+import ast
+import errno
 import importlib
 import json
+import os
 import re
 import shlex
 import sys
@@ -27,6 +31,7 @@ from tests.support.pages import PAGES, ROOT, Block, shown
 
 # Most blocks that may say why they are not run.
 NOT_RUN_MAX = 2
+WORD = re.compile(r"[A-Za-z_]{2,}")
 EXAMPLES = {
     f"examples/{module.__name__.rpartition('.')[2]}.py": module for module in (train_lm, finetune_hf, make_small_model)
 }
@@ -122,22 +127,118 @@ def test_command_lines_are_understood(page: str, monkeypatch: pytest.MonkeyPatch
             pytest.fail(f"{block}: {line}: {error!r}")
 
 
-@pytest.mark.parametrize("block", [block for block in of("console") if block.given], ids=str)
-def test_a_command_prints_what_its_page_shows(
-    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Word for word, in any order; numbers, and which of its weights a list names first, are another run's."""
-    monkeypatch.chdir(tmp_path)
-    pages.give(block, {})
-    capsys.readouterr()
-    for line in commands(block):
-        program, *options = shlex.split(line)
+# Programs that the test below does not start, with the reason.
+NOT_STARTED = {
+    "make": "its targets are this test's own surroundings",
+    "pip": "it would change the environment that the tests run in",
+    "torchrun": "tests/test_examples.py and tests/test_finetune.py start two ranks of both examples",
+    "infinity bench": "tests/cli/test_bench.py starts it; it measures for 5 seconds at least",
+    "infinity-estimate": "test_a_page_shows_what_the_estimator_prints runs it and compares every line",
+}  # fmt: skip
+# What a command is given beside its own options, so that it takes a second or two.
+SMALL = {
+    "python examples/train_lm.py": "--dim 32 --layers 2 --heads 2 --seq 32 --steps 2",
+    "python examples/make_small_model.py": "--data small.txt --vocabulary 300 --hidden 32 --layers 2 --heads 2",
+    "python examples/finetune_hf.py": "--data small.txt --seq 32 --steps 2 --tokens 4",
+}
+
+
+def start(line: str) -> None:
+    """Run a command in this process and the current folder, small; a status that is no answer raises."""
+    words = shlex.split(line, comments=True)
+    words = words[: words.index(">")] if ">" in words else words
+    program, *options = [*words, *SMALL.get(" ".join(words[:2]), "").split()]
+    if program == "python":
+        EXAMPLES[options[0]].main(options[1:])
+    else:
         assert program == "infinity" and main(options) in (0, 1), line
-    words = re.compile(r"[A-Za-z_]{2,}")
-    printed = capsys.readouterr().out
-    weights = words.findall(" ".join(name for name, _ in TinyLlama().named_parameters()))
-    output = re.sub(r"^ *\$ .*$", "", block.text, flags=re.M)
-    assert set(words.findall(output)) <= {*words.findall(printed), *weights}, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with("console"))
+def test_commands_run_and_print_what_the_page_shows(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Outputs word for word, in any order; numbers, and which of its weights a list names first, are another run's."""
+    monkeypatch.chdir(tmp_path)
+    pages.prepare(tmp_path)
+    weights = {word for name, _ in TinyLlama().named_parameters() for word in WORD.findall(name)}
+    for block in of("console"):
+        lines = [line for line in commands(block) if block.page == page and not line.startswith((*NOT_STARTED,))]
+        if not lines:
+            continue
+        pages.give(block, {})
+        capsys.readouterr()
+        for line in lines:
+            start(line)
+        printed = capsys.readouterr().out
+        output = re.sub(r"^ *\$ .*$", "", block.text, flags=re.M)
+        assert {*WORD.findall(output)} <= {*WORD.findall(printed)} | weights, printed
+
+
+def test_every_program_that_is_not_started_is_shown_and_has_a_reason():
+    lines = [line for block in of("console") for line in commands(block)]
+    assert all(any(line.startswith(program) for line in lines) for program in NOT_STARTED)
+    assert all(len(why.split()) >= 5 for why in NOT_STARTED.values())
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as the site and the public repository make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def broken_links(page: str, text: str) -> list[str]:
+    """The relative links of a page that lead to no file or no heading."""
+    found = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        # Made while the site is built: the page of CONTRIBUTING.md, and the anchors of the Python API.
+        if path == "contributing.md" or (anchor and file.name == "api.md"):
+            continue
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            found.append(target)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    assert broken_links(page, (ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def test_a_broken_link_is_found():
+    text = "[a](docs/memory.md#what-a-rank-may-use) [b](docs/gone.md) [c](docs/memory.md#gone) [d](https://example.org)"
+    assert broken_links("README.md", text) == ["docs/gone.md", "docs/memory.md#gone"]
+
+
+def messages() -> str:
+    """Every text of the package's sources, with `{}` where a value is put into it."""
+    found = []
+    for folder in ("infinity", "estimators"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    found.append("".join(v.value if isinstance(v, ast.Constant) else "{}" for v in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return "\n".join(found)
+
+
+def test_the_messages_that_troubleshooting_explains_are_in_the_sources():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^### `(.+)`$", page, re.M)
+    assert len(quoted) >= 40
+    sources = messages()
+    for message in quoted:
+        pieces = [piece for piece in message.split("...") if len(piece.strip()) > 2]
+        assert pieces, message
+        # What the system says itself.
+        if message != os.strerror(errno.ENOSPC):
+            assert all(piece.strip() in sources for piece in pieces), message
 
 
 WRONG = (

@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md show in fences, and what a block of Python is given before it runs.
+"""What README.md, CONTRIBUTING.md and docs/*.md show in fences, and what a block of Python is given before it runs.
 
 The blocks of a page run in one namespace, which has `infinity` and `torch`, and in one folder of their own. An HTML
 comment on the line above the fence, which a reader of the rendered page does not see, says more:
@@ -7,7 +7,7 @@ comment on the line above the fence, which a reader of the rendered page does no
     <!-- given: model; with {"checkpoint": {"path": "out"}} --> the same, and what `config` has beside its defaults
     <!-- not run: needs a GPU -->                              the block is not run, for this reason
 
-Commands in a block of console that is given something are run, too.
+Blocks of console run in a folder that `prepare` has filled (tests/test_docs.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from tests.support.hub import hf_model
 from tests.support.models import TinyLlama, token_batch
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", *sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "docs").glob("*.md")))
+_DOCS = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "docs").glob("*.md"))
+PAGES = ("README.md", *_DOCS)
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
 _REMARK = re.compile(r"<!-- (?P<word>given|not run): (?P<what>.*?)(?:; with (?P<extra>\{.*\}))? -->\n\Z")
@@ -150,11 +151,14 @@ class Given:
 
 
 def prepare(folder: Path) -> None:
-    """Put into a page's folder what every page may name: its own config.json, and the shipped configurations."""
+    """Put into a page's folder what every page may name: configurations, two drives and a small text."""
     configs = ROOT / "examples" / "configs"
     shutil.copytree(configs, folder / "examples" / "configs")
     shutil.copy(configs / "nvme_offload.json", folder)
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (folder / "small.txt").write_text("The class of an object is what it was made from. " * 300, encoding="utf-8")
+    for name in ("drive1", "drive2"):
+        (folder / name / "offload").mkdir(parents=True)
 
 
 def give(block: Block, names: dict[str, Any]) -> None:
