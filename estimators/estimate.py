@@ -182,17 +182,10 @@ class Estimate:
     def accumulation(self) -> int:
         return self.config.accumulation
 
-    @property
-    def _early(self) -> bool:
-        return self.config.steps_early and not self.plan.placement.grad_whole
-
     @cached_property
     def traffic(self) -> Traffic:
         """Bytes a step by link."""
-        return traffic(
-            self.plan, accumulation=self.accumulation, early=self._early, overlap=self.config.config.overlap,
-            offloaded=self.offloaded,
-        )  # fmt: skip
+        return traffic(self.plan, accumulation=self.accumulation, offloaded=self.offloaded)
 
     @cached_property
     def time(self) -> StepTime:
@@ -218,7 +211,7 @@ class Estimate:
     def _predicted(self, *, briefly: bool) -> StepTime:
         return predict(
             self.plan, self.rates, tokens=self.work.tokens, flops=self.flops, accumulation=self.accumulation,
-            early=self._early, overlap=self.config.config.overlap, briefly=briefly, offloaded=self.offloaded,
+            briefly=briefly, offloaded=self.offloaded,
         )  # fmt: skip
 
     @cached_property

@@ -104,9 +104,7 @@ def initialize(
         if spool is None:
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
-        plan, question = preflight(
-            resolved, model, trained.group_of(), device, groups, moments=trained.optimizer.method.moments
-        )
+        plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec)
         agree_on_plan(plan, groups.world)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
         parts = _build(resolved, model, plan, groups, device, trained, ledger, undo)
@@ -287,9 +285,8 @@ def _build(
     if spool is not None:
         spool.close()
     gradients = Gradients(units, plan=plan, store=store, device=device, groups=groups, ledger=ledger)
-    ahead = config.config.overlap and (groups.data.size > 1 or device.is_accelerator)
     coordinator = Coordinator(
-        units, plan=plan, store=store, gradients=gradients, group=groups.world, ahead=ahead, spare=device.spare
+        units, plan=plan, store=store, gradients=gradients, group=groups.world, spare=device.spare
     )
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
@@ -299,14 +296,13 @@ def _build(
         for name, buffer in buffer_owner._buffers.items():
             if buffer is not None:
                 buffer_owner._buffers[name] = buffer.to(device.torch)
-    synced = groups.data.size > 1 and not all(unit.placed.whole for unit in units)
-    hooks = ModuleHooks(model, units, coordinator, group=groups.world, synced=synced)
+    hooks = ModuleHooks(model, units, coordinator, group=groups.world, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
     checkpointing = _checkpointing(config, model, ranks, device, ledger)
     undo.callback(checkpointing.close)
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
-    stepper = _stepper(config, plan, store, groups, device, trained)
+    stepper = _stepper(config, plan, store, groups, trained)
     undo.callback(stepper.close)
     return Runtime(
         module=model, config=config, plan=plan, device=device, groups=groups, ledger=ledger, store=store, units=units,
@@ -340,17 +336,14 @@ def _checkpointing(
 
 
 def _stepper(
-    config: ResolvedConfig, plan: Plan, store: TieredStore, groups: ProcessGroups, device: Device, trained: _Trained
+    config: ResolvedConfig, plan: Plan, store: TieredStore, groups: ProcessGroups, trained: _Trained
 ) -> Stepper:
     # Ranks of one node share its cores; the result does not depend on how many there are.
     ranks = groups.ranks
     cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
     set_threads(thread_count(len(cores), ranks.local_size), cores)
-    # Beside the next forward there is something to gain where bytes move: to a drive, or to a device that computes.
-    moves = device.is_accelerator or plan.nvme_nbytes > 0
     return Stepper(
-        plan, store, index=groups.data.index, method=trained.optimizer.method, behind=config.config.overlap and moves,
-        grad_bound=config.clip_value or math.inf,
+        plan, store, index=groups.data.index, method=trained.optimizer.method, grad_bound=config.clip_value or math.inf
     )
 
 
@@ -372,7 +365,7 @@ def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, led
             pools=plan.pools,
             nvme=nvme,
             rank=ranks.rank,
-            overlap=config.config.overlap,
+            overlap=plan.policy.overlap,
         )
     except BaseException:
         if nvme is not None:

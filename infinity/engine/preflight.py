@@ -29,12 +29,13 @@ from infinity.plan.capacity_report import fits_without_activations, refuse
 from infinity.plan.filling import in_process
 from infinity.plan.fitting import lowered_in_words
 from infinity.plan.inputs import PlanInputs
+from infinity.plan.optimizer_states import OptimizerSpec
 from infinity.plan.plan import Plan
 from infinity.plan.recomputation import repeated_blocks
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, GAPS, HEAP_GAPS, UNKNOWN_ACTIVATION_NBYTES, Reserve
 from infinity.plan.spec import dtype_name, module_tree
 from infinity.plan.topology import Topology
-from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
+from infinity.plan.types import DTYPE_NBYTES, Tier
 from infinity.zero import parameter
 from infinity.zero.activation_forecast import MicroBatch, forecast
 from infinity.zero.deferred_init import spool_of
@@ -42,15 +43,14 @@ from infinity.zero.deferred_init import spool_of
 
 def preflight(
     config: ResolvedConfig, model: nn.Module, param_groups: Mapping[int, int], device: Device, groups: ProcessGroups,
-    *, moments: tuple[Kind, ...],
+    optimizer: OptimizerSpec,
 ) -> tuple[Plan, PlanInputs]:
-    """The plan of a run, and the question that it answers, with what each tier may hold while it lasts. Collective.
+    """Make the plan of a run and check that it fits. Returns it with the inputs that it was made from. Collective.
 
-    moments: what the optimizer keeps of an element.
-    param_groups: the optimizer parameter group of each trained parameter, by id.
+    param_groups: the optimizer parameter group of each trained parameter, by id. optimizer: what steps them.
 
-    ConfigError for a folder that can hold no swap files, CapacityError for a plan that does not fit, ConfigError for a
-    model without values; of a model without values that would not fit either, it is the first.
+    Raises ConfigError for a folder that can hold no swap files, CapacityError for a plan that does not fit, ConfigError
+    for a model without values. If the last two both apply, CapacityError is raised.
     """
     ranks = groups.ranks
     check_drives(config)
@@ -77,7 +77,7 @@ def preflight(
             capacity=capacity,
             budget=budget,
             blocks=tuple(getattr(model, "_no_split_modules", None) or ()),
-            moments=moments,
+            optimizer=optimizer,
             reserve=reserve,
             free=free,
         )

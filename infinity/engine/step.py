@@ -67,7 +67,7 @@ class Boundary:
         # A gradient that is not finite skips the whole step, or (on request) leaves its own elements out.
         self.checked = parts.config.checks_gradients or not parts.stepper.guarded
         # Whether a step begins within its last backward: see [Note: step in backward].
-        self.early = parts.plan.request.early and not self.checked and not parts.plan.placement.grad_whole
+        self.early = parts.plan.policy.step_in_backward
         # Of the latest step, before clipping.
         self.norm = 0.0
         self._skips = Skips(limit=config.max_skipped_steps, scaler=self.scaler)
@@ -75,7 +75,7 @@ class Boundary:
         self._judged = 0
         self._grad_scale = self._norm_factor = 1.0
         self._arrived: dict[Unit, list[bool]] = {}
-        self._ahead = config.overlap and not all(unit.placed.whole for unit in parts.units)
+        self._ahead = parts.plan.policy.time_prefetch
 
     @property
     def grad_factor(self) -> float:

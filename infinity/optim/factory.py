@@ -12,6 +12,7 @@ from infinity.errors import ConfigError
 from infinity.optim import update_rules
 from infinity.optim.torch_rule import TorchMethod
 from infinity.optim.update_rules import UpdateRule
+from infinity.plan.optimizer_states import OptimizerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,11 @@ class Chosen:
     method: UpdateRule
     defaults: dict[str, Any]
     groups: list[dict[str, Any]] | None = None
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """What the plan has to know of it."""
+        return OptimizerSpec(self.method.moments, self.method.guarded)
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> Chosen:

@@ -3,8 +3,9 @@
 It knows partitions, layouts and hyper-parameters; what a sub-group is, where it lives and in which order sub-groups are
 stepped is the plan's business.
 
-With `behind`, a thread of its own steps the sub-groups that the program cannot see (their units are gathered before
-use) while the next forward runs, under a reservation: a gather of a unit that is not stepped yet waits in the store.
+Under the plan's policy `step_behind`, a thread of its own steps the sub-groups that the program cannot see (their units
+are gathered before use) while the next forward runs, under a reservation: a gather of a unit that is not stepped yet
+waits in the store.
 What it steps first is read while the last gradients are still to come. [Note: step behind the program]
 
 Where nothing has to be known about all gradients before the first is used (no clipping, no check of all for NaN), the
@@ -72,7 +73,7 @@ class Stepper:
     """
 
     def __init__(
-        self, plan: Plan, store: TieredStore, *, index: int, method: UpdateRule, behind: bool,
+        self, plan: Plan, store: TieredStore, *, index: int, method: UpdateRule,
         grad_bound: float = math.inf,
     ) -> None:
         self._plan = plan
@@ -84,13 +85,10 @@ class Stepper:
         self.steps: dict[str, int] = {
             slot.name: 0 for layout in plan.layouts if layout.trainable for slot in layout.slots
         }
-        order = [plan.sub_groups[index] for index in plan.step_order]
-        self._visible = [group for group in order if plan.visible(group) or not behind]
-        visible = {group.index for group in self._visible}
-        self._hidden = [group for group in order if group.index not in visible]
-        undoable = plan.early() if plan.request.early else frozenset()
+        parts = plan.step_parts()
+        self._visible, self._hidden = parts.visible, parts.hidden
         # See [Note: step behind the program].
-        self._thread = ThreadPoolExecutor(1, "infinity-step") if behind else None
+        self._thread = ThreadPoolExecutor(1, "infinity-step") if plan.policy.step_behind else None
         self._under_way: list[tuple[Future[None], Reservation]] = []
         self._norms = Norms(plan, store, index=index)
         # Units whose gradients are complete and not yet measured, and the bytes of those.
@@ -103,8 +101,8 @@ class Stepper:
         self._stepped_behind = {piece.unit for group in self._hidden for piece in group.slices}
         # Those that may begin in backward, by unit.
         self._groups_of: dict[int, list[SubGroup]] = {}
-        for group in self._hidden:
-            for piece in group.slices if group.index in undoable else ():
+        for group in parts.in_backward:
+            for piece in group.slices:
                 self._groups_of.setdefault(piece.unit, []).append(group)
         self._stopping = False
         store.keep(*(Key(Kind.STATES, index) for index in plan.kept()))

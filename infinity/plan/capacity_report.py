@@ -268,7 +268,7 @@ def _different(config: ResolvedConfig, keys: Mapping[str, Any]) -> dict[str, Any
 def _hopeless(question: PlanInputs) -> bool:
     """Whether what must lie somewhere is too much already: known without a plan."""
     config, limits, dp = question.config, question.limits, question.topology.dp
-    request = plan_request(config, accelerator=question.accelerator, moments=question.moments)
+    request = plan_request(config, accelerator=question.accelerator, optimizer=question.optimizer)
     numel, trained = question.numels
     trained //= dp if request.stage else 1
     states = trained * sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype, request.moments))

@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from infinity.config.units import format_bytes
-from infinity.plan.plan import SPLIT_NUMEL_MIN, Plan, PlanRequest
+from infinity.plan.plan import SPLIT_NUMEL_MIN, Plan
+from infinity.plan.request import PlanRequest
 from infinity.plan.types import DTYPE_NBYTES
 
 _ZERO = "zero_optimization"

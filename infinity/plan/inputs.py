@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from infinity.config.resolve import ResolvedConfig
 from infinity.plan.capacity import Capacity
 from infinity.plan.fitting import KEYS, fitted
-from infinity.plan.optimizer_states import moments_of
-from infinity.plan.plan import Plan, PlanRequest, make_plan
+from infinity.plan.optimizer_states import OptimizerSpec, optimizer_spec
+from infinity.plan.plan import Plan, make_plan
+from infinity.plan.request import PlanRequest
 from infinity.plan.reserve import Reserve
 from infinity.plan.spec import ModuleNode, UnitRules, find_units
 from infinity.plan.stepping import STEP_WINDOW
@@ -36,8 +37,8 @@ class PlanInputs:
     capacity: Capacity
     budget: Capacity | None = None
     blocks: tuple[str, ...] = ()
-    # What the optimizer keeps of an element; None: what the configuration's does.
-    moments: tuple[Kind, ...] | None = None
+    # The optimizer that steps the model; None: the configuration's.
+    optimizer: OptimizerSpec | None = None
     # What the process takes beside the plan, and what was free before anything was set aside for it.
     reserve: Reserve = field(default_factory=Reserve)
     free: Capacity = field(default_factory=Capacity)
@@ -76,7 +77,7 @@ class PlanInputs:
     @property
     def request(self) -> PlanRequest:
         """What the configuration asks for, before anything is lowered."""
-        return plan_request(self.config, accelerator=self.accelerator, moments=self.moments)
+        return plan_request(self.config, accelerator=self.accelerator, optimizer=self.optimizer)
 
     def fits(self, plan: Plan) -> bool:
         """Whether there is room for a plan of this question, and for making its partitions from the model."""
@@ -90,12 +91,13 @@ class PlanInputs:
 
 
 def plan_request(
-    config: ResolvedConfig, *, accelerator: bool, moments: tuple[Kind, ...] | None = None
+    config: ResolvedConfig, *, accelerator: bool, optimizer: OptimizerSpec | None = None
 ) -> PlanRequest:
-    """What the configuration asks of the plan. `accelerator`: whether the device has memory of its own; `moments`: what
-    an optimizer keeps that the program has brought.
+    """What the configuration asks of the plan. `accelerator`: whether the device has memory of its own; `optimizer`:
+    one that the program has brought.
     """
     zero = config.zero
+    optimizer = optimizer or optimizer_spec(config.config.optimizer)
     compute = config.compute_dtype
     # Several micro-batches add up in fp32 unless the configuration says otherwise; a single one is kept as it arrives.
     several = config.accumulation > 1 or not config.config.managed_gradient_accumulation
@@ -106,11 +108,12 @@ def plan_request(
         state_buffers=max(config.state_buffers, STEP_WINDOW),
         drive=config.nvme_path is not None, compute_dtype=compute, grad_dtype=grad,
         communication_dtype=config.communication_dtype or compute,
-        moments=moments_of(config.config.optimizer) if moments is None else moments,
+        moments=optimizer.moments,
         sub_group_numel=zero.sub_group_size,
         prefetch_numel=zero.stage3_prefetch_bucket_size, persistence_numel=zero.stage3_param_persistence_threshold,
         persistent_total_numel=zero.stage3_model_persistence_threshold, live_numel=zero.stage3_max_live_parameters,
-        reuse_numel=zero.stage3_max_reuse_distance, accelerator=accelerator, early=config.steps_early,
+        reuse_numel=zero.stage3_max_reuse_distance, accelerator=accelerator,
+        overlap=config.config.overlap, steps_early=config.steps_early and optimizer.guarded,
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from infinity.config.optimizer import Adagrad, Adam, Adamax, AnyOptimizer, Lion, Nadam, Rmsprop, Sgd
 from infinity.errors import ConfigError
 from infinity.plan.types import ADAM_MOMENTS, Kind
@@ -10,22 +12,35 @@ from infinity.plan.types import ADAM_MOMENTS, Kind
 _NAMELESS = (Kind.STATE_1, Kind.STATE_2, Kind.STATE_3, Kind.STATE_4)
 
 
-def moments_of(section: AnyOptimizer | None) -> tuple[Kind, ...]:
-    """The states of the optimizer that a configuration names; Adam's where it names none."""
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """What a plan has to know of an optimizer."""
+
+    # States of an element beside its master weight.
+    moments: tuple[Kind, ...] = ADAM_MOMENTS
+    # Whether it leaves elements alone whose gradient is not finite, so that a step may begin before all are known.
+    guarded: bool = True
+
+
+def optimizer_spec(section: AnyOptimizer | None) -> OptimizerSpec:
+    """The optimizer that a configuration names; Adam where it names none. Those that torch runs are not guarded."""
     match section:
-        case None | Adam() | Nadam():
-            return ADAM_MOMENTS
+        case None | Adam():
+            return OptimizerSpec()
+        case Nadam():
+            return OptimizerSpec(guarded=False)
         case Lion():
-            return (Kind.EXP_AVG,)
+            return OptimizerSpec((Kind.EXP_AVG,))
         case Adagrad():
-            return (Kind.SUM,)
+            return OptimizerSpec((Kind.SUM,))
         case Sgd(params=params):
-            return (Kind.MOMENTUM_BUFFER,) if params.momentum else ()
+            return OptimizerSpec((Kind.MOMENTUM_BUFFER,) if params.momentum else (), guarded=bool(params.momentum))
         case Rmsprop(params=params):
             buffer = (Kind.MOMENTUM_BUFFER,) if params.momentum else ()
-            return (Kind.SQUARE_AVG, *buffer, *((Kind.GRAD_AVG,) if params.centered else ()))
+            mean = (Kind.GRAD_AVG,) if params.centered else ()
+            return OptimizerSpec((Kind.SQUARE_AVG, *buffer, *mean), guarded=False)
         case Adamax():
-            return (Kind.EXP_AVG, Kind.EXP_INF)
+            return OptimizerSpec((Kind.EXP_AVG, Kind.EXP_INF), guarded=False)
 
 
 def kinds_of(names: tuple[str, ...]) -> tuple[Kind, ...]:

@@ -16,10 +16,10 @@ def states_kinds(compute_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS) -
 
 def make_partitions(
     layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], placement: Placement, *, compute_dtype: str,
-    grad_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS, early: bool = False,
+    grad_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS, twice: bool = False,
 ) -> tuple[tuple[PartitionSpec, ...], int]:  # fmt: skip
-    """Every partition, those of units first, then one for each sub-group; and the size of the NVMe file. early: whether
-    a step may begin in backward, which needs a second place for what it writes.
+    """Every partition, those of units first, then one for each sub-group; and the size of the NVMe file. twice: give
+    what a step in backward changes a second extent. See [Note: slots].
     """
     made: list[tuple[Key, tuple[ArraySection, ...], Tier]] = []
     for layout, placed in zip(layouts, placement.units, strict=True):
@@ -39,13 +39,13 @@ def make_partitions(
         made.append((Key(Kind.STATES, group.index), by_numel[numel], home))
     specs = []
     at = 0
-    twice = {key for group in groups if early and undoable(group, placement) for key in changed_by(group)}
+    spared = {key for group in groups if twice and undoable(group, placement) for key in changed_by(group)}
     for key, sections, home in made:
         spec = PartitionSpec(key=key, sections=sections, home=home)
         if home is Tier.NVME and spec.nbytes:
             extent, at = Extent(at, spec.nbytes), at + spec.nbytes
             spare = None
-            if key in twice:
+            if key in spared:
                 spare, at = Extent(at, spec.nbytes), at + spec.nbytes
             spec = PartitionSpec(key=key, sections=sections, home=home, extent=extent, spare=spare)
         specs.append(spec)

@@ -17,18 +17,19 @@ from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.auto_placement import FROZEN_TRAFFIC, PARAM_TRAFFIC, STATES_TRAFFIC, Value
 from infinity.plan.capacity import Capacity, excesses
+from infinity.plan.execution_policy import ExecutionPolicy, make_policy
 from infinity.plan.gradient_bytes import Scratch, left_nbytes, make_scratch, wire_in_backward
 from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layouts
 from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
 from infinity.plan.placement import Homes, Placement, Policy, always_whole, place, whole_units
 from infinity.plan.placement_search import search_placement
 from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, UnitAccess, make_schedule
+from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec
-from infinity.plan.stepping import STEP_WINDOW, kept_of, step_order_of, stepped_nbytes, undoable
+from infinity.plan.stepping import kept_of, step_order_of, stepped_nbytes, undoable
 from infinity.plan.tile_words import around_nbytes, tiles_in_words
 from infinity.plan.topology import Topology
 from infinity.plan.types import (
-    ADAM_MOMENTS,
     CACHE_LINE,
     DTYPE_NBYTES,
     EXTENT_ALIGNMENT,
@@ -39,50 +40,12 @@ from infinity.plan.types import (
     align_up,
 )  # fmt: skip
 
-# A sub-group on NVMe is one read and one write. This many elements keep the drive at its bandwidth; more only takes
-# memory, and makes the first forward units wait longer for their step. It is also fine enough a grain to divide states
-# between tiers by. The configuration's bound may be lower.
-SPLIT_NUMEL = 1 << 21
+# The smallest sub-group that a budget cuts such states into.
 SPLIT_NUMEL_MIN = 1 << 16
 # Where a share is divided off, it is exact to one in so many.
 SHARES_MIN = 256
 # So many sub-groups are as good as more: a plan's own size, and the time that it takes, stay bounded.
 SUB_GROUPS_MAX = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """What a plan is asked for: the configuration's decisions as numbers of elements, tiers and names of dtypes."""
-
-    stage: int = 3
-    # None: decided by budget ("auto").
-    param_tier: Tier | None = Tier.GPU
-    optimizer_tier: Tier | None = Tier.GPU
-    # Share of the optimizer states' elements at `optimizer_tier`; the rest is on the GPU tier.
-    optimizer_share: float = 1.0
-    # Elements of this rank's parameters in CPU memory when `param_tier` is NVMe.
-    param_cpu_numel: int = 0
-    # Sub-groups whose states have memory at once where they live on NVMe.
-    state_buffers: int = STEP_WINDOW
-    # Whether a drive is given, so that a budget may put on it what does not fit into memory.
-    drive: bool = False
-    compute_dtype: str = "fp32"
-    grad_dtype: str = "fp32"
-    communication_dtype: str = "fp32"
-    # What the optimizer keeps of an element beside the master weight, in fp32.
-    moments: tuple[Kind, ...] = ADAM_MOMENTS
-    sub_group_numel: int = 1_000_000_000
-    # What a sub-group needs at most where states may move; see `SPLIT_NUMEL`.
-    split_numel: int = SPLIT_NUMEL
-    prefetch_numel: int = 50_000_000
-    persistence_numel: int = 100_000
-    persistent_total_numel: int = 2**63 - 1
-    live_numel: int = 1_000_000_000
-    reuse_numel: int = 1_000_000_000
-    # Whether the device has memory of its own, so that copies between CPU and device need staging buffers.
-    accelerator: bool = False
-    # Whether a step may begin in backward, where all that it changes is on NVMe.
-    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +67,24 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
+class StepParts:
+    """A plan's sub-groups by the time at which they are stepped, each part in the order of stepping."""
+
+    # Before `step()` returns: they change what the program sees without a gather.
+    visible: tuple[SubGroup, ...]
+    # Beside the next forward. See [Note: step behind the program].
+    hidden: tuple[SubGroup, ...]
+    # The hidden ones that may begin in backward. See [Note: step in backward].
+    in_backward: tuple[SubGroup, ...]
+
+    @property
+    def after_backward(self) -> tuple[SubGroup, ...]:
+        """The hidden ones that wait for `step()`."""
+        early = {group.index for group in self.in_backward}
+        return tuple(group for group in self.hidden if group.index not in early)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """See the module's text. Two plans are equal when every decision is."""
 
@@ -119,6 +100,7 @@ class Plan:
     schedule: FetchSchedule
     # Sub-groups in the order in which they are stepped: see `step_order_of`.
     step_order: tuple[int, ...]
+    policy: ExecutionPolicy
     numel: int = field(default=0)
 
     def partition(self, key: Key) -> PartitionSpec:
@@ -134,13 +116,23 @@ class Plan:
                 return spec
         raise KeyError(str(key))
 
-    def early(self) -> frozenset[int]:
-        """Sub-groups whose step may begin in backward, where the configuration lets it."""
-        return frozenset(group.index for group in self.sub_groups if undoable(group, self.placement)) - self.kept()
-
     def visible(self, group: SubGroup) -> bool:
         """Whether a sub-group changes parameters that the program sees without a gather: those that stay whole."""
         return any(self.placement.units[piece.unit].whole for piece in group.slices)
+
+    def step_parts(self) -> StepParts:
+        """The sub-groups by the time at which they are stepped."""
+        order = [self.sub_groups[index] for index in self.step_order]
+        hidden = tuple(group for group in order if self.policy.step_behind and not self.visible(group))
+        kept = self.kept() if self.policy.step_in_backward else frozenset()
+        return StepParts(
+            visible=tuple(group for group in order if not self.policy.step_behind or self.visible(group)),
+            hidden=hidden,
+            in_backward=tuple(
+                group for group in hidden
+                if self.policy.step_in_backward and undoable(group, self.placement) and group.index not in kept
+            ),
+        )  # fmt: skip
 
     def homes(self, kind: Kind) -> str:
         """Where PARAM, GRAD or STATES partitions live, in words: "gpu", or "gpu 31 %, cpu 69 %" of their bytes."""
@@ -383,9 +375,10 @@ def _assemble(
     groups: tuple[SubGroup, ...], placement: Placement,
 ) -> Plan:  # fmt: skip
     """Everything that follows from the placement."""
+    policy = make_policy(request, topology, layouts, groups, placement)
     partitions, nvme_nbytes = make_partitions(
         layouts, groups, placement, compute_dtype=request.compute_dtype, grad_dtype=request.grad_dtype,
-        moments=request.moments, early=request.early and not placement.grad_whole,
+        moments=request.moments, twice=policy.step_in_backward,
     )  # fmt: skip
     width = DTYPE_NBYTES[request.compute_dtype]
     fetch_nbytes = fetch_nbytes_by_unit(partitions, placement)
@@ -409,7 +402,7 @@ def _assemble(
     return Plan(
         topology=topology, request=request, layouts=layouts, sub_groups=groups, placement=placement,
         partitions=partitions, nvme_nbytes=nvme_nbytes, budget=budget, schedule=schedule, numel=spec.numel,
-        step_order=order,
+        step_order=order, policy=policy,
         pools=_pools(layouts, groups, placement, partitions, request, topology, budget, schedule, order, around),
     )  # fmt: skip
 

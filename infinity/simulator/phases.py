@@ -109,7 +109,7 @@ class _Gathered:
     @classmethod
     def follow(cls, plan: Plan) -> _Gathered:
         sizes, schedule = plan.full_nbytes(), plan.schedule
-        ahead = plan.topology.dp > 1 or plan.request.accelerator
+        ahead = plan.policy.gather_ahead
         found = cls()
         for _ in range(2):
             found.nbytes = []
@@ -142,7 +142,7 @@ class _Gathered:
 
     def _release(self, unit: int, plan: Plan) -> None:
         nbytes = self.live.pop(unit)
-        if not plan.request.accelerator:
+        if plan.policy.retain_released:
             self.retained[unit] = nbytes
 
 

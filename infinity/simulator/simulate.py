@@ -19,7 +19,7 @@ from infinity.plan.ready_queue import ReadyQueue
 from infinity.plan.stepping import SOON_UNITS, STEP_READS, first_reads
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
 from infinity.simulator.resources import Job, Process, Resource, ResourceQueues
-from infinity.simulator.traffic import OptimizerPass, kept_nbytes, nvme_specs, states_that_move, uses
+from infinity.simulator.traffic import kept_nbytes, landings, nvme_specs, states_that_move, uses
 
 # Steps until the arenas hold what they hold in a long run; the one after them counts.
 _WARM_STEPS = 1
@@ -56,11 +56,10 @@ class Rehearsed:
 
 
 def rehearse(
-    plan: Plan, speeds: Speeds, *, accumulation: int, early: bool, overlap: bool,
-    offloaded: OffloadedCheckpoints | None = None,
+    plan: Plan, speeds: Speeds, *, accumulation: int, offloaded: OffloadedCheckpoints | None = None
 ) -> Rehearsed:
     """Run a few steps in simulated time and report the last."""
-    return _Simulation(plan, speeds, accumulation, early, overlap, offloaded).run()
+    return _Simulation(plan, speeds, accumulation, offloaded).run()
 
 
 class _Arena:
@@ -179,13 +178,12 @@ class _Checkpoints:
 
 class _Simulation:
     def __init__(
-        self, plan: Plan, speeds: Speeds, accumulation: int, early: bool, overlap: bool,
-        offloaded: OffloadedCheckpoints | None,
+        self, plan: Plan, speeds: Speeds, accumulation: int, offloaded: OffloadedCheckpoints | None
     ) -> None:
         self._plan, self._speeds = plan, speeds
-        self._accumulation, self._overlap = accumulation, overlap
-        self._steps = OptimizerPass(plan, overlap=overlap)
-        self._early = early and bool(self._steps.undoable)
+        self._accumulation, self._overlap = accumulation, plan.policy.overlap
+        self._steps = plan.step_parts()
+        self._early = bool(self._steps.in_backward)
         self._uses = [*uses(plan)]
         counts: dict[int, int] = {}
         for unit in plan.schedule.trace:
@@ -211,7 +209,7 @@ class _Simulation:
         self._gathered: dict[int, bool] = {}
         self._flying: list[bool] = []
         self._marks: list[tuple[float, dict[Resource, float], int, int]] = []
-        self._landing = self._by_position()
+        self._landing = landings(plan, self._steps.in_backward)
 
     def run(self) -> Rehearsed:
         self._resources.begin(self._program())
@@ -230,13 +228,6 @@ class _Simulation:
         )
         self._marks.append((self._resources.now, dict(self._resources.work), read, written))
 
-    def _by_position(self) -> dict[int, list[SubGroup]]:
-        """Position of the trace -> sub-groups that are stepped from there on, where the step begins in backward."""
-        found: dict[int, list[SubGroup]] = {}
-        for group in self._steps.undoable if self._early else ():
-            found.setdefault(max(self._last.get(piece.unit, 0) for piece in group.slices), []).append(group)
-        return found
-
     # The program.
 
     def _program(self) -> Process:
@@ -248,7 +239,7 @@ class _Simulation:
 
     def _pass(self, *, final: bool) -> Process:
         schedule, half = self._plan.schedule, len(self._plan.schedule) // 2
-        ahead = self._overlap and (self._plan.request.accelerator or self._plan.topology.dp > 1)
+        ahead = self._plan.policy.gather_ahead
         for at, unit, gathered in self._uses:
             if gathered and unit not in self._gathered:
                 self._start(unit)
@@ -312,7 +303,7 @@ class _Simulation:
             if self._early:
                 yield from self._host(kept * self._speeds.norm_seconds)
                 self._hand_over(self._landing.get(at, ()))
-            elif self._steps.behind:
+            elif self._plan.policy.step_behind:
                 self._read_ahead(unit)
                 self._norms.append(kept)
 
@@ -343,13 +334,13 @@ class _Simulation:
             )
         if not self._early:
             yield lambda: not self._norms and not self._stepping
-        if not self._steps.behind:
+        if not self._plan.policy.step_behind:
             yield from self._host(kept * self._speeds.norm_seconds)
         for group in self._steps.visible:
             yield from self._step(group)
         whole = [layout for layout in trained if placement.units[layout.index].whole]
         yield from self._host(sum(layout.nbytes for layout in whole) * self._speeds.copy_seconds)
-        self._hand_over(self._steps.left_by(early=self._early))
+        self._hand_over(self._steps.after_backward)
         self._expected.clear()
         self._gathered.clear()
 

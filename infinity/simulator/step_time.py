@@ -113,21 +113,19 @@ class StepTime:
 
 def predict(
     plan: Plan, profile: HardwareProfile | None = None, *, tokens: int, flops: float | None = None,
-    accumulation: int = 1, early: bool = False, overlap: bool = True, briefly: bool = False,
-    offloaded: OffloadedCheckpoints | None = None,
+    accumulation: int = 1, briefly: bool = False, offloaded: OffloadedCheckpoints | None = None,
 ) -> StepTime:  # fmt: skip
     """The step of a plan on a machine; on an assumed one without a profile.
 
     tokens: of one micro-batch and rank. flops: operations of one micro-batch's forward and backward on this rank;
-    by default 6 a parameter and token, 4 of a frozen one, embeddings left out. early: the step begins in backward, as
-    it does with gradient_clipping 0 where not all gradients are checked first. overlap: the configuration's key.
+    by default 6 a parameter and token, 4 of a frozen one, embeddings left out.
     briefly: for who compares many plans: one rehearsal instead of two dozen; `gains` and `tokens_to_hide` are left out,
     and what would take longest alone counts as the bound. offloaded: checkpoints of activations on another tier.
     """
     profile = profile or assumed(plan.request.accelerator)
     rehearsed = coarsen(plan)
     machine = _Machine.of(plan, rehearsed, profile, tokens, flops)
-    case = _Case(plan, rehearsed, machine, accumulation, early, overlap, offloaded)
+    case = _Case(plan, rehearsed, machine, accumulation, offloaded)
     base = case.rehearse()
     parts = {bound: machine.seconds(bound, base, plan, accumulation) for bound in Bound}
     gains: dict[Bound, float] = {}
@@ -240,14 +238,12 @@ class _Case:
     coarsened: Coarsened
     machine: _Machine
     accumulation: int
-    early: bool
-    overlap: bool
     offloaded: OffloadedCheckpoints | None
 
     def rehearse(self) -> Rehearsed:
         return rehearse(
-            self.coarsened.plan, self.machine.speeds, accumulation=self.accumulation, early=self.early,
-            overlap=self.overlap, offloaded=self.offloaded,
+            self.coarsened.plan, self.machine.speeds, accumulation=self.accumulation,
+            offloaded=self.offloaded,
         )  # fmt: skip
 
     def of_tokens(self, share: float) -> _Case:

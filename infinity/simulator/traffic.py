@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 
 from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.layout import SubGroup
@@ -50,22 +51,20 @@ class Traffic:
 
 
 def traffic(
-    plan: Plan, *, accumulation: int = 1, early: bool = False, overlap: bool = True,
-    offloaded: OffloadedCheckpoints | None = None,
+    plan: Plan, *, accumulation: int = 1, offloaded: OffloadedCheckpoints | None = None
 ) -> Traffic:
     """What a step moves once the run is warm.
 
-    accumulation: micro-batches a step. early: the step begins inside backward (no clipping, no check of all gradients).
-    overlap: the next forward follows right behind the step and finds in memory what was just stepped; a computation
-    that takes much longer than the step reads those parameters again. offloaded: checkpoints of activations on another
-    tier, which go there in forward and come back in backward.
+    accumulation: micro-batches a step. offloaded: checkpoints of activations on another tier, which go there in forward
+    and come back in backward. Where the step goes on behind the program, the next forward is taken to follow it closely
+    and to find in memory what was just stepped; a computation that takes much longer reads those parameters again.
     """
     count = _Count(plan)
     for unit, times in _gathers(plan).items():
         count.gather(unit, times * accumulation)
     count.gradients(accumulation)
     count.steps()
-    _Walk(plan, count, accumulation=accumulation, early=early, overlap=overlap).run()
+    _Walk(plan, count, accumulation=accumulation).run()
     found = {link: dict(kinds) for link, kinds in count.nbytes.items()}
     if offloaded is not None:
         links = [*([Link.DOWN, Link.UP] if plan.request.accelerator else [Link.DRAM])]
@@ -98,36 +97,13 @@ class Cache:
         return False
 
 
-class OptimizerPass:
-    """How the optimizer goes over a plan's sub-groups: which the program sees, which go on behind it."""
-
-    def __init__(self, plan: Plan, *, overlap: bool) -> None:
-        self.plan = plan
-        nvme = any(spec.home is Tier.NVME for spec in plan.partitions)
-        # As the engine decides it: beside the next forward there is something to gain where bytes move.
-        self.behind = overlap and (plan.request.accelerator or nvme)
-        order = [plan.sub_groups[index] for index in plan.step_order]
-        self.visible = [group for group in order if not self.behind or plan.visible(group)]
-        self.hidden = [group for group in order if self.behind and not plan.visible(group)]
-        early = plan.early()
-        # Of the hidden ones, those whose step may begin in backward.
-        self.undoable = [group for group in self.hidden if group.index in early]
-
-    def left_by(self, *, early: bool) -> list[SubGroup]:
-        """The hidden ones that are handed over at `step()`. early: whether others have begun in backward."""
-        begun = {group.index for group in self.undoable} if early else set()
-        return [group for group in self.hidden if group.index not in begun]
-
-    def in_backward(self) -> Iterator[tuple[int, list[SubGroup]]]:
-        """Position in the trace -> hidden sub-groups whose last gradient arrives there."""
-        last = {unit: at for at, unit in enumerate(self.plan.schedule.trace)}
-        by_position: dict[int, list[SubGroup]] = {}
-        for group in self.undoable:
-            positions = [last.get(piece.unit) for piece in group.slices]
-            known = [position for position in positions if position is not None]
-            if len(known) == len(positions) and known:
-                by_position.setdefault(max(known), []).append(group)
-        yield from sorted(by_position.items())
+def landings(plan: Plan, groups: Iterable[SubGroup]) -> dict[int, list[SubGroup]]:
+    """Position in the trace -> those of the sub-groups whose last gradient arrives there."""
+    last = {unit: at for at, unit in enumerate(plan.schedule.trace)}
+    found: dict[int, list[SubGroup]] = {}
+    for group in groups:
+        found.setdefault(max(last.get(piece.unit, 0) for piece in group.slices), []).append(group)
+    return dict(sorted(found.items()))
 
 
 def uses(plan: Plan) -> Iterator[tuple[int, int, bool]]:
@@ -237,13 +213,13 @@ class _Count:
 class _Walk:
     """One step along the schedule, with the arenas' contents."""
 
-    def __init__(self, plan: Plan, count: _Count, *, accumulation: int, early: bool, overlap: bool) -> None:
+    def __init__(self, plan: Plan, count: _Count, *, accumulation: int) -> None:
         self._plan = plan
         self._count = count
         self._accumulation = accumulation
-        self._steps = OptimizerPass(plan, overlap=overlap)
-        self._early = early and bool(self._steps.undoable)
-        self._rest = self._steps.left_by(early=early)
+        self._parts = plan.step_parts()
+        self._rest = self._parts.after_backward
+        self._landings = landings(plan, self._parts.in_backward)
         self._params = nvme_specs(plan, Kind.PARAM)
         self._states = states_that_move(plan)
         self._param_cache = Cache(plan.pools.param_nbytes)
@@ -254,13 +230,12 @@ class _Walk:
         if not self._params and not self._states:
             return
         # What an earlier step has left: the arenas' contents do not depend on what came before that.
-        in_backward = [group for _, groups in self._steps.in_backward() for group in groups]
-        last = [*(in_backward if self._early else ()), *self._steps.visible, *self._rest]
+        last = [*chain.from_iterable(self._landings.values()), *self._parts.visible, *self._rest]
         for group in last[-_WARM_GROUPS:]:
             self._use_states(group)
         self._passes(1, [])
         self._counting = True
-        if self._early and not self._rest:
+        if self._landings and not self._rest:
             self._passes(self._accumulation, [])
             self._visible()
             return
@@ -272,7 +247,7 @@ class _Walk:
         rest = self._rest
         for group in first_reads(rest, self._ready) or rest[:1]:
             self._touch(group, write=False)
-        for group in self._resident_first(self._steps.visible):
+        for group in self._resident_first(self._parts.visible):
             self._touch(group)
         for layout, placed in zip(self._plan.layouts, self._plan.placement.units, strict=True):
             if placed.whole and layout.trainable:
@@ -287,7 +262,7 @@ class _Walk:
             for piece in group.slices:
                 left[piece.unit] = left.get(piece.unit, 0) + 1
         for index in range(times):
-            landing = dict(self._steps.in_backward()) if self._early and index == times - 1 and self._counting else {}
+            landing = self._landings if index == times - 1 and self._counting else {}
             for at, unit, gathered in uses(self._plan):
                 while left.get(unit):
                     self._follow(next(queue), left)

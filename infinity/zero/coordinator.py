@@ -73,7 +73,6 @@ class Coordinator:
 
     def __init__(
         self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, gradients: Gradients, group: AxisGroup,
-        ahead: bool,
         spare: SparePages | None,
     ) -> None:  # fmt: skip
         self._units = list(units)
@@ -81,8 +80,6 @@ class Coordinator:
         self._store = store
         self._gradients = gradients
         self._group = group
-        # Gathers run ahead of use where something else can run meanwhile: a collective, or a copy engine.
-        self._ahead = ahead
         # Memory of released units is left to the next gathers, as far as the plan has it: for a device whose allocator
         # gives memory back to the system, which is slow to take again. Such a device has spare pages.
         self._spare = spare
@@ -454,7 +451,7 @@ class Coordinator:
             self._release_idle()
         # The nearest first: what comes later waits when there is no room for both.
         for index in schedule.gather_ahead[self._cursor]:
-            if self._ahead:
+            if self._plan.policy.gather_ahead:
                 self._gather(self._units[index])
             else:
                 self._store.prefetch(self._units[index].key)

@@ -15,7 +15,8 @@ from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity
 from infinity.plan.layout import cut_sub_groups, make_layouts
 from infinity.plan.placement import Homes, Policy, UnitPlacement, always_whole, place
-from infinity.plan.plan import Plan, PlanRequest, make_plan
+from infinity.plan.plan import Plan, make_plan
+from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, UnitSpec, find_units
 from infinity.plan.stepping import STEP_WINDOW
 from infinity.plan.topology import Topology
@@ -301,7 +302,8 @@ def test_plans_are_equal_when_their_questions_are():
 
 FINGERPRINT = """
 import sys
-from infinity.plan.plan import PlanRequest, make_plan
+from infinity.plan.plan import make_plan
+from infinity.plan.request import PlanRequest
 from infinity.plan.topology import Topology
 from infinity.plan.types import Tier
 from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, find_units

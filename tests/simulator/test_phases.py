@@ -10,7 +10,8 @@ from infinity.plan.filling import Table, in_process
 from infinity.plan.gradient_bytes import Scratch, left_nbytes, make_scratch, travels_alone
 from infinity.plan.layout import UnitLayout, make_layouts
 from infinity.plan.placement import Placement, UnitPlacement
-from infinity.plan.plan import Plan, PlanRequest, make_plan
+from infinity.plan.plan import Plan, make_plan
+from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, Tier

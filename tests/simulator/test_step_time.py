@@ -10,7 +10,8 @@ import pytest
 
 from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.hardware import ASSUMED, Compute, Drive, HardwareProfile
-from infinity.plan.plan import Plan, PlanRequest, make_plan
+from infinity.plan.plan import Plan, make_plan
+from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, Tier
@@ -73,9 +74,9 @@ def test_with_nothing_to_compute_a_step_takes_what_the_drive_needs_for_its_bytes
 
 
 def test_a_step_with_clipping_hides_behind_the_forward_and_without_behind_backward_too():
-    plan = plan_of(param_tier=Tier.NVME)
-    tokens = round(1.2 * predict(plan, PROFILE, tokens=1).seconds * 1e12 / (6 * NUMEL))
-    clipped, unclipped = (predict(plan, PROFILE, tokens=tokens, early=early).seconds for early in (False, True))
+    plans = [plan_of(param_tier=Tier.NVME, steps_early=early) for early in (False, True)]
+    tokens = round(1.2 * predict(plans[0], PROFILE, tokens=1).seconds * 1e12 / (6 * NUMEL))
+    clipped, unclipped = (predict(plan, PROFILE, tokens=tokens).seconds for plan in plans)
     compute = 6 * NUMEL * tokens / 1e12
     # A third of the computation is forward: the rest of the step shows.
     assert clipped > 1.3 * compute
@@ -83,9 +84,8 @@ def test_a_step_with_clipping_hides_behind_the_forward_and_without_behind_backwa
 
 
 def test_without_overlap_nothing_hides():
-    plan = plan_of()
-    apart = predict(plan, PROFILE, tokens=4000, overlap=False).seconds
-    alone = predict(plan, PROFILE, tokens=1, overlap=False).seconds
+    plan = plan_of(overlap=False)
+    apart, alone = (predict(plan, PROFILE, tokens=tokens).seconds for tokens in (4000, 1))
     assert apart == pytest.approx(alone + 6 * NUMEL * 4000 / 1e12, rel=0.05)
 
 
@@ -144,7 +144,7 @@ RESOURCES = (
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("early", [False, True], ids=["clipped", "unclipped"])
 def test_more_of_anything_is_never_slower(setting, early):
-    plan = plan_of(**SETTINGS[setting])
+    plan = plan_of(**SETTINGS[setting], steps_early=early)
     # Parameters that are read, stepped and written beside each other: what arrives a little earlier may be evicted in
     # another order, and be read again. There the median around a rate counts, elsewhere the rate itself.
     varies = early and setting == "everything on NVMe"
@@ -152,7 +152,7 @@ def test_more_of_anything_is_never_slower(setting, early):
 
     def seconds(name: str, factor: float) -> float:
         profiles = [faster(BALANCED, name, factor * each) for each in around]
-        return median(predict(plan, each, tokens=1000, early=early, briefly=True).seconds for each in profiles)
+        return median(predict(plan, each, tokens=1000, briefly=True).seconds for each in profiles)
 
     for name in RESOURCES:
         # Some of that is more than luck: a little is allowed.
@@ -273,12 +273,12 @@ def test_a_frozen_weights_backward_is_as_long_as_its_forward():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_checkpoints_on_another_tier_take_what_their_bytes_take(overlap):
-    plan = plan_of(optimizer_tier=Tier.CPU, accelerator=True, param_tier=Tier.GPU)
+    plan = plan_of(optimizer_tier=Tier.CPU, accelerator=True, param_tier=Tier.GPU, overlap=overlap)
     rates = PROFILE.model_copy(update={"up_rate": 1e9, "down_rate": 2e9, "device_copy_rate": 1e15})
-    bare = predict(plan, rates, tokens=1, overlap=overlap).seconds
+    bare = predict(plan, rates, tokens=1).seconds
     for tier, nbytes_a_second in ((Tier.CPU, (1e9, 2e9)), (Tier.NVME, (1e9, 2e9, 2e9, 2e9))):
         away = OffloadedCheckpoints(tier, LAYERS, GB // LAYERS, 4)
-        told = predict(plan, rates, tokens=1, overlap=overlap, offloaded=away)
+        told = predict(plan, rates, tokens=1, offloaded=away)
         # Without computation to hide behind. With overlap links and drive work beside each other.
         alone = sum(GB / rate for rate in nbytes_a_second)
         at_least = GB / 2e9 + GB / 1e9 if overlap else alone

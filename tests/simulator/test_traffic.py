@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.cli.folder import IN_MEMORY, look
-from infinity.plan.plan import Plan, PlanRequest, make_plan
+from infinity.plan.plan import Plan, make_plan
+from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, PartitionSpec, Tier
@@ -110,9 +111,9 @@ def drive(tmp_path):
 def test_the_kernel_counts_what_the_plan_foretells(case, drive):
     param, states, dtype, options = CASES[case]
     config = configuration(param, states, dtype, drive, **options)
-    batches, early, overlap = options.get("batches", 1), options.get("early", False), options.get("overlap", True)
+    batches, early = options.get("batches", 1), options.get("early", False)
     plan, counted = moved(config, batches=batches)
-    foretold = nvme(traffic(plan, accumulation=batches, early=early, overlap=overlap))
+    foretold = nvme(traffic(plan, accumulation=batches))
     errors = [a / b - 1 for a, b in zip(foretold, counted, strict=True)]
     print(f"{case}: read {errors[0]:+.2%}, written {errors[1]:+.2%}")
     if early and param == "nvme":
@@ -126,7 +127,8 @@ def test_the_kernel_counts_what_the_plan_foretells(case, drive):
 
 def test_beside_the_forward_reads_lie_between_following_closely_and_not_at_all(drive):
     plan, (read, written) = moved(configuration("nvme", "nvme", "bf16", drive))
-    least, most = (nvme(traffic(plan, overlap=overlap)) for overlap in (True, False))
+    apart = replace(plan, policy=replace(plan.policy, overlap=False, gather_ahead=False, step_behind=False))
+    least, most = (nvme(traffic(each)) for each in (plan, apart))
     assert least[0] < most[0]
     # Where the forward is behind the step is a matter of time; what is written is not.
     assert 0.95 * least[0] <= read <= 1.05 * most[0]
