@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import infinity
-from docs import make_outputs
+from docs import make_benchmarks, make_outputs
 from examples import finetune_hf, make_small_model, train_lm
 from infinity.cli.main import main, whole_parser
 from infinity.config import load_config
@@ -275,6 +275,20 @@ def test_an_error_in_a_block_names_the_line_of_its_page(tmp_path: Path, monkeypa
     (unknown,) = pages.blocks("p.md", "<!-- given: luck -->\n```python\nx = 1\n```\n")
     with pytest.raises(KeyError, match="luck"):
         pages.run(unknown, {})
+
+
+def test_the_benchmarks_and_their_plots_are_what_the_results_say():
+    assert make_benchmarks.PAGE.read_text(encoding="utf-8") == make_benchmarks.render(), "run docs/make_benchmarks.py"
+    plots = make_benchmarks.plots()
+    assert {path: path.read_text(encoding="utf-8") for path in make_benchmarks.PLOTS.glob("*.svg")} == plots
+
+
+def test_a_figure_is_judged_by_its_limit():
+    row = make_benchmarks.Row
+    assert row("ratio", (0.95, 1.2), ">= 0.95").holds and not row("ratio", (0.94, 1.2), ">= 0.95").holds
+    assert row("share", (-0.5, 5.0), "<= 5", "%").cells() == ["share", "-0.5, 5 %", "<= 5 %", "holds"]
+    assert row("share", (5.1,), "<= 5").cells()[-1] == "**no**"
+    assert row("only said", (3.0,)).verdict == ""
 
 
 @pytest.mark.slow
