@@ -1,7 +1,7 @@
-"""Trains models that do not fit the accelerator on the memory that the machine has: GPU, CPU and NVMe.
+"""Training of models that exceed the accelerator's memory, with parameters and states in GPU, CPU and NVMe memory.
 
-`import infinity` is inert: no torch, no native library, no files, threads or log lines. The names below are loaded when
-they are first used.
+`import infinity` is inert: it loads neither torch nor a native library, opens no files, starts no threads and logs
+nothing. The public names are loaded on first use.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(_SUBMODULES[name])
     else:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
-    # Kept, so that the next use does not come here again.
+    # Cached, so that the next use does not call this function.
     globals()[name] = value
     return value
 

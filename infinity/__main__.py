@@ -1,4 +1,4 @@
-"""`python -m infinity` is the command `infinity`."""
+"""Entry point of `python -m infinity`, which is the command `infinity`."""
 
 import sys
 

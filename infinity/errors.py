@@ -1,4 +1,4 @@
-"""The errors a user can meet, each a sentence that says what, where, the numbers and the next step."""
+"""infinity's exceptions. Each message says what happened, where, with which numbers, and what to do next."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from functools import partial
 
 
 class InfinityError(Exception):
-    """Base of every error that infinity raises on purpose."""
+    """Base class of infinity's exceptions."""
 
 
 class ConfigError(InfinityError, ValueError):
-    """The configuration (or an argument of `initialize`) cannot be honoured; the message names the key path and a
-    fix.
-    """
+    """Report an invalid configuration or argument of `initialize`; the message names the key and a fix."""
 
 
 class CapacityError(InfinityError, ValueError):
-    """A plan does not fit the memory or the disk that is there. Raised before anything is allocated or written."""
+    """Report a plan that exceeds the memory or disk space; raised before anything is allocated or written."""
 
 
 class TierMemoryError(InfinityError, MemoryError):
-    """A tier ran out at run time although the plan fitted.
+    """Report a tier that ran out of memory at run time although the plan fitted.
 
-    Attributes, in bytes where they are numbers: `tier`, `kind` ("gpu", "exp_avg"), `asked`, `used`, `limit` (None where
-    the system refused without one), `owners` (the largest holders there, as (name, bytes)).
+    Attributes:
+        tier: name of the tier, such as "gpu".
+        kind: kind of the bytes, such as "exp_avg".
+        asked, used: bytes of the failed request, and bytes in use on the tier.
+        limit: bytes that the tier may hold; None if the system refused below any limit.
+        owners: the largest holders on the tier as (name, bytes).
     """
 
     def __init__(
@@ -40,11 +42,11 @@ class TierMemoryError(InfinityError, MemoryError):
 
 
 class StateError(InfinityError, RuntimeError):
-    """An illegal move of a partition, or a parameter's data touched while it is partitioned."""
+    """Report an illegal state transition of a partition, or use of a parameter's data while it is partitioned."""
 
 
 def of_another_process(what: str, owner: int) -> StateError:
-    """The error for what a forked child tries with an engine that process `owner` made."""
+    """Return the error for a forked child that uses an engine of process `owner`; `what` is the attempted action."""
     return StateError(
         f"cannot {what}: this engine belongs to process {owner}, and a forked child has neither its memory nor its "
         "threads. Take what the child needs out of the engine before the fork (engine.state_dict(), or a copy under "
@@ -53,25 +55,32 @@ def of_another_process(what: str, owner: int) -> StateError:
 
 
 class DesyncError(StateError):
-    """The ranks of a job no longer do the same, or one of them has failed, ended or is late; the message names each
-    rank's position.
+    """Report ranks that execute different operations, or a rank that failed, ended or is late.
+
+    The message names each rank's position.
     """
 
 
-# The name of the version before.
+# The earlier name, kept for one version.
 DivergenceError = DesyncError
 
 
 class NonFiniteError(InfinityError, ArithmeticError):
-    """Too many steps in a row were skipped because of gradients that are not finite. The weights are good."""
+    """Report too many consecutive steps skipped for non-finite gradients; the weights are still valid."""
 
 
 class ExtensionError(InfinityError, RuntimeError):
-    """A native library could not be built or loaded although it was asked for by name."""
+    """Report a native library that was requested explicitly but cannot be built or loaded."""
 
 
 class CheckpointError(InfinityError, RuntimeError):
-    """A checkpoint cannot be written, or not be loaded as asked. `path` says which file or folder it is about."""
+    """Report a checkpoint that cannot be written, or cannot be loaded as requested.
+
+    Attributes:
+        path: the file or folder.
+        what: what is wrong with it.
+        advice: what to do next.
+    """
 
     def __init__(self, path: object, what: str, advice: str) -> None:
         super().__init__(f"{path}: {what}. {advice}.")
@@ -84,9 +93,9 @@ class CheckpointError(InfinityError, RuntimeError):
 
 
 class TransferError(InfinityError, OSError):
-    """A read, write or copy that failed.
+    """Report a failed read, write or copy.
 
-    `errno`, `path`, `offset` and `nbytes` (of the request) are attributes, so that a program can act on them.
+    The attributes `operation`, `path`, `offset`, `nbytes`, `errno` and `reason` describe the request and its failure.
     """
 
     def __init__(self, operation: str, *, path: str, offset: int, nbytes: int, errno: int, reason: str) -> None:

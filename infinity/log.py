@@ -1,7 +1,7 @@
-"""One quiet logger for the engine: stdlib logging, rank 0 only, each warning once.
+"""The logger "infinity": INFO lines of rank 0 only, each warning once a process.
 
-infinity never configures the root logger. Its own logger gets a handler when an engine starts in a program that has not
-configured logging, so that the start-up lines are seen.
+infinity never configures the root logger. When an engine starts in a program that has not configured logging, the
+logger "infinity" gets its own handler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _said: set[str] = set()
 
 
 def configure_logging(rank: int, level: str | None) -> None:
-    """Make INFO lines of rank 0 visible, and only errors of others, unless the program configured logging itself."""
+    """Set the level on rank 0 (default: INFO), at least ERROR on other ranks; add a handler if the program has none."""
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("[infinity] %(message)s"))
@@ -26,14 +26,14 @@ def configure_logging(rank: int, level: str | None) -> None:
 
 
 def warn_once(code: str, message: str) -> None:
-    """A warning with a stable code, said once a process however often its cause occurs."""
+    """Log a warning with a stable code, once a process for each code."""
     if code not in _said:
         _said.add(code)
         logger.warning("%s [%s]", message, code)
 
 
 class PhaseProgress:
-    """Bytes done, rate and time left of a long phase, said once in `every_seconds`; a short one says nothing."""
+    """Log lines with bytes done, rate and time left, one in `every_seconds`; a shorter phase logs nothing."""
 
     def __init__(self, what: str, total_nbytes: int, every_seconds: float = 5.0) -> None:
         self._what = what
@@ -43,7 +43,7 @@ class PhaseProgress:
         self._began = self._said = time.monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """Count bytes that have been worked on."""
+        """Add `nbytes` to the bytes done; log a line if it is due."""
         self._done += nbytes
         now = time.monotonic()
         if now - self._said < self._every:

@@ -1,1 +1,1 @@
-"""The command line `infinity`: what a user asks about a machine, a configuration or a model outside a program."""
+"""The command line `infinity`: questions about a machine, a configuration or a checkpoint, outside of a program."""

@@ -1,5 +1,5 @@
-"""`infinity bench`: measure this machine for a minute at most, and write the profile that configurations and the
-estimator use.
+"""`infinity bench`: measure this machine for at most a minute, and write a hardware profile for configurations and the
+estimator.
 
     infinity bench --drive FOLDER [--drive FOLDER ...] [--seconds 60] [--output profile.json]
 """
@@ -28,15 +28,15 @@ from infinity.ops.cores import allowed_cores, thread_count
 from infinity.plan.hardware import ASSUMED, Compute, Drive, HardwareProfile, load_profile, save_profile
 
 DTYPES = ("fp32", "bf16", "fp16")
-# Shares of the time: drives, a transformer block (by dtype), the optimizer (by dtype), copies, the processor's name.
-# The rest is spare.
+# Shares of the time limit: drives, a transformer block (in all dtypes), the optimizer (in all dtypes), copies, the
+# processor's name. The rest is spare.
 _DRIVE_SHARE, _COMPUTE_SHARE, _ADAM_SHARE, _COPY_SHARE, _NAME_SHARE = 0.5, 0.25, 0.06, 0.04, 0.05
-# Of a part whose time others have taken.
-_LEAST_SECONDS = 0.1
+# Time of a measurement if earlier ones have used up its share.
+_SECONDS_MIN = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options to `parser`."""
     parser.add_argument(
         "--drive", action="append", metavar="FOLDER", help="a folder on a drive to measure; again for each drive"
     )
@@ -48,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measure, write the profile, print it."""
+    """Measure, write the profile and print it; return 0.
+
+    Raises:
+        ConfigError: an option has an invalid value, a drive cannot be measured, or the output path is not writable.
+    """
     if given.seconds < 5:
         raise ConfigError(f"--seconds {given.seconds:g}: at least 5 are needed to measure anything")
     folders = given.drive or []
@@ -66,18 +70,18 @@ def run(given: argparse.Namespace) -> int:
         progress.end()
         signal.signal(signal.SIGTERM, before)
     taken = time.monotonic() - began
-    # A file may have come meanwhile.
+    # Another process may have created a file at this path during the measurement.
     check_output(given.output)
     save_profile(profile, given.output)
     say(show(profile))
     if not folders:
         say("no drive was measured: name a folder on each with --drive")
-    say(f'measured in {taken:.1f} s and written to {given.output}: name it as "hardware_profile" in a configuration')
+    say(f'measured in {taken:.1f} s and written to {given.output}: set "hardware_profile" to it in a configuration')
     return 0
 
 
 def check_output(path: str) -> None:
-    """ConfigError where a profile cannot be written to a path, or would take the place of something else."""
+    """Raise ConfigError if a profile cannot be written to `path`, or would overwrite a file that is not a profile."""
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"--output {path}: there is no folder {Path(path).absolute().parent}")
     if os.path.lexists(path):
@@ -92,7 +96,14 @@ def check_output(path: str) -> None:
 def measure(
     folders: Sequence[str], *, seconds: float, endurance_tb: Sequence[float] = (), progress: TaskProgress | None = None
 ) -> HardwareProfile:
-    """A profile of this machine, made in `seconds` at most: each part gets its share of what is left."""
+    """Return a profile of this machine, measured in about `seconds`.
+
+    Arguments:
+        folders: a folder on each drive to measure.
+        seconds: time limit of all measurements together; each one gets its share of it.
+        endurance_tb: rated endurance of the drives in terabytes written, in the order of `folders`; may be shorter.
+        progress: prints the current measurement.
+    """
     began = time.monotonic()
     progress = progress or TaskProgress()
     progress.task("the processor")
@@ -104,9 +115,9 @@ def measure(
     found: dict[str, Compute] = {}
     for index, dtype in enumerate(dtypes):
         progress.task(f"a transformer block in {dtype}")
-        # What one dtype leaves or takes too much is the next one's.
+        # Deadlines count from the start, so that the next dtype gets the time that one leaves.
         ends = began + _NAME_SHARE * seconds + _COMPUTE_SHARE * seconds * (index + 1) / len(dtypes)
-        found[dtype] = rates.compute(dtype, device, max(ends - time.monotonic(), _LEAST_SECONDS))
+        found[dtype] = rates.compute(dtype, device, max(ends - time.monotonic(), _SECONDS_MIN))
     steps: dict[str, tuple[float, float]] = {}
     for dtype in DTYPES:
         progress.task(f"the optimizer in {dtype}")
@@ -118,9 +129,9 @@ def measure(
     drives: list[Drive] = []
     for index, folder in enumerate(folders):
         endurance = int(endurance_tb[index] * 1e12) if index < len(endurance_tb) else None
-        # On a slow machine what came before took longer than its share.
+        # On a slow machine the earlier measurements take longer than their shares.
         left = 0.95 * seconds - (time.monotonic() - began)
-        share = min(_DRIVE_SHARE * seconds / len(folders), max(left / (len(folders) - index), _LEAST_SECONDS))
+        share = min(_DRIVE_SHARE * seconds / len(folders), max(left / (len(folders) - index), _SECONDS_MIN))
         drives.append(measure_drive(folder, seconds=share, endurance_nbytes=endurance, tell=progress.task))
     return HardwareProfile(
         host=socket.gethostname(), date=time.strftime("%Y-%m-%d %H:%M"), processor=name,
@@ -134,7 +145,7 @@ def measure(
 
 
 def show(profile: HardwareProfile) -> str:
-    """A profile as tables."""
+    """Return a profile as tables."""
     lines = [
         f"{profile.host}, {profile.date}: {profile.cores} cores of {profile.processor}, "
         f"{profile.memory_nbytes / 1e9:.1f} GB; accelerator: {profile.accelerator or 'none'}"
@@ -160,19 +171,14 @@ def show(profile: HardwareProfile) -> str:
     if profile.up_rate is not None and profile.down_rate is not None:
         lines.append(f"CPU to accelerator {_rate(profile.up_rate)}, back {_rate(profile.down_rate)}")
     if profile.assumptions:
-        told = [_assumption(profile, name) for name in profile.assumptions]
+        network = "" if profile.network_rate is None else f"the network between ranks, {_rate(profile.network_rate)}"
+        told = [network if name == "network_rate" and network else name for name in profile.assumptions]
         lines.append(f"assumed, not measured: {', '.join(told)}")
     return "\n".join(lines)
 
 
-def _assumption(profile: HardwareProfile, name: str) -> str:
-    if name == "network_rate" and profile.network_rate is not None:
-        return f"the network between ranks, {_rate(profile.network_rate)}"
-    return name
-
-
 def _seconds(each: float | None) -> str:
-    """Seconds of a billion, from seconds of one; a part that could not be told from the rest has none."""
+    """Return the seconds of a billion elements from those of one; "-" if they are 0 or unknown."""
     return f"{each * 1e9:.2f} s" if each else "-"
 
 

@@ -1,12 +1,12 @@
-"""`infinity ckpt`: what is in a checkpoint, whether it is whole, and how two differ.
+"""`infinity ckpt`: inspect a checkpoint, verify it, or compare two.
 
     infinity ckpt inspect CHECKPOINT [--tag TAG] [--tensors] [--json]
     infinity ckpt verify CHECKPOINT [--tag TAG]
     infinity ckpt diff CHECKPOINT OTHER [--all]
 
-CHECKPOINT is a folder that `save_checkpoint` was given (of which the tag in `latest` is taken, or --tag), or the folder
-of one checkpoint in it. `infinity-ckpt` is the same. Exit codes: 0; 1 where verify has found damage, or diff a
-difference; 2 where nothing can be said, as for a folder without a checkpoint.
+CHECKPOINT is the folder that was passed to `save_checkpoint` (the command uses the tag in `latest`, or --tag), or the
+folder of one checkpoint in it. `infinity-ckpt` is the same command. Exit codes: 0 success; 1 verify found damage, or
+diff a difference; 2 there is no answer, for example because the folder has no checkpoint.
 """
 
 from __future__ import annotations
@@ -20,34 +20,37 @@ from typing import Any
 from infinity.checkpoint.comparison import Comparison, compare_checkpoints
 from infinity.checkpoint.format import MANIFEST, Manifest, RankIndex, check_files, read_manifest
 from infinity.checkpoint.verification import verify
-from infinity.cli.export import locate
+from infinity.cli.export import add_checkpoint, locate
 from infinity.cli.meter import Meter
 from infinity.cli.terminal import format_table, say
 from infinity.config.units import format_bytes
 from infinity.errors import CheckpointError
 
-# Rows of what has changed that are shown unless all are asked for.
+# The most changes that `diff` lists without --all.
 _SHOWN_MAX = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options to `parser`."""
     commands = parser.add_subparsers(dest="question", required=True, metavar="inspect|verify|diff")
-    inspecting = commands.add_parser("inspect", help="what is in it")
-    inspecting.add_argument("--tensors", action="store_true", help="every tensor, too")
-    inspecting.add_argument("--json", action="store_true", help="as JSON")
-    verifying = commands.add_parser("verify", help="read and compare every byte")
+    inspecting = commands.add_parser("inspect", help="print the contents of a checkpoint")
+    inspecting.add_argument("--tensors", action="store_true", help="list every tensor")
+    inspecting.add_argument("--json", action="store_true", help="print JSON")
+    verifying = commands.add_parser("verify", help="read every byte and compare it with the checksums")
     for each in (inspecting, verifying):
-        each.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one of them")
-        each.add_argument("--tag", help="which checkpoint of the folder (default: that of `latest`)")
-    differing = commands.add_parser("diff", help="how two differ")
+        add_checkpoint(each)
+    differing = commands.add_parser("diff", help="compare two checkpoints")
     differing.add_argument("checkpoint", metavar="CHECKPOINT")
     differing.add_argument("other", metavar="OTHER")
-    differing.add_argument("--all", action="store_true", help="list everything that has changed")
+    differing.add_argument("--all", action="store_true", help="list every change")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Answer; 1 for damage or a difference."""
+    """Run the subcommand; return 0, or 1 for damage or a difference.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be read.
+    """
     if given.question == "diff":
         return _diff(given)
     folder = locate(given.checkpoint, given.tag)
@@ -63,7 +66,10 @@ def run(given: argparse.Namespace) -> int:
 
 
 def checkpoint_summary(manifest: Manifest, indexes: Sequence[RankIndex]) -> dict[str, Any]:
-    """What a checkpoint holds, as JSON values."""
+    """Return the contents of a checkpoint as JSON values.
+
+    indexes: the index of every rank that wrote the checkpoint.
+    """
     nbytes: dict[str, int] = {}
     for index in indexes:
         for array in index.arrays:
@@ -87,7 +93,7 @@ def checkpoint_summary(manifest: Manifest, indexes: Sequence[RankIndex]) -> dict
 
 
 def show(folder: Path, facts: dict[str, Any], *, tensors: bool) -> str:
-    """The same as tables."""
+    """Return the facts of `checkpoint_summary` as tables; `tensors` adds one row a tensor."""
     plan, counters = facts["plan"], facts["counters"]
     rows = [
         ["checkpoint", str(folder)], ["saved", f"{facts['time']}, infinity {facts['versions']['infinity']}"],
@@ -141,7 +147,7 @@ def _diff(given: argparse.Namespace) -> int:
 
 
 def show_difference(found: Comparison, *, everything: bool = False) -> str:
-    """A comparison as tables."""
+    """Return a comparison as tables; `everything` lists all changes."""
     lines = []
     for title, names in (("added", found.added), ("removed", found.removed), ("another shape", found.reshaped)):
         lines += [f"{title}: {name}" for name in names]
@@ -166,7 +172,7 @@ def show_difference(found: Comparison, *, everything: bool = False) -> str:
 
 
 def _listed(header: list[str], rows: list[list[str]], *, everything: bool) -> list[str]:
-    """A table of the first rows, or of all; nothing where there are none."""
+    """Return the lines of a table of the first rows, or of all; an empty list if there are no rows."""
     if not rows:
         return []
     shown = rows if everything else rows[:_SHOWN_MAX]

@@ -1,10 +1,9 @@
-"""`infinity doctor`: what is installed, built and chosen on this machine, and what would be better and how to get it.
-Every package that it names was imported.
+"""`infinity doctor`: report what is installed, built and selected on this machine, and recommend improvements.
 
     infinity doctor [--folder FOLDER ...] [--config FILE]
 
-Folders are those that are named, those of the configuration's nvme_path, and the present one. The exit code is 1 where
-something stops a run.
+The command imports every package that it reports. It examines the folders of --folder, the nvme_path of --config and
+the working folder. The exit code is 1 if a finding prevents a run.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from infinity.cli.folder import IN_MEMORY
 from infinity.cli.packages import Package
 from infinity.cli.terminal import format_table, say
 
-# File systems whose bytes are on another machine.
+# File systems that store their bytes on another machine.
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre", "virtiofs")
-# Below this a run with states on NVMe has hardly any room.
-_FREE_NBYTES_LEAST = 10 * 10**9
-# Locked memory that pinning a few buffers needs, where there is an accelerator.
-_MEMLOCK_LEAST = 1 << 30
+# With less free space, states on NVMe hardly fit.
+_FREE_NBYTES_MIN = 10 * 10**9
+# Locked memory for a few pinned buffers on a machine with an accelerator.
+_MEMLOCK_NBYTES_MIN = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is not as good as it could be, and how to change it. `stops`: a run that needs it does not work."""
+    """A problem or possible improvement, and its remedy; `stops` if it prevents a run."""
 
     what: str
     remedy: str
@@ -36,19 +35,19 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options to `parser`."""
     parser.add_argument("--folder", action="append", metavar="FOLDER",
-                        help="a folder meant for offloading; again for each drive")  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="a configuration whose nvme_path is looked at")
+                        help="a folder for offloading; again for each drive")  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help="a configuration whose nvme_path is examined")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print what was found and what to do; 1 where something stops a run."""
+    """Print the facts and findings; return 1 if a finding prevents a run, else 0."""
     folders = list(given.folder or [])
     left_out = ""
     if given.config:
         try:
-            # Loaded by its name, for it needs pydantic, which the doctor does not.
+            # Imported here because it needs pydantic, which may be missing.
             config = importlib.import_module("infinity.config")
         except ImportError as error:
             left_out = f"{given.config} was not looked at: {error}"
@@ -60,15 +59,15 @@ def run(given: argparse.Namespace) -> int:
         say(f"\n{left_out}")
     found = recommend(facts)
     say()
-    for advice in found:
-        say(f"{'PROBLEM' if advice.stops else 'better'}: {advice.what}. {advice.remedy}.")
+    for finding in found:
+        say(f"{'PROBLEM' if finding.stops else 'better'}: {finding.what}. {finding.remedy}.")
     if not found:
         say("nothing to improve was found")
-    return 1 if any(advice.stops for advice in found) else 0
+    return 1 if any(finding.stops for finding in found) else 0
 
 
 def show(facts: Facts) -> str:
-    """What is there, as two tables."""
+    """Return the facts as two tables: the machine and its folders."""
     rows = [
         ["Python", facts.python], ["packages", _package_words(facts)], ["extras", _extra_words(facts)],
         ["accelerator", facts.accelerator or ("none" if facts.backend else "")], ["compiler", facts.compiler or "none"],
@@ -78,7 +77,7 @@ def show(facts: Facts) -> str:
         ["locked memory", _limit_words(facts.memlock_nbytes)],
         ["large pages", facts.huge_pages or "not known"],
     ]  # fmt: skip
-    # What needs a package that is missing is not shown.
+    # Facts that need a missing package are empty.
     rows = [[name, words] for name, words in rows if words]
     lines = [format_table(rows, right=False)]
     if facts.folders:
@@ -93,10 +92,10 @@ def show(facts: Facts) -> str:
 
 
 def recommend(facts: Facts) -> list[Finding]:
-    """What would be better, most important first."""
-    asked = (_about_packages, _about_folders, _about_native, _about_io, _about_machine)
-    found = [advice for about in asked for advice in about(facts)]
-    return sorted(found, key=lambda advice: not advice.stops)
+    """Return all findings; those that prevent a run come first."""
+    topics = (_about_packages, _about_folders, _about_native, _about_io, _about_machine)
+    found = [finding for about in topics for finding in about(facts)]
+    return sorted(found, key=lambda finding: not finding.stops)
 
 
 def _about_packages(facts: Facts) -> list[Finding]:
@@ -140,9 +139,9 @@ def _about_folders(facts: Facts) -> list[Finding]:
         elif not each.direct and each.named:
             found.append(
                 Finding(f"the file system of {folder} ({place.file_system}) does not take O_DIRECT, so that the page "
-                       "cache takes memory and time", "Choose a folder on ext4 or xfs; in a container, mount one")
+                       "cache costs memory and time", "Choose a folder on ext4 or xfs; in a container, mount one")
             )  # fmt: skip
-        if each.named and not each.trouble and place.free_nbytes < _FREE_NBYTES_LEAST:
+        if each.named and not each.trouble and place.free_nbytes < _FREE_NBYTES_MIN:
             found.append(
                 Finding(f"{folder} has {place.free_nbytes / 1e9:.1f} GB free, and a model's states take 12 bytes a "
                        "parameter", "Free some space: `infinity estimate` says how much a run needs")
@@ -181,7 +180,7 @@ def _about_io(facts: Facts) -> list[Finding]:
 
 def _about_machine(facts: Facts) -> list[Finding]:
     found = []
-    if facts.accelerator and facts.memlock_nbytes is not None and facts.memlock_nbytes < _MEMLOCK_LEAST:
+    if facts.accelerator and facts.memlock_nbytes is not None and facts.memlock_nbytes < _MEMLOCK_NBYTES_MIN:
         found.append(
             Finding(f"{_limit_words(facts.memlock_nbytes)} may be locked, so that little can be pinned for the "
                    "accelerator", "Raise it: ulimit -l unlimited, or docker run --ulimit memlock=-1")

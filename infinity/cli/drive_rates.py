@@ -1,8 +1,8 @@
-"""How fast a drive is through our own queue: reads, writes and both at once, over block sizes and depths.
+"""Measurement of a drive's bandwidth through infinity's I/O queue, over block sizes and depths.
 
-The file that is measured loses its name as soon as it exists, so that nothing is left of it however the process ends.
-It takes a gibibyte, or a quarter of the free space where that is less, and is written before it is read: a block that
-was never written is not on the drive.
+The measured file is unlinked right after its creation, so that it disappears however the process ends. It has one
+gibibyte, or a quarter of the free space if that is less. It is written before it is read, because reads of blocks that
+were never written do not reach the drive.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from infinity.plan.hardware import Drive
 
 FILE_NBYTES = 1 << 30
 _FILE_NBYTES_MIN = 64 << 20
-# Of one request: as much as a sub-group or a layer's partition; the queue cuts it into blocks.
+# A request is as large as a typical sub-group or layer partition; the queue cuts it into blocks.
 _REQUEST_NBYTES = 16 << 20
 _REQUESTS = 4
-# (bytes of a block, blocks in flight)
+# (bytes of a block, blocks in flight), in the order in which they are tried.
 SETTINGS = ((256 << 10, 32), (512 << 10, 16), (512 << 10, 32), (1 << 20, 32), (2 << 20, 16))
 _PATTERNS = ("read", "write", "mixed")
-# Of the time of a drive: writing the file, looking for the best setting; the rest measures that one.
+# Shares of a drive's time: writing the file, searching for the best setting. The rest measures the best setting.
 _FILL_SHARE, _SEARCH_SHARE = 0.15, 0.4
 
 
@@ -39,7 +39,16 @@ def measure_drive(
     folder: str | os.PathLike[str], *, seconds: float, endurance_nbytes: int | None = None,
     tell: Callable[[str], None] = lambda text: None, settings: tuple[tuple[int, int], ...] = SETTINGS,
 ) -> Drive:  # fmt: skip
-    """Measure one drive for about `seconds`. ConfigError where `folder` is not there or cannot be measured."""
+    """Measure the drive of `folder` for about `seconds`.
+
+    Arguments:
+        endurance_nbytes: rated endurance, copied into the result.
+        tell: receives a line of text for each phase.
+        settings: (bytes of a block, blocks in flight) to try; a slow drive is measured at the first few only.
+
+    Raises:
+        ConfigError: `folder` does not exist, or the drive cannot be measured.
+    """
     path = Path(folder)
     check_drive(path)
     try:
@@ -49,7 +58,7 @@ def measure_drive(
 
 
 def check_drive(folder: str | os.PathLike[str]) -> None:
-    """ConfigError where a drive cannot be measured: nothing is made but the nameless file in a folder that is there."""
+    """Raise ConfigError if `folder` does not exist, is not writable or has too little free space for a measurement."""
     path = Path(folder)
     if not path.is_dir():
         what = "is no folder" if path.exists() else "there is no such folder"
@@ -77,7 +86,7 @@ def _measure(
     ends = time.monotonic() + seconds
     file = _nameless(path, nbytes)
     with file:
-        # What cannot be squeezed: some drives compress.
+        # Random bytes, because some drives compress.
         buffer = page_aligned(_REQUESTS * _REQUEST_NBYTES)
         buffer.random_(0, 256, generator=torch.Generator().manual_seed(0))
         tell(f"{path}: writing {nbytes / 1e9:.1f} GB to measure on")
@@ -87,7 +96,7 @@ def _measure(
         searched = time.monotonic() + _SEARCH_SHARE * seconds
         for setting in settings:
             if found and time.monotonic() + turn > searched:
-                # A slow drive: a few settings are all that the time allows.
+                # A slow drive leaves no time for the other settings.
                 break
             tell(f"{path}: blocks of {setting[0] >> 10} KiB, {setting[1]} in flight")
             found[setting] = _rates(file, nbytes, buffer, setting, turn)
@@ -103,20 +112,19 @@ def _measure(
 
 
 def _nameless(folder: Path, nbytes: int) -> File:
-    """A file of `nbytes` without a name: it goes with its last descriptor."""
+    """Return a new file of `nbytes` without a name, which the kernel removes with its last descriptor."""
     path = folder / f".infinity-bench-{uuid.uuid4().hex}"
     try:
-        # Empty while it has a name; reserving the space may take long.
-        file = File.create(path, 0)
+        # Create it empty and reserve the space after the unlink, because that may take long.
+        empty = File.create(path, 0)
     finally:
         path.unlink(missing_ok=True)
-    os.posix_fallocate(file.descriptors.buffered, 0, nbytes)
-    file.nbytes = nbytes
-    return file
+    os.posix_fallocate(empty.descriptors.buffered, 0, nbytes)
+    return File(empty.path, nbytes, empty.descriptors, writable=True)
 
 
 def _fill(file: File, nbytes: int, buffer: Tensor, seconds: float) -> int:
-    """Write the file from its start for so long at most; returns the bytes that have been written."""
+    """Write `nbytes` from the start of the file, for at most `seconds`; return the number of bytes written."""
     ends = time.monotonic() + seconds
     with Queue() as queue:
         for offset in range(0, nbytes, buffer.nbytes):
@@ -129,7 +137,7 @@ def _fill(file: File, nbytes: int, buffer: Tensor, seconds: float) -> int:
 def _rates(
     file: File, nbytes: int, buffer: Tensor, setting: tuple[int, int], seconds: float
 ) -> tuple[float, float, float]:
-    """Bytes a second of reads, of writes and of both at once."""
+    """Return the bandwidths of reads, of writes and of both together, in bytes a second."""
     block_nbytes, depth = setting
     with Queue(depth=depth, block_nbytes=block_nbytes) as queue:
         queue.register(buffer)
@@ -148,7 +156,7 @@ def _rate(queue: Queue, file: File, nbytes: int, buffer: Tensor, pattern: str, s
             in_flight.popleft().wait()
         write = pattern == "write" or (pattern == "mixed" and count % 2 == 1)
         submit = queue.write if write else queue.read
-        # Reads and writes of the mixed pattern are in different halves of the file.
+        # The mixed pattern reads one half of the file and writes the other.
         half = nbytes // 2 // _REQUEST_NBYTES * _REQUEST_NBYTES if pattern == "mixed" else nbytes
         offset = (count * _REQUEST_NBYTES) % half + (half if write and pattern == "mixed" else 0)
         in_flight.append(submit(file, offset, pieces[count % len(pieces)]))

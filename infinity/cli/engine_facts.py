@@ -1,4 +1,4 @@
-"""What a run's own modules see of this machine: everything in the doctor's answer that needs a package."""
+"""The doctor's facts that need torch: devices, I/O back ends, threads and free memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from infinity.plan.free_memory import free_cpu_nbytes
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Devices, queues, threads and memory."""
+    """Devices, I/O back ends, threads and free memory as a run would use them."""
 
     is_accelerator: bool
     accelerator: str
-    # What a queue takes by itself; and by back end why it does not work (empty: it does).
+    # The back end that a queue selects.
     backend: str
+    # Back end -> why it does not work; empty if it works.
     backends: dict[str, str]
     processor: str
     torch_threads: int
@@ -28,7 +29,7 @@ class EngineFacts:
 
 
 def see() -> EngineFacts:
-    """Try everything once."""
+    """Detect the device, try every I/O back end and read threads and free memory."""
     device = Device.detect(0)
     free = device.free_nbytes()
     with Queue() as queue:
@@ -42,7 +43,7 @@ def see() -> EngineFacts:
 
 
 def _trouble(backend: str) -> str:
-    """Why a back end does not work here."""
+    """Return why a back end does not work on this machine, or an empty string."""
     try:
         Queue(backend).close()
     except ExtensionError as error:

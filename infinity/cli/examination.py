@@ -1,6 +1,6 @@
-"""What the doctor looks at, as a value: versions, packages, libraries, back ends, limits and folders.
+"""The doctor's facts as a value: versions, packages, libraries, back ends, limits and folders.
 
-Imports the standard library only, and looks at what needs torch where torch works.
+Imports only the standard library. It loads `engine_facts`, which needs torch, if all required packages work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from infinity.ops.file import File
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """One folder. `named`: somebody means to offload to it; `trouble`: why a file cannot be made there."""
+    """One folder. `named`: the user named it for offloading; `trouble`: why no file can be created there."""
 
     folder: str
     named: bool
@@ -35,18 +35,19 @@ class FolderFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One machine as a run would find it. What needs torch is empty or 0 where a package is missing."""
+    """One machine as a run would find it. Facts that need torch are empty or 0 if a required package is missing."""
 
     python: str
     packages: tuple[Package, ...]
     accelerator: str
     compiler: str
-    # Path of a library and where it came from, or "Python fallback".
+    # Path and origin of each native library, or "Python fallback".
     adam: str
     aio: str
     simd: str
-    # What a queue takes by itself; and by back end why it does not work (empty: it does).
+    # The back end that a queue selects.
     backend: str
+    # Back end -> why it does not work; empty if it works.
     backends: dict[str, str]
     io_uring_disabled: bool
     processor: str
@@ -56,17 +57,17 @@ class Facts:
     torch_threads: int
     memory_nbytes: int
     free_nbytes: int
-    # None: unlimited.
+    # None if unlimited.
     memlock_nbytes: int | None
     huge_pages: str
     folders: tuple[FolderFacts, ...] = ()
 
 
 def examine(folders: Iterable[str], named: Collection[str] = ()) -> Facts:
-    """Look at this machine. `named` are those of the folders that somebody means to offload to."""
+    """Return the facts of this machine and `folders`; `named` are the folders that the user named for offloading."""
     packages = tuple(look_at_packages())
     works = not any(package.trouble for package in packages if not package.extra)
-    # Loaded by its name, for it needs torch.
+    # Imported here because it needs torch, which may be missing.
     seen = importlib.import_module("infinity.cli.engine_facts").see() if works else None
     built = build.native_report(cuda=seen is not None and seen.is_accelerator)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -88,7 +89,7 @@ def examine(folders: Iterable[str], named: Collection[str] = ()) -> Facts:
 
 
 def _folder(folder: str, named: bool) -> FolderFacts:
-    """A folder, tried out with a file of one block that loses its name at once."""
+    """Return the facts of a folder; try it with a file of one block that is unlinked at once."""
     place = look(folder)
     path = place.path / f".infinity-doctor-{uuid.uuid4().hex}"
     try:
@@ -110,7 +111,7 @@ def _first_word(path: str) -> str:
 
 
 def _selected(path: str) -> str:
-    """The word in brackets of a kernel's setting."""
+    """Return the selected word of a kernel setting, which stands in brackets."""
     try:
         text = Path(path).read_text()
     except OSError:

@@ -1,8 +1,9 @@
-"""`infinity config explain FILE`: every key of a configuration with its resolved value and where that comes from.
+"""`infinity config explain FILE`: print every key of a configuration with its resolved value and its source.
 
     infinity config explain FILE [--ranks N] [--hidden 4096] [--dtype bf16] [--only zero_optimization]
 
-What initialize() will take, by the code that it runs. What only a program or its model can say is shown as "auto".
+The values are those of initialize(), computed by the same code. A value that only a program or its model can give
+prints as "auto".
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from infinity.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("action", choices=["explain"], help="what is wanted of the configuration")
+    """Add the command's options to `parser`."""
+    parser.add_argument("action", choices=["explain"], help="the action")
     parser.add_argument("file", metavar="FILE", help="a configuration (JSON)")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel ranks (default: 1)")
-    parser.add_argument("--hidden", type=int, metavar="N", help="the model's hidden size, which some sizes follow")
+    parser.add_argument("--hidden", type=int, metavar="N", help="the model's hidden size, for sizes derived from it")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="type of the model's weights")
-    parser.add_argument("--only", metavar="KEY", help="a key or section, instead of all")
+    parser.add_argument("--only", metavar="KEY", help="print only this key or section")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print one line a key, and then what was set without effect."""
+    """Print one line a key, then the keys that were set without effect; return 0.
+
+    Raises:
+        ConfigError: the configuration or an option is invalid.
+    """
     if given.ranks < 1:
         raise ConfigError(f"--ranks {given.ranks}: at least 1 is needed")
     if given.hidden is not None and given.hidden < 1:

@@ -1,11 +1,11 @@
-"""`infinity export`: a Hugging Face folder from a checkpoint, without an accelerator, process groups or the model's
-code.
+"""`infinity export`: write a Hugging Face folder from a checkpoint, without an accelerator, process groups or the
+model's code.
 
     infinity export CHECKPOINT OUT [--tag TAG] [--dtype bf16|fp16|fp32] [--one-file] [--max-shard-size 5GB]
                     [--trained-only] [--config FOLDER]
 
-CHECKPOINT is a folder that `save_checkpoint` was given (of which the tag in `latest` is taken, or --tag), or the folder
-of one checkpoint in it. `infinity-export` is the same. Exit codes: 0; 2 where it cannot be done.
+CHECKPOINT is the folder that was passed to `save_checkpoint` (the command uses the tag in `latest`, or --tag), or the
+folder of one checkpoint in it. `infinity-export` is the same command. Exit codes: 0 success; 2 the export failed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from infinity.errors import CheckpointError, ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one of them")
+    """Add the command's options to `parser`."""
+    add_checkpoint(parser)
     parser.add_argument("out", metavar="OUT", help="the folder to write")
-    parser.add_argument("--tag", help="which checkpoint of the folder (default: that of `latest`)")
     parser.add_argument("--dtype", default="bf16", help="bf16 (default), fp16, or fp32: the master weights")
     parser.add_argument("--one-file", action="store_true", help="all weights in one file")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a weight file (default: 5GB)")
@@ -36,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Write the folder."""
+    """Write the folder and return 0.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be read or exported.
+        ConfigError: an option has an invalid value.
+    """
     folder = locate(given.checkpoint, given.tag)
     manifest = read_manifest(folder)
     try:
@@ -58,8 +62,22 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a checkpoint to `parser`."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one of them")
+    parser.add_argument("--tag", help="tag of the checkpoint in the folder (default: the tag in `latest`)")
+
+
 def locate(path: str, tag: str | None = None) -> Path:
-    """The folder of the checkpoint that a user means; CheckpointError where there is none."""
+    """Return the folder of one checkpoint.
+
+    Arguments:
+        path: the folder of a checkpoint, or a folder of checkpoints.
+        tag: name of a checkpoint in `path`; None uses the one named in `latest`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
     folder = Path(path)
     if tag is None and (folder / MANIFEST).is_file():
         return folder

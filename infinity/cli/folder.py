@@ -1,4 +1,4 @@
-"""What lies behind a folder: its file system, its drive and how much room there is."""
+"""The file system, drive and free space of a folder."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-# File systems that live in memory: offloading to them saves none.
+# File systems in memory: offloading to them saves no memory.
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
 @dataclass(frozen=True, slots=True)
 class FolderInfo:
-    """A folder's file system; `path` is the nearest folder above that exists."""
+    """The file system and drive of a folder; `path` is the folder or its nearest existing parent."""
 
     path: Path
     device: int
     file_system: str
     free_nbytes: int
     capacity_nbytes: int
-    # The drive's own name, where the system tells it.
+    # The drive's model name; empty if unknown.
     model: str
     writable: bool
 
 
 def look(folder: str | os.PathLike[str], root: Path = Path("/")) -> FolderInfo:
-    """What is behind a folder, which need not exist yet. `root` stands for the file system of the system, for tests."""
+    """Return the file system and drive of `folder`, which need not exist; `root` holds proc and sys, for tests."""
     path = Path(folder).absolute()
     while not path.exists():
         path = path.parent
@@ -38,7 +38,7 @@ def look(folder: str | os.PathLike[str], root: Path = Path("/")) -> FolderInfo:
 
 
 def _file_system(path: Path, root: Path) -> str:
-    """The type of the innermost mount that holds a path."""
+    """Return the type of the innermost mount that holds `path`."""
     try:
         lines = (root / "proc/self/mountinfo").read_text().splitlines()
     except OSError:
@@ -49,16 +49,16 @@ def _file_system(path: Path, root: Path) -> str:
         fields, _, rest = line.partition(" - ")
         mount = fields.split()[4].replace("\\040", " ")
         inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-        # The last of equal mounts hides those before it.
+        # Of several mounts at one path the last one is visible.
         if inside and len(mount) >= len(found[0]):
             found = (mount, rest.split()[0])
     return found[1]
 
 
 def _model(device: int, root: Path) -> str:
-    """What the drive calls itself; empty where it does not."""
+    """Return the model name of a drive, else the device name, else an empty string."""
     block = root / f"sys/dev/block/{os.major(device)}:{os.minor(device)}"
-    # A partition has no name of its own: its drive, one folder up, has.
+    # A partition has no model name; its drive, one folder up, has one.
     for place in (block, Path(os.path.realpath(block)).parent):
         try:
             return (place / "device/model").read_text().strip()

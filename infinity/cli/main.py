@@ -1,15 +1,15 @@
-"""The command `infinity`: one word for what is asked, and its options.
+"""The command `infinity`: a subcommand and its options.
 
     infinity bench --drive FOLDER      measure this machine and write a profile
-    infinity doctor                    what is installed and chosen, and what would be better
-    infinity config explain FILE       every key with its value and where that comes from
-    infinity estimate ...              what a training run will hold and take, as infinity-estimate
-    infinity export CHECKPOINT OUT     a Hugging Face folder from a checkpoint, as infinity-export
-    infinity ckpt inspect|verify|diff  what is in a checkpoint, and whether it is whole, as infinity-ckpt
-    infinity completion SHELL          a script by which bash, zsh or tcsh completes all of these
+    infinity doctor                    report what is installed and selected, and recommend improvements
+    infinity config explain FILE       print every key with its value and its source
+    infinity estimate ...              predict memory and step time of a run, same as infinity-estimate
+    infinity export CHECKPOINT OUT     write a Hugging Face folder from a checkpoint, same as infinity-export
+    infinity ckpt inspect|verify|diff  inspect, verify or compare checkpoints, same as infinity-ckpt
+    infinity completion SHELL          print a completion script for bash, zsh or tcsh
 
-Exit codes: 0; 1 where the doctor has found what stops a run, verify damage or diff a difference; 2 and one sentence for
-what cannot be answered; 130 when it was interrupted.
+Exit codes: 0 success; 1 the doctor found a problem that prevents a run, verify found damage or diff a difference; 2 the
+command failed, with one sentence on standard error; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from infinity.cli.terminal import complain
 from infinity.cli.usage import Parser
 from infinity.errors import InfinityError
 
-# Command -> (module, its line in the help). A module is loaded when its command is asked for: torch takes seconds.
+# Command -> (module, help). Only the module of the given command is imported, because importing torch takes seconds.
 COMMANDS = {
     "bench": ("infinity.cli.bench", "measure drives, memory, optimizer and computation; write a profile"),
-    "doctor": ("infinity.cli.doctor", "what is installed, built and chosen, and what would be better"),
-    "config": ("infinity.cli.explain", "every key of a configuration with its value and its source"),
-    "export": ("infinity.cli.export", "a Hugging Face folder from a checkpoint"),
-    "ckpt": ("infinity.cli.ckpt", "what is in a checkpoint, whether it is whole, and how two differ"),
-    "completion": ("infinity.cli.completion", "a script by which a shell completes commands and options"),
-    "estimate": ("estimators.cli", "what a training run will hold on each tier, and how long a step takes"),
+    "doctor": ("infinity.cli.doctor", "report what is installed, built and selected, and recommend improvements"),
+    "config": ("infinity.cli.explain", "print every key of a configuration with its value and its source"),
+    "export": ("infinity.cli.export", "write a Hugging Face folder from a checkpoint"),
+    "ckpt": ("infinity.cli.ckpt", "inspect, verify or compare checkpoints"),
+    "completion": ("infinity.cli.completion", "print a shell's completion script"),
+    "estimate": ("estimators.cli", "predict a training run's memory on each tier and the time of a step"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return its exit code; `argv` excludes the program's name and defaults to sys.argv."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else ""
     try:
@@ -47,16 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except ImportError as error:
         if error.name is not None and error.name.partition(".")[0] in ("infinity", "estimators"):
-            # Ours, and no package that is missing.
+            # A bug in infinity, not a missing package.
             raise
-        # Without a name it is an extra that is missing, and the message names it.
+        # infinity's own ImportErrors have no name; their message names the missing extra.
         complain(name, f"{error}. `infinity doctor` says what is missing" if error.name else str(error))
         return 2
     except KeyboardInterrupt:
         complain(name, "interrupted")
         return 130
     except BrokenPipeError:
-        # Whoever read has seen enough; nothing more may be flushed at the end.
+        # The reader has closed the pipe; without this, Python's flush at exit would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -66,7 +66,7 @@ def _run(name: str, words: Sequence[str]) -> int:
         return int(importlib.import_module(COMMANDS[name][0]).main(words[1:]))
     if name not in COMMANDS:
         parser, _ = _overview()
-        # Prints the help, the version or a sentence and leaves.
+        # Prints the help, the version or an error, and exits.
         parser.parse_args(words or ["--help"])
         return 2
     module = importlib.import_module(COMMANDS[name][0])
@@ -77,17 +77,17 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def export() -> int:
-    """`infinity-export`."""
+    """Run the command `infinity-export`."""
     return main(["export", *sys.argv[1:]])
 
 
 def ckpt() -> int:
-    """`infinity-ckpt`."""
+    """Run the command `infinity-ckpt`."""
     return main(["ckpt", *sys.argv[1:]])
 
 
 def whole_parser() -> Parser:
-    """All commands with all of their options in one parser, for a shell's completion."""
+    """Return one parser of all commands with their options, for shell completion."""
     parser, commands = _overview()
     for name, (module, _) in COMMANDS.items():
         importlib.import_module(module).add_arguments(commands[name])
@@ -95,7 +95,7 @@ def whole_parser() -> Parser:
 
 
 def _overview() -> tuple[Parser, dict[str, Parser]]:
-    """What is shown where no command is named, and the commands in it."""
+    """Return the parser of the bare command and the parsers of its subcommands, without their options."""
     parser = Parser(prog="infinity", description=__doc__)
     parser.add_argument("--version", action="version", version=f"infinity {infinity.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""How far a long command is."""
+"""The progress line of a long command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.config.units import format_bytes
 
 
 class Meter:
-    """How far a long command is: what is done, the rate and the time left, in one line. Use as a context manager."""
+    """A progress line with the amount done, the rate and the time left. Use as a context manager."""
 
     def __init__(self, what: str, unit: str = "bytes") -> None:
         self.done = 0
@@ -21,7 +21,7 @@ class Meter:
         self._began = self._said = time.monotonic()
 
     def advance(self, done: int, total: int) -> None:
-        """So much of so much is done by now."""
+        """Note that `done` of `total` units are done; print the line if it is due."""
         self.done = done
         now = time.monotonic()
         if now - self._said < self._every:
@@ -32,11 +32,11 @@ class Meter:
         self._progress.task(f"{self._what}: {far}, {self._rate()}, {left:.0f} s left")
 
     def summary(self) -> str:
-        """All that was done, and how fast."""
+        """Return the total amount, the time and the rate."""
         return f"{self._amount(self.done)} in {time.monotonic() - self._began:.1f} s, {self._rate()}"
 
     def end(self) -> None:
-        """Wipe the line: something else is printed."""
+        """Clear the line, so that other text can be printed."""
         self._progress.end()
 
     def __enter__(self) -> Meter:

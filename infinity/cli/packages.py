@@ -1,6 +1,6 @@
-"""The packages that infinity needs and those that it can use, each one imported to see whether it works.
+"""The required and optional packages of infinity, each imported to check that it works.
 
-Imports the standard library only. tests/cli/test_doctor compares the tables with pyproject.toml.
+Imports only the standard library. tests/cli/test_doctor compares the tables with pyproject.toml.
 """
 
 from __future__ import annotations
@@ -10,34 +10,36 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-# Distribution -> what must be importable of it.
+# Distribution -> its module.
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "psutil": "psutil", "pydantic": "pydantic", "safetensors": "safetensors",
     "ninja": "ninja", "py-cpuinfo": "cpuinfo",
 }  # fmt: skip
-# Extra -> the distribution that it brings, and the module that infinity uses it through.
+# Extra -> (its distribution, the module whose import uses it).
 EXTRAS = {
     "hf": ("transformers", "infinity.integrations.huggingface"),
     "tensorboard": ("tensorboard", "torch.utils.tensorboard"),
     "wandb": ("wandb", "wandb"), "completion": ("shtab", "shtab"),
 }  # fmt: skip
-# What `infinity.initialize`, the checkpoint commands and the estimator load.
+# The modules behind `infinity.initialize`, the checkpoint commands and the estimator.
 _OURS = ("infinity.engine.initialize", "infinity.cli.ckpt", "estimators.cli")
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One distribution. `version` is empty where it is not installed; `trouble`: why it cannot be used."""
+    """One distribution."""
 
     name: str
+    # Empty if it is not installed.
     version: str
+    # Why it cannot be used; empty if it works.
     trouble: str = ""
-    # Empty for what every run needs.
+    # The extra that installs it; empty if every run needs it.
     extra: str = ""
 
 
 def look_at_packages() -> Iterator[Package]:
-    """What infinity needs, then infinity itself where that is there, then what its extras bring."""
+    """Yield the required packages; if all of them work, also broken modules of infinity and the packages of extras."""
     needed = [_package(name, module) for name, module in REQUIRED.items()]
     yield from needed
     if any(package.trouble for package in needed):
@@ -65,9 +67,10 @@ def _version(name: str) -> str:
 
 
 def _trouble(module: str) -> str:
-    """Why a module cannot be imported. A broken package may raise whatever it likes."""
+    """Return why a module cannot be imported, or an empty string."""
     try:
         importlib.import_module(module)
+    # A broken package may raise any exception.
     except Exception as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         return said[0]

@@ -8,5 +8,5 @@ import cpuinfo
 
 
 def processor() -> str:
-    """What the processor calls itself, or its architecture where it has no name. Takes about a second."""
+    """Return the processor's model name, or its architecture if it has none. Takes about a second."""
     return str(cpuinfo.get_cpu_info().get("brand_raw") or platform.machine())

@@ -1,4 +1,4 @@
-"""How fast memory, the optimizer and a transformer block are: what a profile holds beside its drives."""
+"""Measurement of memory copies, the optimizer and a transformer block for a hardware profile."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from torch import Tensor, nn
 
 from infinity.memory.ledger import Ledger
 from infinity.memory.pages import page_aligned
+from infinity.memory.partition import DTYPES
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import HostMemory
 from infinity.ops.adam import AdamHyper, Piece, adam_step, grad_stats
 from infinity.plan.hardware import Compute
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COPY_NBYTES = 256 << 20
-# Sub-groups of a step from NVMe have about this many elements each.
+# About the elements of a sub-group that is stepped from NVMe.
 _PIECE_NUMEL, _PIECES = 1 << 21, 16
 _VOCABULARY = 32_000
-# Enough for their weights not to stay in a cache from one pass to the next.
+# Enough blocks that their weights do not stay in a cache between passes.
 _BLOCKS = 6
-# Passes of a block at few tokens that the measurements of n blocks take about as long as: n times the first, and the
-# second, which is the head's.
+# Measuring n blocks and the head takes about as long as n * _PASSES_A_BLOCK + _PASSES_OF_HEAD passes of one block with
+# few tokens.
 _PASSES_A_BLOCK, _PASSES_OF_HEAD = 10, 28
-_HYPER = AdamHyper(
-    lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, adamw=True, bias_correction=True
-)
+_HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, adamw=True, bias_correction=True)
 
 
 def repeat(body: Callable[[], object], seconds: float) -> float:
-    """Median seconds of a call, over as many as fit into `seconds` after one to warm up.
+    """Return the median seconds of a call of `body`, over as many calls as fit into `seconds`.
 
-    The first call, which may compile and take memory, is the answer only where no second one fits.
+    The first call may compile and allocate, so it counts only if no second call fits.
     """
     ends = time.perf_counter() + seconds
     taken: list[float] = []
@@ -53,21 +51,21 @@ def _timed(body: Callable[[], object]) -> float:
 
 
 def copy_rate(seconds: float) -> float:
-    """Bytes copied a second within CPU memory."""
+    """Return the bandwidth of copies within CPU memory in bytes a second, measured for about `seconds`."""
     ends = time.perf_counter() + seconds
-    # Beyond any cache, and made in a part of the time.
+    # Larger than any cache, but small enough to be filled in a part of the time.
     nbytes = _COPY_NBYTES if seconds > 1 else _COPY_NBYTES // 4
     source, target = page_aligned(nbytes).fill_(1), page_aligned(nbytes)
     return nbytes / repeat(lambda: target.copy_(source), ends - time.perf_counter())
 
 
 def adam_seconds(dtype: str, seconds: float) -> tuple[float, float]:
-    """Seconds a parameter of an Adam step, and of the gradients' norm, on the CPU."""
+    """Return the seconds of an Adam step and of the gradient norm on the CPU, for one parameter of type `dtype`."""
     ends = time.perf_counter() + seconds
-    pieces = [_piece(_DTYPES[dtype])]
-    # Where memory is slow to be had, fewer serve.
+    pieces = [_piece(DTYPES[dtype])]
+    # If allocation is slow, fewer pieces leave time for the measurement.
     while len(pieces) < _PIECES and time.perf_counter() < ends - 2 * seconds / 3:
-        pieces.append(_piece(_DTYPES[dtype]))
+        pieces.append(_piece(DTYPES[dtype]))
     numel = len(pieces) * _PIECE_NUMEL
     norm = repeat(lambda: [grad_stats([piece.grad]) for piece in pieces], (ends - time.perf_counter()) / 3)
     step = repeat(lambda: [adam_step([piece], step=1, grad_scale=1.0) for piece in pieces], ends - time.perf_counter())
@@ -77,7 +75,7 @@ def adam_seconds(dtype: str, seconds: float) -> tuple[float, float]:
 def _piece(dtype: torch.dtype) -> Piece:
     def make(kind: torch.dtype) -> Tensor:
         tensor = page_aligned(_PIECE_NUMEL * kind.itemsize).view(kind)
-        # Touched, so that no first step takes the memory.
+        # Filled, so that the kernel provides the pages before the first step.
         return tensor.fill_(1e-3) if kind.is_floating_point else tensor.zero_()
 
     return Piece(
@@ -88,7 +86,7 @@ def _piece(dtype: torch.dtype) -> Piece:
 
 
 class TransformerBlock(nn.Module):
-    """A Llama's block as model libraries write it in eager PyTorch: norms in fp32, rotary positions, SwiGLU."""
+    """A Llama block as model libraries write it in eager PyTorch: norms in fp32, rotary positions, SwiGLU."""
 
     def __init__(self, hidden: int, intermediate: int, heads: int) -> None:
         super().__init__()
@@ -124,21 +122,22 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 def compute(dtype: str, device: Device, seconds: float) -> Compute:
-    """What a transformer block reaches in forward and backward: measured at two numbers of tokens; and a head's loss.
+    """Measure forward and backward of transformer blocks and of a language model's head for about `seconds`.
 
-    What does not grow with the tokens (reading weights, making gradients) is kept apart.
+    Two numbers of tokens separate the rate from the time of each parameter that does not depend on the tokens, such as
+    reading weights and writing gradients.
     """
     ends = time.perf_counter() + seconds
-    large = device.is_accelerator
-    # As wide as models that are trained on such a device: the wider, the less element-wise work and attention weigh.
+    large, kind = device.is_accelerator, DTYPES[dtype]
+    # Typical widths for the device, because element-wise work and attention weigh less in wider models.
     hidden, intermediate, heads = (4096, 11008, 32) if large else (768, 2048, 12)
     positions, few, many = (1024, 1024, 8192) if large else (256, 256, 1024)
     blocks = nn.ModuleList()
 
     def passes(tokens: int, seconds: float) -> float:
-        """Seconds of a pass of all blocks, forward and backward."""
-        x = torch.randn(tokens // positions, positions, hidden, device=device.torch, dtype=_DTYPES[dtype])
-        angles = torch.randn(2, positions, hidden // heads, device=device.torch).to(_DTYPES[dtype])
+        """Return the seconds of forward and backward through all blocks."""
+        x = torch.randn(tokens // positions, positions, hidden, device=device.torch, dtype=kind)
+        angles = torch.randn(2, positions, hidden // heads, device=device.torch).to(kind)
 
         def run() -> None:
             y = x
@@ -151,33 +150,34 @@ def compute(dtype: str, device: Device, seconds: float) -> Compute:
         return repeat(run, seconds)
 
     def add_block() -> None:
-        blocks.append(TransformerBlock(hidden, intermediate, heads).to(device.torch, _DTYPES[dtype]))
+        blocks.append(TransformerBlock(hidden, intermediate, heads).to(device.torch, kind))
+
+    def numel() -> int:
+        return sum(param.numel() for param in blocks.parameters())
 
     def flops(tokens: int) -> float:
-        numel = sum(param.numel() for param in blocks.parameters())
-        return 3.0 * (2 * numel + 4 * len(blocks) * positions * hidden) * tokens
+        return 3.0 * (2 * numel() + 4 * len(blocks) * positions * hidden) * tokens
 
     add_block()
     one = passes(few, seconds / 20)
     left = ends - time.perf_counter()
     fitting = int((left / one - _PASSES_OF_HEAD) / _PASSES_A_BLOCK)
     if fitting < 1:
-        # Too slow for the rest: one rate is all that the time allows.
+        # A slow device leaves no time for the other measurements.
         return Compute(rate=flops(few) / one)
     while len(blocks) < min(fitting, _BLOCKS):
         add_block()
     taken = {tokens: passes(tokens, (ends - time.perf_counter()) / share) for tokens, share in ((few, 4), (many, 2))}
-    numel = sum(param.numel() for param in blocks.parameters())
-    found = fit_rates(numel, {tokens: flops(tokens) for tokens in taken}, taken)
-    head = repeat(_head(many, hidden, _DTYPES[dtype], device), ends - time.perf_counter())
+    found = fit_rates(numel(), {tokens: flops(tokens) for tokens in taken}, taken)
+    head = repeat(_head(many, hidden, kind, device), ends - time.perf_counter())
     operations = 6 * many * hidden * _VOCABULARY
     beyond = head - operations / found.rate - hidden * _VOCABULARY * found.parameter_seconds
     return found.model_copy(update={"logit_seconds": max(beyond, 0.0) / (many * _VOCABULARY)})
 
 
 def _head(tokens: int, hidden: int, dtype: torch.dtype, device: Device) -> Callable[[], None]:
-    """Forward and backward of a language model's head and its loss, which is computed in fp32."""
-    # As small as trained ones: probabilities next to nothing would be denormal numbers, which are slow.
+    """Return a function that runs forward and backward of a language model's head with its loss in fp32."""
+    # As small as trained weights, because tiny probabilities would be denormal numbers, which are slow.
     weight = torch.randn(_VOCABULARY, hidden, device=device.torch).mul_(hidden**-0.5).to(dtype).requires_grad_()
     x = torch.randn(tokens, hidden, device=device.torch, dtype=dtype, requires_grad=True)
     labels = torch.randint(_VOCABULARY, (tokens,), device=device.torch)
@@ -191,34 +191,40 @@ def _head(tokens: int, hidden: int, dtype: torch.dtype, device: Device) -> Calla
 
 
 def fit_rates(numel: int, flops: dict[int, float], taken: dict[int, float]) -> Compute:
-    """From floating-point operations and seconds by number of tokens: the rate, and what a parameter takes anyway."""
+    """Fit the rate and the token-independent time of a parameter to two measurements.
+
+    Arguments:
+        numel: parameters of the measured blocks.
+        flops: number of tokens -> floating-point operations.
+        taken: number of tokens -> measured seconds.
+    """
     few, many = min(taken), max(taken)
     slope = (taken[many] - taken[few]) / (flops[many] - flops[few])
     fixed = taken[few] - slope * flops[few]
     if slope <= 0 or fixed < 0:
-        # More tokens did not take proportionally longer, or noise says so: one rate is all that is known.
+        # Noise hides the token-independent part; only one rate is known.
         return Compute(rate=flops[many] / taken[many])
     return Compute(rate=1 / slope, parameter_seconds=fixed / numel)
 
 
 def link_rates(device: Device, seconds: float) -> tuple[float, float, float]:
-    """Bytes a second from pinned CPU memory to the accelerator, back, and copied within its memory."""
+    """Return bandwidths in bytes a second: pinned CPU memory to the accelerator, back, and within its memory."""
     memory = HostMemory(device, pin=True, ledger=Ledger())
     host = memory.allocate(_COPY_NBYTES)
-    there, beside = (device.empty(_COPY_NBYTES, torch.uint8) for _ in range(2))
+    source, target = (device.empty(_COPY_NBYTES, torch.uint8) for _ in range(2))
 
     def up() -> None:
-        device.arrived(device.copy(there, host))
+        device.arrived(device.copy(source, host))
 
     def down() -> None:
-        device.arrived(device.copy(host, there))
+        device.arrived(device.copy(host, source))
 
     def within() -> None:
-        beside.copy_(there)
+        target.copy_(source)
         device.synchronize()
 
     try:
-        to, back, inside = (_COPY_NBYTES / repeat(way, seconds / 3) for way in (up, down, within))
+        up_rate, down_rate, within_rate = (_COPY_NBYTES / repeat(copy, seconds / 3) for copy in (up, down, within))
     finally:
         memory.close()
-    return to, back, inside
+    return up_rate, down_rate, within_rate

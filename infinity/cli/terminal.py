@@ -1,6 +1,6 @@
-"""What the commands print: results on standard output, progress and errors on standard error.
+"""Output of the commands: results on standard output, progress and errors on standard error.
 
-Imports the standard library only: the doctor speaks where no package is installed.
+Imports only the standard library, because the doctor runs without any package installed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ def say(text: str = "") -> None:
 
 
 def complain(command: str, text: str) -> None:
-    """Print why a command could not do what it was asked."""
+    """Print why `command` failed."""
     print(f"infinity {command}: {text}", file=sys.stderr, flush=True)
 
 
 def format_table(rows: Sequence[Sequence[str]], *, right: bool = True) -> str:
-    """Rows of cells in columns as wide as they need; all columns but the first are aligned to the right."""
+    """Return rows of cells as aligned columns; `right` aligns all columns but the first to the right."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -34,7 +34,7 @@ def format_table(rows: Sequence[Sequence[str]], *, right: bool = True) -> str:
 
 
 class TaskProgress:
-    """What is being done and for how long: one line that is written over on a terminal, a line a task elsewhere."""
+    """The current task with the time elapsed: one rewritten line on a terminal, one line a task elsewhere."""
 
     def __init__(self) -> None:
         self._rewrites = sys.stderr.isatty()
@@ -42,7 +42,7 @@ class TaskProgress:
         self._width = 0
 
     def task(self, text: str) -> None:
-        """A task begins."""
+        """Print that a task begins."""
         line = f"[{time.monotonic() - self._began:4.0f} s] {text}"
         if self._rewrites:
             sys.stderr.write("\r" + line.ljust(self._width))
@@ -52,7 +52,7 @@ class TaskProgress:
         sys.stderr.flush()
 
     def end(self) -> None:
-        """Nothing more comes: the line is wiped."""
+        """Clear the line."""
         if self._rewrites and self._width:
             sys.stderr.write("\r" + " " * self._width + "\r")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""A parser of command lines that refuses in one line, with what was meant. Imports the standard library only."""
+"""A command-line parser with one-line errors and suggestions. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """`ArgumentParser` whose errors are one line and exit code 2. Options are not abbreviated: a slip is no option."""
+    """An `ArgumentParser` with one-line errors and exit code 2; it accepts no abbreviated options."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse all words; one that is left over is refused with what it may mean."""
+        """Parse all words; exit with code 2 and a suggestion at an unknown one."""
         given, left = self.parse_known_args(args, namespace)
         if left:
             options = [word for word in left if word.startswith("-")]
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def error(self, message: str) -> NoReturn:
-        """Leave with a message of argparse's or ours."""
+        """Print a one-line error and exit with code 2."""
         if "are required" in message:
             message += self._more()
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
@@ -52,7 +52,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Options of a parser and of the commands below it."""
+    """Yield the options of a parser and of its subcommands."""
     for action in parser._actions:
         yield from (name for name in action.option_strings if name.startswith("--"))
         if isinstance(action, argparse._SubParsersAction):

@@ -1,1 +1,1 @@
-"""Other libraries' models and names: Hugging Face's folders, DeepSpeed's functions."""
+"""Interfaces of other libraries: Hugging Face model folders and DeepSpeed's functions."""

@@ -1,7 +1,7 @@
-"""DeepSpeed's names for reading and setting a parameter's states; thin over `infinity.state`.
+"""DeepSpeed's functions that read and set a parameter's states, as thin wrappers of `infinity.state`.
 
-The "full" ones gather from or scatter to all ranks and are collective; the "local" ones are this rank's elements, flat.
-Where a frozen parameter has no such state, reading gives None.
+"full" functions gather from or scatter to all ranks and are collective. "local" functions read or set this rank's
+elements as a flat fp32 tensor on the CPU. A getter returns None if the parameter is frozen and has no such state.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from infinity.zero.states import ParameterState
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """`infinity.state(param).master`."""
+    """Return the master weight in the parameter's shape, fp32 on the CPU. Collective."""
     return ParameterState(param).master
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """`infinity.state(param).master = value`."""
-    ParameterState(param).master = value
+    """Set the master weight; `value` has the parameter's shape. Collective."""
+    ParameterState(param).set_full("master", value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """`infinity.state(param).grad`."""
+    """Return the gradient in the parameter's shape, fp32 on the CPU. Collective."""
     state = ParameterState(param)
     return state.grad if state.trainable else None
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """`infinity.state(param).grad = value`."""
-    ParameterState(param).grad = value
+    """Set the gradient; `value` has the parameter's shape. Collective."""
+    ParameterState(param).set_full("grad", value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """`infinity.state(param).exp_avg`, or what else the optimizer keeps, by torch's name."""
+    """Return the state with torch's name `optim_state_key`, such as "exp_avg", in the parameter's shape. Collective."""
     state = ParameterState(param)
     return state.full(optim_state_key) if state.trainable else None
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """`infinity.state(param).exp_avg = value`, or what else the optimizer keeps."""
+    """Set the state with torch's name `optim_state_key`; `value` has the parameter's shape. Collective."""
     ParameterState(param).set_full(optim_state_key, value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """This rank's elements of the master weight."""
+    """Return this rank's elements of the master weight."""
     return ParameterState(param).local("master")
 
 
@@ -54,22 +54,22 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's elements of the gradient; collective at stages 0 and 1, which reduce it for this."""
+    """Return this rank's elements of the gradient. Collective at stages 0 and 1, where the call reduces it."""
     state = ParameterState(param)
     return state.local("grad") if state.trainable else None
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set this rank's elements of the gradient; collective at stages 0 and 1."""
+    """Set this rank's elements of the gradient. Collective at stages 0 and 1."""
     ParameterState(param).set_local("grad", value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's elements of a moment."""
+    """Return this rank's elements of the state with torch's name `optim_state_key`."""
     state = ParameterState(param)
     return state.local(optim_state_key) if state.trainable else None
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's elements of a moment."""
+    """Set this rank's elements of the state with torch's name `optim_state_key`."""
     ParameterState(param).set_local(optim_state_key, value)
