@@ -18,23 +18,42 @@ from infinity.plan.layout import Slot
 from infinity.plan.plan import Plan
 from infinity.plan.types import Key, Kind
 
+# A batch is measured behind the program once it has as many bytes, or as many units.
+_BATCH_NBYTES_MIN = 1 << 20
+_BATCH_UNITS_MAX = 64
+
 
 class Norms:
-    """Of one rank's gradient partitions. `index` is this rank's among the ranks that share a unit."""
+    """The norms of one rank's gradient partitions. `index` is this rank's place among the ranks that share a unit."""
 
     def __init__(self, plan: Plan, store: TieredStore, *, index: int) -> None:
         self._plan = plan
         self._store = store
         self._index = index
         self._trained = [layout for layout in plan.layouts if layout.trainable]
+        # By unit: sum of squares, and number of non-finite elements.
         self._found: dict[int, tuple[float, int]] = {}
+        # Units that wait to be measured in a batch, and the bytes of their gradients.
+        self._waiting: dict[int, int] = {}
 
     def forget(self, unit: int) -> None:
-        """A unit's gradients have changed."""
+        """Drop what was measured of a unit: its gradients have changed."""
         self._found.pop(unit, None)
 
+    def batch(self, unit: int) -> list[int]:
+        """Let a unit wait to be measured; return all that wait once they are worth a job of their own, else none.
+
+        What still waits at the boundary is measured there, by `total`.
+        """
+        self._waiting[unit] = self._store[Key(Kind.GRAD, unit)].spec.nbytes
+        if sum(self._waiting.values()) < _BATCH_NBYTES_MIN and len(self._waiting) < _BATCH_UNITS_MAX:
+            return []
+        units = [*self._waiting]
+        self._waiting.clear()
+        return units
+
     def measure(self, units: Sequence[int], reservation: Reservation | None) -> None:
-        """Measure units, on behalf of the reservation that has their gradients, which then lets go of them."""
+        """Measure these units now. `reservation` holds their gradients, if any does, and then releases them."""
         keys = [Key(Kind.GRAD, unit) for unit in units]
         with self._store.read(*keys, by=reservation) as partitions, trace.span(trace.COMPUTE, "gradient norm"):
             found = _stats([partition.view(Kind.GRAD) for partition in partitions])
@@ -43,7 +62,11 @@ class Norms:
             self._store.access.release(reservation, *keys)
 
     def total(self) -> tuple[float, int]:
-        """Sum of squares (fp64), and number of non-finite elements; what is not measured yet is measured now."""
+        """Return the sum of squares (fp64) and the number of non-finite elements of all units, and forget them.
+
+        Measures what is not measured yet.
+        """
+        self._waiting.clear()
         self.measure([layout.index for layout in self._trained if layout.index not in self._found], None)
         # In the plan's order, whatever the order of arrival: a sum's bits depend on it.
         rows = [self._found[layout.index] for layout in self._trained]
@@ -55,7 +78,10 @@ class Norms:
         return total, nonfinite
 
     def by_parameter(self, behind: Reservation | None) -> dict[tuple[int, Slot], GradStats]:
-        """By (unit, slot). `behind`: a step that may go on, which reads them, too, and is not waited for."""
+        """Measure each parameter, by (unit, slot).
+
+        behind: the reservation of a step that may still run; it reads the gradients too, so it is not waited for.
+        """
         pieces: list[tuple[int, Slot, Tensor]] = []
         keys = [Key(Kind.GRAD, layout.index) for layout in self._trained]
         with self._store.read(*keys, by=behind) as partitions:

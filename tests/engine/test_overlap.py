@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.ops import adam
-from infinity.optim.stepper import Stepper
+from infinity.optim import stepper
+from infinity.optim.sub_group_update import SubGroupUpdater
 from infinity.plan.layout import SubGroup
 from infinity.plan.types import Key, Kind
 from tests.support.late_copies import copies_are_late
@@ -94,26 +95,27 @@ def test_a_step_inside_backward_has_the_same_bits(rank_pools, tmp_path, dtype, c
 def test_a_step_that_waits_for_the_norm_reads_its_first_states_during_backward(tmp_path, resident):
     """Unless the step before has left something in memory that it can begin with."""
     asked: list[list[int]] = []
-    plain = Stepper._prefetch
+    reads: list[SubGroup] = []
+    plain = stepper.prefetch
 
-    def prefetch(stepper: Stepper, reservation: Any, group: SubGroup) -> bool:
+    def prefetch(store: Any, by: Any, group: SubGroup) -> bool:
         # Before the step there is nothing that it has reserved.
-        if reservation is None and group in stepper._hidden:
-            asked[-1].append(stepper._hidden.index(group))
-        return plain(stepper, reservation, group)
+        if by is None:
+            reads.append(group)
+        return plain(store, by, group)
 
     def backward(engine: Any, loss: Tensor) -> None:
         # Nothing is being written: there is room.
         engine.synchronize()
         engine.store.settle()
-        asked.append([])
+        reads.clear()
         engine.backward(loss)
-        states = [Key(Kind.STATES, engine._stepper._hidden[at].index) for at in asked[-1]]
+        asked.append([engine._stepper._hidden.index(group) for group in reads])
+        states = [Key(Kind.STATES, group.index) for group in reads]
         assert all(map(engine.store.in_memory, states))
 
     row = {**ON_NVME, "clip": CLIP, "zero": {"sub_group_size": 640}}
-    in_memory = patch.object(Stepper, "_in_memory", lambda *_: resident)
-    with patch.object(Stepper, "_prefetch", prefetch), in_memory:
+    with patch.object(stepper, "prefetch", prefetch), patch.object(stepper, "in_memory", lambda *_: resident):
         found = train(Case(), settings(tmp_path, **row), backward=backward)
     assert asked == [[] if resident else [0, 1, 2, 3]] * STEPS
     assert found.digest == train(Case(), settings(tmp_path, **row, overlap=False)).digest
@@ -287,7 +289,7 @@ def test_a_backward_that_fails_before_its_step_has_begun_loses_nothing(tmp_path)
     case = Broken()
     with early_engine(case, tmp_path / "swap") as engine:
         set_rate(engine, 1.0)
-        with pytest.raises(KeyError), patch.object(engine._stepper, "landed", side_effect=KeyError):
+        with pytest.raises(KeyError), patch.object(engine._stepper, "on_accumulated", side_effect=KeyError):
             step(engine, 0)
         engine.zero_grad()
         set_rate(engine, 0.0)
@@ -388,12 +390,12 @@ def test_a_step_that_fails_before_it_goes_behind_leaves_nobody_waiting(tmp_path,
 def test_a_step_that_lags_behind_backward_takes_first_what_the_next_forward_needs_first(tmp_path, monkeypatch):
     """Gradients of the first layers arrive last: in the order of arrival the next forward would wait for all."""
     order: list[int] = []
-    backward_over, change = threading.Event(), Stepper._change
+    backward_over, update = threading.Event(), SubGroupUpdater.update
 
-    def late(self: Stepper, group: SubGroup, *arguments: Any) -> None:
+    def late(self: SubGroupUpdater, group: SubGroup, *arguments: Any) -> None:
         assert backward_over.wait(30)
         order.append(group.index)
-        change(self, group, *arguments)
+        update(self, group, *arguments)
 
     def backward(engine: Any, loss: Tensor) -> None:
         rank.update({index: at for at, index in enumerate(engine.plan.step_order)})
@@ -403,7 +405,7 @@ def test_a_step_that_lags_behind_backward_takes_first_what_the_next_forward_need
 
     rank: dict[int, int] = {}
     begun: list[int] = []
-    monkeypatch.setattr(Stepper, "_change", late)
+    monkeypatch.setattr(SubGroupUpdater, "update", late)
     row = {**ON_NVME, "bf16": UNCHECKED, "zero": {"sub_group_size": 256}}
     train(Case(), settings(tmp_path, **row), steps=1, backward=backward)
     # What was in memory or asked for when another became ready keeps its turn.
