@@ -17,8 +17,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from support import models
@@ -89,15 +91,14 @@ def seen(engine: Any, folder: Path, into: list[float]) -> Iterator[None]:
     """The engine as one whose configuration asks for the breakdown and for CSV files at every step."""
     csv = {"enabled": True, "output_path": str(folder), "job_name": "run"}
     config = load_config({"csv_monitor": csv, "steps_per_print": 1, "wall_clock_breakdown": True})
-    silent = engine._progress
-    engine._progress = StepProgress(config, silent._ledger, rank=0, world_size=1)
-    engine._progress.stepped = timed(engine._progress.stepped, into)
+    progress = StepProgress(config, engine._runtime.ledger, rank=0, world_size=1)
+    progress.stepped = timed(progress.stepped, into)  # type: ignore[method-assign]
     try:
-        yield
-        print(f"  {engine.step_times()}")
+        with patch.object(engine, "_runtime", replace(engine._runtime, progress=progress)):
+            yield
+            print(f"  {engine.step_times()}")
     finally:
-        engine._progress.close()
-        engine._progress = silent
+        progress.close()
 
 
 def timed(call: Any, into: list[float]) -> Any:

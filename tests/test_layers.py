@@ -46,18 +46,18 @@ ALLOWED: dict[str, set[str]] = {
     },
     "infinity.engine.model_init": _BELOW_ENGINE,
     "infinity.engine.engine": _BELOW_ENGINE | {
-        "infinity.engine.exporting", "infinity.engine.loading", "infinity.engine.precision",
-        "infinity.engine.preemption", "infinity.engine.runtime", "infinity.engine.saving", "infinity.engine.step",
+        "infinity.engine.checkpoint_manager", "infinity.engine.exporting", "infinity.engine.loading",
+        "infinity.engine.precision", "infinity.engine.preemption", "infinity.engine.runtime", "infinity.engine.saving",
+        "infinity.engine.step",
     },
-    "infinity.engine.preemption": {
-        "infinity.checkpoint", "infinity.engine.signals", "infinity.engine.step", "infinity.errors", "infinity.log",
+    "infinity.engine.preemption": {"infinity.log"},
+    "infinity.engine.build_runtime": _BELOW_ENGINE | {"infinity.engine.preflight", "infinity.engine.runtime"},
+    "infinity.engine.checkpoint_manager": _BELOW_ENGINE | {
+        "infinity.engine.loading", "infinity.engine.runtime", "infinity.engine.saving",
     },
-    "infinity.engine.signals": {"infinity.log"},
     # What the engine's checkpoint verbs do; a checkpoint holds the version of the package.
-    "infinity.engine.loading": _BELOW_ENGINE | {
-        "infinity.engine.runtime", "infinity.engine.saving", "infinity.engine.step",
-    },
-    "infinity.engine.saving": _BELOW_ENGINE | {"infinity", "infinity.engine.runtime", "infinity.engine.step"},
+    "infinity.engine.loading": _BELOW_ENGINE | {"infinity.engine.runtime", "infinity.engine.saving"},
+    "infinity.engine.saving": _BELOW_ENGINE | {"infinity", "infinity.engine.runtime"},
     "infinity.engine.exporting": _BELOW_ENGINE | {"infinity.engine.runtime"},
     # What the engine decides about a step.
     "infinity.engine.step": _BELOW_ENGINE | {"infinity.engine.runtime"},

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.checkpoint.description import Description, TensorLocation, TensorSource
+from infinity.checkpoint.module_tensors import persistent_buffers, tied_names
 from infinity.config.untrusted import plain_name
 from infinity.log import logger
 from infinity.plan.spec import dtype_name
@@ -40,28 +41,18 @@ def _describe(module: nn.Module) -> Description:
     name = type(module).__name__
     if _of_library(module, "peft"):
         return _of_adapters(module, name)
-    aliases = _aliases(module)
+    aliases = tied_names(module)
     if not _of_library(module, "transformers"):
         return Description(name, aliases=aliases)
     model: Any = module
     config = copy.deepcopy(model.config)
-    config.architectures = [name]
+    config.update({"architectures": [name]})
     texts = {"config.json": json.loads(config.to_json_string(use_diff=True))}
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         texts["generation_config.json"] = json.loads(model.generation_config.to_json_string(use_diff=True))
     folder = getattr(model.config, "_name_or_path", None)
     origin = os.path.abspath(folder) if folder and os.path.isdir(folder) else None
     return Description(name, texts, origin, _as_stored(model), aliases)
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state dict has, by name."""
-    left_out = {
-        f"{path}.{name}" if path else name
-        for path, inner in module.named_modules()
-        for name in inner._non_persistent_buffers_set
-    }
-    return {name: buffer for name, buffer in module.named_buffers() if name not in left_out}
 
 
 def sources_of(module: nn.Module) -> list[TensorSource]:
@@ -76,13 +67,6 @@ def _of_library(module: nn.Module, library: str) -> bool:
     loaded, name = classes[library]
     base = getattr(sys.modules.get(loaded), name, None) if loaded in sys.modules else None
     return base is not None and isinstance(module, base)
-
-
-def _aliases(module: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters, with the first."""
-    first = {id(param): name for name, param in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(param)] for name, param in every if first[id(param)] != name}
 
 
 class _NoCopies(TorchDispatchMode):
@@ -174,9 +158,10 @@ def _targets_embeddings(model: Any, config: Any) -> bool:
 def _adapter_config(model: Any, config: Any) -> Any:
     """What peft would write into adapter_config.json."""
     config = copy.deepcopy(config)
-    config.inference_mode = True
-    if config.base_model_name_or_path is None:
-        config.base_model_name_or_path = model.get_base_model().__dict__.get("name_or_path") or None
+    base_name = config.base_model_name_or_path
+    if base_name is None:
+        base_name = model.get_base_model().__dict__.get("name_or_path") or None
+    vars(config).update(inference_mode=True, base_model_name_or_path=base_name)
     mapping = None
     if config.task_type is None:
         base = type(model.get_base_model())

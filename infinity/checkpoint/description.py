@@ -18,16 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.json_bodies import ExportBody
-from infinity.checkpoint.weight_writer import DTYPES, Entry, Shard, cut_into_shards, index_of
+from infinity.checkpoint.weight_writer import Entry, Shard, cut_into_shards, index_of
 from infinity.errors import ConfigError
+from infinity.plan.types import FLOATING_DTYPES, TORCH_NAMES
 
 # What an export may be converted to, by the names that users give.
 FLOATS = {
-    "fp32": "F32", "float32": "F32", "float": "F32", "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16",
-    "float16": "F16", "half": "F16",
+    "fp32": "fp32", "float32": "fp32", "float": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16",
+    "float16": "fp16", "half": "fp16",
 }  # fmt: skip
-_TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_CONVERTED = ("F64", "F32", "F16", "BF16")
 SHARD_NBYTES = 5_000_000_000
 _CONFIG = "config.json"
 # Files of a model's folder that an export takes along as they are.
@@ -48,9 +47,8 @@ class TensorSource:
     is_buffer: bool = False
 
     def stored_dtype(self, dtype: str) -> str:
-        """The format's name of the dtype that it has in an export to `dtype` (one of FLOATS' values)."""
-        own = DTYPES[self.dtype]
-        return own if self.is_buffer or own not in _CONVERTED else dtype
+        """The dtype that it has in an export to `dtype`, by the plan's names."""
+        return self.dtype if self.is_buffer or self.dtype not in FLOATING_DTYPES else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +141,7 @@ class Description:
         for name, value in self.texts.items():
             if name == _CONFIG:
                 key = "torch_dtype" if "torch_dtype" in value and "dtype" not in value else "dtype"
-                value = {**value, key: _TORCH_NAMES[dtype]}
+                value = {**value, key: TORCH_NAMES[dtype]}
             texts[name] = json.dumps(value, indent=2, sort_keys=True) + "\n"
         numbered = [shard for shard in shards if "-of-" in shard.name]
         if numbered:
@@ -164,7 +162,7 @@ def copy_files(origin: Path | str | None, folder: Path) -> None:
 
 
 def float_dtype(dtype: str) -> str:
-    """The format's name of the dtype that a user asks for; ConfigError where it is none."""
+    """The plan's name of the dtype that a user asks for; ConfigError where it is none."""
     name = str(dtype).removeprefix("torch.")
     if name not in FLOATS:
         raise ConfigError(f"dtype {dtype!r} of an export: there are fp32, bf16 and fp16")

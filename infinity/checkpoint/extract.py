@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -19,18 +20,16 @@ from infinity.checkpoint.format import BUFFER, MANIFEST, PARAM, Manifest, Tensor
 from infinity.checkpoint.json_bodies import explained
 from infinity.checkpoint.restore import CheckpointSource
 from infinity.checkpoint.weight_writer import (
+    EXPORT_NUMEL,
     WeightWriter,
     as_bytes,
-    beside,
     check_complete,
+    folder_beside,
     publish_folder,
     write_texts,
 )
 from infinity.config.untrusted import shortened
 from infinity.errors import CheckpointError, InfinityError
-
-# Elements that are read and converted at a time.
-_BLOCK_NUMEL = 4 << 20
 
 
 def extract(
@@ -60,12 +59,11 @@ def extract(
             "Export the trained ones alone (--trained-only), or from a checkpoint that has all",
         )  # fmt: skip
     indexes = check_files(folder, manifest)
-    made = beside(target)
     try:
-        with ExtentReader(folder, manifest, indexes) as reader:
+        with ExtentReader(folder, manifest, indexes) as reader, ExitStack() as stack:
             # Before a file is made, whose size is that of what the manifest says.
             reader.check_covered({name: manifest.tensors[name] for name in wanted})
-            made.mkdir(parents=True)
+            made = stack.enter_context(folder_beside(target))
             _copy(origin, made)
             write_texts(made, description.companions(shards, chosen))
             total = sum(entry.nbytes for shard in shards for entry, _ in shard.entries)
@@ -77,13 +75,11 @@ def extract(
                         tell(writer.written_nbytes, total)
                 writer.sync()
                 check_complete(writer.written_nbytes, shards, target)
-        publish_folder(made, target)
+            publish_folder(made, target)
     except OSError as error:
         if isinstance(error, InfinityError):
             raise
         raise CheckpointError(target, f"the system refused ({error})", "Mend that, or name another folder") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
     return target
 
 
@@ -117,9 +113,9 @@ def _copy(origin: Path | None, made: Path) -> None:
 def _values(source: CheckpointSource, name: str, info: TensorInfo, dtype: str) -> Iterator[tuple[int, Tensor]]:
     """(first element, values [n]) of a tensor: of its masters for fp32, else as it is computed with."""
     numel = torch.Size(info.shape).numel()
-    for start in range(0, numel, _BLOCK_NUMEL):
-        count = min(_BLOCK_NUMEL, numel - start)
-        if dtype == "F32" and BUFFER not in info.kinds and info.trainable:
+    for start in range(0, numel, EXPORT_NUMEL):
+        count = min(EXPORT_NUMEL, numel - start)
+        if dtype == "fp32" and BUFFER not in info.kinds and info.trainable:
             yield start, source.masters(name, start, count)
             continue
         # 16 bits are in the parameters themselves: no file of states is opened for them.

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from infinity.checkpoint.format import BUFFER, TensorInfo
 from infinity.errors import CheckpointError
 from infinity.log import logger
+from infinity.plan.types import FLOATING_DTYPES
 
 # Names that one message lists of each kind.
 _SHOWN_MAX = 20
-_FLOATING = ("fp64", "fp32", "bf16", "fp16")
 
 
 @dataclass
@@ -35,8 +35,7 @@ def match(
     names: dict[str, list[str]] = {name: [name] for name in wanted}
     for alias, name in aliases.items():
         names[name].append(alias)
-    found = Match()
-    taken: set[str] = set()
+    found, taken = Match(), set[str]()
     for name, info in wanted.items():
         sources = [tied.get(each, each) for each in names[name]]
         source = next((each for each in sources if each in saved), None)
@@ -54,7 +53,7 @@ def match(
             found.mismatched.append(f"{name} is {info.dtype} in the model and {saved[source].dtype} here")
         else:
             found.source[name] = source
-    found.unexpected = [name for name in saved if name not in taken]
+    found.unexpected.extend(name for name in saved if name not in taken)
     return found
 
 
@@ -83,7 +82,7 @@ def report_mismatch(found: Match, path: object, *, strict: bool) -> None:
 
 
 def _convertible(saved: str, wanted: str) -> bool:
-    return saved == wanted or (saved in _FLOATING and wanted in _FLOATING)
+    return saved == wanted or (saved in FLOATING_DTYPES and wanted in FLOATING_DTYPES)
 
 
 def _suggest(name: str, others: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,16 +16,15 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.codec import NotSerializable, decode, encode
+from infinity.checkpoint.module_tensors import parameter_names
 from infinity.config.untrusted import shortened
 from infinity.errors import CheckpointError, InfinityError
 from infinity.log import logger
 from infinity.memory.tiers.device import Device
 
-COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
-
 
 class Stateful(Protocol):
-    """Whatever tells its state and takes it back, as torch's schedulers do."""
+    """What returns its state and takes it back, as torch's schedulers do."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -41,110 +41,188 @@ class OptimizerProgress(Protocol):
     def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]]) -> None: ...
 
 
-# A mapping, or what makes one at the time of a save.
+# A mapping, or a function that a save calls for one.
 ClientState = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
 
-class Trainee(Protocol):
-    """What an engine offers to this package."""
+@dataclass
+class Counters:
+    """How far a run has come: optimizer steps (skipped ones included), calls of `step()`, samples of all ranks, and
+    steps that were skipped.
+    """
+
+    global_steps: int = 0
+    micro_steps: int = 0
+    global_samples: int = 0
+    skipped_steps: int = 0
+
+    def count_step(self, samples: int, *, skipped: bool) -> None:
+        """Count an optimizer step with as many samples on all ranks."""
+        self.global_steps += 1
+        self.global_samples += samples
+        self.skipped_steps += skipped
+
+    def restore(self, saved: Mapping[str, Any], accumulation: int) -> None:
+        """Take a checkpoint's counters. accumulation: calls of `step()` that make an optimizer step here."""
+        self.global_steps = int(saved["global_steps"])
+        self.global_samples = int(saved["global_samples"])
+        self.skipped_steps = int(saved["skipped_steps"])
+        # No gradients are in a checkpoint, so the next micro-batch begins a step, however many made one there.
+        self.micro_steps = self.global_steps * accumulation
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run is besides its tensors.
+
+    optimizer: a torch optimizer with the name of its rule in `kind`. precision: keeps the loss scale and what belongs
+    to it. scheduler, loader: None where there is none.
+    """
 
     module: nn.Module
-    global_steps: int
-    micro_steps: int
-    global_samples: int
-    skipped_steps: int
-    # A torch optimizer with the name of its rule in `kind`.
+    counters: Counters
     optimizer: Any
-    lr_scheduler: Any
-    training_dataloader: Any
-    client_state: ClientState
+    stepper: OptimizerProgress
+    precision: Stateful
+    scheduler: Any = None
+    loader: Any = None
+
+    def to_json(self, *, path: object) -> dict[str, Any]:
+        """Return the part of the manifest that is the same on all ranks. CheckpointError about `path` for a value that
+        JSON cannot carry.
+        """
+        names = parameter_names(self.module)
+        scheduler, loader = self.scheduler, self.loader
+        try:
+            return {
+                "counters": asdict(self.counters),
+                "precision": encode(self.precision.state_dict(), path="precision"),
+                "scheduler": None if scheduler is None else {
+                    "type": type(scheduler).__name__,
+                    "state": encode(scheduler.state_dict(), path="scheduler"),
+                },
+                "optimizer": {
+                    "kind": self.optimizer.kind,
+                    "groups": [
+                        {
+                            "params": [names[id(param)] for param in group["params"]],
+                            "hyper": {
+                                key: encode(value, path=f"param_groups[{at}].{key}")
+                                for key, value in group.items()
+                                if key != "params"
+                            },
+                        }
+                        for at, group in enumerate(self.optimizer.param_groups)
+                    ],
+                    "steps": dict(self.stepper.steps),
+                },
+                "loader": None if loader is None else encode(loader.state_dict(), path="loader"),
+            }  # fmt: skip
+        except NotSerializable as error:
+            raise CheckpointError(path, str(error), "Save without it") from error
+
+    def parameter_scalars(self) -> dict[str, Any]:
+        """Return as JSON what the optimizer keeps of a parameter in one value, by the parameter's name."""
+        return {name: encode(values) for name, values in self.stepper.parameter_scalars().items()}
+
+    def check(
+        self, state: Mapping[str, Any], singles: Sequence[Mapping[str, Any]], *, optimizer: bool, scheduler: bool,
+        path: object,
+    ) -> None:  # fmt: skip
+        """CheckpointError where `state` is of another optimizer or scheduler than this run's, or cannot be read.
+
+        state: as `to_json` returned it. singles: `parameter_scalars` of every rank. optimizer, scheduler: whether their
+        parts are wanted.
+        """
+        saved, own = state["optimizer"]["kind"], self.optimizer.kind
+        alike = {"Adam", "AdamW"}
+        if optimizer and saved != own and not {saved, own} <= alike:
+            raise CheckpointError(
+                path, f"it holds the optimizer states of {saved}, and this engine steps with {own}",
+                "Give initialize() the same optimizer, or pass load_optimizer_states=False to load the weights only",
+            )  # fmt: skip
+        if scheduler and self.scheduler is not None and state["scheduler"] is not None:
+            saved, own = state["scheduler"]["type"], type(self.scheduler).__name__
+            if saved != own:
+                raise CheckpointError(
+                    path, f"it holds the state of a {saved}, and this engine's scheduler is a {own}",
+                    "Give initialize() the same scheduler, or pass load_lr_scheduler_states=False",
+                )  # fmt: skip
+            with _reading(path, "the scheduler"):
+                check_alike(self.scheduler.state_dict(), decode(state["scheduler"]["state"]))
+        if optimizer:
+            with _reading(path, "the precision"):
+                check_alike(self.precision.state_dict(), decode(state["precision"]), complete=True)
+            groups = self.optimizer.param_groups
+            own_hyper = {key: value for group in groups for key, value in group.items() if key != "params"}
+            with _reading(path, "the optimizer"):
+                for group in state["optimizer"]["groups"]:
+                    check_alike(own_hyper, decode(group["hyper"]))
+                for each in singles:
+                    decode(each)
+        if self.loader is not None and state["loader"] is not None:
+            with _reading(path, "the data loader"):
+                check_alike(self.loader.state_dict(), decode(state["loader"]), complete=True)
+
+    def restore(
+        self, state: Mapping[str, Any], singles: Sequence[Mapping[str, Any]], source_of: Mapping[str, str | None], *,
+        optimizer: bool, scheduler: bool, accumulation: int, path: object,
+    ) -> None:  # fmt: skip
+        """Take back a state that `check` has seen. CheckpointError where a part of the run refuses its state.
+
+        source_of: the checkpoint's name of each of the model's parameters, None for one that it has not. accumulation:
+        calls of `step()` that make an optimizer step here.
+        """
+        self.counters.restore(state["counters"], accumulation)
+        saved = state["optimizer"]
+        if optimizer:
+            with _reading(path, "the precision"):
+                self.precision.load_state_dict(decode(state["precision"]))
+            steps = self.stepper.steps
+            steps.update({name: saved["steps"].get(source_of[name] or "", 0) for name in steps})
+            merged = {name: values for each in singles for name, values in each.items()}
+            self.stepper.load_parameter_scalars(
+                {name: decode(merged[source]) for name in steps if (source := source_of[name]) in merged}
+            )
+        if scheduler and self.scheduler is not None and state["scheduler"] is not None:
+            with _reading(path, "the scheduler"):
+                self.scheduler.load_state_dict(decode(state["scheduler"]["state"]))
+            rates: list[Any] = getattr(self.scheduler, "get_last_lr", list)()
+            for group, lr in zip(self.optimizer.param_groups, rates, strict=False):
+                group["lr"] = lr
+        if optimizer:
+            # After the scheduler, for the program may have changed what that has set.
+            self._restore_groups(saved["groups"], source_of)
+        if self.loader is not None and state["loader"] is not None:
+            with _reading(path, "the data loader"):
+                self.loader.load_state_dict(decode(state["loader"]))
+
+    def _restore_groups(self, saved: Sequence[Mapping[str, Any]], source_of: Mapping[str, str | None]) -> None:
+        """Give hyper-parameters to the group that has the same parameters, or a part of them."""
+        names = parameter_names(self.module)
+        group_of = {name: at for at, group in enumerate(saved) for name in group["params"]}
+        for at, group in enumerate(self.optimizer.param_groups):
+            found = {group_of.get(source_of.get(names[id(param)]) or "") for param in group["params"]}
+            found -= {None}
+            if len(found) == 1:
+                (number,) = found
+                assert number is not None
+                group.update({key: decode(value) for key, value in saved[number]["hyper"].items()})
+            elif found:
+                logger.warning(
+                    "parameter group %d has parameters of %d groups of the checkpoint: its hyper-parameters stay as "
+                    "initialize() was given them", at, len(found),
+                )  # fmt: skip
 
 
-def parameter_names(module: nn.Module) -> dict[int, str]:
-    """The first name of each parameter, by identity."""
-    return {id(param): name for name, param in module.named_parameters()}
-
-
-def run_state(trainee: Trainee, stepper: OptimizerProgress, precision: Stateful, *, path: object) -> dict[str, Any]:
-    """The part of the manifest that is the same on all ranks. CheckpointError for what has no spelling."""
-    names = parameter_names(trainee.module)
-    scheduler, loader = trainee.lr_scheduler, trainee.training_dataloader
-    try:
-        return {
-            "counters": {name: getattr(trainee, name) for name in COUNTERS},
-            "precision": encode(precision.state_dict(), path="precision"),
-            "scheduler": None if scheduler is None else {
-                "type": type(scheduler).__name__,
-                "state": encode(scheduler.state_dict(), path="scheduler"),
-            },
-            "optimizer": {
-                "kind": trainee.optimizer.kind,
-                "groups": [
-                    {
-                        "params": [names[id(param)] for param in group["params"]],
-                        "hyper": {
-                            key: encode(value, path=f"param_groups[{at}].{key}")
-                            for key, value in group.items()
-                            if key != "params"
-                        },
-                    }
-                    for at, group in enumerate(trainee.optimizer.param_groups)
-                ],
-                "steps": dict(stepper.steps),
-            },
-            "loader": None if loader is None else encode(loader.state_dict(), path="loader"),
-        }  # fmt: skip
-    except NotSerializable as error:
-        raise CheckpointError(path, str(error), "Save without it") from error
-
-
-def spelled(value: Any, tensors: dict[str, torch.Tensor], *, path: object) -> Any:
-    """A program's client state as JSON and tensors; CheckpointError for what would have to be pickled."""
+def encode_client_state(value: Any, tensors: dict[str, torch.Tensor], *, path: object) -> Any:
+    """Return a program's client state as JSON, and put its tensors into `tensors`; CheckpointError for a value that
+    would have to be pickled.
+    """
     try:
         return encode(value, tensors, "client_state")
     except NotSerializable as error:
         raise CheckpointError(path, str(error), "Leave it out of client_state") from error
-
-
-def singles_of(stepper: OptimizerProgress) -> dict[str, Any]:
-    """What the optimizer keeps of a parameter in one value, as JSON."""
-    return {name: encode(values) for name, values in stepper.parameter_scalars().items()}
-
-
-def check_run(
-    trainee: Trainee, precision: Stateful, state: Mapping[str, Any], singles: Sequence[Mapping[str, Any]], *,
-    optimizer: bool, scheduler: bool, path: object,
-) -> None:  # fmt: skip
-    """CheckpointError where the state is of another optimizer or scheduler than the engine's, or cannot be read."""
-    saved, own = state["optimizer"]["kind"], trainee.optimizer.kind
-    alike = {"Adam", "AdamW"}
-    if optimizer and saved != own and not {saved, own} <= alike:
-        raise CheckpointError(
-            path, f"it holds the optimizer states of {saved}, and this engine steps with {own}",
-            "Give initialize() the same optimizer, or pass load_optimizer_states=False to load the weights only",
-        )  # fmt: skip
-    if scheduler and trainee.lr_scheduler is not None and state["scheduler"] is not None:
-        saved, own = state["scheduler"]["type"], type(trainee.lr_scheduler).__name__
-        if saved != own:
-            raise CheckpointError(
-                path, f"it holds the state of a {saved}, and this engine's scheduler is a {own}",
-                "Give initialize() the same scheduler, or pass load_lr_scheduler_states=False",
-            )  # fmt: skip
-        with _reading(path, "the scheduler"):
-            check_alike(trainee.lr_scheduler.state_dict(), decode(state["scheduler"]["state"]))
-    if optimizer:
-        with _reading(path, "the precision"):
-            check_alike(precision.state_dict(), decode(state["precision"]), complete=True)
-        groups = trainee.optimizer.param_groups
-        own_hyper = {key: value for group in groups for key, value in group.items() if key != "params"}
-        with _reading(path, "the optimizer"):
-            for group in state["optimizer"]["groups"]:
-                check_alike(own_hyper, decode(group["hyper"]))
-            for each in singles:
-                decode(each)
-    if trainee.training_dataloader is not None and state["loader"] is not None:
-        with _reading(path, "the data loader"):
-            check_alike(trainee.training_dataloader.state_dict(), decode(state["loader"]), complete=True)
 
 
 @contextmanager
@@ -197,62 +275,6 @@ def _compare(own: Any, saved: Any, place: str, *, complete: bool) -> None:
 def _is_number(value: Any) -> bool:
     one = isinstance(value, torch.Tensor) and value.numel() == 1
     return one or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-def restore_run(
-    trainee: Trainee, stepper: OptimizerProgress, precision: Stateful, state: Mapping[str, Any],
-    singles: Sequence[Mapping[str, Any]], source_of: Mapping[str, str | None], *, optimizer: bool, scheduler: bool,
-    accumulation: int, path: object,
-) -> None:  # fmt: skip
-    """Give a run its state back, which `check_run` has seen. `parameter_scalars`: every rank's. `source_of`: by what
-    name the checkpoint has each of the model's parameters, None for one that it has not. `accumulation`: calls of
-    `step()` that make a step here. CheckpointError where a part of the run refuses its state.
-    """
-    for name in COUNTERS:
-        setattr(trainee, name, int(state["counters"][name]))
-    # No gradients are in a checkpoint, so the next micro-batch begins a step, however many made one there.
-    trainee.micro_steps = trainee.global_steps * accumulation
-    if optimizer:
-        with _reading(path, "the precision"):
-            precision.load_state_dict(decode(state["precision"]))
-        saved = state["optimizer"]
-        stepper.steps.update({name: saved["steps"].get(source_of[name] or "", 0) for name in stepper.steps})
-        merged = {name: values for each in singles for name, values in each.items()}
-        stepper.load_parameter_scalars(
-            {name: decode(merged[source]) for name in stepper.steps if (source := source_of[name]) in merged}
-        )
-    if scheduler and trainee.lr_scheduler is not None and state["scheduler"] is not None:
-        with _reading(path, "the scheduler"):
-            trainee.lr_scheduler.load_state_dict(decode(state["scheduler"]["state"]))
-        rates: list[Any] = getattr(trainee.lr_scheduler, "get_last_lr", list)()
-        for group, lr in zip(trainee.optimizer.param_groups, rates, strict=False):
-            group["lr"] = lr
-    if optimizer:
-        # After the scheduler, for the program may have changed what that has set.
-        _restore_groups(trainee, saved["groups"], source_of)
-    if trainee.training_dataloader is not None and state["loader"] is not None:
-        with _reading(path, "the data loader"):
-            trainee.training_dataloader.load_state_dict(decode(state["loader"]))
-
-
-def _restore_groups(
-    trainee: Trainee, saved: Sequence[Mapping[str, Any]], source_of: Mapping[str, str | None]
-) -> None:
-    """Hyper-parameters go to the group that has the same parameters, or a part of them."""
-    names = parameter_names(trainee.module)
-    group_of = {name: at for at, group in enumerate(saved) for name in group["params"]}
-    for at, group in enumerate(trainee.optimizer.param_groups):
-        found = {group_of.get(source_of.get(names[id(param)]) or "") for param in group["params"]}
-        found -= {None}
-        if len(found) == 1:
-            (number,) = found
-            assert number is not None
-            group.update({key: decode(value) for key, value in saved[number]["hyper"].items()})
-        elif found:
-            logger.warning(
-                "parameter group %d has parameters of %d groups of the checkpoint: its hyper-parameters stay as "
-                "initialize() was given them", at, len(found),
-            )  # fmt: skip
 
 
 def random_state(device: Device) -> dict[str, Any]:

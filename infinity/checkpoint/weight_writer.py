@@ -17,7 +17,8 @@ import re
 import shutil
 import uuid
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,24 +26,19 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError, StateError, TransferError
+from infinity.memory.partition import DTYPES
+from infinity.plan.types import DTYPE_NBYTES, SAFETENSORS_NAMES
 
-# Bytes an element, by the format's name of a dtype.
-ITEMSIZE = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
-    "F8_E5M2": 1,
-}  # fmt: skip
-# The format's names by the plan's.
-DTYPES = {
-    "fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
-    "int8": "I8", "uint8": "U8", "bool": "BOOL", "fp8_e4m3fn": "F8_E4M3", "fp8_e5m2": "F8_E5M2",
-}  # fmt: skip
-_TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SUFFIX = ".safetensors"
+# Elements that an export reads and converts at a time.
+EXPORT_NUMEL = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of the files: elements [start, start + its numel) of the flattened tensor `source` of the model."""
+    """One tensor of the files: elements [start, start + numel) of the flattened tensor `source` of the model, stored as
+    `dtype` (the plan's name).
+    """
 
     name: str
     dtype: str
@@ -56,7 +52,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * ITEMSIZE[self.dtype]
+        return self.numel * DTYPE_NBYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +104,8 @@ def _shard(name: str, tensors: Sequence[Entry], metadata: Mapping[str, str]) -> 
     offsets = []
     for tensor in tensors:
         header[tensor.name] = {
-            "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes],
+            "dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
         }  # fmt: skip
         offsets.append(at)
         at += tensor.nbytes
@@ -144,7 +141,7 @@ class WeightWriter:
 
     @property
     def dtypes(self) -> Mapping[str, str]:
-        """The tensors of the model that are wanted, with the dtype (the format's name) that they are stored in."""
+        """The tensors of the model that are wanted, with the dtype (the plan's name) that they are stored in."""
         return {source: places[0][1].dtype for source, places in self._places.items()}
 
     def write(self, source: str, start: int, values: memoryview) -> None:
@@ -155,7 +152,7 @@ class WeightWriter:
         places = self._places.get(source, [])
         if not places:
             return
-        itemsize = ITEMSIZE[places[0][1].dtype]
+        itemsize = DTYPE_NBYTES[places[0][1].dtype]
         stop = start + len(values) // itemsize
         first = max(bisect_right(places, start, key=lambda place: place[0]) - 1, 0)
         for begin, tensor, file, offset in places[first:]:
@@ -219,10 +216,16 @@ def check_complete(written_nbytes: int, shards: Iterable[Shard], where: Path) ->
         )
 
 
-def beside(folder: Path) -> Path:
-    """A new name next to `folder`, for what becomes it."""
+@contextmanager
+def folder_beside(folder: Path) -> Iterator[Path]:
+    """Make a folder next to `folder` for the length of the block, which may make it `folder` (see `publish_folder`)."""
     folder = folder.resolve()
-    return folder.parent / f".{folder.name}.{uuid.uuid4().hex[:12]}.partial"
+    made = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:12]}.partial"
+    try:
+        made.mkdir(parents=True)
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def publish_folder(made: Path, folder: Path) -> None:
@@ -274,11 +277,11 @@ def _failed(operation: str, path: Path, offset: int, nbytes: int, error: OSError
 
 
 def as_bytes(values: Tensor, dtype: str, name: str) -> memoryview:
-    """The bytes of `values` ([n], on the CPU), converted where they are floating and `dtype` is another such.
+    """The bytes of `values` ([n], on the CPU), converted to `dtype` (the plan's name) where both are floating.
 
     ConfigError where a value has no finite place in fp16; `name` is the tensor's.
     """
-    wanted = _TORCH.get(dtype, values.dtype) if values.dtype.is_floating_point else values.dtype
+    wanted = DTYPES[dtype] if values.dtype.is_floating_point else values.dtype
     converted = values.to(wanted).contiguous()
     if wanted is torch.float16 and values.dtype is not wanted and bool((converted.isinf() & values.isfinite()).any()):
         raise ConfigError(f"export: {name} has values beyond 65504, the largest of fp16; export in bf16 or fp32")

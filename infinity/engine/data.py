@@ -36,6 +36,14 @@ class SampleOrder(Sampler[int]):
         self._ranks = ranks
         self._drop_last = drop_last
 
+    def move_to(self, epoch: int, start: int) -> None:
+        """Have the next `iter()` begin at sample `start` (of all ranks) of an epoch."""
+        self.epoch, self.start = epoch, start
+
+    def reseed(self, seed: int) -> None:
+        """Take the order of another run."""
+        self.seed = seed
+
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self._count, generator=generator, device="cpu").tolist()
@@ -88,7 +96,7 @@ class Loader(DataLoader[Any]):
         if not self._goes_on:
             self._epochs, self._drawn = self._epochs + 1, 0
         self._goes_on = False
-        self._order.epoch, self._order.start = self._epochs - 1, self._drawn
+        self._order.move_to(self._epochs - 1, self._drawn)
         # Workers' seeds are drawn of it, also in a process that takes the run up.
         self.generator.manual_seed((self._order.seed + self._order.epoch) * self._ranks + self._rank)
         # torch draws a seed for its workers on the default device, which may be another than its generator's.
@@ -108,7 +116,7 @@ class Loader(DataLoader[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind the batch that was drawn last when `state` was told."""
-        self._order.seed = int(state["seed"])
+        self._order.reseed(int(state["seed"]))
         self._epochs, self._drawn = int(state["epochs"]), int(state["drawn"])
         left = len(cast(Sized, self.dataset)) - self._drawn
         # An epoch that has no batch left is over.

@@ -1,4 +1,4 @@
-"""The engine: the training loop's verbs in their order. Mechanism lives below; here is only who is called when.
+"""The engine: the training loop's verbs in their order. Mechanism lies below; here is only what is called when.
 
 loss = engine(**batch)        forward: hooks gather and release
 engine.backward(loss)         gradients go into partitions
@@ -8,35 +8,35 @@ engine.step()                 at the accumulation boundary: norm, clip, step, re
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.background import Background
-from infinity.engine import exporting, loading, precision, saving
-from infinity.engine.loading import Wanted
+from infinity.checkpoint.module_tensors import persistent_buffers
+from infinity.checkpoint.state import Counters, Run
+from infinity.config.resolve import ResolvedConfig
+from infinity.distributed.process_groups import ProcessGroups
+from infinity.engine import exporting, precision
+from infinity.engine.checkpoint_manager import CheckpointManager
+from infinity.engine.loading import LoadOptions
 from infinity.engine.preemption import PreemptionHandler
 from infinity.engine.runtime import Runtime
-from infinity.engine.step import Boundary, StepVerdict
-from infinity.errors import StateError
+from infinity.engine.saving import SaveRequest
+from infinity.engine.step import Boundary, StepFlags, StepVerdict
 from infinity.log import logger
 from infinity.memory.memory_report import MemoryReport
-from infinity.memory.tiers.pinned import trim
-from infinity.observability.memory_breakdown import Breakdown
-from infinity.observability.observer import Observer
-from infinity.observability.progress import StepProgress
+from infinity.memory.store import TieredStore
 from infinity.observability.step_timing import StepTimes
 from infinity.observability.timeline import Timeline
-from infinity.ops.adam import shutdown_threads
 from infinity.optim.optimizer_view import TieredOptimizer
+from infinity.plan.plan import Plan
 from infinity.zero import guards, param_access
 from infinity.zero.compiled import eager_backward, untraced
-from infinity.zero.parameter import whole_of
+from infinity.zero.coordinator import Coordinator
 from infinity.zero.unit import Unit
 
 
@@ -49,42 +49,28 @@ class Engine(nn.Module):
 
     __reduce_ex__ = guards.refuse_pickle
 
-    def __init__(self, parts: Runtime) -> None:
+    def __init__(
+        self, runtime: Runtime, boundary: Boundary, optimizer: TieredOptimizer, lr_scheduler: Any = None,
+        training_dataloader: Any = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.module = parts.module
-        self.config = parts.config
-        self.plan = parts.plan
-        self.groups = parts.groups
-        self.store = parts.store
-        self.coordinator = parts.coordinator
-        self.gradients = parts.gradients
-        self.units = parts.units
-        self.optimizer: TieredOptimizer
-        self.lr_scheduler: Any = None
-        self.training_dataloader: Any = None  # made of `initialize`'s training data
-        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
-        # What the program wants back from checkpoints: a mapping, or a function that returns one when asked.
-        self.client_state: Any = None
-        self._device = parts.device
-        self._hooks, self._stepper = parts.hooks, parts.stepper
-        self._checkpointing = parts.checkpointing
-        self._parts = parts
-        checkpoint, alone = parts.config.config.checkpoint, parts.groups.world.size == 1
-        self._background = Background(parts.store, parts.groups)
-        self._preemption = PreemptionHandler(checkpoint.path, checkpoint.on_signal, self._background, alone=alone)
-        self._boundary = Boundary(parts, self._preemption.says)
-        # Of the micro-steps since the latest boundary, unscaled; looked at when somebody asks.
+        self.module = runtime.module
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        # Made of `initialize`'s training data.
+        self.training_dataloader = training_dataloader
+        # What the program wants back from checkpoints: a mapping, or a function that returns one when a save calls it.
+        self.client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None
+        self._runtime = runtime
+        self._boundary = boundary
+        self._counters = Counters()
+        self._checkpoints = CheckpointManager(runtime)
+        self._preemption = PreemptionHandler(runtime.config.config.checkpoint.on_signal)
+        # Of the micro-steps since the latest boundary, unscaled. They stay on the device until a line or a monitor
+        # reads them.
         self._losses: list[Tensor] = []
-        self._applied = self._closed = False
-        place = {"rank": parts.groups.ranks.rank, "world_size": parts.groups.ranks.world_size}
-        self._observer = Observer(
-            Breakdown(parts.plan, parts.ledger, parts.store, parts.units, parts.device), parts.config.config, **place
-        )
-        self._progress = StepProgress(parts.config.config, parts.ledger, **place)
-        self.gradients.on_accumulated = self._on_landed
-        for unit in self.units:
-            for param in unit.params:
-                whole_of(param).__dict__["_infinity_owner"] = self
+        self._applied = False
+        runtime.gradients.on_accumulated = self._on_accumulated
 
     def __getattr__(self, name: str) -> Any:
         """What the engine has not, the module may have: `engine.generate(...)`."""
@@ -99,96 +85,132 @@ class Engine(nn.Module):
 
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; returns what it returns."""
-        self._alive("run forward")
-        self._observer.begin_step(self.global_steps + 1)
+        """Run the module's forward; return what it returns."""
+        self._check("run forward")
+        runtime = self._runtime
+        runtime.observer.begin_step(self.global_steps + 1)
         if self.training:
-            self._progress.called(args, kwargs)
-        under = precision.autocast(self.config.config.torch_autocast, self.device)
-        with self._observer.phase("forward", self._abandon), under:
+            runtime.progress.called(args, kwargs)
+        under = precision.autocast(runtime.config.config.torch_autocast, self.device)
+        with runtime.phase("forward"), under:
             return self.module(*args, **kwargs)
 
     @eager_backward
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Run backward of a scalar loss, scaled for gradient accumulation and for fp16. Returns the unscaled loss.
+        """Run backward of a scalar loss, scaled for gradient accumulation and for fp16. Return the unscaled loss.
 
         May be called several times before a step; the gradients add up. A plain `loss.backward()` works too, without
         either scaling (and so not with fp16's loss scale).
         """
-        self._alive("run backward")
+        self._check("run backward")
+        runtime = self._runtime
         factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        factor *= self.loss_scale
-        scaled = precision.scaled(loss, factor)
-        if self._boundary.early and self.is_gradient_accumulation_boundary():
-            self._stepper.start_in_backward(self.optimizer.param_groups, grad_scale=self.grad_factor)
-        with self._observer.phase("backward", self._abandon_backward):
-            self.coordinator.begin_backward(scaled=True)
+        scaled = precision.scaled(loss, factor * self.loss_scale)
+        if runtime.plan.policy.step_in_backward and self.is_gradient_accumulation_boundary():
+            runtime.stepper.start_in_backward(self.optimizer.param_groups, grad_scale=runtime.grad_factor)
+        with runtime.phase("backward"):
+            runtime.coordinator.begin_backward(scaled=True)
             scaled.backward(retain_graph=retain_graph)
-            self.coordinator.end_backward()
-            self._checkpointing.settle()
+            runtime.coordinator.end_backward()
+            runtime.checkpointing.settle()
         self._losses.append(loss.detach())
         return loss
 
     @untraced
     def step(self) -> None:
         """At the accumulation boundary: average, check, clip and apply the gradients; otherwise only count."""
-        self._alive("step")
-        with self.groups.telling():
+        self._check("step")
+        runtime = self._runtime
+        with runtime.groups.telling():
             self._boundary.check()
         self._applied = False
         boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
+        self._counters.micro_steps += 1
         if not boundary:
             return
-        with self._observer.phase("step", self.groups.failed):
+        with runtime.phase("step"):
             verdict = self._apply_gradients()
-        self._observer.end_step(self.global_steps)
-        with self.groups.telling():
+        runtime.observer.end_step(self.global_steps)
+        with runtime.groups.telling():
             if self._boundary.should_abort:
-                error = partial(self._boundary.abort_error, self.global_steps - 1, verdict)
-                self._preemption.abort_with_save(self, error)
-            self._preemption.after_step(self, verdict)
+                self._abort()
+            self._obey(verdict.flags)
 
     def _apply_gradients(self) -> StepVerdict:
-        """The step at the accumulation boundary."""
-        self._hooks.check_tree()
-        self.coordinator.check_unchanged()
-        self._checkpointing.settle()
-        verdict = self._boundary.reduce_and_check(self.global_steps, self._losses)
-        self.skipped_steps += verdict.skipped
+        """Take the step at the accumulation boundary, or skip it; count it."""
+        runtime, counters = self._runtime, self._counters
+        runtime.hooks.check_tree()
+        runtime.coordinator.check_unchanged()
+        runtime.checkpointing.settle()
+        verdict = self._boundary.reduce_and_check(counters.global_steps, self._losses, self._flags())
         if not verdict.skipped:
             self.optimizer.step()
             self._applied = True
-        self._boundary.finish(verdict)
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self._boundary.finish()
+        counters.count_step(self.train_batch_size(), skipped=verdict.skipped)
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step()
-        self._progress.stepped(
-            self.global_steps, self.global_samples, losses=self._losses, lr=self.get_lr()[0], norm=verdict.norm,
-            scale=self.loss_scale if self._boundary.scaler is not None else None, skipped=self.skipped_steps,
+        runtime.progress.stepped(
+            counters.global_steps, counters.global_samples, losses=self._losses, lr=self.get_lr()[0],
+            norm=verdict.norm, scale=self.loss_scale if runtime.scaler is not None else None,
+            skipped=counters.skipped_steps,
         )  # fmt: skip
         self._losses.clear()
         return verdict
 
-    def synchronize(self) -> None:
-        """Return when everything that `step()` has begun is done: with overlap it may go on beside the next forward.
+    def _flags(self) -> StepFlags:
+        return StepFlags(preempted=bool(self._preemption.received), save_failed=self._checkpoints.failed)
 
-        Nothing needs this for its result; it is for timing, and for meeting an I/O error here instead of there.
+    def _obey(self, flags: StepFlags) -> None:
+        """Raise the error of a failed save, and end the process with status 0 behind a checkpoint when a rank was told
+        to end. Collective: with several ranks, what came after they exchanged `flags` waits for the next step.
         """
-        self._alive("synchronize")
-        self._stepper.finish()
+        flags = self._flags() if self.world_size == 1 else flags
+        if flags.save_failed:
+            # The save's thread comes to the same end on every rank, a moment sooner or later.
+            self._checkpoints.finish()
+        if not flags.preempted:
+            return
+        folder = self.config.config.checkpoint.path
+        assert folder is not None, "the configuration names a folder with the signals"
+        tag = self.save_checkpoint(folder, asynchronous=False)
+        told = self._preemption.received or "a signal on another rank"
+        logger.warning("%s: step %d is saved as %s in %s; the program ends", told, self.global_steps, tag, folder)
+        self.close()
+        raise SystemExit(0)
+
+    def _abort(self) -> None:
+        """Save the last good step, and raise NonFiniteError, which says what became of the weights. Collective."""
+        folder = self.config.config.checkpoint.path
+        number = self.global_steps - 1
+        if folder is None:
+            raise self._boundary.abort_error(
+                number, "Name a folder in checkpoint.path to have them saved when this happens."
+            )
+        try:
+            tag = self.save_checkpoint(folder, f"global_step{self.global_steps}-emergency", asynchronous=False)
+        except Exception as failure:
+            raise self._boundary.abort_error(number, f"They could not be saved: {failure}") from failure
+        raise self._boundary.abort_error(number, f"They are saved as {tag} in {folder}.")
+
+    def synchronize(self) -> None:
+        """Block until everything that `step()` has begun is done: with overlap it may go on beside the next forward.
+
+        No result depends on this call. It serves timing, and raises an I/O error here instead of at a later verb.
+        """
+        self._check("synchronize")
+        self._runtime.stepper.finish()
 
     def finish_saving(self) -> None:
-        """Return when a checkpoint that is saved behind the program is complete; raises what went wrong with it."""
-        self._alive("finish saving")
-        self._background.finish()
+        """Block until a checkpoint that is saved behind the program is complete; raise the error that it ended with."""
+        self._check("finish saving")
+        self._checkpoints.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away what has accumulated since the last step."""
-        self._alive("throw gradients away")
-        self._stepper.forget()
-        self.gradients.reset()
+        self._check("throw gradients away")
+        self._runtime.stepper.forget()
+        self._runtime.gradients.reset()
         self._losses.clear()
 
     @contextmanager
@@ -208,18 +230,42 @@ class Engine(nn.Module):
 
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile the module with `torch.compile`'s arguments; block by block where weights are gathered inside."""
-        self._alive("compile")
-        self._parts.compiled.compile_model(*args, **options)
+        self._check("compile")
+        self._runtime.compiled.compile_model(*args, **options)
 
     # What it knows.
 
     @property
+    def config(self) -> ResolvedConfig:
+        return self._runtime.config
+
+    @property
+    def plan(self) -> Plan:
+        return self._runtime.plan
+
+    @property
+    def groups(self) -> ProcessGroups:
+        return self._runtime.groups
+
+    @property
+    def store(self) -> TieredStore:
+        return self._runtime.store
+
+    @property
+    def units(self) -> list[Unit]:
+        return self._runtime.units
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self._runtime.coordinator
+
+    @property
     def device(self) -> torch.device:
-        return self._device.torch
+        return self._runtime.device.torch
 
     @property
     def world_size(self) -> int:
-        return self.groups.ranks.world_size
+        return self.groups.world.size
 
     @property
     def global_rank(self) -> int:
@@ -230,14 +276,28 @@ class Engine(nn.Module):
         return self.groups.ranks.local_rank
 
     @property
-    def loss_scale(self) -> float:
-        """The present loss scale of fp16; 1 in other precisions."""
-        return self._boundary.scaler.scale if self._boundary.scaler is not None else 1.0
+    def global_steps(self) -> int:
+        """Optimizer steps of the run, skipped ones included."""
+        return self._counters.global_steps
 
     @property
-    def grad_factor(self) -> float:
-        """What accumulated gradients are multiplied by: averaging over ranks, and fp16's unscaling."""
-        return self._boundary.grad_factor
+    def micro_steps(self) -> int:
+        """Calls of `step()`."""
+        return self._counters.micro_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples that all ranks have trained on."""
+        return self._counters.global_samples
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._counters.skipped_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale of fp16; 1 in other precisions."""
+        return self._runtime.loss_scale
 
     def train_batch_size(self) -> int:
         return self.config.train_batch
@@ -252,22 +312,27 @@ class Engine(nn.Module):
         return self.config.stage
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float:
-        """The global gradient norm of the latest step, before clipping; infinite when a gradient was not finite."""
+        """Return the global gradient norm of the latest step, before clipping; infinite where an element was not
+        finite.
+        """
         return self._boundary.norm
 
     def get_grad_norms(self) -> dict[str, float]:
-        """The same by parameter, where there was a gradient. After `step()`, before the next backward. Collective."""
-        self._alive("tell the norms of gradients")
+        """Return the gradient norm of every parameter that had a gradient in the latest step, by name. Collective.
+
+        StateError unless it is called after `step()` and before the next backward.
+        """
+        self._check("tell the norms of gradients")
         return self._boundary.grad_norms()
 
     def memory(self, by_unit: bool = False) -> MemoryReport:
-        """Where this rank's bytes are: tier x kind (x unit on request), now and at most; prints as a table."""
-        self._checkpointing.settle()
-        return self._observer.report(by_unit=by_unit)
+        """Return this rank's bytes by tier and kind (and unit on request), now and at most; it prints as a table."""
+        self._runtime.checkpointing.settle()
+        return self._runtime.observer.report(by_unit=by_unit)
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
         """Record what happens in a `with` block: where each step waits, what moves, what memory holds.
@@ -275,18 +340,22 @@ class Engine(nn.Module):
         path: a page (".html") or a Chrome trace (".json") that is written at the end; ranks above 0 put theirs beside
         it. The object has the figures, and writes the other kind, too. One at a time in a process.
         """
-        self._alive("record a timeline")
-        return self._observer.timeline(path)
+        self._check("record a timeline")
+        return self._runtime.observer.timeline(path)
 
     def step_times(self) -> StepTimes:
-        """Where the time of the latest optimizer step went: parts and waits that add up to it. StateError where nothing
-        in the configuration has it counted (docs/monitoring.md)."""
-        return self._progress.step_times()
+        """Return the parts and waits that the time of the latest optimizer step adds up from. StateError where no key
+        of the configuration has it counted (docs/monitoring.md).
+        """
+        return self._runtime.progress.step_times()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's full tensors on rank 0's CPU, empty on other ranks; gathered unit by unit. Collective."""
-        self._hooks.check_tree()
-        return param_access.full_state_dict(self, self.module, wanted=self.global_rank == 0)
+        """Return the module's full tensors on rank 0's CPU, gathered unit by unit; {} on other ranks. Collective."""
+        self._runtime.hooks.check_tree()
+        wanted = self.global_rank == 0
+        params = param_access.full_state_dict(self._runtime, self.module, wanted=wanted)
+        buffers = persistent_buffers(self.module) if wanted else {}
+        return {**params, **{name: buffer.detach().cpu() for name, buffer in buffers.items()}}
 
     # Checkpoints.
 
@@ -304,12 +373,14 @@ class Engine(nn.Module):
         Raises alike on all ranks, and leaves what was saved before: StateError while gradients accumulate,
         TransferError where the drive fails or is full, CheckpointError for what cannot be saved.
         """
-        self._alive("save a checkpoint")
+        self._check("save a checkpoint")
         behind = self.config.config.checkpoint.asynchronous if asynchronous is None else asynchronous
-        return saving.save(
-            self, self._parts, self._boundary, self._background, os.fspath(save_dir), tag, client_state,
-            latest=save_latest, exclude_frozen=exclude_frozen_parameters, behind=behind,
+        request = SaveRequest(
+            Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag), latest=save_latest,
+            frozen=not exclude_frozen_parameters, behind=behind,
         )  # fmt: skip
+        own = self.client_state if client_state is None else client_state
+        return self._checkpoints.save(self._run, request, own)
 
     def load_checkpoint(
         self, load_dir: str | os.PathLike[str], tag: object = None, load_module_strict: bool = True,
@@ -326,12 +397,9 @@ class Engine(nn.Module):
 
         Raises alike on all ranks. CheckpointError: nothing was changed, unless the message says otherwise.
         """
-        self._alive("load a checkpoint", broken_is_fine=True)
-        self._background.finish()
-        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        return loading.load_checkpoint(
-            self, self._parts, self._boundary, self._observer, os.fspath(load_dir), tag, wanted
-        )
+        self._check("load a checkpoint", broken_is_fine=True)
+        options = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return self._checkpoints.load(self._run, Path(load_dir), None if tag is None else str(tag), options)
 
     def resume(self, load_dir: str | os.PathLike[str] | None = None) -> tuple[str | None, Any]:
         """Load the newest checkpoint below `load_dir` (by default checkpoint.path) that is complete and whose bytes are
@@ -340,8 +408,8 @@ class Engine(nn.Module):
 
         (None, {}) where there is none. CheckpointError where there are some and none can be loaded.
         """
-        self._alive("resume", broken_is_fine=True)
-        return loading.resume(self.load_checkpoint, self._parts, load_dir)
+        self._check("resume", broken_is_fine=True)
+        return self._checkpoints.resume(self._run, load_dir)
 
     def export(
         self, folder: str | os.PathLike[str], dtype: str = "bf16", *, max_shard_size: int | str = "5GB",
@@ -354,9 +422,9 @@ class Engine(nn.Module):
         adapters. dtype: "fp32" (of the master weights), "bf16" or "fp16". All ranks must see the folder, which becomes
         what it is in the end by a rename; other files in it stay.
         """
-        self._alive("export")
+        self._check("export")
         return exporting.export_folder(
-            self._parts, os.fspath(folder), dtype=dtype, max_shard_size=max_shard_size, one_file=one_file,
+            self._runtime, Path(folder), dtype=dtype, max_shard_size=max_shard_size, one_file=one_file,
             tokenizer=tokenizer,
         )  # fmt: skip
 
@@ -365,48 +433,38 @@ class Engine(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """DeepSpeed's name for `export` in 16 bits. Nothing is pickled: "pytorch_model.bin" is "model.safetensors"."""
-        self._alive("export")
-        exporting.export_16bit(self._parts, save_dir, save_filename, frozen=not exclude_frozen_parameters)
+        self._check("export")
+        exporting.export_16bit(self._runtime, Path(save_dir), save_filename, frozen=not exclude_frozen_parameters)
         return True
+
+    @property
+    def _run(self) -> Run:
+        """What a checkpoint keeps of the run besides tensors."""
+        return Run(
+            self.module, self._counters, self.optimizer, self._runtime.stepper, self._boundary, self.lr_scheduler,
+            self.training_dataloader,
+        )  # fmt: skip
 
     # The end.
 
     def close(self) -> None:
         """Finish the step that goes on behind the program, then return memory, files, threads and process groups.
 
-        Weights that are whole stay usable; call it as often as you like, a forked child in vain. Raises what went wrong
-        with that step, once everything is returned.
+        Weights that are whole stay usable. Further calls, and calls in a forked child, do nothing. Raise the error of
+        that step, once everything is returned.
         """
         self._close(at_once=False)
 
     def _close(self, *, at_once: bool) -> None:
-        if self._closed or self.store.is_elsewhere:
+        runtime = self._runtime
+        if runtime.health.closed or runtime.store.is_elsewhere:
             return
-        self._closed = True
+        runtime.health.mark_closed()
         with ExitStack() as stack:
-            # Backwards.
-            stack.callback(self._return_everything)
-            stack.callback(self._checkpointing.close)
-            stack.callback(self._parts.compiled.close)
-            stack.callback(self._observer.close)
-            stack.callback(self._progress.close)
-            stack.callback(lambda: self._stepper.close(at_once=at_once))
-            stack.callback(lambda: self._background.close(at_once=at_once))
+            # Last registered, first run.
+            stack.callback(runtime.close, at_once=at_once)
+            stack.callback(self._checkpoints.close, at_once=at_once)
             stack.callback(self._preemption.close)
-
-    def _return_everything(self) -> None:
-        self._hooks.remove()
-        self.coordinator.abandon()
-        self.coordinator.closed = True
-        self.gradients.close()
-        try:
-            self.store.close()
-        finally:
-            for unit in self.units:
-                unit.close()
-            shutdown_threads()
-            self.groups.close()
-            trim()
 
     def __enter__(self) -> Engine:
         return self
@@ -419,36 +477,18 @@ class Engine(nn.Module):
         except Exception as failure:
             if error is None:
                 raise
-            # The error under way is the one to see.
+            # The error under way is the one that the program sees.
             logger.error("while closing the engine: %s", failure)
 
-    # Steps of a step.
-
-    def apply_step(self) -> None:
-        """What `optimizer.step()` runs: step every sub-group, then bring whole units up to date."""
-        self._boundary.apply(self.optimizer.param_groups)
-
-    def _on_landed(self, unit: Unit) -> None:
+    def _on_accumulated(self, unit: Unit) -> None:
         # What was copied out of its partition arrived before its gradients: a step may begin to write it.
         unit.release_lease(wait=True)
         final = self.is_gradient_accumulation_boundary()
-        self._stepper.on_accumulated(unit.layout.index, self.gradients.arrived[unit], final=final)
+        runtime = self._runtime
+        runtime.stepper.on_accumulated(unit.layout.index, runtime.gradients.arrived[unit], final=final)
 
-    def _alive(self, verb: str, *, broken_is_fine: bool = False) -> None:
-        self.store.check_process(verb)
-        if self._closed:
-            raise StateError(f"cannot {verb}: this engine was closed")
-        if self._observer.broken and not broken_is_fine:
-            raise StateError(f"cannot {verb}: {self._observer.broken}")
-        self._stepper.check()
-        self._preemption.check()
-        self.groups.check()
-
-    def _abandon(self, error: BaseException) -> None:
-        """Forward or backward has raised: forget the pass, and have the other ranks told."""
-        self.groups.failed(error)
-        self.coordinator.abandon()
-
-    def _abandon_backward(self, error: BaseException) -> None:
-        self._abandon(error)
-        self._stepper.forget()
+    def _check(self, verb: str, *, broken_is_fine: bool = False) -> None:
+        self._runtime.check(verb, broken_is_fine=broken_is_fine)
+        if self.world_size == 1:
+            # With other ranks, every rank raises it at the end of the same step.
+            self._checkpoints.check()

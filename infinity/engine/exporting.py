@@ -6,23 +6,25 @@ straight to their places in the files. So the folder must be one that all ranks 
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from infinity.checkpoint.describe import describe_model, persistent_buffers, sources_of
-from infinity.checkpoint.description import SHARD_NBYTES, TensorSource, copy_files, float_dtype
+from infinity.checkpoint.describe import describe_model, sources_of
+from infinity.checkpoint.description import SHARD_NBYTES, copy_files, float_dtype
+from infinity.checkpoint.module_tensors import persistent_buffers
 from infinity.checkpoint.ranks import run_on_all_ranks
 from infinity.checkpoint.weight_writer import (
+    EXPORT_NUMEL,
     Shard,
     WeightWriter,
     as_bytes,
-    beside,
     check_complete,
+    folder_beside,
     publish_folder,
     write_texts,
 )
@@ -35,37 +37,31 @@ from infinity.plan.layout import UnitLayout, slices_of
 from infinity.plan.types import Key, Kind
 from infinity.zero.unit import Unit
 
-# Elements that are converted at a time.
-_BLOCK_NUMEL = 4 << 20
-
 
 def export_folder(
-    parts: Runtime, folder: str | Path, *, dtype: str = "bf16", max_shard_size: int | str = SHARD_NBYTES,
+    runtime: Runtime, target: Path, *, dtype: str = "bf16", max_shard_size: int | str = SHARD_NBYTES,
     one_file: bool = False, tokenizer: Any = None, stem: str = "model", frozen: bool = True,
 ) -> Path:  # fmt: skip
     """See `Engine.export`. stem: name of the weights' file. frozen: with parameters that are not trained."""
-    parts.hooks.check_tree()
-    target, chosen = Path(folder), float_dtype(dtype)
-    description, sources = describe_model(parts.module), sources_of(parts.module)
+    runtime.hooks.check_tree()
+    chosen = float_dtype(dtype)
+    description, sources = describe_model(runtime.module), sources_of(runtime.module)
     if not frozen:
-        trained = {slot.name for unit in parts.units if unit.layout.trainable for slot in unit.layout.slots}
+        trained = {slot.name for unit in runtime.units if unit.layout.trainable for slot in unit.layout.slots}
         sources = [source for source in sources if source.name in trained]
     nbytes_max = None if one_file else parse_bytes(max_shard_size)
     shards = description.shards(sources, chosen, stem=stem, nbytes_max=nbytes_max)
-    first = parts.groups.ranks.rank == 0
-    # The folder that rank 0 has made, while it is beside its place.
-    hidden: list[Path] = []
+    first = runtime.groups.ranks.rank == 0
+    ask = partial(run_on_all_ranks, runtime.groups, path=target)
 
     def prepare() -> str:
-        # What the latest step does behind the program comes first.
-        parts.stepper.finish()
+        # The step that may go on beside the program comes first.
+        runtime.stepper.finish()
         if not first:
             return ""
         if target.exists() and not target.is_dir():
             raise ConfigError(f"export: {target} is a file; name a folder")
-        made = beside(target)
-        hidden.append(made)
-        made.mkdir(parents=True)
+        made = stack.enter_context(folder_beside(target))
         write_texts(made, description.companions(shards, chosen, stem=stem))
         if tokenizer is not None:
             tokenizer.save_pretrained(made)
@@ -73,98 +69,91 @@ def export_folder(
         WeightWriter(made, shards, create=True).close()
         return made.name
 
-    try:
-        names = run_on_all_ranks(parts.groups, "beginning of an export", prepare, path=target)
-        made = target.resolve().parent / names[0]
-        done = run_on_all_ranks(
-            parts.groups, "files of an export", lambda: _write(parts, sources, shards, made), path=target
-        )
+    def finish() -> None:
+        if first:
+            check_complete(sum(done), shards, target)
+            publish_folder(made, target)
 
-        def finish() -> None:
-            if first:
-                check_complete(sum(done), shards, target)
-                publish_folder(made, target)
-
-        run_on_all_ranks(parts.groups, "end of an export", finish, path=target)
-    finally:
-        for folder in hidden:
-            shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        made = target.resolve().parent / ask("beginning of an export", prepare)[0]
+        done = ask("files of an export", lambda: _write(runtime, shards, made))
+        ask("end of an export", finish)
     return target
 
 
-def export_16bit(parts: Runtime, folder: str | os.PathLike[str], filename: str, *, frozen: bool) -> None:
+def export_16bit(runtime: Runtime, folder: Path, filename: str, *, frozen: bool) -> None:
     """See `Engine.save_16bit_model`."""
     stem = Path(filename).stem
-    dtype = "fp16" if parts.config.compute_dtype == "fp16" else "bf16"
+    dtype = "fp16" if runtime.config.compute_dtype == "fp16" else "bf16"
     stem = "model" if stem == "pytorch_model" else stem
-    export_folder(parts, os.fspath(folder), dtype=dtype, stem=stem, frozen=frozen)
+    export_folder(runtime, folder, dtype=dtype, stem=stem, frozen=frozen)
 
 
-def _write(parts: Runtime, sources: Sequence[TensorSource], shards: Sequence[Shard], made: Path) -> int:
-    """Write this rank's ranges; returns the bytes."""
-    ranks = parts.groups.ranks
+def _write(runtime: Runtime, shards: Sequence[Shard], made: Path) -> int:
+    """Write this rank's ranges; return the number of bytes."""
+    groups = runtime.groups
     if not made.is_dir():
         raise StateError(
-            f"the folder that rank 0 has made in {made.parent} is not seen by rank {ranks.rank}: every rank writes its "
-            "own part of an export, so name a folder on a drive that all nodes share"
+            f"the folder that rank 0 has made in {made.parent} is not seen by rank {groups.ranks.rank}: every rank "
+            "writes its own part of an export, so name a folder on a drive that all nodes share"
         )
     with WeightWriter(made, shards, create=False) as writer:
         wanted = writer.dtypes
         total = sum(entry.nbytes for shard in shards for entry, _ in shard.entries)
-        progress = PhaseProgress(f"export to {made.parent}", total // parts.groups.data.size)
-        for name, start, values in _elements(parts, wanted):
+        progress = PhaseProgress(f"export to {made.parent}", total // groups.data.size)
+        for name, start, values in _elements(runtime, wanted):
             raw = as_bytes(values, wanted[name], name)
             writer.write(name, start, raw)
             progress.advance(len(raw))
-        if ranks.rank == 0:
-            for name, buffer in persistent_buffers(parts.module).items():
+        if groups.ranks.rank == 0:
+            for name, buffer in persistent_buffers(runtime.module).items():
                 if name in wanted:
                     writer.write(name, 0, as_bytes(buffer.detach().cpu().reshape(-1), wanted[name], name))
         writer.sync()
         return writer.written_nbytes
 
 
-def _elements(parts: Runtime, wanted: Mapping[str, str]) -> Iterator[tuple[str, int, Tensor]]:
+def _elements(runtime: Runtime, wanted: Mapping[str, str]) -> Iterator[tuple[str, int, Tensor]]:
     """(tensor, first element, values [n] on the CPU) of all parameters' elements that this rank writes."""
-    for unit in parts.units:
+    for unit in runtime.units:
         layout: UnitLayout = unit.layout
         dtypes = {wanted[slot.name] for slot in layout.slots if slot.name in wanted}
         if not dtypes:
             continue
-        first, start, stop = _own_range(parts, unit)
+        first, start, stop = _own_range(runtime, unit)
         # 16 bits are in the parameters themselves: no optimizer state is read for them.
-        masters = layout.trainable and dtypes == {"F32"} and layout.dtype != "fp32"
-        for at, values in (_masters if masters else _values)(parts, unit, start, stop):
+        masters = layout.trainable and dtypes == {"fp32"} and layout.dtype != "fp32"
+        for at, values in (_masters if masters else _values)(runtime, unit, start, stop):
             for piece in layout.overlaps(first + at, first + at + values.numel()):
                 if piece.slot.name in wanted:
                     own = values[piece.range_start : piece.range_start + piece.numel]
                     yield piece.slot.name, piece.tensor_start, own
 
 
-def _own_range(parts: Runtime, unit: Unit) -> tuple[int, int, int]:
+def _own_range(runtime: Runtime, unit: Unit) -> tuple[int, int, int]:
     """Where this rank's partition begins in the unit, and the part of it that this rank writes: [start, stop)."""
     numel = unit.layout.partition_numel(unit.placed.parts)
     if unit.placed.parts > 1:
         return unit.rank_in_parts * numel, 0, numel
     # Every rank has everything: each writes a share.
-    group = parts.groups.data
+    group = runtime.groups.data
     return 0, numel * group.index // group.size, numel * (group.index + 1) // group.size
 
 
-def _values(parts: Runtime, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    with parts.store.read(unit.key) as (partition,):
+def _values(runtime: Runtime, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    with runtime.store.read(unit.key) as (partition,):
         whole = partition.view(Kind.PARAM)
-        for at in range(start, stop, _BLOCK_NUMEL):
-            yield at, whole[at : min(at + _BLOCK_NUMEL, stop)].detach().cpu()
+        for at in range(start, stop, EXPORT_NUMEL):
+            yield at, whole[at : min(at + EXPORT_NUMEL, stop)].detach().cpu()
 
 
-def _masters(parts: Runtime, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    for group, piece, at in slices_of(parts.plan.sub_groups, unit.layout.index):
+def _masters(runtime: Runtime, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    for group, piece, at in slices_of(runtime.plan.sub_groups, unit.layout.index):
         low, high = max(start, piece.start), min(stop, piece.start + piece.numel)
         if low >= high:
             continue
-        with parts.store.read(unit.key, Key(Kind.STATES, group.index)) as (partition, states):
+        with runtime.store.read(unit.key, Key(Kind.STATES, group.index)) as (partition, states):
             whole = partition.view(Kind.PARAM)
-            for begin in range(low, high, _BLOCK_NUMEL):
-                end = min(begin + _BLOCK_NUMEL, high)
+            for begin in range(low, high, EXPORT_NUMEL):
+                end = min(begin + EXPORT_NUMEL, high)
                 yield begin, load_masters(whole[begin:end], states, at + begin - piece.start)

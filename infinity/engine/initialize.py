@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,43 +21,30 @@ from infinity.config.optimizer import Adam
 from infinity.distributed.collectives import exchange
 from infinity.distributed.consistency import agree_on_plan
 from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
+from infinity.engine.build_runtime import build_runtime
 from infinity.engine.data import Loader, Workers
 from infinity.engine.engine import Engine
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.model_init import ConfigSource, groups_of
-from infinity.engine.preflight import checkpointed_blocks, preflight, remarks
-from infinity.engine.runtime import Runtime
+from infinity.engine.preflight import preflight, remarks
+from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
 from infinity.log import configure_logging, logger
-from infinity.memory.activation_tier import ActivationTier
 from infinity.memory.ledger import Ledger
-from infinity.memory.queue_options import queue_options
-from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
-from infinity.memory.tiers.nvme import NvmeTier
-from infinity.memory.tiers.pinned import HostMemory, mappings_of_their_own, trim
+from infinity.memory.tiers.pinned import trim
 from infinity.observability.monitors import check_installed
-from infinity.ops.adam import set_threads
-from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.factory import Chosen, adam_from_params, from_name, from_torch
 from infinity.optim.lr import build_scheduler, check_steps_alone
 from infinity.optim.optimizer_view import TieredOptimizer
-from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
 from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind
-from infinity.zero import parameter, weight_tiles
-from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.activation_measurement import measure_activations
-from infinity.zero.compiled import CompiledModules, unwrapped
-from infinity.zero.coordinator import Coordinator
+from infinity.zero.compiled import unwrapped
 from infinity.zero.deferred_init import spool_of
-from infinity.zero.gradients import Gradients
-from infinity.zero.hooks import ModuleHooks
-from infinity.zero.materialize import Materializer
 from infinity.zero.param_access import modify, read
 from infinity.zero.states import ParameterState
-from infinity.zero.unit import Unit
 
 __all__ = ["GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"]
 
@@ -107,19 +93,19 @@ def initialize(
         plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec)
         agree_on_plan(plan, groups.world)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
-        parts = _build(resolved, model, plan, groups, device, trained, ledger, undo)
-        engine = Engine(parts)
-        undo.callback(engine._progress.close)
-        engine.optimizer = TieredOptimizer(
-            trained.groups, trained.optimizer.defaults, engine.apply_step, kind=trained.optimizer.name
-        )
-        engine.lr_scheduler = _scheduler(resolved, lr_scheduler, engine.optimizer)
-        loader = engine.training_dataloader = _loader(resolved, training_data, collate_fn, groups, device)
+        runtime = build_runtime(resolved, model, plan, groups, device, trained.optimizer, ledger, undo)
+        boundary = Boundary(runtime)
+        chosen = trained.optimizer
+        stepped = TieredOptimizer(trained.groups, chosen.defaults, boundary.apply, kind=chosen.name)
+        scheduler = _scheduler(resolved, lr_scheduler, stepped)
+        loader = _loader(resolved, training_data, collate_fn, groups, device)
+        engine = Engine(runtime, boundary, stepped, scheduler, loader)
+        runtime.own_parameters()
         undo.pop_all()
     trim()
     for line in [*remarks(question, model, plan, device), _headline(resolved, plan, trained)]:
         logger.info(line)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    return engine, stepped, loader, scheduler
 
 
 @contextmanager
@@ -172,7 +158,7 @@ def _checked(model: nn.Module | None) -> nn.Module:
                 "pass a model with plain weights, or quantized ones whose parameters are plain int8 or uint8 tensors"
             )
         owner = param.__dict__.get("_infinity_owner")
-        if owner is not None and not owner._closed:
+        if owner is not None and not owner.health.closed:
             raise ConfigError(
                 f"{name} belongs to another engine: close() that one first, or give each engine a model of its own"
             )
@@ -249,128 +235,6 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
     if any(id(param) not in mine for group in trained.groups for param in group["params"]):
         raise ConfigError("model_parameters (or the optimizer) name a parameter that is not in the model")
     return trained
-
-
-@mappings_of_their_own()
-def _build(
-    config: ResolvedConfig,
-    model: nn.Module,
-    plan: Plan,
-    groups: ProcessGroups,
-    device: Device,
-    trained: _Trained,
-    ledger: Ledger,
-    undo: ExitStack,
-) -> Runtime:
-    """Allocate what the plan says and move the model into it. What was built is taken down again when a later part
-    fails.
-    """
-    spool, ranks = spool_of(list(model.parameters())), groups.ranks
-    if spool is not None:
-        undo.callback(groups.close)
-    store = _store(config, plan, ranks, device, ledger)
-    undo.callback(store.close)
-    by_name = dict(model.named_parameters())
-    units = [
-        Unit(
-            layout, placed, weight_tiles.params_of(layout, by_name), store=store, device=device, group=groups.data,
-            ledger=ledger,
-        )  # fmt: skip
-        for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
-    ]
-    Materializer(
-        units, plan=plan, store=store, groups=groups, spool=spool,
-        moments_start=trained.optimizer.method.start,
-    ).run()
-    if spool is not None:
-        spool.close()
-    gradients = Gradients(units, plan=plan, store=store, device=device, groups=groups, ledger=ledger)
-    coordinator = Coordinator(
-        units, plan=plan, store=store, gradients=gradients, group=groups.world, spare=device.spare
-    )
-    for unit in units:
-        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
-            parameter.attach(param, coordinator, slot.name)
-    weight_tiles.adopt_tiles(units, coordinator)
-    for buffer_owner in model.modules():
-        for name, buffer in buffer_owner._buffers.items():
-            if buffer is not None:
-                buffer_owner._buffers[name] = buffer.to(device.torch)
-    hooks = ModuleHooks(model, units, coordinator, group=groups.world, synced=plan.policy.collective_forward)
-    undo.callback(hooks.remove)
-    checkpointing = _checkpointing(config, model, ranks, device, ledger)
-    undo.callback(checkpointing.close)
-    compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
-    undo.callback(compiled.close)
-    stepper = _stepper(config, plan, store, groups, trained)
-    undo.callback(stepper.close)
-    return Runtime(
-        module=model, config=config, plan=plan, device=device, groups=groups, ledger=ledger, store=store, units=units,
-        gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper, checkpointing=checkpointing,
-        compiled=compiled,
-    )  # fmt: skip
-
-
-def _checkpointing(
-    config: ResolvedConfig, model: nn.Module, ranks: Ranks, device: Device, ledger: Ledger
-) -> Checkpointing:
-    """What of the model is computed again in backward, and the tier of its checkpoints where that is not the device."""
-    section = config.config.activation_checkpointing
-    blocks = checkpointed_blocks(config, model)
-    if section.every and not blocks:
-        raise ConfigError(
-            f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
-            "repeats: leave the key out, and call torch.utils.checkpoint in the model"
-        )
-    tier, path = None, config.checkpoint_nvme_path
-    if config.checkpoint_tier != "gpu":
-        open_file = None
-        if path is not None:
-            options = queue_options(config, path)
-            open_file = lambda nbytes: NvmeTier.open(path, nbytes=nbytes, rank=ranks.rank, options=options)  # noqa: E731
-        tier = ActivationTier(
-            device, ledger=ledger, pin=section.offload.pin_memory, buffer_count=section.offload.buffer_count,
-            overlap=config.config.overlap, open_file=open_file,
-        )  # fmt: skip
-    return Checkpointing(model, blocks, keep_ops=section.keep_ops, tier=tier)
-
-
-def _stepper(
-    config: ResolvedConfig, plan: Plan, store: TieredStore, groups: ProcessGroups, trained: _Trained
-) -> Stepper:
-    # Ranks of one node share its cores; the result does not depend on how many there are.
-    ranks = groups.ranks
-    cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
-    set_threads(thread_count(len(cores), ranks.local_size), cores)
-    return Stepper(
-        plan, store, index=groups.data.index, method=trained.optimizer.method, grad_bound=config.clip_value or math.inf
-    )
-
-
-def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, ledger: Ledger) -> TieredStore:
-    """The partitions' memory and, where the plan has extents, this rank's swap file."""
-    nvme = None
-    if plan.nvme_nbytes:
-        assert config.nvme_path is not None
-        options = queue_options(config, config.nvme_path)
-        nvme = NvmeTier.open(config.nvme_path, nbytes=plan.nvme_nbytes, rank=ranks.rank, options=options)
-    sections = (config.zero.offload_param, config.zero.offload_optimizer)
-    pin = all(section is None or section.pin_memory for section in sections)
-    try:
-        return TieredStore(
-            plan.partitions,
-            device=device,
-            host=HostMemory(device, pin=pin, ledger=ledger),
-            ledger=ledger,
-            pools=plan.pools,
-            nvme=nvme,
-            rank=ranks.rank,
-            overlap=plan.policy.overlap,
-        )
-    except BaseException:
-        if nvme is not None:
-            nvme.close()
-        raise
 
 
 def _scheduler(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer) -> Any:

@@ -1,4 +1,4 @@
-"""What `engine.load_checkpoint` does, in its order: collective from end to end, and alike on every rank.
+"""One load of a checkpoint: collective from end to end, and alike on every rank.
 
     found -> compared with the model, the optimizer and the sizes of files -> partitions -> whole units, buffers, state
 
@@ -9,9 +9,9 @@ refuses to go on until a load succeeds.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from infinity.checkpoint.format import (
     Manifest,
     RankIndex,
     TensorInfo,
-    broken,
     check_files,
     complete,
     find,
@@ -37,24 +36,27 @@ from infinity.checkpoint.format import (
     read_manifest,
 )
 from infinity.checkpoint.matching import Match, match, report_mismatch
+from infinity.checkpoint.module_tensors import checkpoint_buffers, tied_names
 from infinity.checkpoint.pieces import holdings
 from infinity.checkpoint.ranks import run_on_all_ranks
 from infinity.checkpoint.restore import CheckpointSource, Filling, ValueSource, fill_partitions
-from infinity.checkpoint.state import Trainee, check_random, check_run, restore_random, restore_run
+from infinity.checkpoint.state import Run, check_random, restore_random
 from infinity.checkpoint.stored import Stored
 from infinity.engine.runtime import Runtime
-from infinity.engine.saving import buffers_of, queue_of, tied_of
-from infinity.engine.step import Boundary
-from infinity.errors import CheckpointError, ConfigError, TransferError
+from infinity.engine.saving import checkpoint_queue, tensors_of
+from infinity.errors import CheckpointError, TransferError
 from infinity.log import PhaseProgress, logger
 from infinity.memory.partition import DTYPES
-from infinity.observability.observer import Observer
 from infinity.zero.weight_files import INDEX, SINGLE, WeightFolder
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a program asks to be loaded."""
+class LoadOptions:
+    """What a program asks to be loaded.
+
+    strict: tensors that are missing or too many are an error. optimizer, scheduler: take their states. module_only:
+    weights and buffers alone.
+    """
 
     strict: bool = True
     optimizer: bool = True
@@ -62,128 +64,158 @@ class Wanted:
     module_only: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Found:
     """A checkpoint, or a folder of weights, that suits the model. `manifest` and `indexes` are the checkpoint's."""
 
     folder: Path
     match: Match
     manifest: Manifest | None = None
-    indexes: list[RankIndex] | None = None
-    client_state: Any = None
+    indexes: Sequence[RankIndex] = ()
+    client_state: Any = field(default_factory=dict)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether an optimizer had anything to step."""
+        return self.manifest is not None and any(info.trainable for info in self.manifest.tensors.values())
 
 
-def load_checkpoint(
-    trainee: Trainee, parts: Runtime, boundary: Boundary, observer: Observer, directory: str | Path, tag: object = None,
-    wanted: Wanted | None = None,
-) -> tuple[str | None, Any]:  # fmt: skip
-    """See `Engine.load_checkpoint`."""
-    found: list[Found | None] = []
-    wanted = wanted or Wanted()
-    path = Path(directory)
+@dataclass(frozen=True)
+class Load:
+    """One load of this rank."""
 
-    def examine() -> str | None:
-        found.append(_find(trainee, parts, boundary, path, None if tag is None else str(tag), wanted))
-        return None if found[0] is None else str(found[0].manifest.id if found[0].manifest else found[0].folder)
+    runtime: Runtime
+    to: Run
+    options: LoadOptions
 
-    seen = run_on_all_ranks(parts.groups, "what to load", examine, path=path)
-    if len(set(seen)) > 1:
-        others = next(rank for rank, each in enumerate(seen) if each != seen[0])
-        raise CheckpointError(
-            path, f"rank 0 sees {seen[0] or 'no checkpoint'} here, rank {others} {seen[others] or 'none'}",
-            "Put it on a drive that all nodes share",
-        )  # fmt: skip
-    chosen = found[0]
-    if chosen is None:
-        return None, {}
-    with _overwriting(observer, chosen.folder):
-        _take_over(trainee, parts, chosen, wanted)
-        _restore(trainee, parts, boundary, chosen, wanted)
-    logger.info("loaded %s", chosen.folder)
-    return str(chosen.folder), chosen.client_state if chosen.manifest is not None else {}
+    def run(self, directory: Path, tag: str | None) -> tuple[str | None, Any]:
+        """See `Engine.load_checkpoint`. Collective."""
+        found: list[Found | None] = []
 
+        def examine() -> str | None:
+            found.append(self._find(directory, tag))
+            return None if found[0] is None else str(found[0].manifest.id if found[0].manifest else found[0].folder)
 
-def resume(
-    load: Callable[[Path, str], tuple[str | None, Any]], parts: Runtime, load_dir: str | os.PathLike[str] | None
-) -> tuple[str | None, Any]:
-    """See `Engine.resume`. `load` loads a tag of a folder; it raises alike on all ranks."""
-    chosen = parts.config.config.checkpoint.path if load_dir is None else load_dir
-    if chosen is None:
-        raise ConfigError("resume() needs a folder: pass one, or set checkpoint.path")
-    directory = Path(chosen)
+        seen = run_on_all_ranks(self.runtime.groups, "what to load", examine, path=directory)
+        if len(set(seen)) > 1:
+            others = next(rank for rank, each in enumerate(seen) if each != seen[0])
+            raise CheckpointError(
+                directory, f"rank 0 sees {seen[0] or 'no checkpoint'} here, rank {others} {seen[others] or 'none'}",
+                "Put it on a drive that all nodes share",
+            )  # fmt: skip
+        chosen = found[0]
+        if chosen is None:
+            return None, {}
+        with self._overwriting(chosen.folder):
+            self._fill(chosen)
+            self._restore(chosen)
+        logger.info("loaded %s", chosen.folder)
+        return str(chosen.folder), chosen.client_state
 
-    def look() -> tuple[list[str], list[tuple[str, str, bool]]]:
-        if parts.groups.ranks.rank != 0:
-            return [], []
-        tags = [folder.name for folder, _ in complete(directory)]
-        return tags, _unusable(directory, tags)
+    def _find(self, directory: Path, tag: str | None) -> Found | None:
+        """Return the checkpoint, looked at as far as can be without reading its tensors; None where there is none."""
+        folder = find(directory, tag)
+        if folder is None:
+            holds_weights = any((directory / name).is_file() for name in (INDEX, SINGLE))
+            if tag is None and latest_tag(directory) is None and holds_weights:
+                with closing(WeightFolder(directory)) as weights:
+                    return Found(directory, self._match(directory, Stored(weights.tensors).tensors, {}))
+            _say_none(directory, tag)
+            return None
+        manifest = read_manifest(folder)
+        indexes = check_files(folder, manifest)
+        found = Found(folder, Match(), manifest, indexes)
+        if not self.options.module_only:
+            self.to.check(
+                manifest.engine, [index.singles for index in indexes], scheduler=self.options.scheduler,
+                optimizer=self.options.optimizer and found.has_states, path=folder,
+            )  # fmt: skip
+            rank = self.runtime.groups.ranks.rank
+            if rank < len(indexes):
+                check_random(indexes[rank].rng, self.runtime.device, path=folder)
+        matched = self._match(folder, manifest.tensors, manifest.tied)
+        with ExtentReader(folder, manifest, indexes) as reader:
+            reader.check_covered(manifest.tensors)
+        return replace(found, match=matched, client_state=_client_state(folder, manifest))
 
-    tags, unusable = run_on_all_ranks(parts.groups, "checkpoints to resume from", look, path=directory)[0]
-    failures: list[str] = []
-    for at, why, was_whole in unusable:
-        logger.warning("not resumed from %s: %s", at, why)
-        failures += [why] if was_whole else []
-    for tag in tags:
+    def _match(self, folder: Path, saved: Mapping[str, TensorInfo], tied: Mapping[str, str]) -> Match:
+        found = match(tensors_of(self.runtime), tied_names(self.runtime.module), saved, tied)
+        report_mismatch(found, folder, strict=self.options.strict)
+        return found
+
+    @contextmanager
+    def _overwriting(self, folder: Path) -> Iterator[None]:
+        """Replace values of the engine in the block; it is broken unless the block comes to its end."""
+        health = self.runtime.health
+        health.mark_broken(
+            f"loading {folder} failed after values had been overwritten, and no load has succeeded since"
+        )
         try:
-            return load(directory, tag)
-        except CheckpointError as error:
-            logger.warning("not resumed from %s: %s", directory / tag, error)
-            failures.append(str(error))
-    if failures:
-        raise CheckpointError(
-            directory, f"none of its {len(failures)} checkpoints can be loaded, one because {failures[-1]}",
-            "Mend what the message says, or begin in another folder",
+            yield
+        except (CheckpointError, TransferError) as error:
+            raise CheckpointError(
+                folder, f"loading failed after values of this engine had been overwritten: {error}",
+                "Call load_checkpoint() with another checkpoint before anything else",
+            ) from error  # fmt: skip
+        health.mark_whole()
+
+    def _fill(self, found: Found) -> None:
+        """Fill the partitions on every rank, then what is whole on the device, and the buffers. Collective."""
+        runtime, options = self.runtime, self.options
+        filling = Filling(
+            plan=runtime.plan, index=runtime.groups.data.index, names=found.match.source,
+            moments=found.manifest is not None and options.optimizer and not options.module_only,
+            start=runtime.stepper.start,
         )  # fmt: skip
-    logger.info("there is no checkpoint to resume from in %s: the run begins", directory)
-    return None, {}
 
+        def job() -> None:
+            for settle in (runtime.stepper.reset, runtime.coordinator.next_step, runtime.gradients.reset):
+                settle()
+            with self._source(found) as source:
+                fill_partitions(filling, runtime.store, source)
+                self._fill_buffers(found, source)
 
-def _unusable(directory: Path, tags: list[str]) -> list[tuple[str, str, bool]]:
-    """(path, why, whether there was a checkpoint) of what is no checkpoint or none any more; `tags` are those that are.
+        run_on_all_ranks(runtime.groups, "partitions of a checkpoint", job, path=found.folder)
+        for unit in runtime.units:
+            if unit.placed.whole:
+                unit.refresh()
 
-    Other programs keep a manifest.json, too, but no files of our names beside it. A save writes `latest` when its
-    checkpoint is complete: what that names was one.
-    """
-    named, found = None, []
-    try:
-        named = latest_tag(directory)
-    except CheckpointError as error:
-        found.append((error.path, str(error), True))
-    for at, why in broken(directory):
-        ours = any(identity_of(name) is not None for name in os.listdir(at))
-        found.append((str(at), why, at.name == named or (ours and (at / MANIFEST).exists())))
-    known = [*tags, *(Path(path).name for path, _, _ in found)]
-    if named is not None and named not in known:
-        found.append((str(directory / named), f"`latest` names {named}, and there is nothing of it", True))
-    return found
+    @contextmanager
+    def _source(self, found: Found) -> Iterator[ValueSource]:
+        runtime = self.runtime
+        with ExitStack() as stack:
+            if found.manifest is None:
+                yield Stored(stack.enter_context(closing(WeightFolder(found.folder))).tensors)
+                return
+            queue = stack.enter_context(checkpoint_queue(runtime))
+            total = sum(piece.nbytes for piece in holdings(runtime.plan, runtime.groups.data.index))
+            tell = PhaseProgress(f"loading {found.folder}", total).advance
+            reader = ExtentReader(found.folder, found.manifest, found.indexes, queue, tell)
+            yield CheckpointSource(stack.enter_context(reader))
 
+    def _fill_buffers(self, found: Found, source: ValueSource) -> None:
+        for name, buffer in checkpoint_buffers(self.runtime.module).items():
+            saved = found.match.source[name]
+            if saved is None or not buffer.numel():
+                continue
+            info = source.tensors[saved]
+            values = torch.empty(buffer.numel(), dtype=DTYPES[info.dtype], device="cpu")
+            source.read(saved, BUFFER if BUFFER in info.kinds else PARAM, 0, buffer.numel(), values)
+            with torch.no_grad():
+                buffer.copy_(values.view(info.shape))
 
-def _find(
-    trainee: Trainee, parts: Runtime, boundary: Boundary, directory: Path, tag: str | None, wanted: Wanted
-) -> Found | None:
-    """The checkpoint, looked at as far as can be without reading its tensors; None where there is none."""
-    folder = find(directory, tag)
-    if folder is None:
-        holds_weights = any((directory / name).is_file() for name in (INDEX, SINGLE))
-        if tag is None and latest_tag(directory) is None and holds_weights:
-            return _find_weights(parts, directory, wanted)
-        _say_none(directory, tag)
-        return None
-    manifest = read_manifest(folder)
-    indexes = check_files(folder, manifest)
-    if not wanted.module_only:
-        check_run(
-            trainee, boundary, manifest.engine, [index.singles for index in indexes],
-            optimizer=wanted.optimizer and _has_states(manifest), scheduler=wanted.scheduler, path=folder,
+    def _restore(self, found: Found) -> None:
+        """Give the run its counters, schedules and random states back."""
+        if found.manifest is None or self.options.module_only:
+            return
+        config, rank = self.runtime.config, self.runtime.groups.ranks.rank
+        self.to.restore(
+            found.manifest.engine, [index.singles for index in found.indexes], found.match.source,
+            optimizer=self.options.optimizer and found.has_states, scheduler=self.options.scheduler,
+            accumulation=config.accumulation if config.config.managed_gradient_accumulation else 1, path=found.folder,
         )  # fmt: skip
-        rank = parts.groups.ranks.rank
-        if rank < len(indexes):
-            check_random(indexes[rank].rng, parts.device, path=folder)
-    found = match(_tensors(parts), tied_of(parts.module), manifest.tensors, manifest.tied)
-    report_mismatch(found, folder, strict=wanted.strict)
-    with ExtentReader(folder, manifest, indexes) as reader:
-        reader.check_covered(manifest.tensors)
-    return Found(folder, found, manifest, indexes, _client_state(folder, manifest))
+        if rank < len(found.indexes):
+            restore_random(found.indexes[rank].rng, self.runtime.device)
 
 
 def _client_state(folder: Path, manifest: Manifest) -> Any:
@@ -198,17 +230,6 @@ def _client_state(folder: Path, manifest: Manifest) -> Any:
             folder, f"its client_state cannot be read ({error})",
             "Load another checkpoint, or load_module_only=True for the weights alone",
         ) from error  # fmt: skip
-
-
-def _find_weights(parts: Runtime, folder: Path, wanted: Wanted) -> Found:
-    """A folder of safetensors files."""
-    weights = WeightFolder(folder)
-    try:
-        found = match(_tensors(parts), tied_of(parts.module), Stored(weights.tensors).tensors, {})
-        report_mismatch(found, folder, strict=wanted.strict)
-    finally:
-        weights.close()
-    return Found(folder, found)
 
 
 def _say_none(directory: Path, tag: str | None) -> None:
@@ -230,98 +251,3 @@ def _say_none(directory: Path, tag: str | None) -> None:
         )
     more = f"; there are {there}" if there else ""
     logger.warning("nothing loaded: there is no `latest`, and no tag was given, in %s%s", directory, more)
-
-
-def _has_states(manifest: Manifest) -> bool:
-    return any(info.trainable for info in manifest.tensors.values())
-
-
-def _tensors(parts: Runtime) -> dict[str, TensorInfo]:
-    """What the model has."""
-    tensors = {
-        slot.name: TensorInfo(slot.shape, layout.dtype, layout.trainable, (PARAM,))
-        for layout in parts.plan.layouts
-        for slot in layout.slots
-    }
-    for name, dtype, buffer in buffers_of(parts.module):
-        tensors[name] = TensorInfo(tuple(buffer.shape), dtype, trainable=False, kinds=(BUFFER,))
-    return tensors
-
-
-@contextmanager
-def _overwriting(observer: Observer, folder: Path) -> Iterator[None]:
-    """Values of the engine are being replaced: it is unusable unless the block comes to its end."""
-    observer.broken = f"loading {folder} failed after values had been overwritten, and no load has succeeded since"
-    try:
-        yield
-    except (CheckpointError, TransferError) as error:
-        raise CheckpointError(
-            folder, f"loading failed after values of this engine had been overwritten: {error}",
-            "Call load_checkpoint() with another checkpoint before anything else",
-        ) from error  # fmt: skip
-    observer.broken = ""
-
-
-def _take_over(trainee: Trainee, parts: Runtime, found: Found, wanted: Wanted) -> None:
-    """Partitions on every rank, then what is whole on the device."""
-    filling = Filling(
-        plan=parts.plan, index=parts.groups.data.index, names=found.match.source,
-        moments=found.manifest is not None and wanted.optimizer and not wanted.module_only,
-        start=parts.stepper.start,
-    )  # fmt: skip
-
-    def job() -> None:
-        for settle in (parts.stepper.reset, parts.coordinator.next_step, parts.gradients.reset):
-            settle()
-        with _source(found, parts) as source:
-            fill_partitions(filling, parts.store, source)
-            _fill_buffers(parts, found, source)
-
-    run_on_all_ranks(parts.groups, "partitions of a checkpoint", job, path=found.folder)
-    for unit in parts.units:
-        if unit.placed.whole:
-            unit.refresh()
-
-
-@contextmanager
-def _source(found: Found, parts: Runtime) -> Iterator[ValueSource]:
-    with ExitStack() as stack:
-        if found.manifest is None:
-            weights = WeightFolder(found.folder)
-            stack.callback(weights.close)
-            yield Stored(weights.tensors)
-            return
-        assert found.indexes is not None
-        queue = stack.enter_context(queue_of(parts))
-        total = sum(piece.nbytes for piece in holdings(parts.plan, parts.groups.data.index))
-        progress = PhaseProgress(f"loading {found.folder}", total)
-        yield CheckpointSource(
-            stack.enter_context(ExtentReader(found.folder, found.manifest, found.indexes, queue, progress.advance))
-        )
-
-
-def _fill_buffers(parts: Runtime, found: Found, source: ValueSource) -> None:
-    for name, _, buffer in buffers_of(parts.module):
-        saved = found.match.source[name]
-        if saved is None or not buffer.numel():
-            continue
-        info = source.tensors[saved]
-        values = torch.empty(buffer.numel(), dtype=DTYPES[info.dtype], device="cpu")
-        source.read(saved, BUFFER if BUFFER in info.kinds else PARAM, 0, buffer.numel(), values)
-        with torch.no_grad():
-            buffer.copy_(values.view(info.shape))
-
-
-def _restore(trainee: Trainee, parts: Runtime, boundary: Boundary, found: Found, wanted: Wanted) -> None:
-    manifest, indexes = found.manifest, found.indexes
-    if manifest is None or indexes is None or wanted.module_only:
-        return
-    managed = parts.config.config.managed_gradient_accumulation
-    restore_run(
-        trainee, parts.stepper, boundary, manifest.engine, [index.singles for index in indexes], found.match.source,
-        optimizer=wanted.optimizer and _has_states(manifest), scheduler=wanted.scheduler,
-        accumulation=parts.config.accumulation if managed else 1, path=found.folder,
-    )  # fmt: skip
-    rank = parts.groups.ranks.rank
-    if rank < len(indexes):
-        restore_random(indexes[rank].rng, parts.device)

@@ -1,80 +1,68 @@
-"""What an engine does about checkpoints by itself: it saves when it is told to end and when it gives up, and says when
-a save behind the program has failed.
+"""Signals that ask a run to end: remembered until the running step is over.
 
-All of that happens at the end of a step, on every rank at the same one: which step that is the ranks have agreed on in
-the exchange that every step has anyway.
+A scheduler warns before it takes a machine away (Slurm sends what `--signal` says, torchrun and kill send SIGTERM). The
+handler only notes the signal. After each step the engine looks at `received`, agrees with the other ranks in the
+exchange that every step has anyway, saves and ends. A second signal of the same kind goes to the previous handler, so
+repeating it terminates the process as usual.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
 
-from infinity.checkpoint.background import Background
-from infinity.engine.signals import Signals
-from infinity.engine.step import StepVerdict
-from infinity.errors import InfinityError
-from infinity.log import logger
-
-
-class Saving(Protocol):
-    """What is needed of an engine."""
-
-    global_steps: int
-
-    def save_checkpoint(self, save_dir: str, tag: object = None, *, asynchronous: bool | None = None) -> str: ...
-
-    def close(self) -> None: ...
+from infinity.log import warn_once
 
 
 class PreemptionHandler:
-    """One engine's. `path`: where it saves; None saves nothing. `signals`: upon which it ends."""
+    """Listens to signals by name until `close`. Only Python's main thread can listen; elsewhere a warning says so."""
 
-    def __init__(self, path: str | None, signals: Sequence[str], background: Background, *, alone: bool) -> None:
-        self._path = path
-        self._signals = Signals(signals)
-        self._background = background
-        self._alone = alone
-
-    def says(self) -> tuple[bool, bool]:
-        """What this rank tells the others at every step: it was told to end; a save of its own has failed."""
-        return bool(self._signals.received), self._background.pending
-
-    def check(self) -> None:
-        """Raise what has gone wrong behind the program, where no other rank has to raise it at the same place."""
-        if self._alone:
-            self._background.check()
-
-    def after_step(self, engine: Saving, verdict: StepVerdict) -> None:
-        """End the process with status 0 behind a checkpoint, when a rank was told to; raise what a save behind the
-        program has failed with. Collective.
-        """
-        # With other ranks, what came since they agreed has to wait for the next step.
-        ending, failed = self.says() if self._alone else verdict.heard
-        if failed:
-            # Every rank's thread comes to the same end, a moment sooner or later.
-            self._background.finish()
-        if not ending:
-            return
-        assert self._path is not None, "the configuration names a folder with the signals"
-        tag = engine.save_checkpoint(self._path, asynchronous=False)
-        told = self._signals.received or "a signal on another rank"
-        logger.warning("%s: step %d is saved as %s in %s; the program ends", told, engine.global_steps, tag, self._path)
-        engine.close()
-        raise SystemExit(0)
-
-    def abort_with_save(self, engine: Saving, error: Callable[[str], InfinityError]) -> None:
-        """Save the last good step and raise `error`, which is told what became of that. Collective."""
-        if self._path is None:
-            raise error("Name a folder in checkpoint.path to have them saved when this happens.")
-        try:
-            tag = engine.save_checkpoint(
-                self._path, f"global_step{engine.global_steps}-emergency", asynchronous=False
+    def __init__(self, names: Sequence[str]) -> None:
+        # The name of the first signal that came; "" before.
+        self.received = ""
+        self._before: dict[int, Any] = {}
+        _listening.add(self)
+        if names and threading.current_thread() is not threading.main_thread():
+            warn_once(
+                "signals-elsewhere",
+                f"checkpoint.on_signal: {', '.join(names)} cannot be heard, because the engine was made outside of the "
+                "program's main thread: make it there, or call engine.save_checkpoint() yourself",
             )
-        except Exception as failure:
-            raise error(f"They could not be saved: {failure}") from failure
-        raise error(f"They are saved as {tag} in {self._path}.")
+            return
+        for name in names:
+            number = signal.Signals[name].value
+            # None: a handler that was not installed from Python, and cannot be put back.
+            self._before[number] = signal.getsignal(number) or signal.SIG_DFL
+            signal.signal(number, self._note)
 
     def close(self) -> None:
-        """Listen to no signal any more."""
-        self._signals.close()
+        """Put the previous handlers back, where no others were installed since."""
+        while self._before:
+            number, before = self._before.popitem()
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.received == name:
+            signal.signal(number, self._before.pop(number, signal.SIG_DFL))
+            os.kill(os.getpid(), number)
+            return
+        self.received = self.received or name
+
+
+_listening: weakref.WeakSet[PreemptionHandler] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # A forked child, such as a data loader's worker, is told to end by the same signals, and has no step to finish.
+    for handler in list(_listening):
+        handler.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,18 +1,28 @@
-"""What `initialize` builds, in the order in which it builds it, and hands to the engine."""
+"""What `initialize` built, whether it can go on, and the order in which it is taken down."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.process_groups import ProcessGroups
+from infinity.errors import StateError
 from infinity.memory.ledger import Ledger
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
+from infinity.memory.tiers.pinned import trim
+from infinity.observability import trace
+from infinity.observability.observer import Observer
+from infinity.observability.progress import StepProgress
+from infinity.ops.adam import shutdown_threads
+from infinity.optim.loss_scaler import LossScaler
 from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
+from infinity.zero import parameter
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
@@ -21,9 +31,33 @@ from infinity.zero.hooks import ModuleHooks
 from infinity.zero.unit import Unit
 
 
-@dataclass
+class Health:
+    """Whether the engine can go on.
+
+    `broken` is the reason why it cannot, after a step or a load that failed in the middle; "" while it can. `closed`:
+    everything was returned.
+    """
+
+    def __init__(self) -> None:
+        self.broken = ""
+        self.closed = False
+
+    def mark_broken(self, reason: str) -> None:
+        """Refuse every further verb with `reason`, until `mark_whole`."""
+        self.broken = reason
+
+    def mark_whole(self) -> None:
+        """A load has replaced every value: the engine can go on again."""
+        self.broken = ""
+
+    def mark_closed(self) -> None:
+        """Refuse every further verb for good."""
+        self.closed = True
+
+
+@dataclass(frozen=True, eq=False)
 class Runtime:
-    """Everything that an engine runs."""
+    """Everything that an engine runs, in the order in which it was built."""
 
     module: nn.Module
     config: ResolvedConfig
@@ -36,6 +70,97 @@ class Runtime:
     gradients: Gradients
     coordinator: Coordinator
     hooks: ModuleHooks
-    stepper: Stepper
     checkpointing: Checkpointing
     compiled: CompiledModules
+    stepper: Stepper
+    # fp16's; None in other precisions.
+    scaler: LossScaler | None
+    observer: Observer
+    progress: StepProgress
+    health: Health = field(default_factory=Health)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by: fp16's present loss scale, 1 in other precisions."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    @property
+    def grad_factor(self) -> float:
+        """What accumulated gradients are multiplied by: averaging over data-parallel ranks, and fp16's unscaling."""
+        ranks = self.groups.data.size if self.config.config.gradient_allreduce_op == "mean" else 1
+        return 1.0 / ranks / self.loss_scale
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether a gradient that is not finite skips the whole step, or (on request) leaves its own elements out."""
+        return self.config.checks_gradients or not self.stepper.guarded
+
+    def own_parameters(self) -> None:
+        """Have every parameter of the module name this runtime as the one that trains it."""
+        for unit in self.units:
+            for param in unit.params:
+                parameter.give_to(parameter.whole_of(param), self)
+
+    def check(self, verb: str, *, broken_is_fine: bool = False) -> None:
+        """Raise what stands against `verb`: StateError in a forked child, for a closed or a broken engine; the error of
+        the optimizer step that goes on beside the program; DesyncError when the ranks have lost each other.
+        """
+        self.store.check_process(verb)
+        if self.health.closed:
+            raise StateError(f"cannot {verb}: this engine was closed")
+        if self.health.broken and not broken_is_fine:
+            raise StateError(f"cannot {verb}: {self.health.broken}")
+        self.stepper.check()
+        self.groups.check()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """One verb of the loop: "forward", "backward" or "step".
+
+        When the block raises, the other ranks are told, and the pass is abandoned. An error for lack of memory becomes
+        a MemoryRefused that shows the ledger; in the step it breaks the engine, for some weights are stepped then.
+        """
+        try:
+            with trace.span(trace.PHASE, name):
+                yield
+        except BaseException as error:
+            self.groups.failed(error)
+            if name != "step":
+                self.coordinator.abandon()
+            if name == "backward":
+                self.stepper.forget()
+            refused = self.observer.explain(error, name, broken=self.health.broken)
+            if refused is None:
+                raise
+            if name == "step":
+                self.health.mark_broken("its latest step ended for lack of memory, with some of the weights stepped")
+            raise refused from error
+
+    def close(self, *, at_once: bool) -> None:
+        """Return memory, files, threads and process groups, the latest built first; each part is closed even if one
+        before it raises.
+
+        at_once: do not finish the optimizer step that goes on beside the program.
+        """
+        with ExitStack() as stack:
+            # Last registered, first run.
+            stack.callback(self._release)
+            stack.callback(self.checkpointing.close)
+            stack.callback(self.compiled.close)
+            stack.callback(self.observer.close)
+            stack.callback(self.progress.close)
+            stack.callback(self.stepper.close, at_once=at_once)
+
+    def _release(self) -> None:
+        """Take the module off the tiers and give the tiers back."""
+        self.hooks.remove()
+        self.coordinator.close()
+        self.gradients.close()
+        try:
+            self.store.close()
+        finally:
+            for unit in self.units:
+                unit.close()
+            shutdown_threads()
+            self.groups.close()
+            trim()

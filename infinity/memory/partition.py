@@ -39,13 +39,10 @@ from torch import Tensor
 
 from infinity.errors import StateError
 from infinity.ops.transfer import Transfer
-from infinity.plan.types import EXTENT_ALIGNMENT, Extent, Key, Kind, PartitionSpec, Tier, align_up
+from infinity.plan.types import EXTENT_ALIGNMENT, TORCH_NAMES, Extent, Key, Kind, PartitionSpec, Tier, align_up
 
-DTYPES = {
-    "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int64": torch.int64,
-    "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool,
-    "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
-}  # fmt: skip
+# torch's dtypes by the plan's names.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, theirs) for name, theirs in TORCH_NAMES.items()}
 
 
 class State(Enum):

@@ -6,13 +6,11 @@ It follows the loop's verbs from outside and never changes what they do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from infinity.config.schema import Config
 from infinity.log import logger
 from infinity.memory.memory_report import MemoryReport
-from infinity.observability import trace
+from infinity.memory.refusal import MemoryRefused
 from infinity.observability.memory_breakdown import Breakdown
 from infinity.observability.timeline import Timeline
 
@@ -32,10 +30,9 @@ _OTHERS = " The other ranks are told, and end."
 
 
 class Observer:
-    """One engine's. `broken`: why the engine cannot go on, after a step or a load that failed in the middle."""
+    """One engine's."""
 
     def __init__(self, breakdown: Breakdown, config: Config, *, rank: int, world_size: int) -> None:
-        self.broken = ""
         self._breakdown = breakdown
         self._config = config
         self._rank = rank
@@ -50,23 +47,12 @@ class Observer:
         """See `Engine.timeline`."""
         return Timeline(path, rank=self._rank, describe=self._breakdown.name, begin=self._breakdown.tell_levels)
 
-    @contextmanager
-    def phase(self, name: str, undo: Callable[[BaseException], None]) -> Iterator[None]:
-        """One verb of the loop; `undo` follows a failure, and may find that the engine is broken. Where memory lacks,
-        the error shows the ledger.
+    def explain(self, error: BaseException, phase: str, *, broken: str) -> MemoryRefused | None:
+        """Return a MemoryRefused that shows the ledger, for an error that means that memory ran out in `phase`; None
+        for any other. broken: why the engine cannot go on; "" where it can.
         """
-        try:
-            with trace.span(trace.PHASE, name):
-                yield
-        except BaseException as error:
-            undo(error)
-            after = f"This engine cannot go on: {self.broken}." if self.broken else _AFTER[name]
-            told = self._breakdown.explain(error, name, after + ("" if self._alone else _OTHERS))
-            if told is None:
-                raise
-            if name == "step":
-                self.broken = "its latest step ended for lack of memory, with some of the weights stepped"
-            raise told from error
+        after = f"This engine cannot go on: {broken}." if broken else _AFTER[phase]
+        return self._breakdown.explain(error, phase, after + ("" if self._alone else _OTHERS))
 
     def begin_step(self, step: int) -> None:
         """A forward of optimizer step `step` (from 1 on) begins. The one that the configuration wants is recorded."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ class TieredOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], defaults: dict[str, Any], run: Callable[[], None], *, kind: str
-    ) -> None:
-        """`kind`: the name of the rule, such as "AdamW"."""
+        self, groups: list[dict[str, Any]], defaults: dict[str, Any],
+        run: Callable[[Sequence[dict[str, Any]]], None], *, kind: str,
+    ) -> None:  # fmt: skip
+        """run: steps the partitions with live parameter groups. kind: the name of the rule, such as "AdamW"."""
         self._run = run
         self.kind = kind
         super().__init__(groups, defaults)
@@ -33,7 +34,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 "the optimizer of an engine takes no closure: call engine.backward(loss), then engine.step()"
             )
-        self._run()
+        self._run(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients are consumed by the step; `engine.zero_grad()` throws away accumulated ones."""

@@ -17,13 +17,9 @@ from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.plan.tiles import cut_rows, may_be_cut
+from infinity.plan.types import FLOATING_DTYPES, TORCH_NAMES
 
-_DTYPE_NAMES = {
-    "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int64": "int64", "int32": "int32",
-    "int16": "int16", "int8": "int8", "uint8": "uint8", "bool": "bool", "float8_e4m3fn": "fp8_e4m3fn",
-    "float8_e5m2": "fp8_e5m2",
-}  # fmt: skip
-_FLOATING = ("fp64", "fp32", "bf16", "fp16")
+_DTYPE_NAMES = {theirs: name for name, theirs in TORCH_NAMES.items()}
 # Class names of modules whose forward chooses parameters by the data.
 _DATA_DEPENDENT = re.compile(r"(moe|mixtureofexperts|experts?)(block|layer|mlp|mixer)?$", re.IGNORECASE)
 # Class names of what such a module chooses from: several of one class below a module make that module data-dependent.
@@ -204,7 +200,7 @@ def module_tree(module: Any, *, compute_dtype: str, groups: dict[int, int] | Non
             dtype = dtype_name(param.dtype)
             group = (0 if param.requires_grad else -1) if groups is None else groups.get(id(param), -1)
             specs[id(param)] = ParamSpec(
-                name=first, shape=tuple(param.shape), dtype=compute_dtype if dtype in _FLOATING else dtype,
+                name=first, shape=tuple(param.shape), dtype=compute_dtype if dtype in FLOATING_DTYPES else dtype,
                 group=group if param.requires_grad else -1, tied=tuple(others),
             )  # fmt: skip
         return specs[id(param)]

@@ -8,11 +8,18 @@ from typing import NamedTuple
 
 from infinity.plan.palette import KINDS
 
-# Bytes an element, by the name the plan uses for a dtype.
-DTYPE_NBYTES = {
-    "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "fp8_e4m3fn": 1, "fp8_e5m2": 1,
+# Each dtype by the name that the plan uses: torch's name, the name in safetensors files, bytes an element.
+_DTYPES = {
+    "fp64": ("float64", "F64", 8), "fp32": ("float32", "F32", 4), "bf16": ("bfloat16", "BF16", 2),
+    "fp16": ("float16", "F16", 2), "int64": ("int64", "I64", 8), "int32": ("int32", "I32", 4),
+    "int16": ("int16", "I16", 2), "int8": ("int8", "I8", 1), "uint8": ("uint8", "U8", 1), "bool": ("bool", "BOOL", 1),
+    "fp8_e4m3fn": ("float8_e4m3fn", "F8_E4M3", 1), "fp8_e5m2": ("float8_e5m2", "F8_E5M2", 1),
 }  # fmt: skip
+TORCH_NAMES = {name: theirs for name, (theirs, _, _) in _DTYPES.items()}
+SAFETENSORS_NAMES = {name: theirs for name, (_, theirs, _) in _DTYPES.items()}
+DTYPE_NBYTES = {name: nbytes for name, (_, _, nbytes) in _DTYPES.items()}
+# Values of these are converted into each other.
+FLOATING_DTYPES = ("fp64", "fp32", "bf16", "fp16")
 
 # O_DIRECT wants offsets and lengths in multiples of the logical block; 4 KiB serves 512-byte and 4Kn drives alike.
 EXTENT_ALIGNMENT = 4096

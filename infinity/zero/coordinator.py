@@ -319,6 +319,11 @@ class Coordinator:
                 self._schedules[mode] = self._schedule(tuple(self._trace))
         self._release_idle()
 
+    def close(self) -> None:
+        """Drop the pass under way; from here on weights that are left on their tiers cannot be made whole."""
+        self.abandon()
+        self.closed = True
+
     def check_unchanged(self) -> None:
         """StateError where the program has changed a parameter in place that the next step would set back."""
         for unit in self._units:

@@ -34,12 +34,23 @@ Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 class EngineView(Protocol):
     """What an engine offers to this file."""
 
-    plan: Plan
-    store: TieredStore
-    groups: ProcessGroups
-    coordinator: Coordinator
-    gradients: Gradients
-    units: list[Unit]
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def store(self) -> TieredStore: ...
+
+    @property
+    def groups(self) -> ProcessGroups: ...
+
+    @property
+    def coordinator(self) -> Coordinator: ...
+
+    @property
+    def gradients(self) -> Gradients: ...
+
+    @property
+    def units(self) -> list[Unit]: ...
 
     @property
     def grad_factor(self) -> float: ...
@@ -66,7 +77,7 @@ def units_of(owner: EngineView, params: Iterable[nn.Parameter]) -> list[Unit]:
 
 
 def full_state_dict(owner: EngineView, module: nn.Module, *, wanted: bool) -> dict[str, Tensor]:
-    """A module's full tensors in CPU memory, gathered unit by unit; empty where they are not wanted. Collective."""
+    """A module's full parameters in CPU memory, gathered unit by unit; {} where they are not wanted. Collective."""
     whole: dict[int, Tensor] = {}
     for unit in owner.units:
         with gathered(owner, [unit]):
@@ -78,13 +89,7 @@ def full_state_dict(owner: EngineView, module: nn.Module, *, wanted: bool) -> di
     if not wanted:
         return {}
     names = {name: param for name, param in module.named_parameters(remove_duplicate=False)}
-    skipped = {
-        f"{path}.{name}" if path else name
-        for path, inner in module.named_modules()
-        for name in inner._non_persistent_buffers_set
-    }
-    buffers = {name: b.detach().cpu() for name, b in module.named_buffers() if name not in skipped}
-    return {**{name: whole[id(param)] for name, param in names.items()}, **buffers}
+    return {name: whole[id(param)] for name, param in names.items()}
 
 
 def _put_rows(whole: dict[int, Tensor], tile: nn.Parameter, slot: Slot) -> None:

@@ -117,6 +117,11 @@ def attach(param: nn.Parameter, keeper: ParamOwner, name: str = "") -> None:
     param.__dict__["_infinity_name"] = name or param.__dict__.get("_infinity_name", "")
 
 
+def give_to(param: nn.Parameter, engine: object) -> None:
+    """Remember which engine trains a parameter of the model (see `infinity.zero.param_access.EngineView`)."""
+    param.__dict__["_infinity_owner"] = engine
+
+
 def forget(param: nn.Parameter) -> None:
     """Undo `attach`: the parameter is the program's, and ordinary."""
     for name in ("_infinity_keeper", "_infinity_name", "_infinity_owner"):

@@ -282,6 +282,12 @@ class Unit:
             if not parameter.is_released(param):
                 parameter.release(param, stand_in)
 
+    def stepped(self) -> None:
+        """The optimizer has changed the partition: what was computed with older values is outdated."""
+        self.generation += 1
+        if self.placed.whole:
+            self.refresh()
+
     def refresh(self) -> None:
         """Bring a whole unit up to date with the partitions that the optimizer has written."""
         self.state = GatherState.GATHERING

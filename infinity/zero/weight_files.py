@@ -21,6 +21,8 @@ from torch import Tensor
 
 from infinity.config.untrusted import parse_json, plain_name, read_metadata, shortened
 from infinity.errors import ConfigError, TransferError
+from infinity.memory.partition import DTYPES
+from infinity.plan.types import SAFETENSORS_NAMES
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -31,11 +33,7 @@ _HEADER_NBYTES_MAX = 100_000_000
 _DIMS_MAX = 64
 # Sizes are below this: they are numbers of 64 bits in every library.
 _COUNT_END = 2**62
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+_DTYPES = {theirs: DTYPES[name] for name, theirs in SAFETENSORS_NAMES.items()}
 
 
 class SafetensorsFile:

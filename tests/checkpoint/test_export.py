@@ -266,7 +266,7 @@ def test_an_adapter_that_peft_computes_is_refused_at_the_export_and_not_before()
     refused = describing.Description("PeftModel", refusal="peft computes what it saves of X")
     assert describing.Description.from_json(json.loads(json.dumps(refused.to_json()))) == refused
     with pytest.raises(ConfigError, match="peft computes"):
-        refused.shards([], "BF16")
+        refused.shards([], "bf16")
 
 
 def test_a_checkpoint_without_frozen_parameters_says_so(tmp_path: Path) -> None:
@@ -322,7 +322,8 @@ def test_a_tokenizer_can_be_given(tmp_path: Path) -> None:
 def test_ranges_in_any_order_make_the_files_and_none_may_be_missing(tmp_path: Path) -> None:
     source = torch.arange(1000, dtype=torch.int32)
     entries = [
-        Entry("a", "I32", (10, 30), "s", 0), Entry("none", "F32", (0, 4), "n"), Entry("b", "I32", (700,), "s", 300),
+        Entry("a", "int32", (10, 30), "s", 0), Entry("none", "fp32", (0, 4), "n"),
+        Entry("b", "int32", (700,), "s", 300),
     ]  # fmt: skip
     shards = cut_into_shards(entries, "model", 2000)
     assert [shard.name for shard in shards] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

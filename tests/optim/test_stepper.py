@@ -20,17 +20,17 @@ def test_no_gradients_arrive_inside_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     update = SubGroupUpdater.update
 
     def meddling(self: SubGroupUpdater, *arguments: Any) -> None:
-        seen.append(engine._stepper._state)
+        seen.append(engine._runtime.stepper._state)
         with pytest.raises(StateError, match="from stepping to accumulating"):
-            engine._stepper.on_accumulated(0, [True], final=True)
+            engine._runtime.stepper.on_accumulated(0, [True], final=True)
         update(self, *arguments)
 
     monkeypatch.setattr(SubGroupUpdater, "update", meddling)
     config = {"train_batch_size": 1, "overlap": False, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
     with infinity.initialize(model=nn.Linear(2, 2), config=config)[0] as engine:
-        assert engine._stepper._state is StepperState.IDLE
+        assert engine._runtime.stepper._state is StepperState.IDLE
         engine.backward(engine(torch.ones(1, 2)).sum())
-        assert engine._stepper._state is StepperState.ACCUMULATING
+        assert engine._runtime.stepper._state is StepperState.ACCUMULATING
         engine.step()
-        assert engine._stepper._state is StepperState.IDLE
+        assert engine._runtime.stepper._state is StepperState.IDLE
     assert seen == [StepperState.STEPPING] * len(seen) != []

@@ -35,14 +35,14 @@ def engine_of(folder: Path | str, model: nn.Module, **options: Any) -> Engine:
 
 def most_gradients(engine: Engine) -> list[int]:
     """In its only element the most units that had gradients at once, as seen when one is collected."""
-    most, collect = [0], engine.gradients._collect
+    most, collect = [0], engine._runtime.gradients._collect
 
     def counted(unit: Any) -> None:
         alive = sum(any(param.grad is not None for param in other.params) for other in engine.units)
         most[0] = max(most[0], alive)
         collect(unit)
 
-    engine.gradients._collect = counted  # type: ignore[method-assign]
+    engine._runtime.gradients._collect = counted  # type: ignore[method-assign]
     return most
 
 

@@ -50,12 +50,12 @@ def test_spare_pages_are_within_the_plan_and_gathers_take_no_fresh_ones(tmp_path
     gather, most = Coordinator._gather, []
     torch.manual_seed(0)
     engine, *_ = infinity.initialize(model=Model(), config=configuration(tmp_path))
-    device = engine._parts.device
+    device = engine._runtime.device
     assert isinstance(device.spare, SparePages)
 
     def watched(self: Coordinator, unit: Unit) -> None:
         gather(self, unit)
-        held = sum(each.layout.nbytes for each in engine._parts.units if each.has_bytes)
+        held = sum(each.layout.nbytes for each in engine._runtime.units if each.has_bytes)
         most.append(held + device.spare.nbytes)
 
     monkeypatch.setattr(Coordinator, "_gather", watched)
@@ -72,7 +72,7 @@ def test_spare_pages_are_within_the_plan_and_gathers_take_no_fresh_ones(tmp_path
                 engine.step()
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         assert max(most) <= engine.plan.pools.gathered_nbytes
-        gathered = sum(unit.layout.nbytes for unit in engine._parts.units)
+        gathered = sum(unit.layout.nbytes for unit in engine._runtime.units)
         print(f"{faults} faults, {gathered / 1e6:.0f} MB a pass")
         if evaluating and device.spare.put(0, 0, None):  # type: ignore[arg-type]
             # Three passes over more than there is room for: from fresh pages even large ones would be some 50.

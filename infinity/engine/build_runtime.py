@@ -1,0 +1,160 @@
+"""Allocating what a plan says and moving a model into it: store -> units -> values -> gradients -> hooks -> stepper."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+
+from torch import nn
+
+from infinity.config import ResolvedConfig
+from infinity.distributed.process_groups import ProcessGroups, Ranks
+from infinity.engine.preflight import checkpointed_blocks
+from infinity.engine.runtime import Runtime
+from infinity.errors import ConfigError
+from infinity.memory.activation_tier import ActivationTier
+from infinity.memory.ledger import Ledger
+from infinity.memory.queue_options import queue_options
+from infinity.memory.store import TieredStore
+from infinity.memory.tiers.device import Device
+from infinity.memory.tiers.nvme import NvmeTier
+from infinity.memory.tiers.pinned import HostMemory, mappings_of_their_own
+from infinity.observability.memory_breakdown import Breakdown
+from infinity.observability.observer import Observer
+from infinity.observability.progress import StepProgress
+from infinity.ops.adam import set_threads
+from infinity.ops.cores import share_of_cores, thread_count
+from infinity.optim.factory import Chosen
+from infinity.optim.loss_scaler import LossScaler
+from infinity.optim.stepper import Stepper
+from infinity.plan.plan import Plan
+from infinity.zero import parameter, weight_tiles
+from infinity.zero.activation_checkpoint import Checkpointing
+from infinity.zero.compiled import CompiledModules
+from infinity.zero.coordinator import Coordinator
+from infinity.zero.deferred_init import spool_of
+from infinity.zero.gradients import Gradients
+from infinity.zero.hooks import ModuleHooks
+from infinity.zero.materialize import Materializer
+from infinity.zero.unit import Unit
+
+
+@mappings_of_their_own()
+def build_runtime(
+    config: ResolvedConfig, model: nn.Module, plan: Plan, groups: ProcessGroups, device: Device, optimizer: Chosen,
+    ledger: Ledger, undo: ExitStack,
+) -> Runtime:  # fmt: skip
+    """Allocate what the plan says and move the model into it. What was built is taken down again when a later part
+    fails.
+    """
+    spool, ranks = spool_of(list(model.parameters())), groups.ranks
+    if spool is not None:
+        undo.callback(groups.close)
+    store = _store(config, plan, ranks, device, ledger)
+    undo.callback(store.close)
+    by_name = dict(model.named_parameters())
+    units = [
+        Unit(
+            layout, placed, weight_tiles.params_of(layout, by_name), store=store, device=device, group=groups.data,
+            ledger=ledger,
+        )  # fmt: skip
+        for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
+    ]
+    Materializer(
+        units, plan=plan, store=store, groups=groups, spool=spool,
+        moments_start=optimizer.method.start,
+    ).run()
+    if spool is not None:
+        spool.close()
+    gradients = Gradients(units, plan=plan, store=store, device=device, groups=groups, ledger=ledger)
+    coordinator = Coordinator(
+        units, plan=plan, store=store, gradients=gradients, group=groups.world, spare=device.spare
+    )
+    for unit in units:
+        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
+            parameter.attach(param, coordinator, slot.name)
+    weight_tiles.adopt_tiles(units, coordinator)
+    for buffer_owner in model.modules():
+        for name, buffer in buffer_owner._buffers.items():
+            if buffer is not None:
+                buffer_owner._buffers[name] = buffer.to(device.torch)
+    hooks = ModuleHooks(model, units, coordinator, group=groups.world, synced=plan.policy.collective_forward)
+    undo.callback(hooks.remove)
+    checkpointing = _checkpointing(config, model, ranks, device, ledger)
+    undo.callback(checkpointing.close)
+    compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
+    undo.callback(compiled.close)
+    stepper = _stepper(config, plan, store, groups, optimizer)
+    undo.callback(stepper.close)
+    place = {"rank": ranks.rank, "world_size": ranks.world_size}
+    observer = Observer(Breakdown(plan, ledger, store, units, device), config.config, **place)
+    progress = StepProgress(config.config, ledger, **place)
+    undo.callback(progress.close)
+    return Runtime(
+        module=model, config=config, plan=plan, device=device, groups=groups, ledger=ledger, store=store, units=units,
+        gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper, checkpointing=checkpointing,
+        compiled=compiled, observer=observer, progress=progress,
+        scaler=LossScaler.of(config.config.fp16.model_dump()) if config.scales_loss else None,
+    )  # fmt: skip
+
+
+def _checkpointing(
+    config: ResolvedConfig, model: nn.Module, ranks: Ranks, device: Device, ledger: Ledger
+) -> Checkpointing:
+    """What of the model is computed again in backward, and the tier of its checkpoints where that is not the device."""
+    section = config.config.activation_checkpointing
+    blocks = checkpointed_blocks(config, model)
+    if section.every and not blocks:
+        raise ConfigError(
+            f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
+            "repeats: leave the key out, and call torch.utils.checkpoint in the model"
+        )
+    tier, path = None, config.checkpoint_nvme_path
+    if config.checkpoint_tier != "gpu":
+        open_file = None
+        if path is not None:
+            options = queue_options(config, path)
+            open_file = lambda nbytes: NvmeTier.open(path, nbytes=nbytes, rank=ranks.rank, options=options)  # noqa: E731
+        tier = ActivationTier(
+            device, ledger=ledger, pin=section.offload.pin_memory, buffer_count=section.offload.buffer_count,
+            overlap=config.config.overlap, open_file=open_file,
+        )  # fmt: skip
+    return Checkpointing(model, blocks, keep_ops=section.keep_ops, tier=tier)
+
+
+def _stepper(
+    config: ResolvedConfig, plan: Plan, store: TieredStore, groups: ProcessGroups, optimizer: Chosen
+) -> Stepper:
+    # Ranks of one node share its cores; the result does not depend on how many there are.
+    ranks = groups.ranks
+    cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
+    set_threads(thread_count(len(cores), ranks.local_size), cores)
+    return Stepper(
+        plan, store, index=groups.data.index, method=optimizer.method, grad_bound=config.clip_value or math.inf
+    )
+
+
+def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, ledger: Ledger) -> TieredStore:
+    """The partitions' memory and, where the plan has extents, this rank's swap file."""
+    nvme = None
+    if plan.nvme_nbytes:
+        assert config.nvme_path is not None
+        options = queue_options(config, config.nvme_path)
+        nvme = NvmeTier.open(config.nvme_path, nbytes=plan.nvme_nbytes, rank=ranks.rank, options=options)
+    sections = (config.zero.offload_param, config.zero.offload_optimizer)
+    pin = all(section is None or section.pin_memory for section in sections)
+    try:
+        return TieredStore(
+            plan.partitions,
+            device=device,
+            host=HostMemory(device, pin=pin, ledger=ledger),
+            ledger=ledger,
+            pools=plan.pools,
+            nvme=nvme,
+            rank=ranks.rank,
+            overlap=plan.policy.overlap,
+        )
+    except BaseException:
+        if nvme is not None:
+            nvme.close()
+        raise
