@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 from infinity.memory.partition import Partition, State
+from infinity.plan.eviction_order import EvictionOrder
 from infinity.plan.types import Key, Kind
 
 
@@ -45,22 +46,19 @@ class Eviction:
     """The partitions whose buffers lie in arenas, in the order of giving them up. The store's lock guards it."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, tuple[dict[Key, Partition], ...]] = {
-            name: tuple({} for _ in Rank) for name in ("param", "states")
-        }
-        self._ranks: dict[Key, Rank] = {}
+        self._orders = {name: EvictionOrder[Partition](len(Rank)) for name in ("param", "states")}
         self._awaited: set[Key] = set()
         self._kept: set[Key] = set()
 
     def use(self, partition: Partition) -> None:
         """Record a use: the partition is the last of its rank and no longer awaited."""
         self._awaited.discard(partition.key)
-        self._remove(partition.key)
+        self._order(partition).remove(partition)
         self.update(partition)
 
     def expect(self, partition: Partition) -> None:
         """Record that the partition will be used soon, if it has a buffer in an arena."""
-        if partition.key in self._ranks:
+        if partition in self._order(partition):
             self._awaited.add(partition.key)
             self.update(partition)
 
@@ -76,7 +74,7 @@ class Eviction:
         """Put a partition in the rank of its present state, or take it out where it has no buffer in an arena."""
         key = partition.key
         if partition.buffer is None or not partition.arena_nbytes:
-            self._remove(key)
+            self._order(partition).remove(partition)
             self._awaited.discard(key)
             return
         rank = _RANKS.get(partition.state, Rank.DIRTY)
@@ -85,35 +83,27 @@ class Eviction:
             rank = Rank.KEPT_AWAITED if awaited else Rank.KEPT
         elif awaited:
             rank = Rank.AWAITED
-        if self._ranks.get(key) is not rank:
-            self._remove(key)
-            self._ranks[key] = rank
-            self._queues[arena_name(key)][rank][key] = partition
+        self._order(partition).move(partition, rank)
 
     def queue(self, arena: str, rank: Rank) -> Iterator[Partition]:
         """The partitions of one rank in the order in which they go."""
-        return iter(self._queues[arena][rank].values())
+        return self._orders[arena].queue(rank)
 
     def inside(self, arena: str) -> list[Partition]:
         """All partitions whose buffers lie in an arena, in the order in which they go."""
-        return [partition for queue in self._queues[arena] for partition in queue.values()]
+        return list(self._orders[arena])
 
     def clear(self) -> None:
         """Let go of all partitions when the store closes."""
-        self._ranks.clear()
-        for queues in self._queues.values():
-            for queue in queues:
-                queue.clear()
+        self._orders = {name: EvictionOrder(len(Rank)) for name in self._orders}
 
     def check(self, partition: Partition) -> None:
         """Verify that a partition stands in the rank of its state."""
         inside = partition.buffer is not None and partition.arena_nbytes > 0
-        assert (partition.key in self._ranks) == inside, f"{partition.key} is in the wrong queue"
-        rank = self._ranks.get(partition.key)
+        rank = self._order(partition).rank(partition)
+        assert (rank is not None) == inside, f"{partition.key} is in the wrong queue"
         if rank is not None and rank < Rank.AWAITED:
-            assert rank is _RANKS.get(partition.state, Rank.DIRTY), f"{partition.key} is {partition.state} in {rank}"
+            assert rank == _RANKS.get(partition.state, Rank.DIRTY), f"{partition.key} is {partition.state} in {rank}"
 
-    def _remove(self, key: Key) -> None:
-        rank = self._ranks.pop(key, None)
-        if rank is not None:
-            del self._queues[arena_name(key)][rank][key]
+    def _order(self, partition: Partition) -> EvictionOrder[Partition]:
+        return self._orders[arena_name(partition.key)]

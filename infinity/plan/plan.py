@@ -19,7 +19,7 @@ from infinity.plan.auto_placement import FROZEN_TRAFFIC, PARAM_TRAFFIC, STATES_T
 from infinity.plan.capacity import Capacity, excesses
 from infinity.plan.execution_policy import ExecutionPolicy, make_policy
 from infinity.plan.gradient_bytes import Scratch, left_nbytes, make_scratch, wire_in_backward
-from infinity.plan.layout import SubGroup, UnitLayout, cut_sub_groups, make_layouts
+from infinity.plan.layout import Slice, SubGroup, UnitLayout, cut_sub_groups, make_layouts
 from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
 from infinity.plan.placement import Homes, Placement, Policy, always_whole, place, whole_units
 from infinity.plan.placement_search import search_placement
@@ -119,6 +119,11 @@ class Plan:
     def visible(self, group: SubGroup) -> bool:
         """Whether a sub-group changes parameters that the program sees without a gather: those that stay whole."""
         return any(self.placement.units[piece.unit].whole for piece in group.slices)
+
+    def ends_partition(self, piece: Slice) -> bool:
+        """Whether a slice is the last of its unit's partition."""
+        parts = self.placement.units[piece.unit].parts
+        return piece.start + piece.numel >= self.layouts[piece.unit].partition_numel(parts)
 
     def step_parts(self) -> StepParts:
         """The sub-groups by the time at which they are stepped."""

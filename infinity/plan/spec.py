@@ -73,6 +73,10 @@ class ModuleNode:
     children: dict[str, ModuleNode] = field(default_factory=dict)
     shared: bool = False
 
+    def share(self) -> None:
+        """The module stands in the model once more."""
+        self.shared = True
+
     def walk(self) -> Iterator[ModuleNode]:
         """This node and every one below it, parents first."""
         yield self
@@ -208,15 +212,14 @@ def module_tree(module: Any, *, compute_dtype: str, groups: dict[int, int] | Non
     nodes: dict[int, ModuleNode] = {}
 
     def node_of(current: Any, path: str) -> ModuleNode:
-        node = ModuleNode(path=path, class_name=type(current).__name__)
-        nodes[id(current)] = node
-        node.params = {name: spec_of(param) for name, param in current._parameters.items() if param is not None}
+        params = {name: spec_of(param) for name, param in current._parameters.items() if param is not None}
+        node = nodes[id(current)] = ModuleNode(path, type(current).__name__, params)
         for name, child in current._modules.items():
             if child is None:
                 continue
             if id(child) in nodes:
                 # A module that stands in the tree twice is one module: it is hooked once, by its first path.
-                nodes[id(child)].shared = True
+                nodes[id(child)].share()
             else:
                 node.children[name] = node_of(child, f"{path}.{name}" if path else name)
         return node

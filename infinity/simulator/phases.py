@@ -10,13 +10,14 @@ What a process pays once, whatever it trains, is in no phase: see `OVERHEAD_NBYT
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.filling import Table, add_nbytes, copy_table, in_process, initialise
 from infinity.plan.gradient_bytes import left_nbytes, wire_in_backward
 from infinity.plan.plan import Plan
+from infinity.plan.retention import UnitMemory
 from infinity.plan.types import (
     DTYPE_NBYTES,
     EXTENT_ALIGNMENT,
@@ -92,58 +93,38 @@ def state_dict_nbytes(plan: Plan) -> int:
     return sum(slot.numel * DTYPE_NBYTES[layout.dtype] for layout in plan.layouts for slot in layout.slots)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Gathered:
-    """Whole units by the schedule: bytes at each position of a pass that was preceded by another.
+    """Whole units by the schedule: bytes at each position of a pass that was preceded by another, and behind it.
 
-    Where the device's memory is the process's, released units leave theirs to the next ones, as the coordinator does:
-    the oldest is freed when the plan's bound would be passed, and its pages are spare for the next, within that bound.
+    Pages of a unit that gives its memory up are spare for the next one.
     """
 
-    live: dict[int, int] = field(default_factory=dict)
-    # Released units whose memory is still there.
-    retained: dict[int, int] = field(default_factory=dict)
-    spare: int = 0
-    nbytes: list[int] = field(default_factory=list)
+    nbytes: Sequence[int]
+    at_rest: int
 
     @classmethod
     def follow(cls, plan: Plan) -> _Gathered:
         sizes, schedule = plan.full_nbytes(), plan.schedule
-        ahead = plan.policy.gather_ahead
-        found = cls()
+        memory = UnitMemory(plan.pools.gathered_nbytes, retain=plan.policy.retain_released)
+        spare = 0
+        found: list[int] = []
         for _ in range(2):
-            found.nbytes = []
+            found.clear()
             for position, (unit, needed) in enumerate(schedule.uses):
-                for other in (*([unit] if needed else []), *(schedule.gather_ahead[position] if ahead else ())):
-                    found._gather(other, sizes[other], plan.pools.gathered_nbytes)
-                found.nbytes.append(found.now)
+                ahead = schedule.gather_ahead[position] if plan.policy.gather_ahead else ()
+                for other in (*([unit] if needed else []), *ahead):
+                    room = memory.gather(other, sizes[other])
+                    spare += sum(_in_parts(sizes[freed]) for freed in room.freed)
+                    if room.spare_nbytes_max is not None:
+                        spare = _in_parts(min(spare, room.spare_nbytes_max))
+                        spare -= min(spare, _in_parts(sizes[other]))
+                found.append(memory.nbytes + spare)
                 if needed and not schedule.keep[position]:
-                    found._release(unit, plan)
-            for unit in [*found.live]:
-                found._release(unit, plan)
-        return found
-
-    @property
-    def now(self) -> int:
-        return self._held() + self.spare
-
-    def _held(self) -> int:
-        return sum(self.live.values()) + sum(self.retained.values())
-
-    def _gather(self, unit: int, nbytes: int, bound: int) -> None:
-        if unit in self.live:
-            return
-        if self.retained.pop(unit, None) is None:
-            while self.retained and self._held() + nbytes > bound:
-                self.spare += _in_parts(self.retained.pop(next(iter(self.retained))))
-            self.spare = _in_parts(min(self.spare, max(bound - self._held(), nbytes)))
-            self.spare -= min(self.spare, _in_parts(nbytes))
-        self.live[unit] = nbytes
-
-    def _release(self, unit: int, plan: Plan) -> None:
-        nbytes = self.live.pop(unit)
-        if plan.policy.retain_released:
-            self.retained[unit] = nbytes
+                    memory.release(unit)
+            for unit in memory.live:
+                memory.release(unit)
+        return cls(found, memory.nbytes + spare)
 
 
 def _in_parts(nbytes: int) -> int:
@@ -156,7 +137,7 @@ def _at_rest(plan: Plan, gathered: _Gathered) -> Table:
     table = plan.bytes_at_home()
     add_nbytes(table, Tier.CPU, Kind.POOL, pools.param_nbytes + pools.states_nbytes + pools.staging_nbytes)
     add_nbytes(table, Tier.GPU, Kind.FULL_GRAD, pools.scratch.nbytes)
-    add_nbytes(table, Tier.GPU, Kind.FULL, gathered.now)
+    add_nbytes(table, Tier.GPU, Kind.FULL, gathered.at_rest)
     return table
 
 
@@ -209,7 +190,7 @@ def _backward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: i
 
 def _in_pass(rest: Table, gathered: _Gathered, position: int, activation_nbytes: int) -> Table:
     table = copy_table(rest)
-    add_nbytes(table, Tier.GPU, Kind.FULL, gathered.nbytes[position] - gathered.now)
+    add_nbytes(table, Tier.GPU, Kind.FULL, gathered.nbytes[position] - gathered.at_rest)
     add_nbytes(table, Tier.GPU, Kind.ACTIVATION, activation_nbytes)
     return table
 

@@ -1,8 +1,8 @@
-"""Lanes: what a step's work takes turns on, in simulated time. Cores, an accelerator, a drive's two ways, links.
+"""The resources of a simulated step: cores, an accelerator, the two directions of a drive, links.
 
-A job is work on one lane. Jobs of a drive or a link are served one after the other, what somebody waits for first; jobs
-of the cores share them. Reads and writes that meet on the drive go at its mixed rates. Processes are
-generators: each yields what it waits for, a job or a condition.
+A job is work on one resource. A drive or a link serves one job at a time, urgent ones first; jobs on the cores share
+them. Reads and writes that meet on the drive go at its mixed rates. A process is a generator that yields what it waits
+for: a job or a condition.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Resource(Enum):
-    """Where work is done."""
+    """What does a simulated job."""
 
     # The rank's share of the node's cores.
     CORES = "cores"
@@ -39,6 +39,20 @@ class Job:
     urgent: bool = False
     done: bool = False
 
+    def begin(self, *, free: bool) -> None:
+        """Enter a queue; what is free is done at once."""
+        self.done = free or self.work <= 0
+
+    def hurry(self) -> None:
+        """A process waits for the job: it is served before those that no process waits for."""
+        self.urgent = True
+
+    def advance(self, seconds: float, rate: float) -> bool:
+        """Do `seconds` of work at `rate`; whether the job is done."""
+        self.work -= rate * seconds
+        self.done = self.work <= 1e-9 * rate
+        return self.done
+
 
 Waiting = Job | Callable[[], bool]
 Process = Generator[Waiting, None, None]
@@ -46,32 +60,38 @@ Process = Generator[Waiting, None, None]
 
 @dataclass(slots=True)
 class ResourceQueues:
-    """Simulated time. `rates`: bytes a second of drives and links; `mixed_rates`: of reads, and writes, that meet."""
+    """Jobs by resource, and the clock. `rates`: bytes a second of drives and links; `mixed_rates`: of reads, and of
+    writes, while both go on.
+    """
 
     rates: Mapping[Resource, float]
     mixed_rates: tuple[float, float]
     now: float = 0.0
-    # What each lane was given so far.
+    # All work that each resource was given.
     work: dict[Resource, float] = field(default_factory=lambda: dict.fromkeys(Resource, 0.0))
-    _queues: dict[Resource, list[Job]] = field(default_factory=lambda: {lane: [] for lane in Resource})
+    _queues: dict[Resource, list[Job]] = field(default_factory=lambda: {resource: [] for resource in Resource})
     _processes: list[tuple[Process, Waiting | None]] = field(default_factory=list)
 
-    def submit(self, lane: Resource, work: float) -> Job:
-        """Queue work; a lane without a rate limit does it at once."""
-        job = Job(lane, work)
-        self.work[lane] += work
-        if work <= 0 or self.rates.get(lane, 1.0) == float("inf"):
-            job.done = True
-        else:
-            self._queues[lane].append(job)
+    def submit(self, resource: Resource, work: float) -> Job:
+        """Queue work; a resource without a rate limit does it at once."""
+        job = Job(resource, work)
+        self.work[resource] += work
+        job.begin(free=self.rates.get(resource, 1.0) == float("inf"))
+        if not job.done:
+            self._queues[resource].append(job)
         return job
+
+    def host(self, seconds: float) -> Process:
+        """Work of the cores; none where there are no seconds."""
+        if seconds > 0:
+            yield self.submit(Resource.CORES, seconds)
 
     def begin(self, process: Process) -> None:
         """Start a process; it runs at the next step of the clock."""
         self._processes.append((process, None))
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Let time go on until a condition holds; RuntimeError where everybody waits for nothing."""
+        """Advance the clock until a condition holds. Raises RuntimeError if all processes wait and no job is queued."""
         while True:
             self._wake()
             if until():
@@ -87,7 +107,7 @@ class ResourceQueues:
             processes, self._processes = self._processes, []
             for entry in processes:
                 process, waiting = entry
-                # Most of a rehearsal's time is spent here.
+                # Most of a simulation's time is spent here.
                 if waiting is not None and not (waiting.done if isinstance(waiting, Job) else waiting()):
                     self._processes.append(entry)
                     continue
@@ -95,34 +115,32 @@ class ResourceQueues:
                 following = next(process, None)
                 if following is not None:
                     if isinstance(following, Job):
-                        following.urgent = True
+                        following.hurry()
                     self._processes.append((process, following))
 
     def _advance(self) -> None:
-        """Go on to the end of the next job."""
+        """Advance the clock to the end of the next job."""
         active: list[tuple[Job, float]] = []
-        for lane, queue in self._queues.items():
+        for resource, queue in self._queues.items():
             if not queue:
                 continue
-            if lane is Resource.CORES:
+            if resource is Resource.CORES:
                 active += [(job, 1.0 / len(queue)) for job in queue]
             else:
                 first = queue[0]
                 job = first if first.urgent else next((job for job in queue if job.urgent), first)
-                active.append((job, self._rate(lane)))
+                active.append((job, self._rate(resource)))
         seconds = min([job.work / rate for job, rate in active])
         self.now += seconds
         for job, rate in active:
-            job.work -= rate * seconds
-            if job.work <= 1e-9 * rate:
-                job.done = True
+            if job.advance(seconds, rate):
                 self._queues[job.resource].remove(job)
 
-    def _rate(self, lane: Resource) -> float:
-        if lane is Resource.ACCELERATOR:
+    def _rate(self, resource: Resource) -> float:
+        if resource is Resource.ACCELERATOR:
             return 1.0
-        rate = self.rates[lane]
-        other = _OTHER_WAY.get(lane)
+        rate = self.rates[resource]
+        other = _OTHER_WAY.get(resource)
         if other is None or not self._queues[other]:
             return rate
-        return min(rate, self.mixed_rates[lane is Resource.WRITE])
+        return min(rate, self.mixed_rates[resource is Resource.WRITE])

@@ -1,14 +1,14 @@
-"""A rehearsal: the steps of a run in simulated time, along the plan's own schedule, sub-groups and arenas.
+"""Simulate the steps of a run, along the plan's own schedule, sub-groups and arenas.
 
-Three parties work as they do in the engine. The program uses unit after unit, forward and backward: it waits for what
-is read, copied and gathered, and computes. Checkpoints that lie on another tier leave behind it in forward and come one
-ahead of it in backward, in equal parts. The stepper goes over the sub-groups behind it, reading two ahead, within
-the arena's buffers; what it has not stepped yet the program waits for. Gathers and gradients travel beside both.
+Three parties work as they do in the engine. The program uses unit after unit, forward and backward: it waits for reads,
+copies and gathers, and computes. Activation checkpoints on another tier leave in forward and come back one ahead of
+their use in backward, in equal parts. The optimizer steps the sub-groups behind the program and reads two ahead, within
+the arenas; the program waits for a unit that is not stepped yet. Gathers and gradients travel beside both.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.ready_queue import ReadyQueue
 from infinity.plan.stepping import SOON_UNITS, STEP_READS, first_reads
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
+from infinity.simulator.arena import TimedArena
 from infinity.simulator.resources import Job, Process, Resource, ResourceQueues
 from infinity.simulator.traffic import kept_nbytes, landings, nvme_specs, states_that_move, uses
 
@@ -27,27 +28,28 @@ _WARM_STEPS = 1
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a rank's work takes, in seconds and bytes a second."""
+    """How fast one rank works."""
 
+    # Bytes a second of drives and links.
     rates: Mapping[Resource, float]
-    # Of reads, and of writes, while both go on.
+    # Bytes a second of reads, and of writes, while both go on.
     mixed_rates: tuple[float, float]
-    # Of one micro-batch, by unit: forward, and backward, over all its uses.
+    # By unit, for all its uses in one micro-batch.
     forward_seconds: Sequence[float]
     backward_seconds: Sequence[float]
-    # A byte copied within CPU memory; a parameter stepped, on the CPU and on the accelerator; a parameter's norm.
+    # To copy a byte within CPU memory; to step a parameter, on the CPU and on the accelerator; to take its norm.
     copy_seconds: float
     adam_seconds: float
     device_adam_seconds: float
     norm_seconds: float
-    # Of the host, for each sub-group that is stepped and each unit that is used.
+    # Host time to step a sub-group, and to use a unit.
     group_seconds: float = 0.0
     use_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """One warm step: its seconds, the work that each lane was given (seconds or bytes), and the drive's bytes."""
+    """One warm step: its seconds, the work of each resource (seconds or bytes), and the drive's bytes."""
 
     seconds: float
     work: Mapping[Resource, float]
@@ -58,66 +60,77 @@ class Rehearsed:
 def rehearse(
     plan: Plan, speeds: Speeds, *, accumulation: int, offloaded: OffloadedCheckpoints | None = None
 ) -> Rehearsed:
-    """Run a few steps in simulated time and report the last."""
+    """Simulate a few steps and report the last.
+
+    accumulation: micro-batches a step. offloaded: activation checkpoints on another tier.
+    """
     return _Simulation(plan, speeds, accumulation, offloaded).run()
 
 
-class _Arena:
-    """An arena's buffers: being read, in use, being written or clean; the least recently used clean one goes first."""
+class _Arenas:
+    """What of the optimizer states and of the parameters on NVMe is in memory."""
 
-    def __init__(self, lanes: ResourceQueues, nbytes: int) -> None:
-        self._resources = lanes
-        self._room = nbytes
-        # Index -> bytes, and the transfer of the buffer in flight, if any.
-        self._held: OrderedDict[int, tuple[int, Job | None]] = OrderedDict()
-        # Fetched ahead or in use: nobody else's to give up.
-        self.pinned: set[int] = set()
-        self.read_nbytes = self.written_nbytes = 0
+    def __init__(self, plan: Plan, resources: ResourceQueues) -> None:
+        self._plan = plan
+        self._params, self._states = nvme_specs(plan, Kind.PARAM), states_that_move(plan)
+        self._kept = plan.kept()
+        self._param_arena = TimedArena(resources, plan.pools.param_nbytes)
+        self._state_arena = TimedArena(resources, plan.pools.states_nbytes - kept_nbytes(plan))
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._held
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes read from NVMe so far."""
+        return self._param_arena.read_nbytes + self._state_arena.read_nbytes
 
-    def fetch(self, index: int, nbytes: int, *, wait: bool) -> Process:
-        """Bring one into memory. Without `wait` it is only submitted, if there is room now."""
-        while index not in self._held and self._room < nbytes:
-            spare = [other for other in self._held if other not in self.pinned]
-            clean = next((other for other in spare if _idle(self._held[other][1])), None)
-            if clean is not None:
-                self._room += self._held.pop(clean)[0]
-            elif not wait:
-                return
-            elif not spare:
-                # The store waits for the other party's leases; the rehearsal lets this one through.
-                break
-            else:
-                job = self._held[spare[0]][1]
-                assert job is not None
-                yield job
-        if index not in self._held:
-            self._room -= nbytes
-            self.read_nbytes += nbytes
-            self._held[index] = nbytes, self._resources.submit(Resource.READ, nbytes)
-        self._held.move_to_end(index)
-        self.pinned.add(index)
-        job = self._held[index][1]
-        if wait and job is not None and job.resource is Resource.READ:
-            yield job
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes written to NVMe so far."""
+        return self._param_arena.written_nbytes + self._state_arena.written_nbytes
 
-    def write(self, index: int) -> Job:
-        """Submit the write-back."""
-        nbytes = self._held[index][0]
-        self.written_nbytes += nbytes
-        job = self._resources.submit(Resource.WRITE, nbytes)
-        self._held[index] = nbytes, job
-        self.pinned.discard(index)
-        return job
+    def fetch_param(self, unit: int, *, wait: bool) -> Process:
+        """Bring a unit's partition into memory, where its home is NVMe."""
+        if unit in self._params:
+            yield from self._param_arena.fetch(unit, self._params[unit].nbytes, wait=wait)
+
+    def release_param(self, unit: int) -> None:
+        """The partition has been copied to the whole unit."""
+        self._param_arena.release(unit)
+
+    def fetch(self, group: SubGroup) -> Process:
+        """Bring what a sub-group's step needs into memory."""
+        return self._fetch(group, wait=True)
+
+    def fetch_now(self, group: SubGroup) -> bool:
+        """Submit the reads of a sub-group as far as there is room. Returns whether its states are there or coming."""
+        for _ in self._fetch(group, wait=False):
+            raise AssertionError("what does not wait has waited")
+        return group.index not in self._states or group.index in self._state_arena
+
+    def in_memory(self, group: SubGroup) -> bool:
+        """Whether a sub-group can be stepped without a read."""
+        states = group.index in self._kept or group.index in self._state_arena
+        units = {piece.unit for piece in group.slices}
+        return states and all(unit in self._param_arena for unit in units & self._params.keys())
+
+    def write(self, group: SubGroup) -> list[Job]:
+        """Submit the write-back of what a sub-group's step has changed; of a unit's partition, with its last slice."""
+        jobs = [self._state_arena.write(group.index)] if group.index in self._states else []
+        ends = (piece.unit for piece in group.slices if self._plan.ends_partition(piece))
+        return jobs + [self._param_arena.write(unit) for unit in ends if unit in self._params]
+
+    def _fetch(self, group: SubGroup, *, wait: bool) -> Process:
+        if group.index in self._states:
+            yield from self._state_arena.fetch(group.index, self._states[group.index].nbytes, wait=wait)
+        for piece in group.slices:
+            yield from self.fetch_param(piece.unit, wait=wait)
 
 
 class _Checkpoints:
     """Inputs of recomputed blocks on another tier, in as many parts as a pass has uses."""
 
-    def __init__(self, lanes: ResourceQueues, plan: Plan, speeds: Speeds, offloaded: OffloadedCheckpoints) -> None:
-        self._resources, self._accelerator, self._copy_seconds = lanes, plan.request.accelerator, speeds.copy_seconds
+    def __init__(self, resources: ResourceQueues, plan: Plan, speeds: Speeds, offloaded: OffloadedCheckpoints) -> None:
+        self._resources, self._copy_seconds = resources, speeds.copy_seconds
+        self._accelerator = plan.request.accelerator
         self._on_drive = offloaded.tier is Tier.NVME
         self._nbytes = offloaded.nbytes / max(len(plan.schedule) // 2, 1)
         self._room = max(offloaded.buffers * offloaded.each_nbytes, self._nbytes)
@@ -176,59 +189,123 @@ class _Checkpoints:
         return self._resources.submit(Resource.CORES, self._nbytes * self._copy_seconds)
 
 
-class _Simulation:
-    def __init__(
-        self, plan: Plan, speeds: Speeds, accumulation: int, offloaded: OffloadedCheckpoints | None
-    ) -> None:
-        self._plan, self._speeds = plan, speeds
-        self._accumulation, self._overlap = accumulation, plan.policy.overlap
-        self._steps = plan.step_parts()
-        self._early = bool(self._steps.in_backward)
-        self._uses = [*uses(plan)]
-        counts: dict[int, int] = {}
-        for unit in plan.schedule.trace:
-            counts[unit] = counts.get(unit, 0) + 1
-        self._share = {unit: 1 / max(count // 2, 1) for unit, count in counts.items()}
-        self._last = {unit: at for at, unit in enumerate(plan.schedule.trace)}
-        self._resources = ResourceQueues(speeds.rates, speeds.mixed_rates)
-        self._compute_resource = Resource.ACCELERATOR if plan.request.accelerator else Resource.CORES
-        self._params, self._states = nvme_specs(plan, Kind.PARAM), states_that_move(plan)
-        self._param_arena = _Arena(self._resources, plan.pools.param_nbytes)
-        self._hidden = self._steps.hidden
-        self._kept = plan.kept()
-        self._state_arena = _Arena(self._resources, plan.pools.states_nbytes - kept_nbytes(plan))
-        self._checkpoints = None if offloaded is None else _Checkpoints(self._resources, plan, speeds, offloaded)
+class _Optimizer:
+    """The optimizer's steps and norms, most of them behind the program. See `infinity.optim.stepper`."""
+
+    def __init__(self, plan: Plan, speeds: Speeds, resources: ResourceQueues, arenas: _Arenas) -> None:
+        self._plan, self._speeds, self._resources, self._arenas = plan, speeds, resources, arenas
+        self._parts = plan.step_parts()
         # Sub-groups that still have to step each unit, once they are handed over.
-        self._left: dict[int, int] = {}
-        # What the stepper has to do: gradients (numbers of elements) to take the norm of, and sub-groups to step.
+        self._left: Counter[int] = Counter()
+        # Numbers of gradient elements whose norm is still to be taken.
         self._norms: deque[int] = deque()
         # Units whose gradients are still to come before the next step.
         self._expected: set[int] = set()
-        self._ready_queue = ReadyQueue[None](self._hidden, fetch=self._fetch_now, in_memory=self._in_memory)
-        self._stepping = False
+        self._queue = ReadyQueue[None](self._parts.hidden, fetch=arenas.fetch_now, in_memory=arenas.in_memory)
+        self._busy = False
+
+    def stepped(self, unit: int) -> bool:
+        """Whether no step of the unit is under way."""
+        return not self._left[unit]
+
+    def measured(self) -> bool:
+        """Whether all norms are taken, and nothing is being stepped."""
+        return not self._norms and not self._busy
+
+    def measure(self, unit: int, numel: int) -> None:
+        """A unit's last gradient of the step has arrived: take its norm, and read ahead near the end of backward."""
+        if self._plan.policy.overlap:
+            self._expected = self._expected or {piece.unit for group in self._parts.hidden for piece in group.slices}
+            self._expected.discard(unit)
+            if len(self._expected) == SOON_UNITS:
+                for group in first_reads(self._parts.hidden, self._arenas.in_memory):
+                    self._arenas.fetch_now(group)
+        self._norms.append(numel)
+
+    def hand_over(self, groups: Sequence[SubGroup]) -> None:
+        """Let these sub-groups be stepped behind the program."""
+        for group in groups:
+            self._left.update(piece.unit for piece in group.slices)
+        self._queue.add(groups, None)
+        self._look_ahead(1)
+
+    def step_visible(self) -> Process:
+        """Step what the program sees."""
+        for group in self._parts.visible:
+            yield from self._step(group)
+
+    def go_on(self) -> None:
+        """Hand over what is left of the step."""
+        self.hand_over(self._parts.after_backward)
+        self._expected.clear()
+
+    def run(self) -> Process:
+        """The thread that steps behind the program."""
+        while True:
+            yield lambda: bool(self._norms or self._queue)
+            self._busy = True
+            if self._norms:
+                yield from self._resources.host(self._norms.popleft() * self._speeds.norm_seconds)
+            else:
+                group, _ = self._queue.take()
+                yield from self._step(group)
+                self._left.subtract(piece.unit for piece in group.slices)
+            self._busy = False
+
+    def _look_ahead(self, count: int) -> None:
+        if self._plan.policy.overlap:
+            self._queue.fetch(count)
+
+    def _step(self, group: SubGroup) -> Process:
+        yield from self._arenas.fetch(group)
+        self._look_ahead(STEP_READS)
+        speeds = self._speeds
+        if self._plan.request.accelerator and self._plan.placement.states[group.index] is Tier.GPU:
+            yield self._resources.submit(Resource.ACCELERATOR, group.numel * speeds.device_adam_seconds)
+        else:
+            yield from self._resources.host(group.numel * speeds.adam_seconds + speeds.group_seconds)
+        jobs = self._arenas.write(group)
+        if not self._plan.policy.overlap:
+            yield from jobs
+
+
+class _Simulation:
+    """The program: forward and backward of each micro-batch, then the step."""
+
+    def __init__(
+        self, plan: Plan, speeds: Speeds, accumulation: int, offloaded: OffloadedCheckpoints | None
+    ) -> None:
+        self._plan, self._speeds, self._accumulation = plan, speeds, accumulation
+        self._uses = [*uses(plan)]
+        counts = Counter(plan.schedule.trace)
+        self._share = {unit: 1 / max(count // 2, 1) for unit, count in counts.items()}
+        self._last = {unit: at for at, unit in enumerate(plan.schedule.trace)}
+        self._landings = landings(plan, plan.step_parts().in_backward)
+        self._resources = ResourceQueues(speeds.rates, speeds.mixed_rates)
+        self._arenas = _Arenas(plan, self._resources)
+        self._optimizer = _Optimizer(plan, speeds, self._resources, self._arenas)
+        self._checkpoints = None if offloaded is None else _Checkpoints(self._resources, plan, speeds, offloaded)
+        # Gathered units, and whether each is complete; whether a unit's gradients are under way.
         self._gathered: dict[int, bool] = {}
-        self._flying: list[bool] = []
+        self._travelling = False
+        # At the beginning of each step: the time, the work of each resource, and the bytes read and written.
         self._marks: list[tuple[float, dict[Resource, float], int, int]] = []
-        self._landing = landings(plan, self._steps.in_backward)
 
     def run(self) -> Rehearsed:
         self._resources.begin(self._program())
-        self._resources.begin(self._stepper())
+        self._resources.begin(self._optimizer.run())
         self._resources.run(lambda: len(self._marks) > _WARM_STEPS + 1)
         (began, work_before, read_before, written_before), (ended, work, read, written) = self._marks[-2:]
         return Rehearsed(
-            seconds=ended - began, work={lane: work[lane] - work_before[lane] for lane in Resource},
+            seconds=ended - began, work={resource: work[resource] - work_before[resource] for resource in Resource},
             read_nbytes=read - read_before, written_nbytes=written - written_before,
         )  # fmt: skip
 
     def _mark(self) -> None:
-        arenas = [self._param_arena, self._state_arena, *([self._checkpoints] if self._checkpoints else [])]
-        read, written = (
-            int(sum(getattr(arena, name) for arena in arenas)) for name in ("read_nbytes", "written_nbytes")
-        )
+        read, written = self._arenas.read_nbytes, self._arenas.written_nbytes
+        if self._checkpoints is not None:
+            read, written = int(read + self._checkpoints.read_nbytes), int(written + self._checkpoints.written_nbytes)
         self._marks.append((self._resources.now, dict(self._resources.work), read, written))
-
-    # The program.
 
     def _program(self) -> Process:
         while True:
@@ -239,175 +316,97 @@ class _Simulation:
 
     def _pass(self, *, final: bool) -> Process:
         schedule, half = self._plan.schedule, len(self._plan.schedule) // 2
-        ahead = self._plan.policy.gather_ahead
+        overlap, speeds = self._plan.policy.overlap, self._speeds
+        computes = Resource.ACCELERATOR if self._plan.request.accelerator else Resource.CORES
         for at, unit, gathered in self._uses:
-            if gathered and unit not in self._gathered:
+            if gathered:
                 self._start(unit)
-            if self._overlap:
-                for other in schedule.gather_ahead[at]:
-                    if ahead and other not in self._gathered:
-                        self._start(other)
-                for other in (*schedule.gather_ahead[at], *schedule.fetch_ahead[at]):
-                    if other in self._params and not self._left.get(other):
-                        yield from self._param_arena.fetch(other, self._params[other].nbytes, wait=False)
+            if overlap:
+                yield from self._submit_ahead(at)
             if gathered:
                 yield lambda unit=unit: self._gathered[unit]  # type: ignore[misc]
             if self._checkpoints is not None and at >= half:
-                yield from self._checkpoints.get(more=self._overlap and at + 1 < len(schedule))
-            seconds = (self._speeds.forward_seconds if at < half else self._speeds.backward_seconds)[unit]
-            yield self._resources.submit(self._compute_resource, seconds * self._share[unit] + self._speeds.use_seconds)
+                yield from self._checkpoints.get(more=overlap and at + 1 < len(schedule))
+            seconds = (speeds.forward_seconds if at < half else speeds.backward_seconds)[unit]
+            yield self._resources.submit(computes, seconds * self._share[unit] + speeds.use_seconds)
             if self._checkpoints is not None and at < half:
-                yield from self._checkpoints.put(overlap=self._overlap)
+                yield from self._checkpoints.put(overlap=overlap)
             if at == self._last[unit] and self._plan.layouts[unit].trainable:
                 yield from self._gradient(unit, at, final=final)
             if schedule.uses[at].needed and not schedule.keep[at]:
                 self._gathered.pop(unit, None)
 
+    def _submit_ahead(self, at: int) -> Process:
+        """What the schedule submits ahead at a use."""
+        schedule = self._plan.schedule
+        for other in schedule.gather_ahead[at] if self._plan.policy.gather_ahead else ():
+            self._start(other)
+        for other in (*schedule.gather_ahead[at], *schedule.fetch_ahead[at]):
+            if self._optimizer.stepped(other):
+                yield from self._arenas.fetch_param(other, wait=False)
+
     def _start(self, unit: int) -> None:
-        self._gathered[unit] = False
-        self._resources.begin(self._gather(unit))
+        if unit not in self._gathered:
+            self._gathered[unit] = False
+            self._resources.begin(self._gather(unit))
 
     def _gather(self, unit: int) -> Process:
         placed, layout = self._plan.placement.units[unit], self._plan.layouts[unit]
         own = layout.nbytes // placed.parts
-        yield lambda: not self._left.get(unit)
-        if unit in self._params:
-            yield from self._param_arena.fetch(unit, self._params[unit].nbytes, wait=True)
+        yield lambda: self._optimizer.stepped(unit)
+        yield from self._arenas.fetch_param(unit, wait=True)
         if not self._plan.request.accelerator:
-            yield from self._host(own * self._speeds.copy_seconds)
+            yield from self._resources.host(own * self._speeds.copy_seconds)
         elif placed.param is not Tier.GPU:
             yield self._resources.submit(Resource.UP, own)
-        self._param_arena.pinned.discard(unit)
+        self._arenas.release_param(unit)
         if placed.parts > 1:
             yield self._resources.submit(Resource.NETWORK, own * (placed.parts - 1))
         self._gathered[unit] = True
 
     def _gradient(self, unit: int, at: int, *, final: bool) -> Process:
         """A unit's gradients go into its partition: at once, or over the ranks beside what comes next."""
-        yield lambda: not self._flying
+        yield lambda: not self._travelling
+        if self._plan.topology.dp > 1 or self._plan.request.accelerator:
+            self._travelling = True
+            self._resources.begin(self._travel(unit, at, final=final))
+        else:
+            yield from self._travel(unit, at, final=final)
+
+    def _travel(self, unit: int, at: int, *, final: bool) -> Process:
         ranks, request = self._plan.topology.dp, self._plan.request
         placed, layout = self._plan.placement.units[unit], self._plan.layouts[unit]
         kept = layout.numel // placed.parts
-        whole = layout.numel * DTYPE_NBYTES[request.communication_dtype] * (ranks - 1) / ranks
-
-        def travel() -> Process:
-            if ranks > 1 and not self._plan.placement.grad_whole:
-                yield self._resources.submit(Resource.NETWORK, whole)
-            if not request.accelerator:
-                yield from self._host(kept * DTYPE_NBYTES[request.grad_dtype] * self._speeds.copy_seconds)
-            elif placed.grad is not Tier.GPU:
-                yield self._resources.submit(Resource.DOWN, kept * DTYPE_NBYTES[request.grad_dtype])
-            self._flying.clear()
-            if not final:
-                return
-            if self._early:
-                yield from self._host(kept * self._speeds.norm_seconds)
-                self._hand_over(self._landing.get(at, ()))
-            elif self._plan.policy.step_behind:
-                self._read_ahead(unit)
-                self._norms.append(kept)
-
-        if ranks > 1 or request.accelerator:
-            self._flying.append(True)
-            self._resources.begin(travel())
-        else:
-            yield from travel()
-
-    def _read_ahead(self, unit: int) -> None:
-        if not self._overlap:
-            return
-        self._expected = self._expected or {piece.unit for group in self._hidden for piece in group.slices}
-        self._expected.discard(unit)
-        if len(self._expected) == SOON_UNITS:
-            for group in first_reads(self._hidden, self._in_memory):
-                self._fetch_now(group)
+        if ranks > 1 and not self._plan.placement.grad_whole:
+            nbytes = layout.numel * DTYPE_NBYTES[request.communication_dtype]
+            yield self._resources.submit(Resource.NETWORK, nbytes * (ranks - 1) / ranks)
+        if not request.accelerator:
+            yield from self._resources.host(kept * DTYPE_NBYTES[request.grad_dtype] * self._speeds.copy_seconds)
+        elif placed.grad is not Tier.GPU:
+            yield self._resources.submit(Resource.DOWN, kept * DTYPE_NBYTES[request.grad_dtype])
+        self._travelling = False
+        if final and self._landings:
+            yield from self._resources.host(kept * self._speeds.norm_seconds)
+            self._optimizer.hand_over(self._landings.get(at, ()))
+        elif final and self._plan.policy.step_behind:
+            self._optimizer.measure(unit, kept)
 
     def _boundary(self) -> Process:
-        """`step()`: the norm, what the program sees, and then the rest is left to the stepper."""
-        yield lambda: not self._flying
+        """`step()`: the norm, what the program sees, and then the rest is left to the optimizer's thread."""
+        yield lambda: not self._travelling
         request, placement = self._plan.request, self._plan.placement
         trained = [layout for layout in self._plan.layouts if layout.trainable]
-        kept = sum(layout.numel // placement.units[layout.index].parts for layout in trained)
         if placement.grad_whole:
             yield self._resources.submit(
                 Resource.NETWORK, sum(layout.numel for layout in trained) * DTYPE_NBYTES[request.communication_dtype]
             )
-        if not self._early:
-            yield lambda: not self._norms and not self._stepping
+        if not self._landings:
+            yield self._optimizer.measured
         if not self._plan.policy.step_behind:
-            yield from self._host(kept * self._speeds.norm_seconds)
-        for group in self._steps.visible:
-            yield from self._step(group)
+            kept = sum(layout.numel // placement.units[layout.index].parts for layout in trained)
+            yield from self._resources.host(kept * self._speeds.norm_seconds)
+        yield from self._optimizer.step_visible()
         whole = [layout for layout in trained if placement.units[layout.index].whole]
-        yield from self._host(sum(layout.nbytes for layout in whole) * self._speeds.copy_seconds)
-        self._hand_over(self._steps.after_backward)
-        self._expected.clear()
+        yield from self._resources.host(sum(layout.nbytes for layout in whole) * self._speeds.copy_seconds)
+        self._optimizer.go_on()
         self._gathered.clear()
-
-    # The stepper.
-
-    def _hand_over(self, groups: Sequence[SubGroup]) -> None:
-        for group in groups:
-            for piece in group.slices:
-                self._left[piece.unit] = self._left.get(piece.unit, 0) + 1
-        self._ready_queue.add(groups, None)
-        self._look_ahead(1)
-
-    def _stepper(self) -> Process:
-        while True:
-            yield lambda: bool(self._norms or self._ready_queue)
-            self._stepping = True
-            if self._norms:
-                yield from self._host(self._norms.popleft() * self._speeds.norm_seconds)
-            else:
-                group, _ = self._ready_queue.take()
-                yield from self._step(group)
-                for piece in group.slices:
-                    self._left[piece.unit] -= 1
-            self._stepping = False
-
-    def _look_ahead(self, count: int) -> None:
-        if self._overlap:
-            self._ready_queue.fetch(count)
-
-    def _step(self, group: SubGroup) -> Process:
-        yield from self._fetch(group, wait=True)
-        self._look_ahead(STEP_READS)
-        accelerator = self._plan.request.accelerator
-        if accelerator and self._plan.placement.states[group.index] is Tier.GPU:
-            yield self._resources.submit(Resource.ACCELERATOR, group.numel * self._speeds.device_adam_seconds)
-        else:
-            yield from self._host(group.numel * self._speeds.adam_seconds + self._speeds.group_seconds)
-        jobs = [self._state_arena.write(group.index)] if group.index in self._states else []
-        for piece in group.slices:
-            placed = self._plan.placement.units[piece.unit]
-            ends = piece.start + piece.numel >= self._plan.layouts[piece.unit].partition_numel(placed.parts)
-            if piece.unit in self._params and ends:
-                jobs.append(self._param_arena.write(piece.unit))
-        if not self._overlap:
-            yield from jobs
-
-    def _fetch(self, group: SubGroup, *, wait: bool) -> Process:
-        if group.index in self._states:
-            yield from self._state_arena.fetch(group.index, self._states[group.index].nbytes, wait=wait)
-        for piece in group.slices:
-            if piece.unit in self._params:
-                yield from self._param_arena.fetch(piece.unit, self._params[piece.unit].nbytes, wait=wait)
-
-    def _fetch_now(self, group: SubGroup) -> bool:
-        for _ in self._fetch(group, wait=False):
-            raise AssertionError("what does not wait has waited")
-        return group.index not in self._states or group.index in self._state_arena
-
-    def _in_memory(self, group: SubGroup) -> bool:
-        states = group.index in self._kept or group.index in self._state_arena
-        units = {piece.unit for piece in group.slices}
-        return states and all(unit in self._param_arena for unit in units & self._params.keys())
-
-    def _host(self, seconds: float) -> Process:
-        if seconds > 0:
-            yield self._resources.submit(Resource.CORES, seconds)
-
-
-def _idle(job: Job | None) -> bool:
-    return job is None or job.done

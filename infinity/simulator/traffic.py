@@ -7,7 +7,6 @@ follow from sizes: what is gathered, reduced, copied and stepped.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +17,7 @@ from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import first_reads
 from infinity.plan.types import DTYPE_NBYTES, Kind, PartitionSpec, Tier
+from infinity.simulator.arena import Cache
 
 # Sub-groups stepped last that may still be in memory: more than any arena holds.
 _WARM_GROUPS = 64
@@ -73,28 +73,6 @@ def traffic(
             times = 4 if link is Link.DRAM else 1
             found[link][Kind.ACTIVATION] = offloaded.nbytes * accumulation * times
     return Traffic(found)
-
-
-class Cache:
-    """Which buffers of an arena are filled: the least recently used one goes when another needs its room."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._room = nbytes
-        self._held: OrderedDict[int, int] = OrderedDict()
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._held
-
-    def use(self, index: int, nbytes: int) -> bool:
-        """Use a buffer; whether it was there."""
-        if index in self._held:
-            self._held.move_to_end(index)
-            return True
-        self._room -= nbytes
-        self._held[index] = nbytes
-        while self._room < 0 and len(self._held) > 1:
-            self._room += self._held.popitem(last=False)[1]
-        return False
 
 
 def landings(plan: Plan, groups: Iterable[SubGroup]) -> dict[int, list[SubGroup]]:
@@ -286,11 +264,7 @@ class _Walk:
         if write:
             self._written(Kind.STATES, self._states, [group.index])
             # A unit is written once, with the last of its sub-groups, which ends where its partition ends.
-            ends = [
-                piece.unit for piece in group.slices
-                if piece.start + piece.numel
-                >= self._plan.layouts[piece.unit].partition_numel(self._plan.placement.units[piece.unit].parts)
-            ]  # fmt: skip
+            ends = [piece.unit for piece in group.slices if self._plan.ends_partition(piece)]
             self._written(Kind.PARAM, self._params, ends)
 
     def _written(self, kind: Kind, specs: Mapping[int, PartitionSpec], indices: Iterable[int]) -> None:

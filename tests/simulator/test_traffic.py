@@ -17,7 +17,8 @@ from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, PartitionSpec, Tier
-from infinity.simulator.traffic import Cache, Link, Traffic, kept_nbytes, traffic
+from infinity.simulator.arena import Cache
+from infinity.simulator.traffic import Link, Traffic, kept_nbytes, traffic
 
 WIDTH, LAYERS = 512, 12
 WARM_STEPS, STEPS = 4, 4
