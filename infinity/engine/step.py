@@ -249,13 +249,13 @@ class _PrefetchTiming:
             return
         runtime, coordinator = self._runtime, self._runtime.coordinator
         if step == _WATCHED_STEP:
-            coordinator.watch(runtime.device)
+            coordinator.prefetcher.watch(runtime.device)
             return
         # The drive is measured alone: a step that has begun in backward would share it.
         runtime.stepper.finish()
         found = agree(
-            coordinator.use_times(), runtime.units, runtime.store, runtime.device, runtime.groups.world,
-            coordinator.gathered,
+            coordinator.prefetcher.use_times(), runtime.units, runtime.store, runtime.device, runtime.groups.world,
+            coordinator.memory,
         )  # fmt: skip
         if found is not None:
-            coordinator.retime(*found)
+            coordinator.prefetcher.retime(*found)

@@ -25,7 +25,7 @@ from infinity.memory.tiers.device import Device
 from infinity.observability import trace
 from infinity.plan.plan import Plan
 from infinity.plan.types import Extent, Key, Kind, Tier
-from infinity.zero.coordinator import ModuleCall
+from infinity.zero.module_calls import ModuleCall
 from infinity.zero.parameter import is_released
 from infinity.zero.unit import Unit
 
@@ -72,8 +72,8 @@ class Breakdown:
                 for unit, _, nbytes in self._owners(partition):
                     found[Tier.CPU, Kind.POOL, unit] += nbytes
         for each in self._units:
-            if each.has_bytes:
-                for kind, nbytes in each.kinds.items():
+            if each.buffer.has_bytes:
+                for kind, nbytes in each.buffer.kinds.items():
                     found[Tier.GPU, kind, each.layout.name] += nbytes
         table: Table = {tier.value: {} for tier in Tier}
         for (tier, kind), booked in self._ledger.now.items():

@@ -90,6 +90,10 @@ class Gradients:
         # Called when something was added to a unit's partition.
         self.on_accumulated: Callable[[Unit], None] = lambda unit: None
 
+    def begin_backward(self, *, scaled: bool) -> None:
+        """A backward begins. scaled: the engine runs it, and has scaled the loss."""
+        self.scaled = scaled
+
     def ready(self, unit: Unit) -> None:
         """The last outstanding backward through `unit` has run: collect its gradients, in turn."""
         if unit not in self.arrived:

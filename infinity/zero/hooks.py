@@ -25,8 +25,9 @@ from torch._compile import _disable_dynamo
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.consistency import on_any_rank
 from infinity.errors import StateError
-from infinity.zero.coordinator import Coordinator, ModuleCall
+from infinity.zero.coordinator import Coordinator
 from infinity.zero.guards import ModelGuards
+from infinity.zero.module_calls import ModuleCall
 from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.unit import Unit
 

@@ -72,15 +72,19 @@ def owners_of(params: Params) -> list[tuple[EngineView, list[nn.Parameter]]]:
 
 def units_of(owner: EngineView, params: Iterable[nn.Parameter]) -> list[Unit]:
     """The units that hold `params`, in the plan's order, each once."""
-    wanted = {id(param) for param in params}
-    return [unit for unit in owner.units if any(id(whole_of(param)) in wanted for param in unit.params)]
+    found: dict[Unit, None] = {}
+    for param in params:
+        tiles = tiles_of(param)
+        units = [owner.coordinator.unit_of(param)] if tiles is None else [tile.unit for tile in tiles.tiles]
+        found.update(dict.fromkeys(units))
+    return sorted(found, key=lambda unit: unit.layout.index)
 
 
 def full_state_dict(owner: EngineView, module: nn.Module, *, wanted: bool) -> dict[str, Tensor]:
     """A module's full parameters in CPU memory, gathered unit by unit; {} where they are not wanted. Collective."""
     whole: dict[int, Tensor] = {}
     for unit in owner.units:
-        with gathered(owner, [unit]):
+        with owner.coordinator.memory.holding([unit]):
             for param, slot in zip(unit.params, unit.layout.slots, strict=True) if wanted else ():
                 if slot.is_tile:
                     _put_rows(whole, param, slot)
@@ -101,25 +105,6 @@ def _put_rows(whole: dict[int, Tensor], tile: nn.Parameter, slot: Slot) -> None:
 
 
 @contextmanager
-def gathered(owner: EngineView, units: list[Unit]) -> Iterator[None]:
-    """Keep units whole for the length of the block."""
-    held: list[Unit] = []
-    try:
-        for unit in units:
-            unit.users += 1
-            held.append(unit)
-            unit.finish_gather()
-            # Nobody looks again before the block may write the partition, or needs its buffer's room.
-            unit.release_lease(wait=True)
-        yield
-    finally:
-        for unit in held:
-            unit.users -= 1
-            if unit.users <= 0:
-                unit.release()
-
-
-@contextmanager
 def read(params: Params) -> Iterator[None]:
     """Parameters (a module, a parameter or an iterable) whole and read-only, on every rank.
 
@@ -128,7 +113,7 @@ def read(params: Params) -> Iterator[None]:
     with ExitStack() as stack:
         entered = [(owner, chosen) for owner, chosen in owners_of(params)]
         for owner, chosen in entered:
-            stack.enter_context(gathered(owner, _cut_together(units_of(owner, chosen))))
+            stack.enter_context(owner.coordinator.memory.holding(_cut_together(units_of(owner, chosen))))
             for param in chosen:
                 stack.enter_context(_assembled(owner, param))
         versions = [[param._version for param in chosen] for _, chosen in entered]
@@ -160,7 +145,7 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
         entered = []
         for owner, chosen in owners_of(params):
             units = _cut_together(units_of(owner, chosen))
-            stack.enter_context(gathered(owner, units))
+            stack.enter_context(owner.coordinator.memory.holding(units))
             tiled = [(param, stack.enter_context(_assembled(owner, param))) for param in chosen]
             # A unit that is whole for good may be its partition itself, and is changed without a lease.
             owner.store.access.await_saved(*(unit.key for unit in units))
@@ -196,7 +181,7 @@ def _assembled(owner: EngineView, param: nn.Parameter) -> Iterator[Tensor | None
         return
     data = torch.empty(param.shape, dtype=param.dtype, device=param.device)
     for tile in tiles.tiles:
-        with gathered(owner, [tile.unit]):
+        with owner.coordinator.memory.holding([tile.unit]):
             data[tile.start : tile.stop].copy_(tile.param.detach())
     with assembled(param, data):
         yield data
@@ -207,7 +192,7 @@ def _write_tiles(owner: EngineView, param: nn.Parameter, data: Tensor, source: i
     tiles = tiles_of(param)
     assert tiles is not None
     for tile in tiles.tiles:
-        with gathered(owner, [tile.unit]):
+        with owner.coordinator.memory.holding([tile.unit]):
             old = tile.unit.local_partition.clone()
             tile.param.data.copy_(data[tile.start : tile.stop])
             if owner.groups.data.size > 1:

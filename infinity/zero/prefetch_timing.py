@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 from infinity.distributed.axis_group import AxisGroup
@@ -16,6 +15,7 @@ from infinity.distributed.collectives import exchange
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.plan.prefetch import Timing, UnitAccess
+from infinity.zero.gathered_memory import GatheredMemory
 from infinity.zero.unit import GatherState, Unit
 
 # What is read to measure a drive: long enough to tell its rate, short enough not to be noticed.
@@ -52,14 +52,13 @@ class PrefetchTimer:
 
 def agree(
     measured: tuple[tuple[UnitAccess, ...], tuple[float, ...]] | None, units: Sequence[Unit], store: TieredStore,
-    device: Device, group: AxisGroup, gathered: Callable[[Unit], AbstractContextManager[None]],
+    device: Device, group: AxisGroup, memory: GatheredMemory,
 ) -> tuple[tuple[UnitAccess, ...], Timing] | None:  # fmt: skip
     """(uses, timing) for all ranks: the slowest rates and the shortest computations; None where their passes differ.
-    Collective. `measured` is a pass of this rank and its seconds of computation, if it was timed. gathered: a block in
-    which a unit is whole.
+    Collective. `measured` is a pass of this rank and its seconds of computation, if it was timed.
     """
     uses, seconds = measured if measured is not None else ((), ())
-    rates = [fetch_rate(units, store), gather_rate(units, store, device, gathered)]
+    rates = [fetch_rate(units, store), gather_rate(units, store, device, memory)]
     # Six bytes, so that a float holds them.
     digest = int.from_bytes(hashlib.sha256(str(uses).encode()).digest()[:6], "big")
     mine = [float(digest), *rates, -store.ahead_nbytes / rates[0]]
@@ -69,9 +68,7 @@ def agree(
     _, fetch, gather, latency = (min(column) for column in zip(*rows, strict=True))
     everyone = exchange([*seconds], group, "exchange of times")
     shortest = [min(column) for column in zip(*everyone, strict=True)]
-    return uses, Timing(
-        use_seconds=tuple(shortest), fetch_rate=fetch, gather_rate=gather, fetch_latency=-latency
-    )
+    return uses, Timing(use_seconds=tuple(shortest), fetch_rate=fetch, gather_rate=gather, fetch_latency=-latency)
 
 
 def fetch_rate(units: Sequence[Unit], store: TieredStore) -> float:
@@ -94,9 +91,7 @@ def fetch_rate(units: Sequence[Unit], store: TieredStore) -> float:
     return moved / seconds if moved else float("inf")
 
 
-def gather_rate(
-    units: Sequence[Unit], store: TieredStore, device: Device, gathered: Callable[[Unit], AbstractContextManager[None]]
-) -> float:
+def gather_rate(units: Sequence[Unit], store: TieredStore, device: Device, memory: GatheredMemory) -> float:
     """Bytes a second from CPU memory (and the other ranks) to whole units, by gathering the largest. Collective."""
     apart = [unit for unit in units if not unit.placed.whole and unit.state is GatherState.PARTITIONED]
     if not apart:
@@ -104,7 +99,7 @@ def gather_rate(
     largest = max(apart, key=lambda unit: unit.layout.nbytes)
     with store.read(largest.key):
         began = time.perf_counter()
-        with gathered(largest):
+        with memory.holding([largest], retain=True):
             device.synchronize()
             seconds = time.perf_counter() - began
     return largest.layout.nbytes / seconds

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.zero.coordinator import Coordinator, ModuleCall
+from infinity.zero.coordinator import Coordinator
 from infinity.zero.hooks import backward_comes, refuse_double
+from infinity.zero.module_calls import ModuleCall
 from infinity.zero.unit import Unit
 
 
@@ -44,14 +45,14 @@ class _Uses:
     def scope_of(self, address: int) -> ModuleCall | None:
         """The scope of what lies at a storage's address; None where that is no unit, or a module call's own."""
         unit = self._units.get(address)
-        if unit is None or self.coordinator.opened(unit):
+        if unit is None or self.coordinator.calls.is_open(unit):
             return None
         return self._scopes.setdefault(unit, ModuleCall([unit]))
 
     def end(self) -> None:
         """The block is over: gradients of the units wait for its backward."""
         for scope in self._scopes.values():
-            self.coordinator.await_backward(scope)
+            self.coordinator.calls.await_backward(scope)
 
 
 # Autograd asks the hooks of the innermost block alone, which so know those of the blocks around it.

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from infinity.errors import StateError
 from infinity.plan.layout import Slot, UnitLayout
 from infinity.zero import parameter
-from infinity.zero.coordinator import Coordinator, ModuleCall
+from infinity.zero.coordinator import Coordinator
 from infinity.zero.hooks import backward_comes
+from infinity.zero.module_calls import ModuleCall
 from infinity.zero.parameter import ReleasedParameter
 from infinity.zero.unit import Unit
 

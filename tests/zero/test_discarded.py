@@ -123,4 +123,4 @@ def test_training_in_eval_mode_follows_its_schedule(tmp_path: Path) -> None:
             engine.backward(engine(inputs(seed)).square().sum())
             engine.step()
         assert engine.coordinator.mismatches <= 1
-        assert len(engine.coordinator._trace) == 2 * LAYERS
+        assert len(engine.coordinator.prefetcher._schedules["eval"]) == 2 * LAYERS

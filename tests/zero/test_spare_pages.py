@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.memory.resizable_buffer import SparePages
-from infinity.zero.coordinator import Coordinator
+from infinity.zero.gathered_memory import GatheredMemory
 from infinity.zero.unit import Unit
 
 # Elements of the first layer of a pair; 4 and 8 MiB.
@@ -47,18 +47,19 @@ def configuration(folder: object) -> dict[str, object]:
 
 @pytest.mark.parametrize("evaluating", [False, True])
 def test_spare_pages_are_within_the_plan_and_gathers_take_no_fresh_ones(tmp_path, monkeypatch, evaluating):
-    gather, most = Coordinator._gather, []
+    gather, most = GatheredMemory.gather, []
     torch.manual_seed(0)
     engine, *_ = infinity.initialize(model=Model(), config=configuration(tmp_path))
     device = engine._runtime.device
     assert isinstance(device.spare, SparePages)
 
-    def watched(self: Coordinator, unit: Unit) -> None:
+    def watched(self: GatheredMemory, unit: Unit) -> None:
         gather(self, unit)
-        held = sum(each.layout.nbytes for each in engine._runtime.units if each.has_bytes)
+        self.check()
+        held = sum(each.layout.nbytes for each in engine._runtime.units if each.buffer.has_bytes)
         most.append(held + device.spare.nbytes)
 
-    monkeypatch.setattr(Coordinator, "_gather", watched)
+    monkeypatch.setattr(GatheredMemory, "gather", watched)
     x = torch.randn(2, 1024)
     with engine:
         for step in range(6):
