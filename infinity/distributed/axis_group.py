@@ -11,7 +11,6 @@ begin with a meeting (`collectives`), which is one tagged message of no meaning.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infinity.distributed.cma_transport import RowCopier
-from infinity.distributed.hang_detection.flight_record import Wait
 from infinity.distributed.hang_detection.watchdog import Watchdog
 from infinity.errors import StateError
 from infinity.ops.transfer import WorkTransfer
@@ -86,13 +84,11 @@ class AxisGroup:
         if watchdog is None:
             work.wait()
             return
-        watchdog.wait = Wait(self.channel, number, name, time.monotonic())
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise watchdog.explain(error) from error
-        finally:
-            watchdog.wait = None
+        with watchdog.log.waiting(self.channel, number, name):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise watchdog.explain(error) from error
 
 
 def _tag(number: int, name: str, nbytes: int) -> int:

@@ -49,7 +49,7 @@ def agree_on_plan(plan: Plan, group: AxisGroup) -> None:
 
 def agree_on_numbers(values: list[float], group: AxisGroup, name: str) -> list[list[float]]:
     """`exchange`, with the digests of what was submitted before: one collective for both."""
-    mine = group.watchdog.digests() if group.watchdog is not None else []
+    mine = group.watchdog.log.digests() if group.watchdog is not None else []
     rows = exchange([*values, *mine], group, name)
     _agree_on_history([row[len(values) :] for row in rows], group)
     return [row[: len(values)] for row in rows]
@@ -66,7 +66,7 @@ def _agree_on_history(rows: Sequence[Sequence[float]], group: AxisGroup) -> None
     if group.watchdog is None or all(list(row) == list(rows[0]) for row in rows):
         return
     told = []
-    for done in group.watchdog.histories():
+    for done in group.watchdog.log.histories():
         everyone = exchange_values(done, group, "exchange of what was done")
         found = first_difference([{int(number): name for number, name in row.items()} for row in everyone])
         if found is not None:

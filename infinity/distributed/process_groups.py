@@ -23,8 +23,9 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.cma_transport import Introduction, acquaint, log_transport
+from infinity.distributed.hang_detection import process_exit
 from infinity.distributed.hang_detection.mailbox import StoreMailbox
-from infinity.distributed.hang_detection.watchdog import BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN, Watchdog, leave
+from infinity.distributed.hang_detection.watchdog import BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN, Watchdog
 from infinity.errors import ConfigError
 
 
@@ -105,6 +106,7 @@ class ProcessGroups:
             self.watchdog = Watchdog(
                 self._notes, opened, rank=ranks.rank, world_size=ranks.world_size, seconds=timeout_seconds,
             )  # fmt: skip
+            process_exit.guard(self.watchdog)
         self.data, self.reduction, self.world = (
             AxisGroup(axis, ranks.rank, ranks.world_size, group, channel, self.watchdog)
             for channel, (axis, group) in enumerate(zip(("data", "data", "world"), opened, strict=True))
@@ -148,13 +150,13 @@ class ProcessGroups:
     def check(self) -> None:
         """Raise DesyncError when the ranks can no longer go on together."""
         if self.watchdog is not None:
-            self.watchdog.check()
+            self.watchdog.end.check()
 
     def close(self) -> None:
         """Destroy these groups. The program's own group stays open, or ends with the process."""
         if self.watchdog is None:
             return
-        self.watchdog.close()
+        process_exit.close(self.watchdog)
         self.watchdog = None
         for group in (self.data, self.reduction, self.world):
             group.close()
@@ -164,7 +166,7 @@ def _end(owner: int) -> None:
     if os.getpid() != owner:
         # A forked child ends: see `_after_fork`.
         return
-    leave()
+    process_exit.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
 

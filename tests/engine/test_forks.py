@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import infinity
-from infinity.distributed.hang_detection.watchdog import leave
+from infinity.distributed.hang_detection.process_exit import leave
 from infinity.engine import Engine
 from infinity.errors import StateError
 from infinity.memory.access_control import Reservation

@@ -1,0 +1,95 @@
+"""What a rank does once the job cannot go on: free its training thread, interrupt it, and in the end leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from infinity.distributed.hang_detection.abort import abort
+from infinity.distributed.hang_detection.flight_record import Wait
+from infinity.distributed.hang_detection.judge import INTERRUPT_ENDED_SECONDS, Diagnosis
+from infinity.distributed.hang_detection.thread_stack import where
+from infinity.errors import DesyncError
+
+# From the interrupt until a process that even then does not come to Python is ended.
+_EXIT_SECONDS = 20.0
+# Real-time signals are free for a program to use; if there are none, the program's own code is not interrupted.
+SIGNAL: int | None = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
+
+
+class JobEnd:
+    """The verdict that ends the job, and what follows on this rank.
+
+    A training thread that waits in a collective is freed by breaking the groups. One that is in the program's own code
+    raises at its next verb; if it does not come to one, it is interrupted by a signal, whose handler raises.
+    """
+
+    def __init__(self, groups: Sequence[Any], *, rank: int, thread_id: int) -> None:
+        self.verdict: Diagnosis | None = None
+        self._decided_at = 0.0
+        self._groups = list(groups)
+        self._rank = rank
+        self._thread_id = thread_id
+        self._raised = self._interrupted = self._broken = False
+
+    def learn(self, verdict: Diagnosis) -> None:
+        """Take the job's verdict."""
+        self._decided_at = time.monotonic()
+        self.verdict = verdict
+
+    def check(self) -> None:
+        """Raise the verdict if it ends the job for every rank."""
+        if self.verdict is not None and self.verdict.counts is None:
+            raise self.error(self.verdict)
+
+    def check_submit(self, channel: int, number: int) -> None:
+        """Raise the verdict if this collective can no longer happen."""
+        if self.verdict is not None and self.verdict.stops(channel, number):
+            raise self.error(self.verdict)
+
+    def on_interrupt(self) -> None:
+        """Raise the verdict in the main thread: the signal's handler calls this."""
+        if self._interrupted and not self._raised and self.verdict is not None:
+            raise self.error(self.verdict)
+
+    def error(self, verdict: Diagnosis) -> DesyncError:
+        """Return the error of a verdict, which the training thread raises now."""
+        self._raised = True
+        return DesyncError(verdict.text)
+
+    def act(self, verdict: Diagnosis, wait: Wait | None, *, leaving: bool) -> None:
+        """Do what the verdict asks for now: called again and again by the watchdog's thread.
+
+        wait: what the training thread waits for. leaving: this rank ends anyway, so it is not interrupted.
+        """
+        if wait is not None and verdict.stops(wait.group, wait.number):
+            self.break_groups()
+        if verdict.interrupt_seconds is None or self._raised or leaving:
+            return
+        waited = time.monotonic() - self._decided_at
+        # The rank whose own error it is may be about to end with it.
+        patience = INTERRUPT_ENDED_SECONDS if verdict.rank == self._rank else verdict.interrupt_seconds
+        if waited < patience or self._thread_id != threading.main_thread().ident or SIGNAL is None:
+            return
+        if not self._interrupted:
+            self._interrupted = True
+            self.break_groups()
+            signal.pthread_kill(self._thread_id, SIGNAL)
+        elif waited > patience + _EXIT_SECONDS:
+            at = where(self._thread_id)
+            sys.stderr.write(f"infinity: rank {self._rank} does not come back from {at}: {verdict.text}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    def break_groups(self) -> None:
+        """Make whatever waits in a group raise, here and on the ranks that are connected; idempotent."""
+        if self._broken:
+            return
+        self._broken = True
+        for group in self._groups:
+            abort(group)
