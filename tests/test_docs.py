@@ -21,10 +21,11 @@ import pytest
 import torch
 
 import infinity
-from docs import make_benchmarks, make_outputs
+from docs import make_benchmarks, make_life, make_outputs
 from examples import finetune_hf, make_small_model, train_lm
 from infinity.cli.main import main, whole_parser
 from infinity.config import load_config
+from infinity.memory.partition import State
 from tests.support import bare, pages
 from tests.support.models import TinyLlama
 from tests.support.pages import PAGES, ROOT, Block, shown
@@ -281,6 +282,20 @@ def test_the_benchmarks_and_their_plots_are_what_the_results_say():
     assert make_benchmarks.PAGE.read_text(encoding="utf-8") == make_benchmarks.render(), "run docs/make_benchmarks.py"
     plots = make_benchmarks.plots()
     assert {path: path.read_text(encoding="utf-8") for path in make_benchmarks.PLOTS.glob("*.svg")} == plots
+
+
+def test_the_architecture_names_functions_that_exist_and_the_states_of_a_partition():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walk = re.findall(r"^\|[^|]*\| `(\w+)` \| `([\w/]+\.py)` \|", page, re.M)
+    assert len(walk) >= 35
+    for name, file in walk:
+        source = (ROOT / "infinity" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^\s*(def|class) {name}\b", source, re.M), f"{name} is not in {file}"
+    assert re.findall(r"^\| ([A-Z]+) \|", page, re.M) == [state.name for state in State]
+
+
+def test_the_life_of_a_parameter_is_what_its_script_draws():
+    assert make_life.PICTURE.read_text(encoding="utf-8") == make_life.drawn(), "run docs/make_life.py"
 
 
 def test_a_figure_is_judged_by_its_limit():

@@ -33,7 +33,7 @@ from tests.support.models import TinyLlama, token_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 _DOCS = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "docs").glob("*.md"))
-PAGES = ("README.md", *_DOCS)
+PAGES = ("README.md", "CONTRIBUTING.md", *_DOCS)
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
 _REMARK = re.compile(r"<!-- (?P<word>given|not run): (?P<what>.*?)(?:; with (?P<extra>\{.*\}))? -->\n\Z")
