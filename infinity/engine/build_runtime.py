@@ -66,7 +66,12 @@ def build_runtime(
     ).run()
     if spool is not None:
         spool.close()
-    gradients = Gradients(units, plan=plan, store=store, device=device, groups=groups, ledger=ledger)
+    stepper = _stepper(config, plan, store, groups, optimizer)
+    undo.callback(stepper.close)
+    gradients = Gradients(
+        units, plan=plan, store=store, device=device, groups=groups, ledger=ledger, sink=stepper,
+        backwards=config.accumulation if config.config.managed_gradient_accumulation else 1,
+    )  # fmt: skip
     coordinator = Coordinator(
         units, plan=plan, store=store, gradients=gradients, group=groups.world, spare=device.spare
     )
@@ -84,8 +89,6 @@ def build_runtime(
     undo.callback(checkpointing.close)
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
-    stepper = _stepper(config, plan, store, groups, optimizer)
-    undo.callback(stepper.close)
     place = {"rank": ranks.rank, "world_size": ranks.world_size}
     observer = Observer(Breakdown(plan, ledger, store, units, device), config.config, **place)
     progress = StepProgress(config.config, ledger, **place)

@@ -70,7 +70,6 @@ class Engine(nn.Module):
         # reads them.
         self._losses: list[Tensor] = []
         self._applied = False
-        runtime.gradients.on_accumulated = self._on_accumulated
 
     def __getattr__(self, name: str) -> Any:
         """What the engine has not, the module may have: `engine.generate(...)`."""
@@ -479,13 +478,6 @@ class Engine(nn.Module):
                 raise
             # The error under way is the one that the program sees.
             logger.error("while closing the engine: %s", failure)
-
-    def _on_accumulated(self, unit: Unit) -> None:
-        # What was copied out of its partition arrived before its gradients: a step may begin to write it.
-        unit.release_lease(wait=True)
-        final = self.is_gradient_accumulation_boundary()
-        runtime = self._runtime
-        runtime.stepper.on_accumulated(unit.layout.index, runtime.gradients.arrived[unit], final=final)
 
     def _check(self, verb: str, *, broken_is_fine: bool = False) -> None:
         self._runtime.check(verb, broken_is_fine=broken_is_fine)

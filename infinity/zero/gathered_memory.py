@@ -1,10 +1,8 @@
 """The device memory of gathered units: which units are gathered and in use, and what their bytes add up to.
 
-Where the device's memory is the process's (the CPU), a released unit leaves its bytes to the next gathers, because the
-system is slow to hand out pages again. These retained bytes and the gathered ones together stay within the plan's
-`gathered_nbytes`: the unit released longest ago is freed first, and its pages become spare pages for other units.
-
-Totals are tracked where they change, so that no gather scans all units; `check` compares them with the sums.
+`UnitMemory` decides which released units retain their bytes for the next gathers. It keeps the totals: no gather
+scans all units. This module carries the decisions out: a unit that gives up its bytes leaves their pages as spare pages
+to other units.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from contextlib import contextmanager
 from infinity.memory.resizable_buffer import SparePages
 from infinity.memory.store import TieredStore
 from infinity.plan.plan import Plan
+from infinity.plan.retention import UnitMemory
 from infinity.zero.unit import GatherState, Unit
 
 
@@ -30,15 +29,17 @@ class GatheredMemory:
         self._units = list(units)
         self._store = store
         self._spare = spare
-        self._nbytes_max = plan.pools.gathered_nbytes
+        self._plan = plan
         # Open uses of each unit; a unit without one has no entry.
         self._users: dict[Unit, int] = {}
-        # Gathered units, and units that were gathered before and still have their bytes; both oldest first.
-        self._live: dict[Unit, None] = {}
-        self._retained: dict[Unit, None] = {}
-        self.live_nbytes = self._retained_nbytes = 0
+        self._held = self._nothing_held()
         # Units whose copy to the device may still read their partition, in the order of the copies.
         self._copying: deque[Unit] = deque()
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes of the gathered units that are released after use."""
+        return self._held.live_nbytes
 
     def begin_use(self, unit: Unit) -> bool:
         """Count one more use of a unit. Returns whether it is the only one."""
@@ -63,31 +64,26 @@ class GatheredMemory:
             waits = self._store.access.reserved(unit.key)
             while self._copying and self._copying[0].release_lease(wait=waits):
                 self._copying.popleft()
-        if self._spare is not None:
-            self._make_room(unit, self._spare)
-        unit.start_gather()
         if not unit.placed.whole:
-            self._live[unit] = None
-            self.live_nbytes += unit.layout.nbytes
+            self._make_room(unit)
+        try:
+            unit.start_gather()
+        except BaseException:
+            self._count_released(unit, retain=False)
+            raise
         if unit.leasing:
             self._copying.append(unit)
 
     def release(self, unit: Unit, *, retain: bool = True) -> None:
         """Release a gathered unit. With `retain`, its bytes may stay for the next gathers."""
-        if unit not in self._live:
-            return
-        retain = retain and self._spare is not None
-        unit.release(keep_bytes=retain)
-        del self._live[unit]
-        self.live_nbytes -= unit.layout.nbytes
-        if retain:
-            self._retained[unit] = None
-            self._retained_nbytes += unit.layout.nbytes
+        if unit.layout.index in self._held:
+            unit.release(keep_bytes=self._count_released(unit, retain=retain))
 
     def release_idle(self) -> None:
         """Release every gathered unit that is not in use."""
-        for unit in [unit for unit in self._live if unit not in self._users]:
-            self.release(unit)
+        for unit in map(self._units.__getitem__, self._held.live):
+            if unit not in self._users:
+                self.release(unit)
 
     @contextmanager
     def holding(self, units: Sequence[Unit], *, retain: bool = False) -> Iterator[None]:
@@ -123,42 +119,37 @@ class GatheredMemory:
         A unit whose gather is still running stays gathered: waiting for it might fail the same way.
         """
         self._users.clear()
-        self._retained.clear()
-        self._retained_nbytes = 0
         if self._spare is not None:
             self._spare.trim(0)
         for unit in self._units:
             unit.abandon()
             unit.free()
-        self._live = dict.fromkeys(unit for unit in self._live if unit.state is not GatherState.PARTITIONED)
-        self.live_nbytes = sum(unit.layout.nbytes for unit in self._live)
+        self._held = self._nothing_held()
+        for unit in self._units:
+            if not unit.placed.whole and unit.state is not GatherState.PARTITIONED:
+                self._held.gather(unit.layout.index, unit.layout.nbytes)
 
     def check(self) -> None:
         """Compare what is tracked with the units: for tests."""
-        live = {unit for unit in self._units if not unit.placed.whole and unit.state is not GatherState.PARTITIONED}
-        assert live == self._live.keys(), "gathered units are not those that are tracked"
-        assert self.live_nbytes == sum(unit.layout.nbytes for unit in live)
-        kept = [unit for unit in self._units if not unit.placed.whole and unit not in live and unit.buffer.has_bytes]
-        assert set(kept) == self._retained.keys(), "released units with bytes are not those that are retained"
-        assert self._retained_nbytes == sum(unit.layout.nbytes for unit in kept)
+        cut = [unit for unit in self._units if not unit.placed.whole]
+        live = [unit for unit in cut if unit.state is not GatherState.PARTITIONED]
+        retained = [unit for unit in cut if unit.state is GatherState.PARTITIONED and unit.buffer.has_bytes]
+        assert {unit.layout.index for unit in live} == {*self._held.live}, "other units are gathered"
+        assert {unit.layout.index for unit in retained} == {*self._held.retained}, "other units retain their bytes"
+        assert self._held.live_nbytes == sum(unit.layout.nbytes for unit in live)
+        assert self._held.retained_nbytes == sum(unit.layout.nbytes for unit in retained)
 
-    def _make_room(self, unit: Unit, spare: SparePages) -> None:
-        """Free retained bytes until the unit's own fit into the plan, oldest first. Their pages become spare pages, of
-        which only as many stay as the plan has room for.
-        """
-        if unit in self._retained:
-            self._forget_retained(unit)
-            return
-        while self._retained and self._held_nbytes + unit.layout.nbytes > self._nbytes_max:
-            oldest = next(iter(self._retained))
-            self._forget_retained(oldest)
-            oldest.free(to_spare=True)
-        spare.trim(max(self._nbytes_max - self._held_nbytes, unit.layout.nbytes))
+    def _nothing_held(self) -> UnitMemory:
+        return UnitMemory(self._plan.pools.gathered_nbytes, retain=self._plan.policy.retain_released)
 
-    @property
-    def _held_nbytes(self) -> int:
-        return self.live_nbytes + self._retained_nbytes
+    def _make_room(self, unit: Unit) -> None:
+        """Count a unit as gathered, and free what retained and spare bytes the plan has no room for beside it."""
+        room = self._held.gather(unit.layout.index, unit.layout.nbytes)
+        for index in room.freed:
+            self._units[index].free(to_spare=True)
+        if self._spare is not None and room.spare_nbytes_max is not None:
+            self._spare.trim(room.spare_nbytes_max)
 
-    def _forget_retained(self, unit: Unit) -> None:
-        del self._retained[unit]
-        self._retained_nbytes -= unit.layout.nbytes
+    def _count_released(self, unit: Unit, *, retain: bool) -> bool:
+        """Count a unit as released. Returns whether it retains its bytes."""
+        return unit.layout.index in self._held and self._held.release(unit.layout.index, retain=retain)

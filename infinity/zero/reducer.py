@@ -12,9 +12,11 @@ from infinity.distributed.collectives import Reduction
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
 from infinity.memory.tiers.device import Device
+from infinity.observability import trace
 from infinity.plan.gradient_bytes import travels_alone
 from infinity.plan.plan import Plan
 from infinity.plan.types import Kind, Tier
+from infinity.zero.gradient_partitions import key_of
 from infinity.zero.unit import Unit
 
 
@@ -28,21 +30,73 @@ class _Scratch:
 
 
 class Reducer:
-    """Starts reductions, of which at most one at a time is in flight. Its memory is made at the first: as many bytes
-    as the plan has.
+    """Reduces units, of which at most one at a time is in flight. Its memory is made at the first reduction: as many
+    bytes as the plan has.
     """
 
     def __init__(self, plan: Plan, *, device: Device, group: AxisGroup, ledger: Ledger) -> None:
         self._travelling = plan.request.communication_dtype
-        self._wire = DTYPES[self._travelling]
+        # In which gradients travel.
+        self.dtype = DTYPES[self._travelling]
         self._planned = plan.pools.scratch
         self._device = device
         self._group = group
         self._ledger = ledger
         self._made: _Scratch | None = None
+        self._in_flight: tuple[Unit, Reduction] | None = None
+        # Its sum is not wanted here any more.
         self._abandoned: Reduction | None = None
 
-    def flat(self, unit: Unit) -> Tensor:
+    def submit(self, unit: Unit) -> None:
+        """Begin to sum the gradients on a unit's parameters over ranks. No other reduction is in flight. Collective."""
+        assert self._in_flight is None
+        full = self._flat(unit)
+        trace.begin_async("reductions", key_of(unit), full.nbytes)
+        self._in_flight = unit, self._start(unit, full)
+
+    def wait(self) -> tuple[Unit, Reduction] | None:
+        """Wait for the reduction in flight. Returns its unit and its result; None without one."""
+        finished, self._in_flight = self._in_flight, None
+        if finished is None:
+            return None
+        unit, reduction = finished
+        with trace.span(trace.WAIT, "reduction", key_of(unit), unit.layout.numel * self.dtype.itemsize):
+            reduction.wait()
+        trace.end_async("reductions", key_of(unit))
+        return finished
+
+    def reduce(self, unit: Unit, whole: Tensor, target: Tensor) -> None:
+        """Sum a unit's whole gradients [numel] over ranks, and wait for it. `target` gets this rank's slice, or all of
+        the sum where nothing is partitioned. Collective.
+        """
+        full, key = self._copy_of(whole), key_of(unit)
+        trace.begin_async("reductions", key, full.nbytes)
+        with trace.span(trace.WAIT, "reduction", key, full.nbytes):
+            if unit.placed.parts == 1:
+                collectives.all_reduce(full, self._group, f"reduction of {unit.layout.name}").wait()
+                target.copy_(full)
+            else:
+                # Into the partition itself where it can take the sum as it is.
+                reduction = self._start(unit, full, target)
+                reduction.wait()
+                reduction.leave_in(target)
+        trace.end_async("reductions", key)
+
+    def abandon(self) -> None:
+        """Give up the sum in flight. Other ranks may want it, and it uses the memory until it is over, so the next
+        reduction waits for it. Dropped before that, it would take from another rank what that sends next.
+        """
+        if self._in_flight is not None:
+            (_, self._abandoned), self._in_flight = self._in_flight, None
+
+    def close(self) -> None:
+        """Drop the memory. A reduction that is still in flight keeps what it needs."""
+        self._in_flight = self._abandoned = None
+        if self._made is not None:
+            self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -self._planned.nbytes)
+        self._made = None
+
+    def _flat(self, unit: Unit) -> Tensor:
         """A unit's gradients [numel] as its layout has them, zero where there are none: autograd's own where that is
         one tensor of the dtype that travels.
         """
@@ -51,8 +105,8 @@ class Reducer:
         if travels_alone(layout, self._travelling):
             (grad,) = grads
             if grad is None:
-                return self._device.empty(layout.numel, self._wire).zero_()
-            return grad.reshape(-1).to(self._wire)
+                return self._device.empty(layout.numel, self.dtype).zero_()
+            return grad.reshape(-1).to(self.dtype)
         full, end = self._scratch().full[: layout.numel], 0
         for slot, grad in zip(layout.slots, grads, strict=True):
             if grad is not None:
@@ -62,13 +116,13 @@ class Reducer:
         full[end:].zero_()
         return full
 
-    def copy_of(self, buffer: Tensor) -> Tensor:
+    def _copy_of(self, whole: Tensor) -> Tensor:
         """Whole gradients in the dtype that travels: themselves, where they are kept in it."""
         self._settle()
         full = self._scratch().full
-        return full[: buffer.numel()].copy_(buffer) if full.numel() else buffer
+        return full[: whole.numel()].copy_(whole) if full.numel() else whole
 
-    def start(self, unit: Unit, full: Tensor, target: Tensor | None = None) -> Reduction:
+    def _start(self, unit: Unit, full: Tensor, target: Tensor | None = None) -> Reduction:
         """Begin to sum `full` [numel] over ranks. target: this rank's slice of the sum may be left there."""
         scratch, own = self._scratch(), unit.layout.partition_numel(unit.placed.parts)
         return collectives.reduce_scatter(
@@ -77,43 +131,19 @@ class Reducer:
             workspace=scratch.workspace[: full.numel() - own] if scratch.workspace.numel() else None,
         )  # fmt: skip
 
-    def reduce(self, unit: Unit, full: Tensor, target: Tensor) -> None:
-        """Sum `full` over ranks and put this rank's slice, or all of it where nothing is divided, into `target`."""
-        if unit.placed.parts == 1:
-            collectives.all_reduce(full, self._group, f"reduction of {unit.layout.name}").wait()
-            target.copy_(full)
-            return
-        # Into the partition itself where it can take the sum as it is.
-        reduction = self.start(unit, full, target)
-        reduction.wait()
-        reduction.leave_in(target)
-
-    def abandon(self, reduction: Reduction) -> None:
-        """Nobody here wants this sum, but other ranks may, and it uses the memory until it is over: the next one waits.
-        Were it let go of before that, what it has asked of another rank would take what that sends next.
-        """
-        self._abandoned = reduction
-
     def _settle(self) -> None:
         abandoned, self._abandoned = self._abandoned, None
         if abandoned is not None:
             abandoned.wait()
 
-    def drop(self) -> None:
-        """Let go of the memory. A reduction that is still in flight keeps what it needs."""
-        self._abandoned = None
-        if self._made is not None:
-            self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -self._planned.nbytes)
-        self._made = None
-
     def _scratch(self) -> _Scratch:
         if self._made is None:
-            planned, width = self._planned, self._wire.itemsize
+            planned, width = self._planned, self.dtype.itemsize
             kinds = {Kind.FULL_GRAD: planned.nbytes}
             with self._ledger.taking(Tier.GPU, kinds, "gradients on their way into a reduction"):
                 self._made = _Scratch(
-                    full=self._device.empty(planned.full_nbytes // width, self._wire),
-                    workspace=self._device.empty(planned.workspace_nbytes // width, self._wire),
-                    mine=self._device.empty(planned.mine_nbytes // width, self._wire),
+                    full=self._device.empty(planned.full_nbytes // width, self.dtype),
+                    workspace=self._device.empty(planned.workspace_nbytes // width, self.dtype),
+                    mine=self._device.empty(planned.mine_nbytes // width, self.dtype),
                 )
         return self._made

@@ -1,0 +1,49 @@
+"""Whole gradients on the device, where they accumulate until the step (ZeRO stages 0 and 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infinity.memory.ledger import Ledger
+from infinity.memory.tiers.device import Device
+from infinity.plan.types import Kind, Tier
+from infinity.zero.gradient_partitions import add
+from infinity.zero.unit import Unit
+
+
+class WholeGradients:
+    """One buffer [numel] for each unit, booked in the ledger."""
+
+    def __init__(self, units: Sequence[Unit], dtype: torch.dtype, *, device: Device, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._buffers: dict[Unit, Tensor] = {}
+        for unit in units:
+            nbytes = unit.layout.numel * dtype.itemsize
+            with ledger.taking(Tier.GPU, {Kind.FULL_GRAD: nbytes}, f"whole gradients of {unit.layout.name}"):
+                self._buffers[unit] = device.empty(unit.layout.numel, dtype)
+
+    def __getitem__(self, unit: Unit) -> Tensor:
+        return self._buffers[unit]
+
+    def add(self, unit: Unit, *, first: bool) -> None:
+        """Add the gradients on a unit's parameters. The first ones of a step replace what was there."""
+        buffer = self._buffers[unit]
+        if first:
+            buffer.zero_()
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            if param.grad is not None:
+                piece = buffer[slot.offset : slot.offset + slot.numel]
+                grad = param.grad.reshape(-1)
+                if first:
+                    piece.copy_(grad)
+                else:
+                    add(piece, grad)
+
+    def close(self) -> None:
+        """Return the buffers."""
+        for buffer in self._buffers.values():
+            self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -buffer.numel() * buffer.element_size())
+        self._buffers.clear()
