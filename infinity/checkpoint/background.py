@@ -1,13 +1,13 @@
-"""A save that goes on behind the program: one at a time, on a thread of its own.
+"""A save that goes on beside the program: one at a time, on a thread of its own.
 
 The program takes a snapshot (see `infinity.memory.access_control`) and goes on; the thread does what a save in the
-foreground does, with the same functions. Where that asks all ranks something, the thread asks by notes instead of
-collectives, so that nothing of it has a place among the program's own collectives. Only when every rank has said that
-its files are on the drive does rank 0 publish the checkpoint, and only when it says so has the save succeeded anywhere:
-one rank's failure is everybody's, and nobody's files stay.
+foreground does, with the same functions. Where a save has all ranks do a part and agree, the thread exchanges notes
+instead of collectives, which would need a place among the program's own. Rank 0 publishes the checkpoint only when
+every rank has told that its files are on the drive, and the save has succeeded only when rank 0 has told that: a
+failure on one rank fails it on all, and no rank's files stay.
 
-An error waits for the program: alone it is raised by the next verb, with other ranks at the end of the next step, which
-is the same one everywhere (see `pending`).
+An error waits for the program. With one rank the next verb raises it; with several, the end of the next step does, the
+same step on every rank (see `pending`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from infinity.checkpoint.ranks import Outcome, agree
 from infinity.distributed.hang_detection.mailbox import StoreMailbox
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import CheckpointError
@@ -25,14 +26,16 @@ from infinity.log import logger
 from infinity.memory.access_control import Snapshot
 from infinity.memory.store import TieredStore
 
-# What a save asks of all ranks: a name, and this rank's part of the work; returns all ranks' values, which are JSON.
+# Runs a named part of a save on every rank, and returns all ranks' values (JSON).
 Together = Callable[[str, Callable[[], Any]], list[Any]]
-# A save: given how all ranks are asked, and what it calls while it works alone.
+# A save: given how all ranks work together, and what it calls while this rank works alone.
 Job = Callable[[Together, Callable[[], None]], None]
+
+_UNTOUCHED = "The checkpoints before it are as they were"
 
 
 class Background:
-    """One engine's."""
+    """The saves of one engine that go on beside the program. Its methods are called from the training thread."""
 
     def __init__(self, store: TieredStore, groups: ProcessGroups) -> None:
         self._store = store
@@ -44,7 +47,7 @@ class Background:
         self._count = 0
 
     def begin(self, path: Path, snapshot: Snapshot, job: Job) -> None:
-        """Take the snapshot now, and run `job` behind the program, which saves it at `path`. Waits for a save before.
+        """Take the snapshot now, and run `job`, which saves it at `path`, on the thread. Finish the save before first.
 
         Every rank must begin the same saves in the same order.
         """
@@ -52,8 +55,8 @@ class Background:
         self._store.access.capture(snapshot)
         self._snapshot, self._path = snapshot, path
         self._count += 1
-        board = self._groups.mailbox(f"save/{self._count}")
-        self._thread = threading.Thread(target=self._run, args=(board, snapshot, path, job), name="infinity-save")
+        mailbox = self._groups.mailbox(f"save/{self._count}")
+        self._thread = threading.Thread(target=self._run, args=(mailbox, snapshot, path, job), name="infinity-save")
         # No daemon: a program that ends without close() waits here until its checkpoint is whole.
         self._thread.start()
 
@@ -64,67 +67,56 @@ class Background:
 
     @property
     def pending(self) -> bool:
-        """Whether a save has failed and nobody has been told. Another rank may come to know a moment later."""
+        """Whether a save has failed and its error was not raised yet. Another rank may see its own a moment later."""
         return self._error is not None
 
     def check(self) -> None:
-        """Raise what has gone wrong, once. Does not wait."""
+        """Raise the error of a failed save, once. Does not block."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def finish(self) -> None:
-        """Return when nothing goes on; raise what went wrong, if it has not been raised."""
+        """Block until no save goes on; raise its error unless that was raised."""
         if self._thread is not None:
             if self._thread.is_alive():
                 logger.info("waiting for the save of %s, which is under way", self._path)
                 if (snapshot := self._snapshot) is not None:
                     self._store.access.rush(snapshot)
-            # Who interrupts this finds it under way.
+            # After an interrupt of this join the save is still under way.
             self._thread.join()
             self._thread = None
         self.check()
 
     def close(self, *, at_once: bool) -> None:
-        """As `finish`; with `at_once` the save is given up: its files go, the checkpoints before it stay."""
-        # Read once: the thread forgets it at its end.
+        """As `finish`; at_once: give the save up. Its files go, and the checkpoints before it stay."""
+        # Read once: the thread drops it at its end.
         snapshot = self._snapshot
         if at_once and snapshot is not None and self.under_way:
             logger.warning("the save of %s is given up", self._path)
             self._store.access.end(snapshot)
         self.finish()
 
-    def _run(self, board: StoreMailbox, snapshot: Snapshot, path: Path, job: Job) -> None:
+    def _run(self, mailbox: StoreMailbox, snapshot: Snapshot, path: Path, job: Job) -> None:
+        """The thread."""
+
         def check() -> None:
             self._groups.check()
             if snapshot.over:
-                raise CheckpointError(path, "its save was given up", "The checkpoints before it are as they were")
+                raise CheckpointError(path, "its save was given up", _UNTOUCHED)
 
         def on_all_ranks(name: str, part: Callable[[], Any]) -> list[Any]:
-            return _agree(board, name, part, path, check)
+            def exchange(outcome: Outcome) -> list[Outcome]:
+                mailbox.post(name, json.dumps(outcome))
+                # After a failure of its own this rank needs no one's value.
+                return [] if outcome[0] is not None else [json.loads(text) for text in mailbox.collect(name, check)]
+
+            return agree(self._groups, part, exchange, path=path, advice=_UNTOUCHED)
 
         try:
-            job(on_all_ranks, board.alive)
+            job(on_all_ranks, mailbox.alive)
         except BaseException as error:
             self._error = error
         finally:
             self._store.access.end(snapshot)
             self._snapshot = None
-
-
-def _agree(board: StoreMailbox, name: str, part: Callable[[], Any], path: Path, check: Callable[[], None]) -> list[Any]:
-    """Do this rank's part and hear of the others'. Where one has failed every rank raises."""
-    error: BaseException | None = None
-    value: Any = None
-    try:
-        value = part()
-    except BaseException as caught:
-        error = caught
-    board.post(name, json.dumps([None if error is None else f"{type(error).__name__}: {error}", value]))
-    if error is not None:
-        raise error
-    rows = [json.loads(text) for text in board.collect(name, check)]
-    failed = [f"rank {rank} failed with {reason}" for rank, (reason, _) in enumerate(rows) if reason is not None]
-    if failed:
-        raise CheckpointError(path, "; ".join(failed), "The checkpoints before it are as they were")
-    return [value for _, value in rows]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infinity.checkpoint.format import PARAM, Array
-from infinity.plan.layout import SubGroup
+from infinity.plan.layout import Slice
 from infinity.plan.plan import Plan
 from infinity.plan.types import CACHE_LINE, DTYPE_NBYTES, Key, Kind, PartitionSpec
 
@@ -81,12 +81,12 @@ def _arrays(
 ) -> Iterator[Array]:
     """Stretches of tensors in elements [first, last) of a partition; `offset`: byte at which element `first` lies."""
     width = DTYPE_NBYTES[dtype]
-    for unit, start, at, numel in _stretches(plan, key):
-        begin, end = max(first, at), min(last, at + numel)
+    for piece, at in _stretches(plan, key):
+        begin, end = max(first, at), min(last, at + piece.numel)
         if begin >= end:
             continue
-        layout, parts = plan.layouts[unit], plan.placement.units[unit].parts
-        flat = layout.partition_start(parts, index) + start + begin - at
+        layout, parts = plan.layouts[piece.unit], plan.placement.units[piece.unit].parts
+        flat = layout.partition_start(parts, index) + piece.start + begin - at
         for overlap in layout.overlaps(flat, flat + end - begin):
             yield Array(
                 tensor=overlap.slot.name, kind=kind, dtype=dtype, start=overlap.tensor_start, numel=overlap.numel,
@@ -94,21 +94,12 @@ def _arrays(
             )  # fmt: skip
 
 
-def _stretches(plan: Plan, key: Key) -> Iterator[tuple[int, int, int, int]]:
-    """(unit, start in its partition, start in this partition, numel) of what a partition holds."""
+def _stretches(plan: Plan, key: Key) -> Iterator[tuple[Slice, int]]:
+    """What a partition holds: (slice of a unit's partition, its start in this one)."""
     if key.kind is Kind.PARAM:
-        layout = plan.layouts[key.index]
-        yield key.index, 0, 0, layout.partition_numel(plan.placement.units[key.index].parts)
-        return
-    yield from stretches_of(plan.sub_groups[key.index])
-
-
-def stretches_of(group: SubGroup) -> Iterator[tuple[int, int, int, int]]:
-    """(unit, start in its partition, start in the states, numel) of a sub-group's slices."""
-    at = 0
-    for piece in group.slices:
-        yield piece.unit, piece.start, at, piece.numel
-        at += piece.numel
+        numel = plan.layouts[key.index].partition_numel(plan.placement.units[key.index].parts)
+        return iter([(Slice(key.index, 0, numel), 0)])
+    return plan.sub_groups[key.index].placed()
 
 
 def tensor_kinds(plan: Plan) -> dict[str, tuple[str, ...]]:

@@ -8,7 +8,7 @@ bounded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import MASTER, PARAM, REMAINDER, FileExtent, TensorInfo
-from infinity.checkpoint.pieces import TensorSpan, holdings, stretches_of
+from infinity.checkpoint.pieces import TensorSpan, holdings
 from infinity.memory.master_weights import store_masters
 from infinity.memory.pages import page_aligned
 from infinity.memory.partition import DTYPES, Partition, State
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import join
-from infinity.plan.layout import Overlap, SubGroup
+from infinity.plan.layout import Overlap, Slice, SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.types import DTYPE_NBYTES, Key, Kind
 
@@ -191,11 +191,11 @@ def _fill_group(filling: Filling, store: TieredStore, source: ValueSource, piece
     params = [Key(Kind.PARAM, each.unit) for each in group.slices]
     with store.write(piece.key) as (states,), store.write(*params) as partitions:
         by_unit = dict(zip((key.index for key in params), partitions, strict=True))
-        for unit, start, at, overlap in _overlaps(plan, filling.index, group):
+        for part, at, overlap in _overlaps(plan, filling.index, group):
             name = filling.names[overlap.slot.name]
             if name is None:
                 continue
-            target = by_unit[unit].view(Kind.PARAM)[start + overlap.range_start :][: overlap.numel]
+            target = by_unit[part.unit].view(Kind.PARAM)[part.start + overlap.range_start :][: overlap.numel]
             first = at + overlap.range_start
             for begin in range(0, overlap.numel, _CHUNK_NUMEL):
                 piece_of = target[begin : begin + _CHUNK_NUMEL]
@@ -217,11 +217,10 @@ def _fill_moments(
             values.fill_(filling.start)
 
 
-def _overlaps(plan: Plan, index: int, group: SubGroup) -> list[tuple[int, int, int, Overlap]]:
-    """(unit, start in its partition, start in the states, stretch of a tensor) of a sub-group."""
-    found = []
-    for unit, start, at, numel in stretches_of(group):
-        layout, parts = plan.layouts[unit], plan.placement.units[unit].parts
-        flat = layout.partition_start(parts, index) + start
-        found += [(unit, start, at, overlap) for overlap in layout.overlaps(flat, flat + numel)]
-    return found
+def _overlaps(plan: Plan, index: int, group: SubGroup) -> Iterator[tuple[Slice, int, Overlap]]:
+    """(slice of a unit's partition, its start in the states, stretch of a tensor in it) of a sub-group."""
+    for piece, at in group.placed():
+        layout, parts = plan.layouts[piece.unit], plan.placement.units[piece.unit].parts
+        flat = layout.partition_start(parts, index) + piece.start
+        for overlap in layout.overlaps(flat, flat + piece.numel):
+            yield piece, at, overlap

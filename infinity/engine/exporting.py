@@ -33,8 +33,8 @@ from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError, StateError
 from infinity.log import PhaseProgress
 from infinity.memory.master_weights import load_masters
-from infinity.plan.layout import UnitLayout, slices_of
-from infinity.plan.types import Key, Kind
+from infinity.plan.layout import UnitLayout, states_of
+from infinity.plan.types import Kind
 from infinity.zero.unit import Unit
 
 
@@ -148,11 +148,11 @@ def _values(runtime: Runtime, unit: Unit, start: int, stop: int) -> Iterator[tup
 
 
 def _masters(runtime: Runtime, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    for group, piece, at in slices_of(runtime.plan.sub_groups, unit.layout.index):
+    for key, piece, at in states_of(runtime.plan.sub_groups, unit.layout.index):
         low, high = max(start, piece.start), min(stop, piece.start + piece.numel)
         if low >= high:
             continue
-        with runtime.store.read(unit.key, Key(Kind.STATES, group.index)) as (partition, states):
+        with runtime.store.read(unit.key, key) as (partition, states):
             whole = partition.view(Kind.PARAM)
             for begin in range(low, high, EXPORT_NUMEL):
                 end = min(begin + EXPORT_NUMEL, high)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from infinity.plan.spec import ModelSpec
-from infinity.plan.types import CACHE_LINE, DTYPE_NBYTES, align_up
+from infinity.plan.types import CACHE_LINE, DTYPE_NBYTES, Key, Kind, align_up
 
 # Partitions are multiples of this many elements, so that no partition starts in the middle of a cache line.
 PARTITION_ALIGNMENT = 64
@@ -111,6 +111,10 @@ class Slice(NamedTuple):
     start: int
     numel: int
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
 
 @dataclass(frozen=True, slots=True)
 class SubGroup:
@@ -122,6 +126,13 @@ class SubGroup:
     @property
     def numel(self) -> int:
         return sum(piece.numel for piece in self.slices)
+
+    def placed(self) -> Iterator[tuple[Slice, int]]:
+        """Yield each slice with the place of its first element in the sub-group's states."""
+        at = 0
+        for piece in self.slices:
+            yield piece, at
+            at += piece.numel
 
 
 def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
@@ -188,11 +199,9 @@ def cut_sub_groups(
     return tuple(SubGroup(index, slices) for index, slices in enumerate(groups))
 
 
-def slices_of(groups: Sequence[SubGroup], unit: int) -> Iterator[tuple[SubGroup, Slice, int]]:
-    """Where the states of a unit's partition lie: (sub-group, slice of the partition, its start in the states)."""
+def states_of(groups: Sequence[SubGroup], unit: int) -> Iterator[tuple[Key, Slice, int]]:
+    """Where the states of a unit's partition lie: (key of the states, slice of the partition, its start in them)."""
     for group in groups:
-        at = 0
-        for piece in group.slices:
+        for piece, at in group.placed():
             if piece.unit == unit:
-                yield group, piece, at
-            at += piece.numel
+                yield Key(Kind.STATES, group.index), piece, at

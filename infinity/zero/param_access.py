@@ -17,9 +17,9 @@ from infinity.distributed.consistency import on_any_rank
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import StateError
 from infinity.memory.store import TieredStore
-from infinity.plan.layout import Slot, slices_of
+from infinity.plan.layout import Slot, states_of
 from infinity.plan.plan import Plan
-from infinity.plan.types import Key, Kind
+from infinity.plan.types import Kind
 from infinity.zero import parameter
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
@@ -224,7 +224,8 @@ def _write_back(owner: EngineView, unit: Unit, old: Tensor) -> None:
     if not unit.layout.trainable or new.dtype is torch.float32:
         return
     changed = (new != old).cpu()
-    for key, start, at, numel in states_of(owner.plan, unit):
+    for key, piece, at in states_of(owner.plan.sub_groups, unit.layout.index):
+        start, numel = piece.start, piece.numel
         with owner.store.write(key) as (states,):
             mask = changed[start : start + numel]
             if new.dtype is torch.bfloat16:
@@ -236,9 +237,3 @@ def _write_back(owner: EngineView, unit: Unit, old: Tensor) -> None:
                 values = new[start : start + numel].float().to(master.device)
                 master.copy_(torch.where(mask.to(master.device), values, master))
         owner.store.flush(key)
-
-
-def states_of(plan: Plan, unit: Unit) -> Iterator[tuple[Key, int, int, int]]:
-    """Where a unit's states lie: (sub-group's key, start in the unit's partition, start in the states, numel)."""
-    for group, piece, at in slices_of(plan.sub_groups, unit.layout.index):
-        yield Key(Kind.STATES, group.index), piece.start, at, piece.numel

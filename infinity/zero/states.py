@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from infinity.distributed import collectives
 from infinity.errors import StateError
 from infinity.memory.master_weights import load_masters, store_masters
-from infinity.plan.layout import Slot
-from infinity.plan.types import Kind
-from infinity.zero.param_access import EngineView, states_of, units_of
+from infinity.plan.layout import Slice, Slot, states_of
+from infinity.plan.types import Key, Kind
+from infinity.zero.param_access import EngineView, units_of
 from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
 
@@ -167,15 +167,20 @@ class _Part:
             if overlap.slot is self.slot:
                 yield overlap.slot_start, overlap.range_start, overlap.numel
 
+    def _places(self) -> Iterator[tuple[Key, Slice, int]]:
+        """Where the states of the unit's partition lie, see `infinity.plan.layout.states_of`."""
+        return states_of(self._owner.plan.sub_groups, self._unit.layout.index)
+
     def _read_master(self) -> Tensor:
         store, key = self._owner.store, self._unit.key
         if not self.trainable:
             with store.read(key) as (partition,):
                 return load_masters(partition.view(Kind.PARAM), None, 0)
         pieces = []
-        for states_key, start, at, numel in states_of(self._owner.plan, self._unit):
+        for states_key, piece, at in self._places():
             with store.read(key, states_key) as (partition, states):
-                pieces.append(load_masters(partition.view(Kind.PARAM)[start : start + numel], states, at))
+                params = partition.view(Kind.PARAM)[piece.start : piece.stop]
+                pieces.append(load_masters(params, states, at))
         return torch.cat(pieces) if pieces else torch.zeros(0, device="cpu")
 
     def _write_master(self, own: Tensor) -> None:
@@ -184,10 +189,10 @@ class _Part:
         if not self.trainable:
             with store.write(key) as (partition,):
                 store_masters(own, partition.view(Kind.PARAM), None, 0)
-        for states_key, start, at, numel in states_of(self._owner.plan, self._unit):
+        for states_key, piece, at in self._places():
             with store.write(key, states_key) as (partition, states):
-                target = partition.view(Kind.PARAM)[start : start + numel]
-                store_masters(own[start : start + numel], target, states, at)
+                target = partition.view(Kind.PARAM)[piece.start : piece.stop]
+                store_masters(own[piece.start : piece.stop], target, states, at)
             store.flush(states_key)
         store.flush(key)
         if self._unit.placed.whole:
@@ -196,13 +201,13 @@ class _Part:
     def _read_states(self, kind: Kind) -> Tensor:
         """Put together from the sub-groups."""
         pieces = []
-        for key, _, at, numel in states_of(self._owner.plan, self._unit):
+        for key, piece, at in self._places():
             with self._owner.store.read(key) as (states,):
-                pieces.append(states.view(kind)[at : at + numel].cpu().clone())
+                pieces.append(states.view(kind)[at : at + piece.numel].cpu().clone())
         return torch.cat(pieces) if pieces else torch.zeros(0, device="cpu")
 
     def _write_states(self, kind: Kind, own: Tensor) -> None:
-        for key, start, at, numel in states_of(self._owner.plan, self._unit):
+        for key, piece, at in self._places():
             with self._owner.store.write(key) as (states,):
-                states.view(kind)[at : at + numel].copy_(own[start : start + numel])
+                states.view(kind)[at : at + piece.numel].copy_(own[piece.start : piece.stop])
             self._owner.store.flush(key)

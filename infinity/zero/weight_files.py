@@ -1,22 +1,21 @@
 """Safetensors files as a source of values: any range of a tensor's elements, read when it is wanted.
 
 A file is eight bytes (the header's length), a JSON header (name -> dtype, shape, byte range) and the tensors one behind
-the other. The safetensors library cuts along dimensions; a rank's slice of a flat partition is a range of elements,
-which lies in one piece in the file, so that it is read by one system call a block.
+the other. The safetensors library reads and checks the header. It cuts tensors along dimensions only; a rank's slice of
+a flat partition is a range of elements, contiguous in the file, so values are read here, by one system call a block.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infinity.config.untrusted import parse_json, plain_name, read_metadata, shortened
@@ -28,8 +27,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Bytes read at once; also the staging memory where the dtype changes on the way.
 _BLOCK_NBYTES = 16 << 20
-# A header longer than this is not one.
-_HEADER_NBYTES_MAX = 100_000_000
+# An index longer than this is not one.
+_INDEX_NBYTES_MAX = 100_000_000
 _DIMS_MAX = 64
 # Sizes are below this: they are numbers of 64 bits in every library.
 _COUNT_END = 2**62
@@ -50,8 +49,8 @@ class SafetensorsFile:
         except OSError as error:
             raise self._failed(0, 0, error.errno or 0, str(error)) from error
         try:
-            self.header, start = self._read_header()
-            self.tensors = self._tensors(start)
+            self.tensors, start = self._read_tensors()
+            self.header = self._read_header(start)
         except BaseException:
             self.close()
             raise
@@ -74,55 +73,39 @@ class SafetensorsFile:
             os.close(self._fd)
             self._fd = -1
 
-    def _read_header(self) -> tuple[bytes, int]:
-        """The JSON text, and where the tensors begin."""
+    def _read_tensors(self) -> tuple[dict[str, StoredTensor], int]:
+        """Return what the header says, and the byte at which the tensors begin.
+
+        The library checks that they fill the rest of the file, one behind the other.
+        """
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{self.path} is not a regular file")
-        size = status.st_size
-        prefix = bytearray(8)
-        if size >= 8:
-            self.read_into(0, memoryview(prefix))
-        length = int.from_bytes(prefix, "little")
-        if not 2 <= length <= min(size - 8, _HEADER_NBYTES_MAX):
-            raise ConfigError(
-                f"{self.path} is not a safetensors file, or is cut short: it has {size:,} bytes, of which {length:,} "
-                f"are to be the header (at most {_HEADER_NBYTES_MAX:,}). Fetch it again"
-            )
-        header = bytearray(length)
-        self.read_into(8, memoryview(header))
-        return bytes(header), 8 + length
-
-    def _tensors(self, start: int) -> dict[str, StoredTensor]:
-        """What the header says; the tensors fill the rest of the file, one behind the other."""
-        nbytes = os.fstat(self._fd).st_size - start
         try:
-            header = parse_json(self.header)
-            if not isinstance(header, dict):
-                raise ValueError("it is not an object")
-            if b"\\u" in self.header:
-                # Half of a surrogate pair is a text of JSON, and of nothing else.
-                json.dumps(header, ensure_ascii=False).encode()
-            _check_metadata(header.pop("__metadata__", {}))
-            found = {name: StoredTensor.of(self, name, entry, start) for name, entry in header.items()}
-            at = start
-            for tensor in sorted(found.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
-                if tensor.offset != at:
-                    raise ValueError(
-                        f"{shortened(tensor.name)} begins at byte {tensor.offset - start} of the data, where the one "
-                        f"before ends at {at - start}"
-                    )
-                at += tensor.nbytes
-        except ValueError as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{self.path}: its header is not one of safetensors: {error}. Fetch it again") from error
-        if at != start + nbytes:
+            with safe_open(self.path, "np") as file:
+                described = [(name, file.get_slice(name)) for name in file.offset_keys()]
+                rows = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in described]
+        except SafetensorError as error:
             raise ConfigError(
-                f"{self.path} is cut short or damaged: its tensors have {at - start:,} bytes, and {nbytes:,} are "
-                "there. Fetch it again"
-            )
-        return found
+                f"{self.path} is not a safetensors file, or is cut short or damaged: {shortened(str(error))}. Fetch it "
+                "again"
+            ) from error
+        found, offset = {}, 0
+        for name, dtype, shape in rows:
+            found[name] = StoredTensor.of(self, name, dtype, shape, offset)
+            offset += found[name].nbytes
+        start = status.st_size - offset
+        return {name: replace(tensor, offset=start + tensor.offset) for name, tensor in found.items()}, start
+
+    def _read_header(self, start: int) -> bytes:
+        """Return the JSON text before byte `start`; ConfigError where it repeats a key, which the library allows."""
+        header = bytearray(start - 8)
+        self.read_into(8, memoryview(header))
+        try:
+            parse_json(bytes(header))
+        except ValueError as error:
+            raise ConfigError(f"{self.path}: its header is not one of safetensors: {error}. Fetch it again") from error
+        return bytes(header)
 
     def _failed(self, offset: int, nbytes: int, errno: int, reason: str) -> TransferError:
         return TransferError("read", path=str(self.path), offset=offset, nbytes=nbytes, errno=errno, reason=reason)
@@ -139,25 +122,13 @@ class StoredTensor:
     offset: int
 
     @classmethod
-    def of(cls, file: SafetensorsFile, name: str, entry: Any, start: int) -> StoredTensor:
-        """From an entry of the header, whose tensors begin at `start`. ValueError for one that is none, ConfigError for
-        a dtype that is not read here.
-        """
-        place = shortened(name)
-        if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-            raise ValueError(f"{place} has no dtype, shape and data_offsets")
-        shape, offsets = entry["shape"], entry["data_offsets"]
-        if not _are_counts(shape) or len(shape) > _DIMS_MAX or math.prod(max(dim, 1) for dim in shape) >= _COUNT_END:
-            raise ValueError(f"{place} has the shape {shortened(shape)}")
-        if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise ValueError(f"{place} has the data_offsets {shortened(offsets)}")
-        dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-        if dtype is None:
-            raise ConfigError(f"{file.path}: {place} has dtype {shortened(entry['dtype'])}, which is not supported")
-        nbytes = math.prod(shape) * dtype.itemsize
-        if offsets[1] - offsets[0] != nbytes:
-            raise ValueError(f"{place} has {nbytes} bytes by its shape, and {offsets[1] - offsets[0]} by data_offsets")
-        return cls(file, name, dtype, tuple(shape), start + offsets[0])
+    def of(cls, file: SafetensorsFile, name: str, dtype: str, shape: tuple[int, ...], offset: int) -> StoredTensor:
+        """From an entry of the header; ConfigError for a dtype or a shape that torch has not."""
+        if dtype not in _DTYPES:
+            raise ConfigError(f"{file.path}: {shortened(name)} has dtype {shortened(dtype)}, which is not supported")
+        if len(shape) > _DIMS_MAX or math.prod(max(dim, 1) for dim in shape) >= _COUNT_END:
+            raise ConfigError(f"{file.path}: {shortened(name)} has the shape {shortened([*shape])}. Fetch it again")
+        return cls(file, name, _DTYPES[dtype], shape, offset)
 
     @property
     def numel(self) -> int:
@@ -222,22 +193,12 @@ class WeightFolder:
             file.close()
 
 
-def _check_metadata(value: Any) -> None:
-    texts = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-    if not texts:
-        raise ValueError(f"__metadata__ is {shortened(value)} instead of texts by name")
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < _COUNT_END for value in values)
-
-
 def _shards(folder: Path) -> dict[Path, set[str]]:
     """Files to read, and the tensors that an index says are in each."""
     if (folder / INDEX).exists():
         shards: dict[Path, set[str]] = {}
         try:
-            index = parse_json(read_metadata(folder / INDEX, _HEADER_NBYTES_MAX))
+            index = parse_json(read_metadata(folder / INDEX, _INDEX_NBYTES_MAX))
             placed = index.get("weight_map") if isinstance(index, dict) else None
             if not isinstance(placed, dict):
                 raise ValueError("it has no weight_map")
