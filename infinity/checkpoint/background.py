@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.ranks import Outcome, agree
+from infinity.checkpoint.ranks import Outcome, run_and_agree
 from infinity.distributed.hang_detection.mailbox import StoreMailbox
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import CheckpointError
@@ -111,7 +111,7 @@ class Background:
                 # After a failure of its own this rank needs no one's value.
                 return [] if outcome[0] is not None else [json.loads(text) for text in mailbox.collect(name, check)]
 
-            return agree(self._groups, part, exchange, path=path, advice=_UNTOUCHED)
+            return run_and_agree(self._groups, part, exchange, path=path, advice=_UNTOUCHED)
 
         try:
             job(on_all_ranks, mailbox.alive)

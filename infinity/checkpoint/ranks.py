@@ -23,10 +23,11 @@ def run_on_all_ranks(groups: ProcessGroups, name: str, job: Callable[[], Any], *
     def exchange(outcome: Outcome) -> list[Outcome]:
         return [outcome] if groups.world.process_group is None else exchange_values(outcome, groups.world, name)
 
-    return agree(groups, job, exchange, path=path, advice="This rank could go on, and all ranks stopped together")
+    advice = "This rank could go on, and all ranks stopped together"
+    return run_and_agree(groups, job, exchange, path=path, advice=advice)
 
 
-def agree(
+def run_and_agree(
     groups: ProcessGroups, job: Callable[[], Any], exchange: Callable[[Outcome], list[Outcome]], *, path: object,
     advice: str,
 ) -> list[Any]:  # fmt: skip

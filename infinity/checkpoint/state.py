@@ -56,6 +56,10 @@ class Counters:
     global_samples: int = 0
     skipped_steps: int = 0
 
+    def count_micro_step(self) -> None:
+        """Count a call of `step()`."""
+        self.micro_steps += 1
+
     def count_step(self, samples: int, *, skipped: bool) -> None:
         """Count an optimizer step with as many samples on all ranks."""
         self.global_steps += 1

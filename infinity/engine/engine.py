@@ -124,7 +124,7 @@ class Engine(nn.Module):
             self._boundary.check()
         self._applied = False
         boundary = self.is_gradient_accumulation_boundary()
-        self._counters.micro_steps += 1
+        self._counters.count_micro_step()
         if not boundary:
             return
         with runtime.phase("step"):

@@ -217,7 +217,7 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
                 f"optimizer must be a torch.optim class, factory or instance, got {type(optimizer).__name__}"
             )
         # A scheduler that watches the program's own optimizer sees that it is stepped, by the engine.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        vars(optimizer)["_opt_called"] = True
         found = from_torch(optimizer)
     else:
         section = config.config.optimizer
