@@ -19,9 +19,8 @@ from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity, excesses
 from infinity.plan.fitting import lowered_in_words
-from infinity.plan.inputs import PlanInputs, plan_request
-from infinity.plan.partitions import states_kinds
-from infinity.plan.plan import SUB_GROUPS_MAX, Plan
+from infinity.plan.inputs import PlanInputs
+from infinity.plan.plan import SUB_GROUPS_MAX, Plan, states_nbytes
 from infinity.plan.types import DTYPE_NBYTES, Tier
 
 _ZERO = "zero_optimization"
@@ -267,11 +266,10 @@ def _different(config: ResolvedConfig, keys: Mapping[str, Any]) -> dict[str, Any
 
 def _hopeless(question: PlanInputs) -> bool:
     """Whether what must lie somewhere is too much already: known without a plan."""
-    config, limits, dp = question.config, question.limits, question.topology.dp
-    request = plan_request(config, accelerator=question.accelerator, optimizer=question.optimizer)
+    request, limits, dp = question.request, question.limits, question.topology.dp
     numel, trained = question.numels
     trained //= dp if request.stage else 1
-    states = trained * sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype, request.moments))
+    states = trained * states_nbytes(request)
     params = numel * DTYPE_NBYTES[request.compute_dtype]
     whole, cut = (params, 0) if request.stage < 3 else (0, params // dp)
     # Gradients never go to NVMe: at least one of the memory tiers has them, or they have a part each.

@@ -27,15 +27,12 @@ def travels_alone(layout: UnitLayout, wire: str) -> bool:
     return layout.slots[0].numel == layout.numel and layout.dtype == wire
 
 
-def wire_in_backward(placement: Placement, *, dp: int, wire: str) -> str | None:
-    """The dtype in which gradients travel to be summed during backward; None where they do not, or do at its end."""
-    return None if dp == 1 or placement.grad_whole else wire
-
-
 def left_nbytes(
     trace: Sequence[int], layouts: Sequence[UnitLayout], *, accelerator: bool, wire: str | None = None
 ) -> tuple[int, ...]:
-    """Bytes of gradients on parameters at most, at each position of a backward trace. wire: see `wire_in_backward`.
+    """Bytes of gradients on parameters at most, at each position of a backward trace.
+
+    wire: see `Plan.wire_in_backward`.
 
     A unit that several modules need (tied weights) has its gradients from the first to the last of them, and at each
     but the first two more: the one that has just come, and the sum, which autograd puts into memory of its own.

@@ -15,7 +15,6 @@ from infinity.plan.plan import Plan, make_plan
 from infinity.plan.request import PlanRequest
 from infinity.plan.reserve import Reserve
 from infinity.plan.spec import ModuleNode, UnitRules, find_units
-from infinity.plan.stepping import STEP_WINDOW
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, Tier
 
@@ -63,7 +62,7 @@ class PlanInputs:
         """The plan of this model, configuration and machine, with its bounds lowered where it does not fit; whether it
         fits then or not. raised: lowered no further than it has to be, which takes a dozen plans.
         """
-        spec = find_units(self.node, unit_rules(self.config, self.blocks))
+        spec = find_units(self.node, self.rules)
 
         def plan_of(request: PlanRequest) -> Plan:
             return make_plan(spec, self.topology, request, self.limits)
@@ -77,7 +76,39 @@ class PlanInputs:
     @property
     def request(self) -> PlanRequest:
         """What the configuration asks for, before anything is lowered."""
-        return plan_request(self.config, accelerator=self.accelerator, optimizer=self.optimizer)
+        config, zero, compute = self.config, self.config.zero, self.config.compute_dtype
+        optimizer = self.optimizer or optimizer_spec(config.config.optimizer)
+        # Several micro-batches add up in fp32 unless the configuration says otherwise; a single one is kept as it
+        # arrives.
+        several = config.accumulation > 1 or not config.config.managed_gradient_accumulation
+        return PlanRequest(
+            stage=config.stage, param_tier=_tier(config.param_tier), optimizer_tier=_tier(config.optimizer_tier),
+            optimizer_share=config.optimizer_share, param_cpu_numel=config.param_cpu_numel,
+            state_buffers=config.state_buffers, drive=config.nvme_path is not None, compute_dtype=compute,
+            grad_dtype=config.grad_accum_dtype or ("fp32" if several else compute),
+            communication_dtype=config.communication_dtype or compute, moments=optimizer.moments,
+            sub_group_numel=zero.sub_group_size, prefetch_numel=zero.stage3_prefetch_bucket_size,
+            persistence_numel=zero.stage3_param_persistence_threshold,
+            persistent_total_numel=zero.stage3_model_persistence_threshold,
+            live_numel=zero.stage3_max_live_parameters, reuse_numel=zero.stage3_max_reuse_distance,
+            accelerator=self.accelerator, overlap=config.config.overlap,
+            steps_early=config.steps_early and optimizer.guarded,
+        )  # fmt: skip
+
+    @property
+    def rules(self) -> UnitRules:
+        """What bounds the units of the model."""
+        zero = self.config.zero
+        leaf = zero.leaf_module
+        whole, tile = _tile_bounds(self.config)
+        return UnitRules(
+            # Four units' worth of budget: one in use, one arriving, and two for what the schedule keeps.
+            unit_numel_max=max(zero.stage3_max_live_parameters // 4, 1),
+            merge_numel_max=zero.stage3_param_persistence_threshold, block_classes=self.blocks,
+            leaf_classes=tuple(name.rpartition(".")[2] for name in leaf.classes),
+            leaf_names=tuple(leaf.names), leaf_suffixes=tuple(leaf.name_suffixes), whole_numel_max=whole,
+            tile_numel_max=tile,
+        )  # fmt: skip
 
     def fits(self, plan: Plan) -> bool:
         """Whether there is room for a plan of this question, and for making its partitions from the model."""
@@ -88,48 +119,6 @@ class PlanInputs:
     def _fits_at_rest(self, plan: Plan) -> bool:
         home = plan.bytes_at_home()
         return self.limits.fits({tier: sum(kinds.values()) - kinds.get(Kind.POOL, 0) for tier, kinds in home.items()})
-
-
-def plan_request(
-    config: ResolvedConfig, *, accelerator: bool, optimizer: OptimizerSpec | None = None
-) -> PlanRequest:
-    """What the configuration asks of the plan. `accelerator`: whether the device has memory of its own; `optimizer`:
-    one that the program has brought.
-    """
-    zero = config.zero
-    optimizer = optimizer or optimizer_spec(config.config.optimizer)
-    compute = config.compute_dtype
-    # Several micro-batches add up in fp32 unless the configuration says otherwise; a single one is kept as it arrives.
-    several = config.accumulation > 1 or not config.config.managed_gradient_accumulation
-    grad = config.grad_accum_dtype or ("fp32" if several else compute)
-    return PlanRequest(
-        stage=config.stage, param_tier=_tier(config.param_tier), optimizer_tier=_tier(config.optimizer_tier),
-        optimizer_share=config.optimizer_share, param_cpu_numel=config.param_cpu_numel,
-        state_buffers=max(config.state_buffers, STEP_WINDOW),
-        drive=config.nvme_path is not None, compute_dtype=compute, grad_dtype=grad,
-        communication_dtype=config.communication_dtype or compute,
-        moments=optimizer.moments,
-        sub_group_numel=zero.sub_group_size,
-        prefetch_numel=zero.stage3_prefetch_bucket_size, persistence_numel=zero.stage3_param_persistence_threshold,
-        persistent_total_numel=zero.stage3_model_persistence_threshold, live_numel=zero.stage3_max_live_parameters,
-        reuse_numel=zero.stage3_max_reuse_distance, accelerator=accelerator,
-        overlap=config.config.overlap, steps_early=config.steps_early and optimizer.guarded,
-    )  # fmt: skip
-
-
-def unit_rules(config: ResolvedConfig, block_classes: tuple[str, ...] = ()) -> UnitRules:
-    """What bounds the units; `block_classes` is the model's own list of modules not to split."""
-    zero = config.zero
-    leaf = zero.leaf_module
-    whole, tile = _tile_bounds(config)
-    return UnitRules(
-        # Four units' worth of budget: one in use, one arriving, and two for what the schedule keeps.
-        unit_numel_max=max(zero.stage3_max_live_parameters // 4, 1),
-        merge_numel_max=zero.stage3_param_persistence_threshold, block_classes=block_classes,
-        leaf_classes=tuple(name.rpartition(".")[2] for name in leaf.classes),
-        leaf_names=tuple(leaf.names), leaf_suffixes=tuple(leaf.name_suffixes), whole_numel_max=whole,
-        tile_numel_max=tile,
-    )  # fmt: skip
 
 
 def _tile_bounds(config: ResolvedConfig) -> tuple[int, int]:

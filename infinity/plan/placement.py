@@ -16,19 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.plan.layout import SubGroup, UnitLayout
+from infinity.plan.request import PlanRequest
 from infinity.plan.types import Tier
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What the configuration and the topology ask of placement. A tier that is None is decided by budget."""
-
-    stage: int
-    dp: int
-    param_tier: Tier | None
-    optimizer_tier: Tier | None
-    persistence_numel_max: int = 100_000
-    persistent_total_numel_max: int = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,54 +52,61 @@ class Placement:
     grad_whole: bool
 
 
-def always_whole(layouts: Sequence[UnitLayout], policy: Policy) -> frozenset[int]:
+def always_whole(layouts: Sequence[UnitLayout], request: PlanRequest) -> frozenset[int]:
     """Indices of the units that stay gathered wherever their partitions live: all below stage 3, small ones at it."""
-    if policy.stage < 3:
+    if request.stage < 3:
         return frozenset(layout.index for layout in layouts)
     persistent_numel = 0
     small = []
     for layout in layouts:
-        fits = persistent_numel + layout.numel <= policy.persistent_total_numel_max
+        fits = persistent_numel + layout.numel <= request.persistent_total_numel
         # Tiles are small because the whole is not.
-        if fits and not layout.is_tile and layout.numel < max(policy.persistence_numel_max, 1):
+        if fits and not layout.is_tile and layout.numel < max(request.persistence_numel, 1):
             persistent_numel += layout.numel
             small.append(layout.index)
     return frozenset(small)
 
 
-def whole_units(layouts: Sequence[UnitLayout], policy: Policy, params: Sequence[Tier]) -> frozenset[int]:
+def whole_units(
+    layouts: Sequence[UnitLayout], request: PlanRequest, dp: int, params: Sequence[Tier]
+) -> frozenset[int]:
     """Indices of the units that stay gathered for good: also those whose only partition lies on the device."""
-    alone = policy.dp == 1
-    lucky = (layout.index for layout in layouts if alone and params[layout.index] is Tier.GPU)
-    return always_whole(layouts, policy).union(lucky)
+    lucky = (layout.index for layout in layouts if dp == 1 and params[layout.index] is Tier.GPU)
+    return always_whole(layouts, request).union(lucky)
 
 
-def place(layouts: Sequence[UnitLayout], groups: Sequence[SubGroup], policy: Policy, homes: Homes) -> Placement:
+def place(
+    layouts: Sequence[UnitLayout], groups: Sequence[SubGroup], request: PlanRequest, dp: int, homes: Homes
+) -> Placement:
     """Homes of every partition of a rank; see the module's text for the rules."""
-    whole = whole_units(layouts, policy, homes.params)
+    whole = whole_units(layouts, request, dp, homes.params)
     tiers: dict[int, set[Tier]] = {}
     for group, home in zip(groups, homes.states, strict=True):
         for piece in group.slices:
             tiers.setdefault(piece.unit, set()).add(home)
     # Units without elements, and frozen ones, have no states.
-    default = {policy.optimizer_tier or Tier.GPU}
+    default = {request.optimizer_tier or Tier.GPU}
     units = tuple(
-        _place_unit(layout, policy, homes.params[layout.index], layout.index in whole, tiers.get(layout.index, default))
+        _place_unit(
+            layout, request, dp, homes.params[layout.index], layout.index in whole, tiers.get(layout.index, default)
+        )
         for layout in layouts
     )
-    return Placement(units=units, states=homes.states, grad_whole=policy.stage < 2 and policy.dp > 1)
+    return Placement(units=units, states=homes.states, grad_whole=request.stage < 2 and dp > 1)
 
 
-def _place_unit(layout: UnitLayout, policy: Policy, param: Tier, whole: bool, states: set[Tier]) -> UnitPlacement:
+def _place_unit(
+    layout: UnitLayout, request: PlanRequest, dp: int, param: Tier, whole: bool, states: set[Tier]
+) -> UnitPlacement:
     """`param`: its home where it is free to have one; `states`: the tiers of its states."""
     if not layout.trainable:
         # Nobody steps a frozen unit: when it stays whole, no rank needs a slice of its own.
-        parts = 1 if whole else policy.dp
+        parts = 1 if whole else dp
         param = Tier.GPU if whole else param
     else:
-        parts = 1 if policy.stage == 0 else policy.dp
-        if whole and not (param is Tier.GPU and policy.stage == 3 and policy.dp == 1):
+        parts = 1 if request.stage == 0 else dp
+        if whole and not (param is Tier.GPU and request.stage == 3 and dp == 1):
             # Beside the states; where a budget decides, or they are apart, the view that takes no bytes.
-            (param,) = states if policy.optimizer_tier is not None and len(states) == 1 else {Tier.GPU}
+            (param,) = states if request.optimizer_tier is not None and len(states) == 1 else {Tier.GPU}
     grad = Tier.GPU if states == {Tier.GPU} else Tier.CPU
     return UnitPlacement(parts=parts, param=param, grad=grad, whole=whole, aliased=whole and param is Tier.GPU)

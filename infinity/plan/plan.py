@@ -18,15 +18,15 @@ from infinity.errors import CapacityError
 from infinity.plan.auto_placement import FROZEN_TRAFFIC, PARAM_TRAFFIC, STATES_TRAFFIC, Value
 from infinity.plan.capacity import Capacity, excesses
 from infinity.plan.execution_policy import ExecutionPolicy, make_policy
-from infinity.plan.gradient_bytes import Scratch, left_nbytes, make_scratch, wire_in_backward
+from infinity.plan.gradient_bytes import Scratch, left_nbytes, make_scratch
 from infinity.plan.layout import Slice, SubGroup, UnitLayout, cut_sub_groups, make_layouts
 from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
-from infinity.plan.placement import Homes, Placement, Policy, always_whole, place, whole_units
+from infinity.plan.placement import Homes, Placement, always_whole, place, whole_units
 from infinity.plan.placement_search import search_placement
 from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, UnitAccess, make_schedule
 from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec
-from infinity.plan.stepping import kept_of, step_order_of, stepped_nbytes, undoable
+from infinity.plan.stepping import STEP_WINDOW, kept_of, step_order_of, stepped_nbytes, undoable
 from infinity.plan.tile_words import around_nbytes, tiles_in_words
 from infinity.plan.topology import Topology
 from infinity.plan.types import (
@@ -119,6 +119,12 @@ class Plan:
     def visible(self, group: SubGroup) -> bool:
         """Whether a sub-group changes parameters that the program sees without a gather: those that stay whole."""
         return any(self.placement.units[piece.unit].whole for piece in group.slices)
+
+    @property
+    def wire_in_backward(self) -> str | None:
+        """The dtype in which gradients travel to be summed during backward; None where none do, or only at its end."""
+        late = self.topology.dp == 1 or self.placement.grad_whole
+        return None if late else self.request.communication_dtype
 
     def ends_partition(self, piece: Slice) -> bool:
         """Whether a slice is the last of its unit's partition."""
@@ -254,25 +260,13 @@ def make_plan(
     """
     capacity = capacity or Capacity()
     by_budget = None in (request.param_tier, request.optimizer_tier)
-    if by_budget:
-        request = _bounded(request, capacity)
-    layouts = make_layouts(spec, topology.dp)
-    policy = Policy(
-        stage=request.stage, dp=topology.dp, param_tier=request.param_tier, optimizer_tier=request.optimizer_tier,
-        persistence_numel_max=request.persistence_numel, persistent_total_numel_max=request.persistent_total_numel,
-    )  # fmt: skip
-    groups = _sub_groups(layouts, policy, request, topology)
-
-    def assemble(homes: Homes) -> Plan:
-        return _assemble(spec, topology, request, layouts, groups, place(layouts, groups, policy, homes))
-
-    params, states = _params(layouts, policy, request), _states(groups, request)
+    draft = _Draft(spec, topology, _bounded(request, capacity) if by_budget else request)
     if not by_budget:
-        return assemble(Homes(params, states))
-    tiers = (Tier.GPU, Tier.CPU, Tier.NVME) if request.drive else (Tier.GPU, Tier.CPU)
+        return draft.plan(draft.homes)
 
     def settled(homes: Mapping[Key, Tier]) -> Plan:
-        return assemble(
+        params, states = draft.homes.params, draft.homes.states
+        return draft.plan(
             Homes(
                 tuple(homes.get(Key(Kind.PARAM, index), home) for index, home in enumerate(params)),
                 tuple(homes.get(Key(Kind.STATES, index), home) for index, home in enumerate(states)),
@@ -283,8 +277,8 @@ def make_plan(
         follows = request.optimizer_tier is None
         return plan.bytes_by_tier()[Tier.GPU].get(Kind.GRAD, 0) if follows else 0
 
-    values = _values(spec, layouts, groups, policy, request)
-    return search_placement(values, tiers, capacity, settled, Plan.nbytes_by_tier, gradients)
+    tiers = (Tier.GPU, Tier.CPU, Tier.NVME) if request.drive else (Tier.GPU, Tier.CPU)
+    return search_placement(draft.values(), tiers, capacity, settled, Plan.nbytes_by_tier, gradients)
 
 
 def _bounded(request: PlanRequest, capacity: Capacity) -> PlanRequest:
@@ -294,122 +288,129 @@ def _bounded(request: PlanRequest, capacity: Capacity) -> PlanRequest:
     gpu, cpu = capacity.of(Tier.GPU), capacity.of(Tier.CPU)
     width = DTYPE_NBYTES[request.compute_dtype]
     live = request.live_numel if gpu is None else min(request.live_numel, max(gpu // 8 // width, 1))
-    window = request.state_buffers * max(_states_nbytes(request), 1)
+    window = _state_buffers(request) * max(states_nbytes(request), 1)
     split = request.split_numel if cpu is None else min(request.split_numel, max(cpu // 16 // window, SPLIT_NUMEL_MIN))
     ahead = request.prefetch_numel if cpu is None else min(request.prefetch_numel, cpu // 16 // width)
     return replace(request, live_numel=live, prefetch_numel=min(ahead, live // 2), split_numel=split)
 
 
-def _sub_groups(
-    layouts: tuple[UnitLayout, ...], policy: Policy, request: PlanRequest, topology: Topology
-) -> tuple[SubGroup, ...]:  # fmt: skip
-    """The sub-groups: small enough for what moves, or for what is divided between tiers."""
-    parts = 1 if request.stage == 0 else topology.dp
-    numel = sum(layout.partition_numel(parts) for layout in layouts if layout.trainable)
-    numel_max = request.sub_group_numel
-    if request.optimizer_tier in (None, Tier.NVME) or request.optimizer_share < 1:
-        numel_max = min(numel_max, max(request.split_numel, -(-numel // SUB_GROUPS_MAX)))
-    if request.optimizer_share < 1:
-        numel_max = min(numel_max, max(numel // SHARES_MIN, 1))
-    if request.param_tier is None and request.stage == 3:
-        # Which units stay whole is not known yet: none is joined with one that may not.
-        whole = always_whole(layouts, policy)
-        alone = frozenset(range(len(layouts))) - whole
-    else:
-        whole, alone = whole_units(layouts, policy, _params(layouts, policy, request)), frozenset()
-    return cut_sub_groups(layouts, parts, numel_max, apart=whole, alone=alone)
-
-
-def _params(layouts: tuple[UnitLayout, ...], policy: Policy, request: PlanRequest) -> tuple[Tier, ...]:
-    """The home of each unit's PARAM partition, as the request names it: on NVMe, the first few stay in CPU memory."""
-    homes = [request.param_tier or Tier.GPU] * len(layouts)
-    room = request.param_cpu_numel
-    for layout in layouts if request.param_tier is Tier.NVME and room else ():
-        numel = layout.partition_numel(policy.dp)
-        if numel > room:
-            break
-        room -= numel
-        homes[layout.index] = Tier.CPU
-    return tuple(homes)
-
-
-def _states(groups: tuple[SubGroup, ...], request: PlanRequest) -> tuple[Tier, ...]:
-    """The home of each sub-group's states, as the request names it: those nearest the input on the device, where only a
-    share is to leave it.
-    """
-    homes = []
-    room = round((1 - request.optimizer_share) * sum(group.numel for group in groups))
-    for group in groups:
-        here = group.numel <= room
-        room -= group.numel if here else room
-        homes.append(Tier.GPU if here else request.optimizer_tier or Tier.GPU)
-    return tuple(homes)
-
-
-def _values(
-    spec: ModelSpec, layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], policy: Policy, request: PlanRequest
-) -> list[Value]:  # fmt: skip
-    """What the budgets find homes for: parameters first, then states, each from the input on."""
-    values = []
-    if request.param_tier is None and request.stage == 3:
-        whole = always_whole(layouts, policy)
-        in_backward = {unit for position, unit in enumerate(spec.uses) if position not in spec.lookups}
-        forward_only = {spec.uses[position] for position in spec.lookups} - in_backward
-        for layout in layouts:
-            if layout.index not in whole:
-                nbytes = layout.nbytes // policy.dp
-                times = (PARAM_TRAFFIC if layout.trainable else FROZEN_TRAFFIC) - (layout.index in forward_only)
-                values.append(Value(Key(Kind.PARAM, layout.index), nbytes, nbytes, times * nbytes))
-    if request.optimizer_tier is None:
-        grad = DTYPE_NBYTES[request.grad_dtype]
-        for group in groups:
-            nbytes = group.numel * _states_nbytes(request)
-            values.append(
-                Value(Key(Kind.STATES, group.index), nbytes, nbytes + group.numel * grad, STATES_TRAFFIC * nbytes)
-            )
-    return values
-
-
-def _states_nbytes(request: PlanRequest) -> int:
+def states_nbytes(request: PlanRequest) -> int:
     """Bytes of an element's optimizer states."""
     return sum(DTYPE_NBYTES[dtype] for _, dtype in states_kinds(request.compute_dtype, request.moments))
 
 
-def _assemble(
-    spec: ModelSpec, topology: Topology, request: PlanRequest, layouts: tuple[UnitLayout, ...],
-    groups: tuple[SubGroup, ...], placement: Placement,
-) -> Plan:  # fmt: skip
-    """Everything that follows from the placement."""
-    policy = make_policy(request, topology, layouts, groups, placement)
-    partitions, nvme_nbytes = make_partitions(
-        layouts, groups, placement, compute_dtype=request.compute_dtype, grad_dtype=request.grad_dtype,
-        moments=request.moments, twice=policy.step_in_backward,
-    )  # fmt: skip
-    width = DTYPE_NBYTES[request.compute_dtype]
-    fetch_nbytes = fetch_nbytes_by_unit(partitions, placement)
-    # What stays gathered around tiles is not theirs.
-    live_nbytes = request.live_numel * width
-    around = around_nbytes(layouts, placement)
-    budget = FetchBudget(
-        live_nbytes_max=max(live_nbytes - around, live_nbytes // 2),
-        prefetch_nbytes_max=request.prefetch_numel * width, reuse_nbytes_max=request.reuse_numel * width,
-        fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, max(fetch_nbytes, default=0)),
-    )  # fmt: skip
-    order = step_order_of(groups, placement, spec.uses)
-    forward = [UnitAccess(unit) for unit in spec.uses]
-    backward = [UnitAccess(unit, position not in spec.lookups) for position, unit in enumerate(spec.uses)]
-    schedule = make_schedule(
-        [*forward, *reversed(backward)],
-        full_nbytes=_full_nbytes(layouts, placement),
-        fetch_nbytes=fetch_nbytes,
-        budget=budget,
-    )
-    return Plan(
-        topology=topology, request=request, layouts=layouts, sub_groups=groups, placement=placement,
-        partitions=partitions, nvme_nbytes=nvme_nbytes, budget=budget, schedule=schedule, numel=spec.numel,
-        step_order=order, policy=policy,
-        pools=_pools(layouts, groups, placement, partitions, request, topology, budget, schedule, order, around),
-    )  # fmt: skip
+def _state_buffers(request: PlanRequest) -> int:
+    return max(request.state_buffers, STEP_WINDOW)
+
+
+class _Draft:
+    """A model's layouts and sub-groups, from which a plan follows once every value has a home.
+
+    homes: of what the request names a tier for; the GPU tier stands for what a budget decides.
+    """
+
+    def __init__(self, spec: ModelSpec, topology: Topology, request: PlanRequest) -> None:
+        self._spec, self._topology, self._request = spec, topology, request
+        self._layouts = make_layouts(spec, topology.dp)
+        # Which units stay whole is only known once their parameters have homes.
+        self._params_open = request.param_tier is None and request.stage == 3
+        params = self._param_homes()
+        self._groups = self._sub_groups(params)
+        self.homes = Homes(params, self._state_homes())
+
+    def _param_homes(self) -> tuple[Tier, ...]:
+        """The home of each unit's PARAM partition. On NVMe, the first few stay in CPU memory."""
+        homes = [self._request.param_tier or Tier.GPU] * len(self._layouts)
+        room = self._request.param_cpu_numel
+        for layout in self._layouts if self._request.param_tier is Tier.NVME and room else ():
+            numel = layout.partition_numel(self._topology.dp)
+            if numel > room:
+                break
+            room -= numel
+            homes[layout.index] = Tier.CPU
+        return tuple(homes)
+
+    def _sub_groups(self, params: tuple[Tier, ...]) -> tuple[SubGroup, ...]:
+        """The sub-groups: small enough for what moves, or for what is divided between tiers."""
+        request, layouts, dp = self._request, self._layouts, self._topology.dp
+        parts = 1 if request.stage == 0 else dp
+        numel = sum(layout.partition_numel(parts) for layout in layouts if layout.trainable)
+        numel_max = request.sub_group_numel
+        if request.optimizer_tier in (None, Tier.NVME) or request.optimizer_share < 1:
+            numel_max = min(numel_max, max(request.split_numel, -(-numel // SUB_GROUPS_MAX)))
+        if request.optimizer_share < 1:
+            numel_max = min(numel_max, max(numel // SHARES_MIN, 1))
+        whole = always_whole(layouts, request) if self._params_open else whole_units(layouts, request, dp, params)
+        # A unit that may stay whole or not is joined with no other.
+        alone = frozenset(range(len(layouts))) - whole if self._params_open else frozenset[int]()
+        return cut_sub_groups(layouts, parts, numel_max, apart=whole, alone=alone)
+
+    def _state_homes(self) -> tuple[Tier, ...]:
+        """The home of each sub-group's states. Where only a share is to leave the device, those nearest the input stay.
+        """
+        homes = []
+        room = round((1 - self._request.optimizer_share) * sum(group.numel for group in self._groups))
+        for group in self._groups:
+            here = group.numel <= room
+            room -= group.numel if here else room
+            homes.append(Tier.GPU if here else self._request.optimizer_tier or Tier.GPU)
+        return tuple(homes)
+
+    def values(self) -> list[Value]:
+        """The values that the budgets find homes for: parameters first, then states, each from the input on."""
+        spec, request = self._spec, self._request
+        values = []
+        if self._params_open:
+            whole = always_whole(self._layouts, request)
+            in_backward = {unit for position, unit in enumerate(spec.uses) if position not in spec.lookups}
+            forward_only = {spec.uses[position] for position in spec.lookups} - in_backward
+            for layout in self._layouts:
+                if layout.index not in whole:
+                    nbytes = layout.nbytes // self._topology.dp
+                    times = (PARAM_TRAFFIC if layout.trainable else FROZEN_TRAFFIC) - (layout.index in forward_only)
+                    values.append(Value(Key(Kind.PARAM, layout.index), nbytes, nbytes, times * nbytes))
+        if request.optimizer_tier is None:
+            grad = DTYPE_NBYTES[request.grad_dtype]
+            for group in self._groups:
+                nbytes = group.numel * states_nbytes(request)
+                values.append(
+                    Value(Key(Kind.STATES, group.index), nbytes, nbytes + group.numel * grad, STATES_TRAFFIC * nbytes)
+                )
+        return values
+
+    def plan(self, homes: Homes) -> Plan:
+        """Everything that follows from the homes."""
+        spec, topology, request, layouts, groups = (
+            self._spec, self._topology, self._request, self._layouts, self._groups
+        )  # fmt: skip
+        placement = place(layouts, groups, request, topology.dp, homes)
+        policy = make_policy(request, topology, layouts, groups, placement)
+        partitions, nvme_nbytes = make_partitions(
+            layouts, groups, placement, compute_dtype=request.compute_dtype, grad_dtype=request.grad_dtype,
+            moments=request.moments, twice=policy.step_in_backward,
+        )  # fmt: skip
+        width = DTYPE_NBYTES[request.compute_dtype]
+        fetch_nbytes = fetch_nbytes_by_unit(partitions, placement)
+        # What stays gathered around tiles is not theirs.
+        live_nbytes = request.live_numel * width
+        around = around_nbytes(layouts, placement)
+        budget = FetchBudget(
+            live_nbytes_max=max(live_nbytes - around, live_nbytes // 2),
+            prefetch_nbytes_max=request.prefetch_numel * width, reuse_nbytes_max=request.reuse_numel * width,
+            fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, max(fetch_nbytes, default=0)),
+        )  # fmt: skip
+        forward = [UnitAccess(unit) for unit in spec.uses]
+        backward = [UnitAccess(unit, position not in spec.lookups) for position, unit in enumerate(spec.uses)]
+        schedule = make_schedule(
+            [*forward, *reversed(backward)], full_nbytes=_full_nbytes(layouts, placement), fetch_nbytes=fetch_nbytes,
+            budget=budget,
+        )  # fmt: skip
+        plan = Plan(
+            topology=topology, request=request, layouts=layouts, sub_groups=groups, placement=placement,
+            partitions=partitions, nvme_nbytes=nvme_nbytes, budget=budget, schedule=schedule, numel=spec.numel,
+            step_order=step_order_of(groups, placement, spec.uses), policy=policy, pools=Pools(),
+        )  # fmt: skip
+        return replace(plan, pools=_pools(plan, around))
 
 
 def _full_nbytes(layouts: tuple[UnitLayout, ...], placement: Placement) -> tuple[int, ...]:
@@ -418,36 +419,36 @@ def _full_nbytes(layouts: tuple[UnitLayout, ...], placement: Placement) -> tuple
     return tuple(0 if placed.whole else layout.nbytes for layout, placed in units)
 
 
-def _pools(
-    layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], placement: Placement,
-    partitions: tuple[PartitionSpec, ...], request: PlanRequest, topology: Topology, budget: FetchBudget,
-    schedule: FetchSchedule, order: tuple[int, ...], around: int,
-) -> Pools:  # fmt: skip
-    """Sizes of the arenas: what the busiest moment needs, never more than everything that could lie there."""
-    on_nvme = {spec.key: spec.nbytes for spec in partitions if spec.home is Tier.NVME}
+def _pools(plan: Plan, around: int) -> Pools:
+    """Sizes of a plan's arenas: what the busiest moment needs, never more than everything that could lie there.
+
+    around: bytes that stay gathered around tiles.
+    """
+    request, placement, layouts = plan.request, plan.placement, plan.layouts
+    on_nvme = {spec.key: spec.nbytes for spec in plan.partitions if spec.home is Tier.NVME}
     params = {key: nbytes for key, nbytes in on_nvme.items() if key.kind is Kind.PARAM}
     states = [nbytes for key, nbytes in on_nvme.items() if key.kind is Kind.STATES]
     # One is in use. Beside it lies what was fetched ahead, or what is stepped: nothing is fetched ahead of its step.
-    ahead = max(budget.fetch_nbytes_max, stepped_nbytes(groups, order, params))
+    ahead = max(plan.budget.fetch_nbytes_max, stepped_nbytes(plan.sub_groups, plan.step_order, params))
     busiest = max(params.values(), default=0) + ahead
-    backward = schedule.trace[len(schedule) // 2 :]
-    wire = request.communication_dtype
-    in_backward = wire_in_backward(placement, dp=topology.dp, wire=wire)
+    backward = plan.schedule.trace[len(plan.schedule) // 2 :]
     staged = [
         group.numel * DTYPE_NBYTES[request.compute_dtype]
-        for group, home in zip(groups, placement.states, strict=True)
+        for group, home in zip(plan.sub_groups, placement.states, strict=True)
         if request.accelerator
         and home is not Tier.GPU
         and any(placement.units[piece.unit].param is Tier.GPU for piece in group.slices)
     ]
     return Pools(
         param_nbytes=min(sum(params.values()), align_up(busiest, EXTENT_ALIGNMENT)),
-        states_nbytes=min(sum(states), request.state_buffers * max(states, default=0)),
+        states_nbytes=min(sum(states), _state_buffers(request) * max(states, default=0)),
         staging_nbytes=align_up(max(staged, default=0), CACHE_LINE),
-        gathered_nbytes=schedule.peak_nbytes + around,
-        left_nbytes=max(left_nbytes(backward, layouts, accelerator=request.accelerator, wire=in_backward), default=0),
+        gathered_nbytes=plan.schedule.peak_nbytes + around,
+        left_nbytes=max(
+            left_nbytes(backward, layouts, accelerator=request.accelerator, wire=plan.wire_in_backward), default=0
+        ),
         scratch=make_scratch(
-            layouts, placement, dp=topology.dp, wire=wire, grad_dtype=request.grad_dtype,
+            layouts, placement, dp=plan.topology.dp, wire=request.communication_dtype, grad_dtype=request.grad_dtype,
             accelerator=request.accelerator,
         ),  # fmt: skip
     )

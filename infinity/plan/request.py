@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infinity.plan.stepping import STEP_WINDOW
 from infinity.plan.types import ADAM_MOMENTS, Kind, Tier
 
 # A sub-group on NVMe is one read and one write. This many elements keep the drive at its bandwidth; more only takes
@@ -25,8 +24,8 @@ class PlanRequest:
     optimizer_share: float = 1.0
     # Elements of this rank's parameters in CPU memory when `param_tier` is NVMe.
     param_cpu_numel: int = 0
-    # Sub-groups whose states have memory at once where they live on NVMe.
-    state_buffers: int = STEP_WINDOW
+    # Sub-groups whose states have memory at once where they live on NVMe, if that is more than the step needs.
+    state_buffers: int = 0
     # Whether a drive is given, so that a budget may put on it what does not fit into memory.
     drive: bool = False
     compute_dtype: str = "fp32"

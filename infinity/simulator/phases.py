@@ -15,7 +15,7 @@ from enum import Enum
 
 from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.filling import Table, add_nbytes, copy_table, in_process, initialise
-from infinity.plan.gradient_bytes import left_nbytes, wire_in_backward
+from infinity.plan.gradient_bytes import left_nbytes
 from infinity.plan.plan import Plan
 from infinity.plan.retention import UnitMemory
 from infinity.plan.types import (
@@ -178,8 +178,8 @@ def _backward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: i
     begin = len(plan.schedule) // 2
     trace = plan.schedule.trace[begin:]
     accelerator = plan.request.accelerator
-    wire = wire_in_backward(plan.placement, dp=plan.topology.dp, wire=plan.request.communication_dtype)
-    for index, left in enumerate(left_nbytes(trace, plan.layouts, accelerator=accelerator, wire=wire)):
+    whole = left_nbytes(trace, plan.layouts, accelerator=accelerator, wire=plan.wire_in_backward)
+    for index, left in enumerate(whole):
         kept = activation_nbytes
         if accelerator:
             kept = kept * (len(trace) - index) // len(trace)

@@ -14,7 +14,7 @@ import pytest
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity
 from infinity.plan.layout import cut_sub_groups, make_layouts
-from infinity.plan.placement import Homes, Policy, UnitPlacement, always_whole, place
+from infinity.plan.placement import Homes, UnitPlacement, always_whole, place
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, UnitSpec, find_units
@@ -151,9 +151,9 @@ def placed(
 ) -> UnitPlacement:
     layouts = make_layouts(model(1, 1000, frozen=int(frozen)), dp)
     persistent = 10_000 if small else 0
-    policy = Policy(stage=stage, dp=dp, param_tier=param, optimizer_tier=states, persistence_numel_max=persistent)
+    request = PlanRequest(stage=stage, param_tier=param, optimizer_tier=states, persistence_numel=persistent)
     groups = cut_sub_groups(layouts, dp, 10**9)
-    return place(layouts, groups, policy, Homes((param,), (states,) * len(groups))).units[0]
+    return place(layouts, groups, request, dp, Homes((param,), (states,) * len(groups))).units[0]
 
 
 PLACEMENTS = [
@@ -184,8 +184,8 @@ def test_homes_follow_the_table(where, how, expected):
 
 def test_small_units_stay_whole_until_their_total_is_reached():
     layouts = make_layouts(model(4, 1000), 1)
-    policy = Policy(3, 1, CPU, CPU, persistence_numel_max=2000, persistent_total_numel_max=2 * layouts[0].numel)
-    assert always_whole(layouts, policy) == {0, 1}
+    request = PlanRequest(3, CPU, CPU, persistence_numel=2000, persistent_total_numel=2 * layouts[0].numel)
+    assert always_whole(layouts, request) == {0, 1}
 
 
 def table(plan: Plan, tier: Tier) -> dict[Kind, int]:
