@@ -99,6 +99,8 @@ ALLOWED: dict[str, set[str]] = {
         "infinity.distributed", "infinity.errors", "infinity.log", "infinity.memory", "infinity.observability.trace",
         "infinity.ops", "infinity.plan",
     },
+    # A schedule's keys and defaults are those of its section.
+    "infinity.optim.lr": {"infinity.config", "infinity.errors"},
     "infinity.parallel": {
         "infinity.distributed", "infinity.errors", "infinity.log", "infinity.ops", "infinity.plan",
     },

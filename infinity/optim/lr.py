@@ -1,7 +1,8 @@
 """The five learning-rate schedules of the configuration.
 
-A schedule is a curve: from a group's own learning rate and the number of the last step to a rate. One scheduler walks
-any of them. Iterations count from -1, which is the time before the first `step()`.
+A schedule is a curve: a function from a group's own learning rate and the number of the last step to a rate. Its keys
+and their defaults are those of its section in `infinity.config.training`. One scheduler walks any curve. Iterations
+count from -1, which is the time before the first `step()`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,23 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
+from pydantic import ValidationError
+
+from infinity.config.training import (
+    LRRangeTestParams,
+    OneCycleParams,
+    WarmupCosineLRParams,
+    WarmupDecayLRParams,
+    WarmupLRParams,
+)
+from infinity.config.values import Count, Weight
 from infinity.errors import ConfigError
 
 
 class HasGroups(Protocol):
-    """All that a scheduler needs of an optimizer."""
+    """The part of an optimizer that a scheduler uses."""
 
     param_groups: list[dict[str, Any]]
 
@@ -25,10 +35,10 @@ class Curve(Protocol):
     """A learning rate, and perhaps a momentum, as a function of the step."""
 
     def lr(self, own_lr: float, iteration: int) -> float:
-        """The rate of a group whose own rate is `own_lr`, after step number `iteration`."""
+        """Return the rate of a group whose own rate is `own_lr`, after step number `iteration`."""
 
     def momentum(self, iteration: int) -> float | None:
-        """The first beta, or None where the curve leaves it alone."""
+        """Return the first beta, or None if the curve does not change it."""
 
 
 class _KeepsMomentum:
@@ -36,14 +46,8 @@ class _KeepsMomentum:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LRRangeTest(_KeepsMomentum):
+class LRRangeTest(_KeepsMomentum, LRRangeTestParams):
     """The rate grows by `lr_range_test_step_rate` times its start in every interval: a sweep to find usable rates."""
-
-    lr_range_test_min_lr: float = 1e-3
-    lr_range_test_step_size: int = 2000
-    lr_range_test_step_rate: float = 1.0
-    lr_range_test_staircase: bool = False
 
     def lr(self, own_lr: float, iteration: int) -> float:
         intervals = (iteration + 1) / self.lr_range_test_step_size
@@ -52,22 +56,11 @@ class LRRangeTest(_KeepsMomentum):
         return self.lr_range_test_min_lr * (1.0 + self.lr_range_test_step_rate * intervals)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OneCycle:
+class OneCycle(OneCycleParams):
     """The rate rises and falls once while the momentum falls and rises; then the rate decays, the momentum grows."""
 
-    cycle_min_lr: float
-    cycle_max_lr: float
-    decay_lr_rate: float = 0.0
-    cycle_first_step_size: int = 2000
-    cycle_second_step_size: int | None = None
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int | None = None
-    decay_step_size: int = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: float = 0.8
-    cycle_max_mom: float = 0.9
-    decay_mom_rate: float = 0.0
+    cycle_min_lr: Weight
+    cycle_max_lr: Weight
 
     def lr(self, own_lr: float, iteration: int) -> float:
         height = self._height(iteration + 1)
@@ -86,7 +79,7 @@ class OneCycle:
         return self.cycle_second_step_size or self.cycle_first_step_size
 
     def _height(self, done: int) -> float:
-        """Where the cycle stands after `done` steps: 0 at its ends, 1 at its top, 0 ever after."""
+        """Return the height of the cycle after `done` steps: 0 at its ends and afterwards, 1 at its top."""
         first, second = self.cycle_first_step_size, self._second_step_size
         second_stairs = self.cycle_second_stair_count
         if done <= first:
@@ -99,14 +92,8 @@ class OneCycle:
         return max(beyond, 0) / self.decay_step_size if self.decay_step_size else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmupLR(_KeepsMomentum):
+class WarmupLR(_KeepsMomentum, WarmupLRParams):
     """The rate rises from `warmup_min_lr` to `warmup_max_lr` and stays there."""
-
-    warmup_min_lr: float = 0.0
-    warmup_max_lr: float | None = None
-    warmup_num_steps: int = 1000
-    warmup_type: Literal["log", "linear"] = "log"
 
     def lr(self, own_lr: float, iteration: int) -> float:
         top = own_lr if self.warmup_max_lr is None else self.warmup_max_lr
@@ -116,12 +103,10 @@ class WarmupLR(_KeepsMomentum):
         return _warmup(iteration, self.warmup_num_steps, self.warmup_type)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmupDecayLR(WarmupLR):
+class WarmupDecayLR(WarmupDecayLRParams, WarmupLR):
     """The rate rises as in WarmupLR, then falls in a straight line that reaches `warmup_min_lr` at the last step."""
 
-    total_num_steps: int
-    warmup_max_lr: float | None = 1e-3
+    total_num_steps: Count
 
     def _share(self, iteration: int) -> float:
         steps = _warmup_steps(self.warmup_num_steps)
@@ -130,15 +115,10 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - steps))
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmupCosineLR(_KeepsMomentum):
-    """The rate rises to the group's own, then falls along half a cosine; all in shares of the group's own rate."""
+class WarmupCosineLR(_KeepsMomentum, WarmupCosineLRParams):
+    """The rate rises to the group's own, then falls along half a cosine; every key is a share of the group's rate."""
 
-    total_num_steps: int
-    warmup_min_ratio: float = 0.0
-    warmup_num_steps: int = 1000
-    cos_min_ratio: float = 1e-4
-    warmup_type: Literal["log", "linear"] = "log"
+    total_num_steps: Count
 
     def lr(self, own_lr: float, iteration: int) -> float:
         steps = _warmup_steps(self.warmup_num_steps)
@@ -151,9 +131,9 @@ class WarmupCosineLR(_KeepsMomentum):
 
 
 class LRScheduler:
-    """Sets the groups of an optimizer to a curve. One `step()` after every optimizer step that was applied."""
+    """Sets the groups of an optimizer to a curve. Call `step()` after every optimizer step that was applied."""
 
-    curves: ClassVar[dict[str, type]] = {
+    curves: ClassVar[dict[str, type[Any]]] = {
         curve.__name__: curve for curve in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
     }
 
@@ -171,11 +151,11 @@ class LRScheduler:
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """The curve's rate for every group."""
+        """Return the curve's rate of every group."""
         return [self.curve.lr(own_lr, self.last_batch_iteration) for own_lr in self._own_lrs]
 
     def get_last_lr(self) -> list[float]:
-        """The rate that every group has now."""
+        """Return the rate that every group has now."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,19 +173,19 @@ class LRScheduler:
 
 
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: HasGroups) -> LRScheduler:
-    """The schedule of a configuration's `scheduler` section."""
+    """Return the schedule of a configuration's `scheduler` section; ConfigError for an unknown type or key."""
     curve = LRScheduler.curves.get(type)
     if curve is None:
         raise ConfigError(f"scheduler.type: {type!r} is not one of {', '.join(LRScheduler.curves)}")
     try:
         return LRScheduler(curve(**params), optimizer)
-    except TypeError as error:
-        known = ", ".join(field.name for field in fields(curve))
-        raise ConfigError(f"scheduler.params: {error}; the keys are {known}") from error
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise ConfigError(f"scheduler.params: {wrong}; the keys are {', '.join(curve.model_fields)}") from error
 
 
 def check_steps_alone(scheduler: Any) -> None:
-    """ConfigError unless `scheduler.step()` works without an argument, as the engine calls it after each step."""
+    """Raise ConfigError unless `scheduler.step()` works without an argument: the engine calls it so after each step."""
     name, step = type(scheduler).__name__, getattr(scheduler, "step", None)
     if not callable(step):
         raise ConfigError(
@@ -227,12 +207,12 @@ def check_steps_alone(scheduler: Any) -> None:
 
 
 def _warmup_steps(steps: int) -> int:
-    # The logarithm needs two steps to go from nothing to everything.
+    # The logarithmic warm-up needs two steps to rise from 0 to 1.
     return max(2, steps)
 
 
 def _warmup(iteration: int, steps: int, shape: str) -> float:
-    """From 0 to 1."""
+    """Return the share of the warm-up that is done, from 0 to 1. shape: "log" or "linear"."""
     steps = _warmup_steps(steps)
     if iteration < 0:
         return 0.0
