@@ -97,11 +97,10 @@ def _clone(
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and options on other parameters, without state and without the program's hooks."""
     clone = copy.copy(template)
-    clone.param_groups = [{**hyper, "params": params}]
-    clone.state = defaultdict(dict)
-    for name, value in vars(clone).items():
-        if name.endswith("_hooks") and isinstance(value, OrderedDict):
-            setattr(clone, name, OrderedDict())
+    own = vars(clone)
+    hooks = [name for name, value in own.items() if name.endswith("_hooks") and isinstance(value, OrderedDict)]
+    groups = [{**hyper, "params": params}]
+    own.update({name: OrderedDict() for name in hooks}, param_groups=groups, state=defaultdict(dict))
     return clone
 
 
