@@ -16,8 +16,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeGuard
 
-# Attributes that torch and ctypes mean to be assigned from outside.
-_THEIRS = {"data", "grad", "__class__", "requires_grad", "training", "forward", "restype", "argtypes"}
+# Attributes that torch and ctypes mean to be assigned from outside, and methods of one module that are replaced as its
+# `forward` is.
+_THEIRS = {
+    "data", "grad", "__class__", "requires_grad", "training", "forward", "restype", "argtypes", "compile",
+    "_compiled_call_impl", "generate", "loss_function",
+}  # fmt: skip
 _QUIET = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
@@ -81,12 +85,12 @@ def attributes(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def foreign(tree: ast.Module) -> Iterator[str]:
-    """Assignments to an attribute of anything but `self` and `cls`, torch's own excepted."""
+    """Assignments to an attribute of anything but `self` and `cls`; torch's own and autograd's `ctx` excepted."""
     for node in ast.walk(tree):
         for target in _targets(node):
             if not isinstance(target, ast.Attribute) or target.attr in _THEIRS:
                 continue
-            if not _is_own(target):
+            if not _is_own(target) and ast.unparse(target.value) != "ctx":
                 yield f"{target.lineno}: {ast.unparse(target)}"
 
 

@@ -37,7 +37,7 @@ def tile_sequence(model: nn.Module, *, tile_tokens: int = TILE_TOKENS, mlps: boo
             f"tile_sequence needs a transformers model with a linear head and a loss_function, {type(model).__name__} "
             "has not: call infinity.tiled_cross_entropy(hidden, head, labels) in its forward"
         )
-    loss = _TiledLoss(inner, tile_tokens)
+    loss = _TiledLoss(inner, head, inner.loss_function, tile_tokens)
     inner.register_forward_pre_hook(loss.before, with_kwargs=True)
     inner.register_forward_hook(loss.after)
     inner.loss_function = loss.give
@@ -66,20 +66,21 @@ class _TiledForward:
 class _TiledLoss:
     """Puts the loss in the place of the logits, from the head to `loss_function`, in calls that have labels."""
 
-    def __init__(self, model: Any, tile_tokens: int) -> None:
+    def __init__(self, model: Any, head: nn.Linear, usual: Any, tile_tokens: int) -> None:
+        """usual: the `loss_function` of the model, called with (logits, labels, ...)."""
         self._model = model
+        self._head = head
+        self._usual = usual
         self._tile_tokens = tile_tokens
-        self._head = model.get_output_embeddings()
-        self._usual = model.loss_function
         # Of the call under way: what it was given, and what the head made of it.
         self._given: dict[str, Any] | None = None
         self._made: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _TiledLoss:
+        # Known before it is filled: the copies of model and head have it in their hooks.
         duplicate = memo[id(self)] = object.__new__(_TiledLoss)
-        duplicate._model, duplicate._head = (copy.deepcopy(each, memo) for each in (self._model, self._head))
-        duplicate._tile_tokens, duplicate._usual = self._tile_tokens, self._usual
-        duplicate._given, duplicate._made = None, None
+        model, head = (copy.deepcopy(each, memo) for each in (self._model, self._head))
+        _TiledLoss.__init__(duplicate, model, head, self._usual, self._tile_tokens)
         return duplicate
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -66,6 +66,10 @@ class _Place:
     extent: Extent | None = None
     origin: WeightSource | None = None
 
+    def put(self, tier: NvmeTier, extent: Extent) -> None:
+        """The values have a place in a file."""
+        self.tier, self.extent = tier, extent
+
 
 class DeferredInit:
     """Adopts parameters and keeps their values. `directory` names the folders that values beyond the window go to;
@@ -251,8 +255,8 @@ class DeferredInit:
         nbytes = _nbytes(place)
         if nbytes:
             if place.extent is None:
-                place.tier, place.extent = self._allocate(align_up(nbytes, EXTENT_ALIGNMENT))
-            assert place.tier is not None
+                place.put(*self._allocate(align_up(nbytes, EXTENT_ALIGNMENT)))
+            assert place.tier is not None and place.extent is not None
             self._write(place.tier, place.extent, place.data.detach().contiguous().view(-1).view(torch.uint8))
         if not parameter.is_released(param):
             parameter.release(param, parameter.placeholder(place.shape, place.dtype, place.data.device))
