@@ -17,7 +17,8 @@ from support.machine import MIB, describe, median
 from support.table import Table, claim
 
 from infinity.memory.pages import page_aligned
-from infinity.memory.tiers.nvme import NvmeTier, QueueOptions
+from infinity.memory.tiers.base import QueueOptions
+from infinity.memory.tiers.nvme import NvmeTier
 from infinity.plan.types import Extent
 
 EXTENT_NBYTES = 16 << 20

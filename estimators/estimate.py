@@ -113,10 +113,10 @@ class Estimate:
     @cached_property
     def offloaded(self) -> OffloadedCheckpoints | None:
         """What of the activations lies on another tier between forward and backward."""
-        found, tier = self.activations, Tier(self.config.checkpoint_tier)
-        if tier is Tier.GPU or found is None or not found.inputs:
+        found, tier = self.activations, Tier.named(self.config.checkpoint_tier)
+        if tier.on_device or found is None or not found.inputs:
             return None
-        buffers = self.config.config.activation_checkpointing.offload.buffer_count if tier is Tier.NVME else 0
+        buffers = self.config.config.activation_checkpointing.offload.buffer_count if tier.on_drive else 0
         return OffloadedCheckpoints(tier, found.inputs, found.input_nbytes, buffers)
 
     @property

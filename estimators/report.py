@@ -130,7 +130,7 @@ def tables(found: Estimate) -> list[str]:
         totals = [sum(table[tier].values()) for table in columns.values()]
         rows.append(["  total", *map(_gb, totals)])
         ranks = found.plan.topology.local_size
-        if ranks > 1 and tier is not Tier.GPU:
+        if ranks > 1 and not tier.on_device:
             rows.append([f"  of a node ({ranks} ranks)", *(_gb(ranks * total) for total in totals)])
         limit = found.capacity.of(tier)
         if limit is not None:
@@ -397,13 +397,13 @@ def _where(found: Estimate, *kinds: Kind) -> str:
 
 def tier_name(found: Estimate, tier: Tier, *, short: bool = False) -> str:
     """A tier's name; memory is memory where ranks compute on the CPU."""
-    if tier is Tier.CPU and not found.machine.accelerator:
+    if tier.addressable and not found.machine.accelerator:
         return "memory"
     return SHORT[tier] if short else TIERS[tier]
 
 
 def _place(found: Estimate, tier: Tier) -> str:
-    return "in memory" if tier is Tier.CPU and not found.machine.accelerator else _PLACES[tier]
+    return "in memory" if tier.addressable and not found.machine.accelerator else _PLACES[tier]
 
 
 def _gb(nbytes: int) -> str:

@@ -168,7 +168,7 @@ class Wish:
 
     def offload(self, tier: Tier) -> dict[str, Any]:
         """The section of what lies on a tier."""
-        return {"device": _DEVICES[tier], **({"nvme_path": self.nvme_path} if tier is Tier.NVME else {})}
+        return {"device": _DEVICES[tier], **({"nvme_path": self.nvme_path} if tier.on_drive else {})}
 
     def of(self, model: Any) -> Wish:
         """The same wish about another model, with the same adapters."""
@@ -259,8 +259,8 @@ def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
         return
     ranks, numels = found.plan.topology.world_size, wish.numels
     order = {tier: place for place, tier in enumerate(Tier)}
-    tiers = [tier for tier in Tier if tier is not Tier.NVME or wish.limits.nvme is not None]
-    start = {"offload_optimizer": Tier(config.optimizer_tier), "offload_param": Tier(config.param_tier)}
+    tiers = [tier for tier in Tier if tier.addressable or wish.limits.nvme is not None]
+    start = {"offload_optimizer": Tier.named(config.optimizer_tier), "offload_param": Tier.named(config.param_tier)}
     path = (config.nvme_path or config.checkpoint_nvme_path or (wish.nvme_path,))[0]
     for states, param in product(tiers, tiers):
         moved: dict[str, Any] = {}
@@ -271,9 +271,9 @@ def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
                 break
             if to is not tier:
                 moved[f"{zero}.{name}.device"] = _DEVICES[to]
-                moved |= {f"{zero}.{name}.nvme_path": path} if to is Tier.NVME else {}
+                moved |= {f"{zero}.{name}.nvme_path": path} if to.on_drive else {}
         else:
-            if param is not Tier.GPU and config.stage != 3:
+            if not param.on_device and config.stage != 3:
                 moved, cost = {f"{zero}.stage": 3, **moved}, cost + 1
             stage = moved.get(f"{zero}.stage", config.stage)
             needed = _states_nbytes(numels, ranks, config.compute_dtype, (stage, param, states), wish.machine)
@@ -391,7 +391,7 @@ def _held_away(choice: Choice) -> int:
     away = choice.estimate.offloaded
     if away is None:
         return 0
-    return away.nbytes if away.tier is Tier.CPU else away.buffers * away.each_nbytes
+    return away.nbytes if away.tier.addressable else away.buffers * away.each_nbytes
 
 
 def _by_budget(wish: Wish) -> Iterator[Choice]:
@@ -461,7 +461,7 @@ def _config(
     stage, param, states = placement
     zero: dict[str, Any] = {"stage": stage}
     for name, tier in (("offload_param", param), ("offload_optimizer", states)):
-        if tier is not Tier.GPU:
+        if not tier.on_device:
             zero[name] = wish.offload(tier)
     if share is not None:
         assert limits.gpu is not None
@@ -490,7 +490,7 @@ def _states_nbytes(
     found = dict.fromkeys(Tier, 0)
     found[param] += numel * width // (ranks if stage == 3 else 1)
     found[states] += trained * moments // ranks
-    found[Tier.GPU if states is Tier.GPU else Tier.CPU] += trained * width // ranks
+    found[Tier.GPU if states.on_device else Tier.CPU] += trained * width // ranks
     if not machine.accelerator:
         found[Tier.CPU] += found[Tier.GPU]
         found[Tier.GPU] = 0

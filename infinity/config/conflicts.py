@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from infinity.config.schema import Config
 from infinity.config.training import OneCycleConfig, WarmupCosineLRConfig, WarmupDecayLRConfig
+from infinity.config.values import DRIVE_TIERS
 
 
 def conflicts(config: Config) -> list[str]:
@@ -56,15 +57,15 @@ def _workers(config: Config) -> list[str]:
 def _offload(config: Config) -> list[str]:
     zero = config.zero_optimization
     complaints = []
-    if zero.offload_param is not None and zero.offload_param.device in ("cpu", "nvme") and zero.stage != 3:
+    if zero.offload_param is not None and zero.offload_param.device not in ("none", "auto") and zero.stage != 3:
         complaints.append(
             f"zero_optimization.offload_param needs stage 3, but the stage is {zero.stage}: set "
             "zero_optimization.stage to 3, or offload only the optimizer with offload_optimizer"
         )
     for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
-        if section is not None and section.device == "nvme" and section.nvme_path is None:
+        if section is not None and section.device in DRIVE_TIERS and section.nvme_path is None:
             complaints.append(
-                f'zero_optimization.{name}.device is "nvme" without a path: set '
+                f'zero_optimization.{name}.device is "{section.device}" without a path: set '
                 f"zero_optimization.{name}.nvme_path to a folder on the drive"
             )
     optimizer = zero.offload_optimizer
@@ -78,8 +79,9 @@ def _offload(config: Config) -> list[str]:
 
 def _drives(config: Config) -> list[str]:
     zero, weights = config.zero_optimization, config.aio.drive_weights
+    tiers = {each.device for each in (zero.offload_param, zero.offload_optimizer) if each is not None} & DRIVE_TIERS
     used = [path for path in (zero.drives(zero.offload_param), zero.drives(zero.offload_optimizer)) if path is not None]
-    if len(set(used)) > 1:
+    if len(set(used)) > 1 and len(tiers) < 2:
         named = " and ".join(", ".join(path) for path in used)
         return [
             f"zero_optimization.offload_param.nvme_path and offload_optimizer.nvme_path differ ({named}): give both "

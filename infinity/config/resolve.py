@@ -17,10 +17,12 @@ from infinity.config.meanings import meanings, notes
 from infinity.config.optimizer import Adam
 from infinity.config.schema import Config, Provenance
 from infinity.config.section import Absent, NoEffect, Section, mark, reply_of, section_leaves, sections_of
+from infinity.config.values import DRIVE_TIERS
 from infinity.config.zero import OffloadOptimizer, OffloadParam, ZeroOptimization
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
-TierName = Literal["gpu", "cpu", "nvme", "auto"]
+# "gpu", "cpu", "auto" or a tier of drives.
+TierName = str
 _Section = TypeVar("_Section", bound=Section)
 
 
@@ -115,13 +117,13 @@ class ResolvedConfig:
     def param_cpu_numel(self) -> int:
         """Elements of a rank's parameters that stay in CPU memory although their device is NVMe."""
         section = self.zero.offload_param
-        return section.max_in_cpu if section is not None and section.device == "nvme" else 0
+        return section.max_in_cpu if section is not None and section.device in DRIVE_TIERS else 0
 
     @property
     def state_buffers(self) -> int:
         """Sub-groups whose states are in memory at once if their device is NVMe; the plan may need more."""
         section = self.zero.offload_optimizer
-        return section.buffer_count if section is not None and section.device == "nvme" else 0
+        return section.buffer_count if section is not None and section.device in DRIVE_TIERS else 0
 
     @property
     def param_nvme_path(self) -> tuple[str, ...] | None:
@@ -134,7 +136,14 @@ class ResolvedConfig:
     @property
     def nvme_path(self) -> tuple[str, ...] | None:
         """A folder on each drive that holds optimizer states or parameters; None if NVMe holds neither."""
-        return self.optimizer_nvme_path or self.param_nvme_path
+        return self.folders("nvme")
+
+    def folders(self, tier: str) -> tuple[str, ...] | None:
+        """A folder on each drive of a tier of drives; None if nothing may live there."""
+        devices = {tier, *(("none", "cpu", "auto") if tier == "nvme" else ())}
+        sections = (self.zero.offload_optimizer, self.zero.offload_param)
+        found = (self.zero.drives(section) for section in sections if section is not None and section.device in devices)
+        return next((path for path in found if path is not None), None)
 
     @property
     def checkpoint_tier(self) -> Literal["gpu", "cpu", "nvme"]:

@@ -174,6 +174,16 @@ Limit = Annotated[
     PlainSerializer(lambda limit: str(limit) if isinstance(limit, Share) else limit),
 ]
 _HALVES = {"float16": "fp16", "half": "fp16", "torch.float16": "fp16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
+# Names of the tiers on drives; `infinity.memory.tiers.registry` adds those of further back ends.
+DRIVE_TIERS = {"nvme"}
+
+
+def _device(value: Any) -> str:
+    if not isinstance(value, str) or value.lower() not in {"none", "cpu", "auto"} | DRIVE_TIERS:
+        raise ValueError(value)
+    return value.lower()
+
+
 Half = Annotated[Literal["bf16", "fp16"], _one_of("bf16", "fp16", synonyms=_HALVES)]
 Dtype = Annotated[
     Literal["fp32", "fp16", "bf16"],
@@ -183,7 +193,7 @@ Dtype = Annotated[
     ),
 ]  # fmt: skip
 Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _whole(0, 3))]
-Device = Annotated[Literal["none", "cpu", "nvme", "auto"], _one_of("none", "cpu", "nvme", "auto")]
+Device = Annotated[str, BeforeValidator(ValueReader('one of "none", "cpu", "nvme", "auto"', _device))]
 HomeDevice = Annotated[Literal["none", "cpu", "nvme"], _one_of("none", "cpu", "nvme")]
 ReduceOp = Annotated[Literal["mean", "sum"], _one_of("mean", "sum")]
 LogLevel = Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from infinity.config.section import Absent, Also, NoAuto, NoEffect, Refused, Section
 from infinity.config.values import (
+    DRIVE_TIERS,
     Count,
     Device,
     Drives,
@@ -258,7 +259,7 @@ class ZeroOptimization(Section):
 
     def drives(self, section: OffloadParam | OffloadOptimizer | None) -> tuple[str, ...] | None:
         """Return the folders that `section` uses, or may use if a home is chosen by budget; None if it uses none."""
-        return section.nvme_path if section is not None and (section.device == "nvme" or self.by_budget) else None
+        return section.nvme_path if section is not None and (section.device in DRIVE_TIERS or self.by_budget) else None
 
 
 def _flag(value: Any, key: str) -> bool:

@@ -16,9 +16,11 @@ from infinity.memory.activation_tier import ActivationTier
 from infinity.memory.ledger import Ledger
 from infinity.memory.queue_options import queue_options
 from infinity.memory.store import TieredStore
+from infinity.memory.tiers.base import TierBackend
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import HostMemory, mappings_of_their_own
+from infinity.memory.tiers.registry import backend_of
 from infinity.observability.memory_breakdown import Breakdown
 from infinity.observability.observer import Observer
 from infinity.observability.progress import StepProgress
@@ -28,6 +30,7 @@ from infinity.optim.factory import Chosen
 from infinity.optim.loss_scaler import LossScaler
 from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
+from infinity.plan.types import Tier
 from infinity.zero import parameter, weight_tiles
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
@@ -138,26 +141,27 @@ def _stepper(
 
 
 def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, ledger: Ledger) -> TieredStore:
-    """The partitions' memory and, where the plan has extents, this rank's swap file."""
-    nvme = None
-    if plan.nvme_nbytes:
-        assert config.nvme_path is not None
-        options = queue_options(config, config.nvme_path)
-        nvme = NvmeTier.open(config.nvme_path, nbytes=plan.nvme_nbytes, rank=ranks.rank, options=options)
+    """The partitions' memory and, where the plan has extents, this rank's bytes on drives."""
+    backends: dict[Tier, TierBackend] = {}
     sections = (config.zero.offload_param, config.zero.offload_optimizer)
     pin = all(section is None or section.pin_memory for section in sections)
-    try:
-        return TieredStore(
+    with ExitStack() as undo:
+        for tier in Tier:
+            if nbytes := plan.file_nbytes(tier):
+                folders = config.folders(tier.value)
+                assert folders is not None
+                options = queue_options(config, folders)
+                backends[tier] = backend_of(tier).open(folders, nbytes=nbytes, rank=ranks.rank, options=options)
+                undo.callback(backends[tier].close)
+        store = TieredStore(
             plan.partitions,
             device=device,
             host=HostMemory(device, pin=pin, ledger=ledger),
             ledger=ledger,
             pools=plan.pools,
-            nvme=nvme,
+            backends=backends,
             rank=ranks.rank,
             overlap=plan.policy.overlap,
         )
-    except BaseException:
-        if nvme is not None:
-            nvme.close()
-        raise
+        undo.pop_all()
+    return store

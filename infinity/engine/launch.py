@@ -35,7 +35,7 @@ def init_distributed(dist_backend: str | None = None, timeout: timedelta | None 
     dist_backend: torch's name of one; default: gloo, and nccl for what lies on an accelerator.
     """
     ranks = detect()
-    accelerator = Device.detect(ranks.local_rank).is_accelerator
+    accelerator = Device.detect(ranks.local_rank).collectives == "nccl"
     open_group(ranks, accelerator=accelerator, timeout=timeout, backend=dist_backend)
 
 

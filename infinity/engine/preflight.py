@@ -139,7 +139,7 @@ def _reserve(
         source = "memory.activations.max_bytes"
     elif (found := forecast(model, work, measure=measure)) is not None:
         nbytes, in_heap, source = found.nbytes, found.heap_nbytes or 0, found.source
-        if (tier := Tier(config.checkpoint_tier)) is not Tier.GPU:
+        if not (tier := Tier.named(config.checkpoint_tier)).on_device:
             elsewhere = OffloadedCheckpoints(tier, found.inputs, found.input_nbytes).freed_nbytes
     else:
         nbytes, source = UNKNOWN_ACTIVATION_NBYTES, "not known before a batch; memory.activations.max_bytes says more"

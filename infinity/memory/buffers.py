@@ -14,6 +14,7 @@ from infinity.memory.ledger import Ledger, mb
 from infinity.memory.memory_report import PoolUse
 from infinity.memory.partition import Partition
 from infinity.memory.pool import Arena, piece_nbytes
+from infinity.memory.tiers.base import MemoryBackend
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import HostMemory
 from infinity.observability import trace
@@ -28,8 +29,8 @@ class Buffers:
     """Hands out buffers and takes them back."""
 
     def __init__(self, *, device: Device, host: HostMemory, ledger: Ledger, pools: Pools) -> None:
-        self._device = device
-        self._host = host
+        # What allocates memory, by addressable tier.
+        self._memory: dict[Tier, MemoryBackend] = {Tier.GPU: device, Tier.CPU: host}
         self._ledger = ledger
         # Buffers that somebody else owns: aliased views of whole units, not booked and not freed here.
         self._adopted: set[Key] = set()
@@ -52,7 +53,7 @@ class Buffers:
 
         TierMemoryError where a GPU or CPU home's limit, or the system, refuses memory.
         """
-        if not partition.on_nvme:
+        if not partition.on_drive:
             return self._allocate(partition)
         if not partition.spec.nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -66,15 +67,14 @@ class Buffers:
         """Return a buffer to where `take` had it from."""
         if partition.key in self._adopted:
             self._adopted.discard(partition.key)
-        elif partition.on_nvme:
+        elif partition.on_drive:
             if partition.spec.nbytes:
                 name = arena_name(partition.key)
                 self.arenas[name].give(buffer)
                 trace.level(POOLS, name, self.arenas[name].taken_nbytes)
         else:
             self.book(partition, -1)
-            if partition.spec.home is Tier.CPU:
-                self._host.release(buffer)
+            self._memory[partition.spec.home].release(buffer)
 
     def no_room(self, partition: Partition, claimed: list[Partition]) -> TierMemoryError:
         """The error for a partition that finds no room in its arena; `claimed` are the partitions that hold it."""
@@ -110,9 +110,9 @@ class Buffers:
             if partition.buffer is not None and partition.spec.nbytes:
                 assert partition.buffer.data_ptr() not in buffers, f"{partition.key} shares its buffer"
                 buffers.add(partition.buffer.data_ptr())
-                if partition.on_nvme:
+                if partition.on_drive:
                     taken[arena_name(partition.key)] += piece_nbytes(partition.spec.nbytes)
-            if partition.key not in self._adopted and (partition.on_nvme or partition.buffer is not None):
+            if partition.key not in self._adopted and (partition.on_drive or partition.buffer is not None):
                 for section in partition.spec.sections:
                     entry = (partition.spec.home, section.kind)
                     sums[entry] = sums.get(entry, 0) + section.nbytes
@@ -121,14 +121,14 @@ class Buffers:
         for entry in sums.keys() | self._ledger.now.keys():
             booked, held = self._ledger.now.get(entry, 0), sums.get(entry, 0)
             # Units book on the device, too, and pools are booked as a whole; activations are no partition's.
-            exact = entry[0] is not Tier.GPU and entry[1] not in (Kind.POOL, Kind.ACTIVATION)
+            exact = not entry[0].on_device and entry[1] not in (Kind.POOL, Kind.ACTIVATION)
             assert booked == held if exact else booked >= held, f"the ledger has {booked} of {entry}, not {held}"
 
     def close(self, partitions: list[Partition]) -> None:
         """Unpin, and forget every buffer."""
-        self._host.close()
+        self._memory[Tier.CPU].close()
         for partition in partitions:
-            if partition.on_nvme or (partition.buffer is not None and partition.key not in self._adopted):
+            if partition.on_drive or (partition.buffer is not None and partition.key not in self._adopted):
                 self.book(partition, -1)
         for arena in self.arenas.values():
             self._ledger.add(Tier.CPU, Kind.POOL, -arena.nbytes)
@@ -139,6 +139,4 @@ class Buffers:
         spec = partition.spec
         kinds = {section.kind: section.nbytes for section in spec.sections}
         with self._ledger.taking(spec.home, kinds, str(spec.key)):
-            if spec.home is Tier.GPU:
-                return self._device.empty(spec.nbytes, torch.uint8)
-            return self._host.allocate(spec.nbytes)
+            return self._memory[spec.home].allocate(spec.nbytes)

@@ -9,7 +9,8 @@ import os
 import resource
 from collections.abc import Sequence
 
-from infinity.memory.tiers.nvme import Folders, clean, swap_folders
+from infinity.memory.tiers.base import Folders
+from infinity.memory.tiers.nvme import clean, swap_folders
 from infinity.plan.capacity import Capacity
 from infinity.plan.free_memory import free_cpu_nbytes
 

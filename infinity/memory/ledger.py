@@ -16,11 +16,6 @@ from infinity.observability import trace
 from infinity.plan.capacity import Capacity
 from infinity.plan.types import Kind, Tier
 
-_REMEDIES = {
-    Tier.GPU: "Lower stage3_max_live_parameters or the micro-batch, offload more, or raise memory.gpu.max_bytes.",
-    Tier.CPU: 'Put more on NVMe (device = "nvme"), lower sub_group_size, or raise memory.cpu.max_bytes.',
-    Tier.NVME: "Free space on the drive, add one to nvme_path, or raise memory.nvme.max_bytes.",
-}
 _OWNERS = 5
 
 
@@ -85,7 +80,7 @@ class Ledger:
         limit = used + room
         return TierMemoryError(
             f"no room on {tier.value} for {owner}: asked {mb(asked)}, used {mb(used)}, limit {mb(limit)}. "
-            f"{_REMEDIES[tier]}{holders(self.owners(tier))}",
+            f"{_remedy(tier)}{holders(self.owners(tier))}",
             tier=tier.value, kind=_largest(kinds), asked=asked, used=used, limit=limit, owners=self.owners(tier),
         )  # fmt: skip
 
@@ -94,7 +89,7 @@ class Ledger:
         asked, used = sum(kinds.values()), self.total(tier)
         return MemoryRefused(
             f"no room on {tier.value} for {owner}: asked {mb(asked)}, used {mb(used)}, and the system refused more: "
-            f"{error}. {_REMEDIES[tier]}{holders(self.owners(tier))}",
+            f"{error}. {_remedy(tier)}{holders(self.owners(tier))}",
             tier=tier.value, kind=_largest(kinds), asked=asked, used=used, limit=self.limits.of(tier),
             owners=self.owners(tier),
         )  # fmt: skip
@@ -121,6 +116,15 @@ class _Taking:
 
 def _largest(kinds: Mapping[Kind, int]) -> str:
     return max(kinds, key=lambda kind: kinds[kind]).value if kinds else ""
+
+
+def _remedy(tier: Tier) -> str:
+    raise_limit = f"or raise memory.{tier.value}.max_bytes."
+    if tier.on_device:
+        return f"Lower stage3_max_live_parameters or the micro-batch, offload more, {raise_limit}"
+    if tier.on_drive:
+        return f"Free space on the drive, add one to nvme_path, {raise_limit}"
+    return f'Put more on NVMe (device = "nvme"), lower sub_group_size, {raise_limit}'
 
 
 def holders(owners: tuple[tuple[str, int], ...]) -> str:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from infinity.errors import StateError
 from infinity.ops.transfer import Transfer
-from infinity.plan.types import EXTENT_ALIGNMENT, TORCH_NAMES, Extent, Key, Kind, PartitionSpec, Tier, align_up
+from infinity.plan.types import EXTENT_ALIGNMENT, TORCH_NAMES, Extent, Key, Kind, PartitionSpec, align_up
 
 # torch's dtypes by the plan's names.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, theirs) for name, theirs in TORCH_NAMES.items()}
@@ -101,13 +101,13 @@ class Partition:
         return self.spec.key
 
     @property
-    def on_nvme(self) -> bool:
-        return self.spec.home is Tier.NVME
+    def on_drive(self) -> bool:
+        return self.spec.home.on_drive
 
     @property
     def arena_nbytes(self) -> int:
         """Bytes that its buffer takes of an arena: none at a GPU or CPU home."""
-        return self.spec.nbytes if self.on_nvme else 0
+        return self.spec.nbytes if self.on_drive else 0
 
     @property
     def extent(self) -> Extent | None:
@@ -141,7 +141,7 @@ class Partition:
         """
         # RESIDENT -> DIRTY is a legal move, too, but a writer's.
         self._forbid(self.state is not State.ABSENT, "materialize")
-        self._move(State.DIRTY if self.on_nvme else State.RESIDENT, "materialize")
+        self._move(State.DIRTY if self.on_drive else State.RESIDENT, "materialize")
         self.buffer = buffer
         self._set_prefix(prefix_nbytes)
 
@@ -236,7 +236,7 @@ class Partition:
         self._forbid(self.unset and not starts, "write")
         if not starts:
             self._set_prefix(None)
-        if self.on_nvme and self.state is State.RESIDENT:
+        if self.on_drive and self.state is State.RESIDENT:
             self._move(State.DIRTY, "write")
         self.writer = True
 
@@ -265,7 +265,7 @@ class Partition:
             self.writer and self.readers > 0,
             self.leased and self.state in (State.ABSENT, State.SPILLED, State.READING),
             self.writer and self.state in (State.WRITING, State.FAILED),
-            not self.on_nvme and self.state not in (State.ABSENT, State.RESIDENT),
+            not self.on_drive and self.state not in (State.ABSENT, State.RESIDENT),
             self.readers < 0,
             self.pending and (self.spec.spare is None or self.state is State.ABSENT),
             self.unset and (self.buffer is None or self.readers > 0),
@@ -283,7 +283,7 @@ class Partition:
         self.state = to
 
     def _allow(self, to: State, move: str) -> None:
-        if (self.state, to) not in (_NVME_MOVES if self.on_nvme else _MEMORY_MOVES):
+        if (self.state, to) not in (_NVME_MOVES if self.on_drive else _MEMORY_MOVES):
             raise self.error(move)
 
     def _forbid(self, condition: bool, move: str) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from infinity.config.resolve import ResolvedConfig
 from infinity.log import warn_once
-from infinity.memory.tiers.nvme import QueueOptions, check_usable
+from infinity.memory.tiers.base import QueueOptions
+from infinity.memory.tiers.nvme import check_usable
 from infinity.memory.tiers.striping import even
 from infinity.plan.hardware import Drive, HardwareProfile, load_profile
 

@@ -5,7 +5,7 @@ Whoever calls a method holds `lock`; only `settle` gives it up, while it waits f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -17,10 +17,10 @@ from infinity.memory.buffers import Buffers
 from infinity.memory.eviction import Eviction
 from infinity.memory.partition import Partition, State
 from infinity.memory.process_lock import ProcessLock
-from infinity.memory.tiers.nvme import NvmeTier
+from infinity.memory.tiers.base import TierBackend
 from infinity.observability import trace
 from infinity.ops.transfer import Completed, Transfer
-from infinity.plan.types import Extent, Key, PartitionSpec
+from infinity.plan.types import Extent, Key, PartitionSpec, Tier
 
 
 class Residency:
@@ -30,26 +30,28 @@ class Residency:
     """
 
     def __init__(
-        self, specs: Sequence[PartitionSpec], *, buffers: Buffers, nvme: NvmeTier | None, rank: int, overlap: bool
+        self, specs: Sequence[PartitionSpec], *, buffers: Buffers, backends: Mapping[Tier, TierBackend], rank: int,
+        overlap: bool,
     ) -> None:
         # Guards everything of the store; notified whenever a lease, a transfer, a reservation or a snapshot ends.
         self.lock = ProcessLock()
         self.partitions = {spec.key: Partition(spec, rank) for spec in specs}
         self.buffers = buffers
         self.eviction = Eviction()
-        self.nvme = nvme
+        # Of the tiers of drives on which partitions are.
+        self.backends = dict(backends)
         self._overlap = overlap
-        if nvme is not None:
+        for backend in backends.values():
             for arena in buffers.arenas.values():
-                nvme.register(arena.buffer)
+                backend.register(arena.buffer)
         for partition in self.partitions.values():
-            if partition.on_nvme:
+            if partition.on_drive:
                 buffers.book(partition, 1)
 
     def fetch(self, partition: Partition, buffer: Tensor, *, priority: int) -> None:
         """Submit a read of a spilled partition into a buffer, which goes back where the submission fails."""
-        assert self.nvme is not None and partition.extent is not None
-        read = partial(self.nvme.read, priority=priority)
+        assert partition.extent is not None
+        read = partial(self.backends[partition.spec.home].read, priority=priority)
         try:
             partition.begin_fetch(buffer, partial(_moved, read, partition.extent, buffer, partition.prefix_nbytes))
         except BaseException:
@@ -61,7 +63,7 @@ class Residency:
         """Give a partition a new value in a buffer: its first `prefix_nbytes` bytes, zeroed, and zeros behind them."""
         # The old value is lost only now that there is room.
         partition.discard()
-        partition.materialize(buffer, prefix_nbytes=prefix_nbytes if partition.on_nvme else None)
+        partition.materialize(buffer, prefix_nbytes=prefix_nbytes if partition.on_drive else None)
         buffer[: partition.prefix_nbytes].zero_()
         self.eviction.update(partition)
 
@@ -71,8 +73,8 @@ class Residency:
             partition = self.partitions[key]
             extent, buffer = partition.extent, partition.buffer
             if partition.state is State.DIRTY and extent is not None and buffer is not None:
-                assert self.nvme is not None
-                partition.begin_flush(partial(_moved, self.nvme.write, extent, buffer, partition.prefix_nbytes))
+                write = self.backends[partition.spec.home].write
+                partition.begin_flush(partial(_moved, write, extent, buffer, partition.prefix_nbytes))
                 self.eviction.update(partition)
                 if not self._overlap:
                     self.settle(partition)
@@ -117,7 +119,7 @@ class Residency:
 
     def drop(self, partition: Partition) -> bool:
         """Free the buffer of a clean partition without leases; return whether it was free to go."""
-        if not partition.on_nvme or partition.state is not State.RESIDENT or partition.leased:
+        if not partition.on_drive or partition.state is not State.RESIDENT or partition.leased:
             return False
         self._give(partition, partition.drop())
         return True
@@ -153,10 +155,10 @@ class Residency:
     def read_extent(self, partition: Partition, begin: int, buffer: Tensor) -> Transfer:
         """Submit a read of a spilled partition from byte `begin` on into the caller's memory, behind other traffic."""
         extent = partition.extent
-        assert self.nvme is not None and extent is not None
+        assert extent is not None
         held = min(max(partition.prefix_nbytes - begin, 0), buffer.nbytes)
         buffer[held:].zero_()
-        read = partial(self.nvme.read, priority=-1)
+        read = partial(self.backends[partition.spec.home].read, priority=-1)
         return _moved(read, Extent(extent.offset + begin, buffer.nbytes), buffer, held)
 
     def check(self) -> None:
@@ -171,14 +173,14 @@ class Residency:
         with ExitStack() as stack:
             stack.callback(self._clear)
             stack.callback(lambda: self.buffers.close([*self.partitions.values()]))
-            if self.nvme is not None:
+            for backend in self.backends.values():
                 try:
-                    self.nvme.close()
+                    backend.close()
                 except TransferError as error:
                     logger.error("while closing the store: %s", error)
 
     def _clear(self) -> None:
-        self.partitions, self.nvme = {}, None
+        self.partitions, self.backends = {}, {}
         self.eviction.clear()
 
     def _give(self, partition: Partition, buffer: Tensor | None) -> None:

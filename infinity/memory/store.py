@@ -11,7 +11,7 @@ optimizer meet here and nowhere else. No thread holds the store's lock while it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -24,12 +24,12 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.memory_report import PoolUse
 from infinity.memory.partition import Partition, State
 from infinity.memory.residency import Residency
+from infinity.memory.tiers.base import TierBackend
 from infinity.memory.tiers.device import Device
-from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import HostMemory
 from infinity.ops.transfer import Transfer
 from infinity.plan.plan import Pools
-from infinity.plan.types import Key, PartitionSpec
+from infinity.plan.types import Key, PartitionSpec, Tier
 
 
 class TieredStore:
@@ -37,11 +37,11 @@ class TieredStore:
 
     def __init__(
         self, specs: Sequence[PartitionSpec], *, device: Device, host: HostMemory, ledger: Ledger, pools: Pools,
-        nvme: NvmeTier | None = None, rank: int = 0, overlap: bool = True,
+        backends: Mapping[Tier, TierBackend] = {}, rank: int = 0, overlap: bool = True,
     ) -> None:  # fmt: skip
         self._overlap = overlap
         self._buffers = Buffers(device=device, host=host, ledger=ledger, pools=pools)
-        self._residency = Residency(specs, buffers=self._buffers, nvme=nvme, rank=rank, overlap=overlap)
+        self._residency = Residency(specs, buffers=self._buffers, backends=backends, rank=rank, overlap=overlap)
         self._eviction = self._residency.eviction
         self._lock = self._residency.lock
         self.access = AccessControl(self._residency)
@@ -103,7 +103,7 @@ class TieredStore:
                             # The committed value stays on the drive: the step may be forgotten.
                             self._residency.flush([partition.key])
                             self._residency.settle(partition)
-                        starts = partition.on_nvme and prefix_nbytes is not None
+                        starts = partition.on_drive and prefix_nbytes is not None
                         partition.begin_write(pending=by is not None and by.pending, starts=starts)
                         self._eviction.update(partition)
                         held.append(partition)
@@ -226,12 +226,12 @@ class TieredStore:
     @property
     def io_backend(self) -> str | None:
         """What moves bytes between drives and memory; None where nothing does."""
-        return None if self._residency.nvme is None else self._residency.nvme.backend
+        return next((backend.backend for backend in self._residency.backends.values()), None)
 
     @property
     def ahead_nbytes(self) -> int:
         """Bytes that drives may have begun to move before a fetch whose turn is next."""
-        return 0 if self._residency.nvme is None else self._residency.nvme.ahead_nbytes
+        return sum(backend.ahead_nbytes for backend in self._residency.backends.values())
 
     def check(self) -> None:
         """Verify all invariants; for tests and the debug flag."""

@@ -65,10 +65,10 @@ class Breakdown:
         """Tier -> kind -> unit -> bytes, now. Sums over units are the ledger's entries."""
         found: Counter[tuple[Tier, Kind, str]] = Counter()
         for partition, own in self._store.held():
-            if own and (partition.on_nvme or partition.buffer is not None):
+            if own and (partition.on_drive or partition.buffer is not None):
                 for unit, kind, nbytes in self._owners(partition):
                     found[partition.spec.home, kind, unit] += nbytes
-            if partition.on_nvme and partition.buffer is not None:
+            if partition.on_drive and partition.buffer is not None:
                 for unit, _, nbytes in self._owners(partition):
                     found[Tier.CPU, Kind.POOL, unit] += nbytes
         for each in self._units:

@@ -28,7 +28,7 @@ def in_memory(store: TieredStore, group: SubGroup) -> bool:
     for others, and fetched again for the rest.
     """
     keys = changed_by(group)
-    return store[keys[0]].on_nvme and all(map(store.in_memory, keys))
+    return store[keys[0]].on_drive and all(map(store.in_memory, keys))
 
 
 class StepPass:

@@ -37,7 +37,7 @@ class Value:
     traffic: int
 
     def nbytes_on(self, tier: Tier) -> int:
-        return self.gpu_nbytes if tier is Tier.GPU else self.nbytes
+        return self.gpu_nbytes if tier.on_device else self.nbytes
 
 
 def fill_tiers(values: Sequence[Value], tiers: Sequence[Tier], room: Capacity) -> dict[Key, Tier]:

@@ -33,30 +33,34 @@ class Capacity:
         """What computes: the accelerator's memory, or the process's one memory."""
         return self.process if self.gpu is None else self.gpu
 
+    def own(self, tier: Tier) -> int | None:
+        """The limit of one tier itself."""
+        return getattr(self, tier.value, tier.capacity)
+
     def of(self, tier: Tier) -> int | None:
         """What one tier may hold when the others hold nothing."""
-        own = {Tier.GPU: self.gpu, Tier.CPU: self.cpu, Tier.NVME: self.nvme}[tier]
-        shared = None if tier is Tier.NVME else self.process
+        own = self.own(tier)
+        shared = None if tier.on_drive else self.process
         return min((limit for limit in (own, shared) if limit is not None), default=None)
 
     def room(self, tier: Tier, held: Mapping[Tier, int]) -> int | None:
         """What one tier may take beside what all tiers hold, at least 0; None where there is no limit."""
-        own = self.gpu if tier is Tier.GPU else self.cpu if tier is Tier.CPU else self.nvme
+        own = self.own(tier)
         room = None if own is None else own - held[tier]
-        if self.process is not None and tier is not Tier.NVME:
-            shared = self.process - held[Tier.GPU] - held[Tier.CPU]
+        if self.process is not None and tier.addressable:
+            shared = self.process - addressable_nbytes(held)
             room = shared if room is None or shared < room else room
         return room if room is None or room > 0 else 0
 
     def left(self, charged: Mapping[Tier, int]) -> Capacity:
         """What remains beside what is charged to the tiers already; at least 0."""
 
-        def rest(limit: int | None, *tiers: Tier) -> int | None:
-            return None if limit is None else max(limit - sum(charged.get(tier, 0) for tier in tiers), 0)
+        def rest(limit: int | None, nbytes: int) -> int | None:
+            return None if limit is None else max(limit - nbytes, 0)
 
         return Capacity(
-            gpu=rest(self.gpu, Tier.GPU), cpu=rest(self.cpu, Tier.CPU), nvme=rest(self.nvme, Tier.NVME),
-            process=rest(self.process, Tier.GPU, Tier.CPU),
+            gpu=rest(self.gpu, charged.get(Tier.GPU, 0)), cpu=rest(self.cpu, charged.get(Tier.CPU, 0)),
+            nvme=rest(self.nvme, charged.get(Tier.NVME, 0)), process=rest(self.process, addressable_nbytes(charged)),
         )  # fmt: skip
 
     def least(self, other: Capacity) -> Capacity:
@@ -72,9 +76,14 @@ class Capacity:
 
     def fits(self, held: Mapping[Tier, int]) -> bool:
         """Whether so many bytes on each tier are within it."""
-        process = held.get(Tier.GPU, 0) + held.get(Tier.CPU, 0)
-        limits = [(held.get(tier, 0), own) for tier, own in zip(Tier, (self.gpu, self.cpu, self.nvme), strict=True)]
-        return all(limit is None or nbytes <= limit for nbytes, limit in [*limits, (process, self.process)])
+        limits = [(nbytes, self.own(tier)) for tier, nbytes in held.items()]
+        together = (addressable_nbytes(held), self.process)
+        return all(limit is None or nbytes <= limit for nbytes, limit in [*limits, together])
+
+
+def addressable_nbytes(held: Mapping[Tier, int]) -> int:
+    """What is held in memory: one memory where the device has none of its own."""
+    return sum(nbytes for tier, nbytes in held.items() if tier.addressable)
 
 
 def within(
@@ -114,12 +123,11 @@ def _capped(free: int | None, limit: int | Share | None, sharers: int) -> int | 
 
 def excesses(table: Mapping[Tier, Mapping[Kind, int]], capacity: Capacity) -> Iterator[str]:
     """For each limit that is exceeded: "plans 118.2 GB on cpu but 96.0 GB are free: exp_avg 51.7 GB, ..."."""
-    own = {Tier.GPU: capacity.gpu, Tier.CPU: capacity.cpu, Tier.NVME: capacity.nvme}
     for tier, kinds in table.items():
-        yield from _excess(tier.value, kinds, own[tier])
+        yield from _excess(tier.value, kinds, capacity.own(tier))
     together: dict[Kind, int] = {}
-    for tier in (Tier.GPU, Tier.CPU):
-        for kind, nbytes in table.get(tier, {}).items():
+    for tier in (tier for tier in table if tier.addressable):
+        for kind, nbytes in table[tier].items():
             together[kind] = together.get(kind, 0) + nbytes
     yield from _excess("cpu (with the gpu tier, which is the same memory here)", together, capacity.process)
 

@@ -112,7 +112,7 @@ def account(plan: Plan, capacity: Capacity) -> str:
     for tier, kinds in plan.bytes_by_tier().items():
         parts = sorted(kinds.items(), key=lambda item: -item[1])
         lines += [f"  {tier.value:<6}{kind.label:<22}{format_bytes(nbytes):>12}" for kind, nbytes in parts]
-        own = {Tier.GPU: capacity.gpu, Tier.CPU: capacity.cpu, Tier.NVME: capacity.nvme}[tier]
+        own = capacity.own(tier)
         if kinds:
             lines.append(_sum(f"{tier.value:<6}together", sum(kinds.values()), own))
     held = plan.nbytes_by_tier()
@@ -278,7 +278,7 @@ def _hopeless(question: PlanInputs) -> bool:
     least = {Tier.GPU: whole}
     if request.optimizer_tier is not None:
         least[request.optimizer_tier] = least.get(request.optimizer_tier, 0) + at_home
-        beside = Tier.GPU if request.optimizer_tier is Tier.GPU else Tier.CPU
+        beside = Tier.GPU if request.optimizer_tier.on_device else Tier.CPU
         least[beside] = least.get(beside, 0) + (grads if request.optimizer_share == 1 else 0)
     memory = [limits.process] if limits.process is not None else [limits.gpu, limits.cpu]
     rooms = [(memory, whole + grads), ([*memory, limits.nvme if request.drive else 0], whole + cut + grads + states)]

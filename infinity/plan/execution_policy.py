@@ -14,7 +14,6 @@ from infinity.plan.placement import Placement
 from infinity.plan.request import PlanRequest
 from infinity.plan.stepping import undoable
 from infinity.plan.topology import Topology
-from infinity.plan.types import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,8 @@ def make_policy(
     """The policy of a request whose values have these homes."""
     several, accelerator, overlap = topology.dp > 1, request.accelerator, request.overlap
     gathers = not all(placed.whole for placed in placement.units)
-    on_nvme = Tier.NVME in placement.states or any(
-        placed.param is Tier.NVME and layout.numel for layout, placed in zip(layouts, placement.units, strict=True)
+    on_drive = any(home.on_drive for home in placement.states) or any(
+        placed.param.on_drive and layout.numel for layout, placed in zip(layouts, placement.units, strict=True)
     )
     return ExecutionPolicy(
         overlap=overlap,
@@ -56,6 +55,6 @@ def make_policy(
         retain_released=not accelerator,
         collective_forward=several and gathers,
         # There is something to gain where bytes move: to a drive, or to a device that computes.
-        step_behind=overlap and (accelerator or on_nvme),
+        step_behind=overlap and (accelerator or on_drive),
         step_in_backward=overlap and request.steps_early and any(undoable(group, placement) for group in groups),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Placement
-from infinity.plan.types import DTYPE_NBYTES, Tier
+from infinity.plan.types import DTYPE_NBYTES
 
 # While a model is trained, glibc takes pieces of this size or more from the system one by one and gives them back when
 # they are freed; smaller ones stay in its heap. `infinity.memory.tiers.pinned` tells it so.
@@ -109,7 +109,7 @@ def make_scratch(
     else:
         several = [layout.numel for layout in trainable if not travels_alone(layout, wire)]
         side_by_side = max(several, default=0) * width
-    at_home = not side_by_side and placement.grad_whole and all(placed.grad is Tier.GPU for placed in placement.units)
+    at_home = not side_by_side and placement.grad_whole and all(placed.grad.on_device for placed in placement.units)
     return Scratch(
         full_nbytes=side_by_side,
         workspace_nbytes=0 if accelerator else largest - largest // parts,

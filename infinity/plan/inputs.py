@@ -136,4 +136,4 @@ def _tile_bounds(config: ResolvedConfig) -> tuple[int, int]:
 
 def _tier(name: str) -> Tier | None:
     """A tier by its name; None for "auto", which the budgets decide."""
-    return None if name == "auto" else Tier(name)
+    return None if name == "auto" else Tier.named(name)

@@ -1,6 +1,8 @@
-"""Every partition of a rank: what it holds, its home and, on NVMe, its extent in the rank's file."""
+"""Every partition of a rank: what it holds, its home and, on a drive, its extent in the tier's file of the rank."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from infinity.plan.layout import SubGroup, UnitLayout
 from infinity.plan.placement import Placement
@@ -18,8 +20,9 @@ def make_partitions(
     layouts: tuple[UnitLayout, ...], groups: tuple[SubGroup, ...], placement: Placement, *, compute_dtype: str,
     grad_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS, twice: bool = False,
 ) -> tuple[tuple[PartitionSpec, ...], int]:  # fmt: skip
-    """Every partition, those of units first, then one for each sub-group; and the size of the NVMe file. twice: give
-    what a step in backward changes a second extent. See [Note: slots].
+    """Return every partition, those of units first, then one for each sub-group; and the size of all files together.
+
+    twice: give what a step in backward changes a second extent. See [Note: slots].
     """
     made: list[tuple[Key, tuple[ArraySection, ...], Tier]] = []
     for layout, placed in zip(layouts, placement.units, strict=True):
@@ -38,18 +41,20 @@ def make_partitions(
             by_numel[numel] = pack_sections([(kind, dtype, numel) for kind, dtype in kinds])
         made.append((Key(Kind.STATES, group.index), by_numel[numel], home))
     specs = []
-    at = 0
+    # The ends of the tiers' files.
+    ends: Counter[Tier] = Counter()
     spared = {key for group in groups if twice and undoable(group, placement) for key in changed_by(group)}
     for key, sections, home in made:
         spec = PartitionSpec(key=key, sections=sections, home=home)
-        if home is Tier.NVME and spec.nbytes:
-            extent, at = Extent(at, spec.nbytes), at + spec.nbytes
-            spare = None
+        if home.on_drive and spec.nbytes:
+            extent, spare = Extent(ends[home], spec.nbytes), None
+            ends[home] += spec.nbytes
             if key in spared:
-                spare, at = Extent(at, spec.nbytes), at + spec.nbytes
+                spare = Extent(ends[home], spec.nbytes)
+                ends[home] += spec.nbytes
             spec = PartitionSpec(key=key, sections=sections, home=home, extent=extent, spare=spare)
         specs.append(spec)
-    return tuple(specs), at
+    return tuple(specs), ends.total()
 
 
 def fetch_nbytes_by_unit(partitions: tuple[PartitionSpec, ...], placement: Placement) -> tuple[int, ...]:

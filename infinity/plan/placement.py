@@ -71,7 +71,7 @@ def whole_units(
     layouts: Sequence[UnitLayout], request: PlanRequest, dp: int, params: Sequence[Tier]
 ) -> frozenset[int]:
     """Indices of the units that stay gathered for good: also those whose only partition lies on the device."""
-    lucky = (layout.index for layout in layouts if dp == 1 and params[layout.index] is Tier.GPU)
+    lucky = (layout.index for layout in layouts if dp == 1 and params[layout.index].on_device)
     return always_whole(layouts, request).union(lucky)
 
 
@@ -105,8 +105,8 @@ def _place_unit(
         param = Tier.GPU if whole else param
     else:
         parts = 1 if request.stage == 0 else dp
-        if whole and not (param is Tier.GPU and request.stage == 3 and dp == 1):
+        if whole and not (param.on_device and request.stage == 3 and dp == 1):
             # Beside the states; where a budget decides, or they are apart, the view that takes no bytes.
             (param,) = states if request.optimizer_tier is not None and len(states) == 1 else {Tier.GPU}
-    grad = Tier.GPU if states == {Tier.GPU} else Tier.CPU
-    return UnitPlacement(parts=parts, param=param, grad=grad, whole=whole, aliased=whole and param is Tier.GPU)
+    grad = Tier.GPU if all(tier.on_device for tier in states) else Tier.CPU
+    return UnitPlacement(parts=parts, param=param, grad=grad, whole=whole, aliased=whole and param.on_device)

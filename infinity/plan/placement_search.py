@@ -63,7 +63,7 @@ def search_placement(
     for _ in range(_RETURNS_MAX):
         # An earlier round may have been charged for what this plan does not need, and the gradients of a unit that is
         # only partly on the GPU tier are not there after all: try what that leaves.
-        promised = sum(value.gpu_nbytes - value.nbytes for value in values if homes[value.key] is Tier.GPU)
+        promised = sum(value.gpu_nbytes - value.nbytes for value in values if homes[value.key].on_device)
         generous = {**charges, Tier.GPU: charges[Tier.GPU] - promised + following_nbytes_of(plan)}
         for room in (capacity.left(generous), capacity.left(charges)):
             closer = fill_tiers(values, tiers, room)

@@ -156,11 +156,16 @@ class Plan:
             return next(iter(held), "gpu")
         return ", ".join(f"{name} {100 * size / sum(held.values()):.0f} %" for name, size in held.items())
 
+    def file_nbytes(self, tier: Tier) -> int:
+        """Size of this rank's file on a tier of drives."""
+        extents = (extent for spec in self.partitions if spec.home is tier for extent in (spec.extent, spec.spare))
+        return max((extent.offset + extent.nbytes for extent in extents if extent is not None), default=0)
+
     def kept(self) -> frozenset[int]:
         """Sub-groups with states on NVMe that stay in memory from step to step."""
         sizes = {
             spec.key.index: spec.nbytes for spec in self.partitions
-            if spec.key.kind is Kind.STATES and spec.home is Tier.NVME
+            if spec.key.kind is Kind.STATES and spec.home.on_drive
         }  # fmt: skip
         return kept_of(self.step_order, sizes, self.pools.states_nbytes)
 
@@ -193,7 +198,9 @@ class Plan:
                 _add(table, home, section.kind, count * section.nbytes)
                 nbytes -= section.nbytes
             _add(table, home, Kind.POOL, count * nbytes)
-        _add(table, Tier.NVME, Kind.POOL, sum(spec.nbytes for spec in self.partitions if spec.spare))
+        for spec in self.partitions:
+            if spec.spare is not None:
+                _add(table, spec.home, Kind.POOL, spec.nbytes)
         for layout, placed in zip(self.layouts, self.placement.units, strict=True):
             _add(table, Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
             if self.placement.grad_whole and layout.trainable:
@@ -322,7 +329,7 @@ class _Draft:
         """The home of each unit's PARAM partition. On NVMe, the first few stay in CPU memory."""
         homes = [self._request.param_tier or Tier.GPU] * len(self._layouts)
         room = self._request.param_cpu_numel
-        for layout in self._layouts if self._request.param_tier is Tier.NVME and room else ():
+        for layout in self._layouts if room and homes and homes[0].on_drive else ():
             numel = layout.partition_numel(self._topology.dp)
             if numel > room:
                 break
@@ -336,7 +343,7 @@ class _Draft:
         parts = 1 if request.stage == 0 else dp
         numel = sum(layout.partition_numel(parts) for layout in layouts if layout.trainable)
         numel_max = request.sub_group_numel
-        if request.optimizer_tier in (None, Tier.NVME) or request.optimizer_share < 1:
+        if request.optimizer_tier is None or request.optimizer_tier.on_drive or request.optimizer_share < 1:
             numel_max = min(numel_max, max(request.split_numel, -(-numel // SUB_GROUPS_MAX)))
         if request.optimizer_share < 1:
             numel_max = min(numel_max, max(numel // SHARES_MIN, 1))
@@ -425,9 +432,9 @@ def _pools(plan: Plan, around: int) -> Pools:
     around: bytes that stay gathered around tiles.
     """
     request, placement, layouts = plan.request, plan.placement, plan.layouts
-    on_nvme = {spec.key: spec.nbytes for spec in plan.partitions if spec.home is Tier.NVME}
-    params = {key: nbytes for key, nbytes in on_nvme.items() if key.kind is Kind.PARAM}
-    states = [nbytes for key, nbytes in on_nvme.items() if key.kind is Kind.STATES]
+    on_drive = {spec.key: spec.nbytes for spec in plan.partitions if spec.home.on_drive}
+    params = {key: nbytes for key, nbytes in on_drive.items() if key.kind is Kind.PARAM}
+    states = [nbytes for key, nbytes in on_drive.items() if key.kind is Kind.STATES]
     # One is in use. Beside it lies what was fetched ahead, or what is stepped: nothing is fetched ahead of its step.
     ahead = max(plan.budget.fetch_nbytes_max, stepped_nbytes(plan.sub_groups, plan.step_order, params))
     busiest = max(params.values(), default=0) + ahead
@@ -436,8 +443,8 @@ def _pools(plan: Plan, around: int) -> Pools:
         group.numel * DTYPE_NBYTES[request.compute_dtype]
         for group, home in zip(plan.sub_groups, placement.states, strict=True)
         if request.accelerator
-        and home is not Tier.GPU
-        and any(placement.units[piece.unit].param is Tier.GPU for piece in group.slices)
+        and not home.on_device
+        and any(placement.units[piece.unit].param.on_device for piece in group.slices)
     ]
     return Pools(
         param_nbytes=min(sum(params.values()), align_up(busiest, EXTENT_ALIGNMENT)),

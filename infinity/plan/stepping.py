@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from infinity.plan.layout import SubGroup
 from infinity.plan.placement import Placement
-from infinity.plan.types import Key, Kind, Tier
+from infinity.plan.types import Key, Kind
 
 # Sub-groups in memory at once while stepping from NVMe: one being stepped, those being read, and two being written.
 STEP_READS = 2
@@ -42,8 +42,8 @@ def undoable(group: SubGroup, placement: Placement) -> bool:
     known to be wanted: such a step may begin in backward. See [Note: slots].
     """
     units = [placement.units[piece.unit] for piece in group.slices]
-    on_nvme = placement.states[group.index] is Tier.NVME and all(unit.param is Tier.NVME for unit in units)
-    return on_nvme and not any(unit.whole for unit in units)
+    on_drives = placement.states[group.index].on_drive and all(unit.param.on_drive for unit in units)
+    return on_drives and not any(unit.whole for unit in units)
 
 
 def first_reads(order: Sequence[SubGroup], in_memory: Callable[[SubGroup], bool]) -> Sequence[SubGroup]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from infinity.plan.palette import KINDS
 
@@ -37,15 +38,83 @@ def align_up(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
-class Tier(Enum):
-    """Where bytes live. On a machine without an accelerator the GPU tier is the process's own memory."""
+class _TierRegistry(type):
+    """Makes the class of tiers the ordered registry of its instances: `for tier in Tier`, the fastest first."""
 
-    GPU = "gpu"
-    CPU = "cpu"
-    NVME = "nvme"
+    def __iter__(cls) -> Iterator[Tier]:
+        return iter(_tiers.values())
 
-    # Members are single objects; Enum's own hash is a Python function, and keys are looked up all the time.
-    __hash__ = object.__hash__
+
+_tiers: dict[str, Tier] = {}
+
+
+class Tier(metaclass=_TierRegistry):
+    """Where bytes live: a value with the properties that the plan, the store and the simulator ask for.
+
+    value: its name in tables, messages, configurations and manifests.
+    on_device: the bytes are where computation happens. Without an accelerator that is the process's own memory.
+    addressable: instructions read the bytes where they lie; otherwise they are moved through arenas in CPU memory.
+    alignment: of offsets and lengths of a transfer, in bytes.
+    capacity: bytes that a rank may use where the configuration has no limit for the tier; None: no limit.
+
+    How fast a tier is stands in the hardware profile (`infinity.plan.hardware`); what moves its bytes is its back end
+    (`infinity.memory.tiers`). A tier is compared by identity, and copied and pickled as a reference by name.
+    """
+
+    __slots__ = ("addressable", "alignment", "capacity", "on_device", "value")
+
+    GPU: ClassVar[Tier]
+    CPU: ClassVar[Tier]
+    NVME: ClassVar[Tier]
+
+    def __init__(
+        self, value: str, *, addressable: bool, on_device: bool = False, alignment: int = CACHE_LINE,
+        capacity: int | None = None,
+    ) -> None:  # fmt: skip
+        self.value = value
+        self.addressable = addressable
+        self.on_device = on_device
+        self.alignment = alignment
+        self.capacity = capacity
+
+    @property
+    def on_drive(self) -> bool:
+        """Whether the bytes are moved through an arena to be used."""
+        return not self.addressable
+
+    @classmethod
+    def register(cls, tier: Tier) -> Tier:
+        """Add a tier behind the others, as the slowest; ValueError where its name is taken."""
+        if tier.value in _tiers:
+            raise ValueError(f"there is a tier {tier.value!r} already")
+        _tiers[tier.value] = tier
+        return tier
+
+    @classmethod
+    def unregister(cls, tier: Tier) -> None:
+        """Remove a tier that `register` added."""
+        del _tiers[tier.value]
+
+    @classmethod
+    def named(cls, value: str) -> Tier:
+        """The tier of a name; KeyError where there is none."""
+        return _tiers[value]
+
+    def __reduce__(self) -> tuple[Callable[[str], Tier], tuple[str]]:
+        return Tier.named, (self.value,)
+
+    def __str__(self) -> str:
+        return f"Tier.{self.value.upper()}"
+
+    __repr__ = __str__
+
+
+for _name, _tier in (
+    ("GPU", Tier("gpu", addressable=True, on_device=True)),
+    ("CPU", Tier("cpu", addressable=True)),
+    ("NVME", Tier("nvme", addressable=False, alignment=EXTENT_ALIGNMENT)),
+):
+    setattr(Tier, _name, Tier.register(_tier))
 
 
 class Kind(Enum):
@@ -148,7 +217,7 @@ class PartitionSpec:
     def __post_init__(self) -> None:
         # Sections lie one behind the other.
         end = self.sections[-1].offset + self.sections[-1].nbytes if self.sections else 0
-        nbytes = align_up(end, EXTENT_ALIGNMENT if self.home is Tier.NVME else CACHE_LINE)
+        nbytes = align_up(end, self.home.alignment)
         object.__setattr__(self, "nbytes", nbytes)
 
 

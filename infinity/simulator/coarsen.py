@@ -162,7 +162,7 @@ def _with_pools(plan: Plan, made: Plan) -> Plan:
     """Arenas that hold as many of the larger buffers as they held of the smaller ones."""
 
     def largest(of: Plan, kind: Kind) -> int:
-        sizes = [spec.nbytes for spec in of.partitions if spec.key.kind is kind and spec.home is Tier.NVME]
+        sizes = [spec.nbytes for spec in of.partitions if spec.key.kind is kind and spec.home.on_drive]
         return max(sizes, default=0)
 
     params, were = largest(made, Kind.PARAM), largest(plan, Kind.PARAM)

@@ -148,12 +148,12 @@ def _saving(plan: Plan, rest: Table) -> Table:
     blocks = [0] * SAVE_BLOCKS
     turn = 0
     for spec in plan.partitions:
-        if spec.home is Tier.NVME or spec.key.kind is Kind.GRAD:
+        if spec.home.on_drive or spec.key.kind is Kind.GRAD:
             continue
         whole = align_up(spec.nbytes, EXTENT_ALIGNMENT)
         last = whole % SAVE_BLOCK_NBYTES or min(whole, SAVE_BLOCK_NBYTES)
-        full = 0 if spec.home is Tier.CPU else min((whole - last) // SAVE_BLOCK_NBYTES, SAVE_BLOCKS)
-        tail = [last] if spec.home is Tier.GPU or spec.nbytes != whole else []
+        full = 0 if not spec.home.on_device else min((whole - last) // SAVE_BLOCK_NBYTES, SAVE_BLOCKS)
+        tail = [last] if spec.home.on_device or spec.nbytes != whole else []
         for nbytes in [SAVE_BLOCK_NBYTES] * full + tail:
             blocks[turn % SAVE_BLOCKS] = max(blocks[turn % SAVE_BLOCKS], nbytes)
             turn += 1

@@ -17,7 +17,7 @@ from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.ready_queue import ReadyQueue
 from infinity.plan.stepping import SOON_UNITS, STEP_READS, first_reads
-from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
+from infinity.plan.types import DTYPE_NBYTES, Kind
 from infinity.simulator.arena import TimedArena
 from infinity.simulator.resources import Job, Process, Resource, ResourceQueues
 from infinity.simulator.traffic import kept_nbytes, landings, nvme_specs, states_that_move, uses
@@ -131,7 +131,7 @@ class _Checkpoints:
     def __init__(self, resources: ResourceQueues, plan: Plan, speeds: Speeds, offloaded: OffloadedCheckpoints) -> None:
         self._resources, self._copy_seconds = resources, speeds.copy_seconds
         self._accelerator = plan.request.accelerator
-        self._on_drive = offloaded.tier is Tier.NVME
+        self._on_drive = offloaded.tier.on_drive
         self._nbytes = offloaded.nbytes / max(len(plan.schedule) // 2, 1)
         self._room = max(offloaded.buffers * offloaded.each_nbytes, self._nbytes)
         # On their way from the device, as parts; and in staging until they are on the drive, in bytes.
@@ -260,7 +260,7 @@ class _Optimizer:
         yield from self._arenas.fetch(group)
         self._look_ahead(STEP_READS)
         speeds = self._speeds
-        if self._plan.request.accelerator and self._plan.placement.states[group.index] is Tier.GPU:
+        if self._plan.request.accelerator and self._plan.placement.states[group.index].on_device:
             yield self._resources.submit(Resource.ACCELERATOR, group.numel * speeds.device_adam_seconds)
         else:
             yield from self._resources.host(group.numel * speeds.adam_seconds + speeds.group_seconds)
@@ -357,7 +357,7 @@ class _Simulation:
         yield from self._arenas.fetch_param(unit, wait=True)
         if not self._plan.request.accelerator:
             yield from self._resources.host(own * self._speeds.copy_seconds)
-        elif placed.param is not Tier.GPU:
+        elif not placed.param.on_device:
             yield self._resources.submit(Resource.UP, own)
         self._arenas.release_param(unit)
         if placed.parts > 1:
@@ -382,7 +382,7 @@ class _Simulation:
             yield self._resources.submit(Resource.NETWORK, nbytes * (ranks - 1) / ranks)
         if not request.accelerator:
             yield from self._resources.host(kept * DTYPE_NBYTES[request.grad_dtype] * self._speeds.copy_seconds)
-        elif placed.grad is not Tier.GPU:
+        elif not placed.grad.on_device:
             yield self._resources.submit(Resource.DOWN, kept * DTYPE_NBYTES[request.grad_dtype])
         self._travelling = False
         if final and self._landings:

@@ -19,7 +19,7 @@ from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.hardware import ASSUMED, ASSUMED_WRITES_A_BYTE, Compute, Drive, HardwareProfile, assumed
 from infinity.plan.layout import Slot
 from infinity.plan.plan import Plan
-from infinity.plan.types import DTYPE_NBYTES, Tier
+from infinity.plan.types import DTYPE_NBYTES
 from infinity.simulator.coarsen import Coarsened, coarsen
 from infinity.simulator.resources import Resource
 from infinity.simulator.simulate import Rehearsed, Speeds, rehearse
@@ -340,7 +340,7 @@ def _assumptions(plan: Plan, profile: HardwareProfile) -> tuple[str, ...]:
         found.append("the rates between CPU and accelerator")
     if plan.nvme_nbytes and any(drive.endurance_nbytes is None for drive in profile.drives or ASSUMED.drives):
         found.append(f"an endurance of {ASSUMED_WRITES_A_BYTE:g} bytes written a byte of capacity")
-    if any(placed.param is Tier.NVME for placed in plan.placement.units) and len(profile.drives) > 1:
+    if any(placed.param.on_drive for placed in plan.placement.units) and len(profile.drives) > 1:
         found.append("that all drives of the profile are used")
     return tuple(found)
 

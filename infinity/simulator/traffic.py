@@ -16,7 +16,7 @@ from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import first_reads
-from infinity.plan.types import DTYPE_NBYTES, Kind, PartitionSpec, Tier
+from infinity.plan.types import DTYPE_NBYTES, Kind, PartitionSpec
 from infinity.simulator.arena import Cache
 
 # Sub-groups stepped last that may still be in memory: more than any arena holds.
@@ -68,7 +68,7 @@ def traffic(
     found = {link: dict(kinds) for link, kinds in count.nbytes.items()}
     if offloaded is not None:
         links = [*([Link.DOWN, Link.UP] if plan.request.accelerator else [Link.DRAM])]
-        for link in (*links, *([Link.NVME_WRITE, Link.NVME_READ] if offloaded.tier is Tier.NVME else [])):
+        for link in (*links, *([Link.NVME_WRITE, Link.NVME_READ] if offloaded.tier.on_drive else [])):
             # Within CPU memory each copy reads and writes, there and back.
             times = 4 if link is Link.DRAM else 1
             found[link][Kind.ACTIVATION] = offloaded.nbytes * accumulation * times
@@ -98,7 +98,7 @@ def nvme_specs(plan: Plan, kind: Kind) -> dict[int, PartitionSpec]:
     """Partitions of one kind whose home is NVMe, by index."""
     return {
         spec.key.index: spec for spec in plan.partitions
-        if spec.key.kind is kind and spec.home is Tier.NVME and spec.nbytes
+        if spec.key.kind is kind and spec.home.on_drive and spec.nbytes
     }  # fmt: skip
 
 
@@ -147,7 +147,7 @@ class _Count:
         if not placed.aliased:
             if not self._accelerator:
                 self.add(Link.DRAM, Kind.FULL, 2 * own)
-            elif placed.param is not Tier.GPU:
+            elif not placed.param.on_device:
                 self.add(Link.UP, Kind.PARAM, own)
         self.add(Link.NETWORK, Kind.PARAM, own * (placed.parts - 1))
 
@@ -164,23 +164,23 @@ class _Count:
             kept = layout.numel // placed.parts
             width = self._width if ranks == 1 else self._wire
             arrivals = 1 if late else accumulation
-            if self._accelerator and placed.grad is not Tier.GPU:
+            if self._accelerator and not placed.grad.on_device:
                 self.add(Link.DOWN, Kind.GRAD, kept * (self._grad_width + (arrivals - 1) * width))
             elif not self._accelerator:
                 self.add(Link.DRAM, Kind.GRAD, kept * (arrivals * (width + 2 * self._grad_width) - self._grad_width))
-            if not self._accelerator or placed.grad is not Tier.GPU:
+            if not self._accelerator or not placed.grad.on_device:
                 self.add(Link.DRAM, Kind.GRAD, kept * self._grad_width)
 
     def steps(self) -> None:
         """The optimizer's streams, what is staged for it, and what it makes the ranks tell each other."""
         for group, home in zip(self.plan.sub_groups, self.plan.placement.states, strict=True):
-            if self._accelerator and home is Tier.GPU:
+            if self._accelerator and home.on_device:
                 continue
             self.add(Link.DRAM, Kind.STATES, 2 * self._states[group.index])
             self.add(Link.DRAM, Kind.PARAM, 2 * group.numel * self._width)
             self.add(Link.DRAM, Kind.GRAD, group.numel * self._grad_width)
             for piece in group.slices:
-                if self._accelerator and self.plan.placement.units[piece.unit].param is Tier.GPU:
+                if self._accelerator and self.plan.placement.units[piece.unit].param.on_device:
                     self.add(Link.DOWN, Kind.PARAM, piece.numel * self._width)
                     self.add(Link.UP, Kind.PARAM, piece.numel * self._width)
         for layout, placed in zip(self.plan.layouts, self.plan.placement.units, strict=True):

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import ConfigError, StateError
 from infinity.memory.pages import page_aligned
-from infinity.memory.tiers.nvme import NvmeTier, QueueOptions
+from infinity.memory.tiers.base import QueueOptions
+from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import trim
 from infinity.ops.transfer import Transfer
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up

@@ -141,7 +141,7 @@ def test_offloaded_checkpoints_are_counted_where_they_lie():
         assert before[Kind.ACTIVATION] - after[Kind.ACTIVATION] == 31 * each
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             before, after = plain.phases[phase], found.phases[phase]
-            assert after[Tier(tier)][Kind.ACTIVATION] == 32 * each
+            assert after[Tier.named(tier)][Kind.ACTIVATION] == 32 * each
             assert after[Tier.CPU].get(Kind.POOL, 0) - before[Tier.CPU].get(Kind.POOL, 0) == buffers * each
         assert f"inputs of 32 layers, 2.15 GB, lie on {tier} until backward" in " ".join(format_report(found).split())
     # Every second layer: half of the inputs, and the other half of the layers whole.

@@ -94,7 +94,8 @@ def bench(tmp_path: Path) -> Iterator[MakeBench]:
         else:
             tier = SimulatedTier(nbytes, **simulated)
         store = TieredStore(
-            specs, device=device, host=HostMemory(device, pin=True, ledger=ledger), ledger=ledger, nvme=tier,
+            specs, device=device, host=HostMemory(device, pin=True, ledger=ledger), ledger=ledger,
+            backends={Tier.NVME: tier},
             pools=Pools(param_nbytes=param_pages * PAGE, states_nbytes=states_pages * PAGE), overlap=overlap,
         )  # fmt: skip
         made.append(Bench(store, ledger, tier, specs))

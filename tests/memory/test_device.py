@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infinity.memory.tiers import device as device_module
-from infinity.memory.tiers.device import Device
+from infinity.memory.tiers.device import CudaDevice, Device
 
 
 class Stream:
@@ -122,7 +122,7 @@ def test_on_the_cpu_a_copy_is_over_at_once() -> None:
 
 
 def test_each_direction_has_a_stream_and_starts_after_the_compute_stream(cuda: FakeCuda) -> None:
-    device = Device(torch.device("cuda", 0))
+    device = CudaDevice(torch.device("cuda", 0))
     above, below = Copied(cuda, torch.zeros(4), True), Copied(cuda, torch.arange(4.0), False)
     up = device.copy(above, below)
     down = device.copy(below, above)
@@ -138,7 +138,7 @@ def test_each_direction_has_a_stream_and_starts_after_the_compute_stream(cuda: F
 
 
 def test_the_narrow_dtype_travels(cuda: FakeCuda) -> None:
-    device = Device(torch.device("cuda", 0))
+    device = CudaDevice(torch.device("cuda", 0))
     up, down = cuda.side
     wide, narrow = torch.tensor([1.00390625, -3e38, 7.0]), torch.zeros(3, dtype=torch.bfloat16)
     device.copy(Copied(cuda, narrow, False), Copied(cuda, wide, True))
@@ -152,7 +152,7 @@ def test_the_narrow_dtype_travels(cuda: FakeCuda) -> None:
 
 
 def test_a_copy_on_the_device_stays_on_the_stream_that_computes(cuda: FakeCuda) -> None:
-    device = Device(torch.device("cuda", 0))
+    device = CudaDevice(torch.device("cuda", 0))
     device.copy(Copied(cuda, torch.zeros(2), True), Copied(cuda, torch.ones(2), True))
     assert cuda.compute.log == ["float32 to float32", "event"]
     assert all(stream.log == [] for stream in cuda.side)
@@ -164,7 +164,7 @@ def test_memory_on_its_way_down_is_bounded_and_given_back_in_order(
 ) -> None:
     monkeypatch.setattr(device_module, "_HELD_COUNT_MAX", count_max)
     monkeypatch.setattr(device_module, "_HELD_NBYTES_MAX", nbytes_max)
-    device = Device(torch.device("cuda", 0))
+    device = CudaDevice(torch.device("cuda", 0))
     below = Copied(cuda, torch.zeros(4), False)
     for _ in range(2):
         device.copy(below, Copied(cuda, torch.ones(4), True))
@@ -183,7 +183,9 @@ def test_memory_on_its_way_down_is_bounded_and_given_back_in_order(
     assert not device._held
 
 
-def test_a_refused_registration_leaves_no_error_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_registration_leaves_no_error_for_the_next_kernel(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[str, Any]] = []
     runtime = SimpleNamespace(
         cudaHostRegister=lambda pointer, nbytes, flags: calls.append(("register", (pointer, nbytes, flags))) or 2,
@@ -192,7 +194,7 @@ def test_a_refused_registration_leaves_no_error_for_the_next_kernel(monkeypatch:
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
 
-    class Failing(Device):
+    class Failing(CudaDevice):
         def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
             # As the runtime does: the first launch after a failure is told of it.
             calls.append(("launch", numel))

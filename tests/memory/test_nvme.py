@@ -19,7 +19,8 @@ import torch
 from infinity.errors import CapacityError, TransferError
 from infinity.memory.free_bytes import free_nvme_nbytes
 from infinity.memory.tiers import nvme
-from infinity.memory.tiers.nvme import NvmeTier, QueueOptions, clean
+from infinity.memory.tiers.base import QueueOptions
+from infinity.memory.tiers.nvme import NvmeTier, clean
 from infinity.memory.tiers.pinned import page_aligned
 from infinity.ops.aio import Queue
 from infinity.plan.types import Extent

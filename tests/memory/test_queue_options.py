@@ -10,7 +10,7 @@ from infinity.config import ResolveContext, load_config, resolve
 from infinity.errors import ConfigError
 from infinity.log import _said
 from infinity.memory.queue_options import queue_options
-from infinity.memory.tiers.nvme import QueueOptions
+from infinity.memory.tiers.base import QueueOptions
 from infinity.plan.hardware import ASSUMED, Drive, save_profile
 
 DRIVE = Drive(

@@ -1,6 +1,6 @@
-"""A storage tier that is as awkward as a drive may be, and tells who uses it wrongly.
+"""A storage tier that is as awkward as a drive may be, and reports callers that use it wrongly.
 
-`SimulatedTier` has what the store uses of `NvmeTier`. A request is complete after a seeded number of polls, in any
+`SimulatedTier` is a back end like that of NVMe, in memory. A request is complete after a seeded number of polls, in any
 order; its bytes move at that moment, so that a buffer that is read too early still holds garbage. Latency is counted in
 polls (every `done` of any request is one), not in seconds. `Misuse` is raised for what a real drive would answer with
 silent corruption: two requests on one extent of which one writes, a buffer in two requests of which one fills it, a
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import TransferError
+from infinity.memory.tiers.base import Folders, QueueOptions, TierBackend
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent
 
 # What a buffer holds while it is being filled.
@@ -90,7 +91,7 @@ class SimulatedTransfer:
         )
 
 
-class SimulatedTier:
+class SimulatedTier(TierBackend):
     """See the module's text. `faults` says which requests fail; `polls_max` bounds the latency."""
 
     def __init__(
@@ -108,20 +109,21 @@ class SimulatedTier:
         self._random = random.Random(seed)
         self._polls_max = polls_max
 
+    @classmethod
+    def open(cls, directory: Folders, *, nbytes: int, rank: int, options: QueueOptions) -> SimulatedTier:
+        """A tier without faults; the folder is not used."""
+        return cls(nbytes, seed=rank)
+
     @property
     def nbytes(self) -> int:
         return self.content.numel()
-
-    def register(self, buffer: Tensor) -> bool:
-        """There is no kernel to tell."""
-        return False
 
     def read(self, extent: Extent, buffer: Tensor, *, priority: int = 0) -> SimulatedTransfer:
         """Fill `buffer` from an extent, later. In what order is chance, whatever the priority."""
         with self.lock:
             return self._submit(extent, buffer, is_write=False)
 
-    def write(self, extent: Extent, buffer: Tensor) -> SimulatedTransfer:
+    def write(self, extent: Extent, buffer: Tensor, *, priority: int = 0) -> SimulatedTransfer:
         """Write `buffer` to an extent, later."""
         with self.lock:
             return self._submit(extent, buffer, is_write=True)

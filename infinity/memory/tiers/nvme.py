@@ -30,42 +30,22 @@ import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
 from infinity.errors import CapacityError, ConfigError, TransferError
 from infinity.log import logger
+from infinity.memory.tiers.base import Checked, Folders, QueueOptions, TierBackend
 from infinity.memory.tiers.striping import PROBE_NBYTES, Stripe, Stripes, measured_weights
 from infinity.observability import trace
-from infinity.ops.aio import BLOCK_NBYTES, File, Queue, Request
+from infinity.ops.aio import File, Queue, Request
 from infinity.ops.transfer import Transfer
 from infinity.plan.types import Extent
 
 _PREFIX = "infinity-swap-"
 _SUFFIX = ".bin"
 _NAME_ANOTHER = "Name a folder on a drive that this process may write to"
-
-# Of what part of the bytes checksums are kept.
-Checked = bool | Literal["sampled"]
-Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class QueueOptions:
-    """How the drives are used: blocks in flight, I/O threads, the time limit of one request, bytes of a block; of
-    what part of the written bytes a checksum is kept and compared at each read (all, a sample, none); and what share of
-    the bytes each of several drives takes (empty: by its measured bandwidth).
-    """
-
-    depth: int = 32
-    threads: int = 4
-    timeout_seconds: float = 300.0
-    block_nbytes: int = BLOCK_NBYTES
-    checksum: Checked = "sampled"
-    weights: tuple[float, ...] = ()
 
 
 class SwapFile:
@@ -101,7 +81,7 @@ class SwapFile:
             self._lock = -1
 
 
-class NvmeTier:
+class NvmeTier(TierBackend):
     """This rank's swap files, one a drive, and the queues that move its extents."""
 
     def __init__(
