@@ -9,8 +9,9 @@
 | KEPT         | stays in memory as long as there is room      | as its state says                    |
 | KEPT_AWAITED | both                                          | as its state says                    |
 
-Ranks give up buffers in this order. Within a rank the partition that was used longest ago, or entered the rank first,
-goes first. The store skips partitions with claims; those were used last, so that they stand at the end.
+Ranks give up buffers in this order, but a finished write counts as CLEAN: of both the one that was used longest ago
+goes first. A rank is a queue, which partitions enter at the end when they are used or change state. The store skips
+partitions with claims; those were used last, so that they stand at the end.
 """
 
 from __future__ import annotations
@@ -47,14 +48,23 @@ class Eviction:
 
     def __init__(self) -> None:
         self._orders = {name: EvictionOrder[Partition](len(Rank)) for name in ("param", "states")}
+        # The number of each partition's last use.
+        self._uses: dict[Key, int] = {}
+        self._count = 0
         self._awaited: set[Key] = set()
         self._kept: set[Key] = set()
 
     def use(self, partition: Partition) -> None:
         """Record a use: the partition is the last of its rank and no longer awaited."""
+        self._count += 1
+        self._uses[partition.key] = self._count
         self._awaited.discard(partition.key)
         self._order(partition).remove(partition)
         self.update(partition)
+
+    def last_use(self, partition: Partition) -> int:
+        """The number of a partition's last use: the lowest was used longest ago."""
+        return self._uses.get(partition.key, 0)
 
     def expect(self, partition: Partition) -> None:
         """Record that the partition will be used soon, if it has a buffer in an arena."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 from torch import Tensor
 
@@ -30,6 +31,9 @@ from infinity.memory.tiers.pinned import HostMemory
 from infinity.ops.transfer import Transfer
 from infinity.plan.plan import Pools
 from infinity.plan.types import Key, PartitionSpec, Tier
+
+# Drives complete writes nearly in order: a finished one is among the first so many, or there is none.
+_WRITES_POLLED = 16
 
 
 class TieredStore:
@@ -322,24 +326,25 @@ class TieredStore:
             self.access.wait_for_others(by, "room in a pool", partition.key)
         return None
 
-    def _first(self, arena: str, rank: Rank) -> Partition | None:
-        """The first partition of a rank that no party has claimed."""
-        return next((each for each in self._eviction.queue(arena, rank) if not self.access.claims(each.key)), None)
+    def _unclaimed(self, arena: str, rank: Rank) -> Iterator[Partition]:
+        """The partitions of a rank that no party has claimed, in the order in which they go."""
+        return (each for each in self._eviction.queue(arena, rank) if not self.access.claims(each.key))
 
     def _drop_one(self, arena: str) -> bool:
         """Give up one clean buffer that no party waits for, without waiting; False when there is none."""
-        other = self._first(arena, Rank.CLEAN)
-        if other is None:
-            other = self._first(arena, Rank.WRITING)
-            if other is None or other.transfer is None or not other.transfer.done():
-                return False
-            self._residency.settle(other)
-        return self._drop(other)
+        writes = islice(self._unclaimed(arena, Rank.WRITING), _WRITES_POLLED)
+        written = (each for each in writes if each.transfer is not None and each.transfer.done())
+        found = [next(self._unclaimed(arena, Rank.CLEAN), None), next(written, None)]
+        oldest = min((each for each in found if each is not None), key=self._eviction.last_use, default=None)
+        if oldest is None:
+            return False
+        self._residency.settle(oldest)
+        return self._drop(oldest)
 
     def _make_room(self, arena: str) -> bool:
         """Free one buffer in the order of ranks, after a write or transfer where need be; False when none is left."""
         for rank in Rank:
-            while (other := self._first(arena, rank)) is not None:
+            while (other := next(self._unclaimed(arena, rank), None)) is not None:
                 self._residency.flush([other.key])
                 self._residency.settle(other)
                 # Another party may have claimed or dropped it during the wait.
