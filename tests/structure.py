@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeGuard
 
-# Attributes that torch and ctypes mean to be assigned from outside, and methods of one module that are replaced as its
-# `forward` is.
-_THEIRS = {
-    "data", "grad", "__class__", "requires_grad", "training", "forward", "restype", "argtypes", "compile",
-    "_compiled_call_impl", "generate", "loss_function",
-}  # fmt: skip
+# Attributes that torch and ctypes mean to be assigned from outside.
+_THEIRS = {"data", "grad", "__class__", "requires_grad", "training", "forward", "restype", "argtypes"}
+# Objects of torch, transformers and the standard library that are meant to be written to: the context of an
+# autograd.Function, the user's modules and tensors, `sys`, a logger, an argparse action.
+_THEIR_OBJECTS = {"ctx", "module", "model", "inner", "param", "buffer", "sys", "logger", "action"}
 _QUIET = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
@@ -90,7 +89,7 @@ def foreign(tree: ast.Module) -> Iterator[str]:
         for target in _targets(node):
             if not isinstance(target, ast.Attribute) or target.attr in _THEIRS:
                 continue
-            if not _is_own(target) and ast.unparse(target.value) != "ctx":
+            if not _is_own(target) and ast.unparse(target.value) not in _THEIR_OBJECTS:
                 yield f"{target.lineno}: {ast.unparse(target)}"
 
 
