@@ -1,4 +1,4 @@
-// The C ABI: what infinity/ops/adam.py calls. Functions return 0, or an errno value; they never throw.
+// The C ABI that infinity/ops/adam.py calls. Functions return 0 or an errno value; they never throw.
 
 #include <algorithm>
 #include <atomic>
@@ -14,7 +14,7 @@
 namespace infinity::adam {
 namespace {
 
-// Work is handed out in runs of this many elements: some 0.9 MB of memory traffic and 20 us each.
+// Threads take work in chunks of this many elements: about 0.9 MB of memory traffic and 20 us each.
 constexpr uint64_t kChunkNumel = 32768;
 static_assert(kChunkNumel % kBlockNumel == 0, "a block must not be cut");
 
@@ -33,7 +33,7 @@ const Kernels* kernels_of(int32_t isa) {
     }
 }
 
-// Calls visit(run, begin, end) over all elements of all runs, chunk by chunk, on the pool's threads.
+// Calls visit(run, begin, end) for every chunk of every run, on the pool's threads.
 template <class Run, class Visit>
 void for_chunks(Pool& pool, const Run* runs, uint64_t count, const Visit& visit) {
     std::vector<uint64_t> first_chunk(count + 1, 0);
@@ -83,7 +83,8 @@ INFINITY_EXPORT const char* infinity_adam_isa_name(int32_t isa) {
     }
 }
 
-// `cores`: what the pool may run on; none: whatever its threads may anyway. Null where memory is out.
+// `cores`: the cores of the pool's threads; with none the threads keep the affinity of their creator. Returns null if
+// there is no memory.
 INFINITY_EXPORT void* infinity_adam_pool_new(int32_t threads, const int32_t* cores, uint64_t count) {
     try {
         return new Pool(threads, std::vector<int>(cores, cores + count));
@@ -94,7 +95,7 @@ INFINITY_EXPORT void* infinity_adam_pool_new(int32_t threads, const int32_t* cor
 
 INFINITY_EXPORT void infinity_adam_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
 
-// Writes the number of elements that were left as they are, because their gradient is not finite.
+// Writes to `nonfinite` the number of elements that keep their state because their gradient is not finite.
 INFINITY_EXPORT int32_t infinity_adam_step(void* pool, int32_t isa, const Piece* pieces, uint64_t count,
                                            uint64_t* nonfinite) {
     const Kernels* kernels = kernels_of(isa);

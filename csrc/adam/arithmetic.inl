@@ -1,6 +1,6 @@
-// What happens to one vector of elements: the only definition of the arithmetic. Processor kernels include it through
-// kernel.inl, an accelerator's kernel includes this very text with one lane. Before it, the includer defines, in an
-// anonymous namespace of infinity::adam,
+// The step of one vector of elements: the only definition of the arithmetic. CPU kernels include it through kernel.inl,
+// the CUDA kernel includes it with one lane. Before it, the includer defines, in an anonymous namespace of
+// infinity::adam,
 //
 //   Vec                       kLanes floats
 //   load, store               fp32
@@ -8,11 +8,11 @@
 //   store_bf16, store_f16     nearest with ties away from zero; nearest with ties to even
 //   load_split, store_split   fp32 <-> (bf16 bits, int16 remainder)
 //   broadcast, add, sub, mul, div, sqrt, fma(a, b, c) = a * b + c rounded once, all to nearest even, denormals kept
-//   min, max                  of two vectors of numbers, lane by lane
-//   sign                      1, -1, or 0 for both zeros and what is no number
-//   nonfinite                 the number of lanes that are infinite or not a number
+//   min, max                  of two vectors without NaNs, lane by lane
+//   sign                      1, -1, or 0 for both zeros and NaN
+//   nonfinite                 the number of lanes that are infinite or NaN
 //
-// and, where functions need another prefix (such as that of an accelerator), the macro INFINITY_FN.
+// and, if functions need another prefix (such as CUDA's), the macro INFINITY_FN.
 
 #ifndef INFINITY_FN
 #define INFINITY_FN inline
@@ -100,22 +100,24 @@ INFINITY_FN Vec scaled_grad(const void* grad, const Constants& c) {
     return mul(load_as<grad_dtype>(grad), c.grad_scale);
 }
 
-// The number of lanes that step_lanes must not be called for: such an element keeps every bit of its state.
+// Returns the number of lanes with a non-finite gradient. The caller must not step them: such an element keeps every
+// bit of its state.
 template <Dtype grad_dtype>
 INFINITY_FN int nonfinite_lanes(const void* grad, const Constants& c) {
     return nonfinite(scaled_grad<grad_dtype>(grad, c));
 }
 
-// The definition of every rule. reference.py says the same in torch; change both or neither.
+// The definition of every rule. infinity/ops/reference.py repeats it in torch; change both or neither.
 //
-// Adam's operations and their order are those of torch's fused optimizers on processors with fused multiply-adds, so that
-// weights and moments have the same bits (where torch has whole vectors: it steps the rest of a tensor otherwise). Other
-// ways to round err less (decay and update in a fused operation by up to half, added first by three quarters and more), and
-// are then farther from torch than 1e-6 in 10 steps.
+// Adam's operations and their order are those of torch's fused optimizers on processors with fused multiply-adds, so
+// that weights and moments have the same bits. (The last elements of a tensor, which torch steps without vectors, are
+// the exception.) Fusing decay and update would reduce the rounding
+// error by up to a half, adding them first by three quarters or more, but either result differs from torch's by more
+// than 1e-6 in 10 steps.
 template <Dtype grad_dtype, Storage storage, Form form>
 INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
     Vec p = load_weight<storage>(at);
-    // It is finite here: what is not was left out before.
+    // The gradient is finite: the caller skips other lanes.
     Vec g = max(min(scaled_grad<grad_dtype>(at.grad, c), c.grad_bound), c.minus_grad_bound);
     if (form == kAdamWForm || (form == kOneState && c.rule == kLion)) {
         p = mul(p, c.decay);
@@ -141,7 +143,7 @@ INFINITY_FN void step_lanes(const Pointers& at, const Constants& c) {
         u = div(g, add(sqrt(m), c.eps));
     } else {
         m = fma(c.beta2, m, mul(c.one_minus_beta1, g));
-        // The buffer itself, or Nesterov's look ahead.
+        // The buffer, or Nesterov's combination of buffer and gradient.
         u = fma(c.sqrt_bias_correction2, m, mul(c.decay, g));
     }
     store(at.exp_avg, m);

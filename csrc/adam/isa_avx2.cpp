@@ -9,7 +9,7 @@
 
 #include <immintrin.h>
 
-// After every standard header, so that no inline function of theirs is compiled for this instruction set.
+// This stands after every standard header, so that their inline functions are not compiled for this instruction set.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,popcnt"))), apply_to = function)
 #else
@@ -89,7 +89,7 @@ struct SumLanes {
     void add_squares(Vec a, int lane) {
         const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(a));
         const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1));
-        // The square is exact in double, so that fusing it changes nothing.
+        // The square is exact in double, so fusing it with the addition does not change the result.
         sums[lane / 4] = _mm256_fmadd_pd(low, low, sums[lane / 4]);
         sums[lane / 4 + 1] = _mm256_fmadd_pd(high, high, sums[lane / 4 + 1]);
     }

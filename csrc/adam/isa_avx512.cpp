@@ -10,12 +10,12 @@
 #include <immintrin.h>
 
 #if !defined(__clang__)
-// GCC's own header leaves the unused source of its masked built-ins undefined on purpose, and GCC 12 warns about it.
+// GCC's header leaves the unused source of its masked built-ins undefined on purpose, and GCC 12 warns about that.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
-// After every standard header, so that no inline function of theirs is compiled for this instruction set.
+// This stands after every standard header, so that their inline functions are not compiled for this instruction set.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx2,fma,f16c,popcnt"))), apply_to = function)
 #else
@@ -87,7 +87,7 @@ struct SumLanes {
     void add_squares(Vec a, int) {
         const __m512d first = _mm512_cvtps_pd(_mm512_castps512_ps256(a));
         const __m512d second = _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)));
-        // The square is exact in double, so that fusing it changes nothing.
+        // The square is exact in double, so fusing it with the addition does not change the result.
         low = _mm512_fmadd_pd(first, first, low);
         high = _mm512_fmadd_pd(second, second, high);
     }
@@ -97,9 +97,9 @@ struct SumLanes {
     }
 };
 
-// Sums of bf16 squares in the lanes and the order of SumLanes. The even elements of two rows make one vector, the odd
-// ones another, by one shift and one mask for 32 elements. Their halves are converted from memory, not from a register,
-// so that no operation is needed to take a half out.
+// Sums of bf16 squares in the lanes and the order of SumLanes. One shift and one mask for 32 elements make a vector of
+// the even elements of two rows and a vector of the odd ones. Their halves are converted from memory instead of a
+// register, which saves the operation that extracts a half.
 struct BfloatSums {
     static constexpr uint64_t kNumel = 32;
     __m512d even, odd;
@@ -118,7 +118,7 @@ struct BfloatSums {
     }
 
   private:
-    // The first row before the second.
+    // Adds the first row before the second.
     static __m512d add_halves(__m512i values, __m512d sums) {
         alignas(64) float rows[16];
         _mm512_store_si512(rows, values);

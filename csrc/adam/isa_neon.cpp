@@ -67,7 +67,7 @@ struct SumLanes {
     void add_squares(Vec a, int lane) {
         const float64x2_t low = vcvt_f64_f32(vget_low_f32(a));
         const float64x2_t high = vcvt_high_f64_f32(a);
-        // The square is exact in double, so that fusing it changes nothing.
+        // The square is exact in double, so fusing it with the addition does not change the result.
         sums[lane / 2] = vfmaq_f64(sums[lane / 2], low, low);
         sums[lane / 2 + 1] = vfmaq_f64(sums[lane / 2 + 1], high, high);
     }

@@ -1,4 +1,4 @@
-// One lane, no instruction set assumed: runs everywhere, and is the yardstick of the vector paths.
+// One lane without any instruction set extension: runs on every processor, and is the reference of the vector paths.
 
 #include <cmath>
 #include <cstring>

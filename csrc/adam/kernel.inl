@@ -1,26 +1,26 @@
-// The kernel text: included once by every isa_*.cpp, after it has defined, in an anonymous namespace, what
-// arithmetic.inl asks for and
+// The CPU kernels: every isa_*.cpp includes this file once. Before it, the includer defines, in an anonymous namespace,
+// the names that arithmetic.inl needs and
 //
-//   finite_or_zero            lanes that are infinite or not a number replaced by zero
+//   finite_or_zero            replaces lanes that are infinite or NaN by zero
 //   SumLanes                  kSumLanes doubles: zero(), add_squares(Vec, first lane), store()
-//   BfloatSums                what RowSums<kBfloat16, false> does, with the same bits, perhaps faster
+//   BfloatSums                an equivalent of RowSums<kBfloat16, false> with the same bits, possibly faster
 //
-// Everything has internal linkage: the same text compiled for two instruction sets must never be merged by the linker.
-// No std template is instantiated here, for the same reason.
+// Everything has internal linkage, because the linker must never merge code compiled for two instruction sets. For the
+// same reason no std template is instantiated here.
 
 #include "arithmetic.inl"
 
 namespace infinity::adam {
 namespace {
 
-// A strip is what one iteration steps: two cache lines of every 16-bit array, four of every fp32 array. Memory is a
-// little faster in pairs of lines than in single ones.
+// One iteration steps a strip: two cache lines of every 16-bit array, four of every fp32 array. Memory delivers pairs
+// of lines slightly faster than single ones.
 constexpr uint64_t kStripNumel = 64;
 constexpr uint64_t kLineNbytes = 64;
-// How many blocks are summed at once.
+// Blocks that are summed at the same time.
 constexpr int kBlocksAtOnce = 2;
 constexpr uint64_t kPrefetchNbytes = 2048;
-// Sums do less with a byte than steps do: less time passes until it is needed.
+// Farther than for steps, because sums do less work with each byte.
 constexpr uint64_t kSumPrefetchNbytes = 4096;
 static_assert(kStripNumel % kLanes == 0 && kSumLanes % kLanes == 0, "strips and sums are whole vectors");
 
@@ -34,8 +34,8 @@ inline Pointers pointers(const Piece& piece, uint64_t index) {
                     storage >= kMasterHalf ? piece.master + index : nullptr};
 }
 
-// Steps `count` <= kLanes elements through the same lanes in copies, so that an element's bits do not depend on where it
-// stands.
+// Steps copies of `count` <= kLanes elements with the same vector code, so that an element's bits do not depend on its
+// position.
 template <Dtype grad_dtype, Storage storage, Form form>
 void step_few(const Pointers& at, uint64_t count, const Constants& constants) {
     alignas(64) char param[kLanes * 4] = {};
@@ -58,8 +58,8 @@ void step_few(const Pointers& at, uint64_t count, const Constants& constants) {
     if (at.master) __builtin_memcpy(at.master, master, count * sizeof(float));
 }
 
-// The slow way, through copies, for what is no whole strip or holds gradients that are not finite: `width` elements at a
-// time, and one by one where one of them must be left out. Returns how many were.
+// Steps partial strips and strips with non-finite gradients, through copies: `width` elements at a time, and one by one
+// if one of them must keep its state. Returns the number of elements that keep their state.
 template <Dtype grad_dtype, Storage storage, Form form>
 uint64_t step_finite(const Piece& piece, uint64_t begin, uint64_t end, const Constants& constants,
                      uint64_t width = kLanes) {
@@ -80,8 +80,8 @@ uint64_t step_finite(const Piece& piece, uint64_t begin, uint64_t end, const Con
     return left_out;
 }
 
-// Asks for the cache lines of a strip kPrefetchNbytes ahead: the processor's own prefetchers stop at the end of a page.
-// Beyond the end of an array such a request does nothing.
+// Prefetches the cache lines of a strip kPrefetchNbytes ahead, because the processor's prefetchers stop at the end of a
+// page. Beyond the end of an array a prefetch has no effect.
 template <Dtype grad_dtype, Storage storage, Form form>
 inline void prefetch_strip(const Pointers& at) {
     const auto ahead = [](const void* stream, uint64_t nbytes) {
@@ -113,7 +113,7 @@ uint64_t step_range(const Piece& piece, uint64_t begin, uint64_t end) {
             left_out += step_finite<grad_dtype, storage, form>(piece, index, index + kStripNumel, constants);
             continue;
         }
-        // Several vectors in flight, so that their divisions and roots overlap.
+        // Consecutive vectors are independent, so the processor overlaps their divisions and roots.
         for (uint64_t lane = 0; lane < kStripNumel; lane += kLanes) {
             step_lanes<grad_dtype, storage, form>(pointers<grad_dtype, storage, form>(piece, index + lane), constants);
         }
@@ -162,7 +162,7 @@ inline void add_row(SumLanes& lanes, const char* at, uint64_t& left_out) {
     }
 }
 
-// One row of kSumLanes elements after the other.
+// Sums of squares that add one row of kSumLanes elements after the other.
 template <Dtype dtype, bool finite_only>
 struct RowSums {
     static constexpr uint64_t kNumel = kSumLanes;
@@ -181,10 +181,10 @@ inline double added_pairwise(double* sums) {
     return sums[0];
 }
 
-// Adds up the squares of `blocks` blocks, the first at `bytes` and each of `numel` elements, in double: in kSumLanes
-// lanes (lane = index in the block % kSumLanes), each in the order of the elements, lanes then added pairwise: i and
-// i + 8, i and i + 4, i and i + 2, i and i + 1. Squares of fp32 values are exact in double. Every lane is a chain of
-// additions that wait for each other: several blocks at once keep the adders busy.
+// Adds the squares of `blocks` blocks of `numel` elements each, the first at `bytes`, in double. A block has kSumLanes
+// lanes (lane = index in the block % kSumLanes), each summed in the order of the elements. The lanes are then added
+// pairwise: i and i + 8, i and i + 4, i and i + 2, i and i + 1. Squares of fp32 values are exact in double. The
+// additions of a lane depend on each other, so several blocks at the same time keep the adders busy.
 template <Dtype dtype, class Sums, int blocks>
 inline void sum_of_squares(const char* bytes, uint64_t numel, Sums* sums) {
     constexpr uint64_t kBlockNbytes = kBlockNumel * dtype_nbytes<dtype>();
@@ -198,7 +198,7 @@ inline void sum_of_squares(const char* bytes, uint64_t numel, Sums* sums) {
         }
     }
     for (int block = 0; block < blocks && index < numel; ++block) {
-        // Zeros beyond the end add nothing: the sums are never -0.
+        // Zeros beyond the end do not change the sums, which are never -0.
         alignas(64) char tail[Sums::kNumel * 4] = {};
         __builtin_memcpy(tail, bytes + block * kBlockNbytes + index * dtype_nbytes<dtype>(),
                          (numel - index) * dtype_nbytes<dtype>());
@@ -206,8 +206,9 @@ inline void sum_of_squares(const char* bytes, uint64_t numel, Sums* sums) {
     }
 }
 
-// Squares of the finite elements, and the number of the others, of each block. No block of finite fp32 values overflows
-// a double, so that a finite sum says that all were: only a block that holds others is summed again without them.
+// Computes for each block the sum of squares of its finite elements and the number of the others. A sum over finite
+// fp32 values never overflows a double, so a finite sum proves that all elements are finite. Only a block with other
+// elements is summed again without them.
 template <Dtype dtype, class Sums, int blocks>
 void sum_blocks(const char* bytes, uint64_t numel, BlockSum* out) {
     Sums sums[blocks];
@@ -246,7 +247,7 @@ void sum(const Span& span, uint64_t begin, uint64_t end, BlockSum* out) {
     }
 }
 
-// Integer arithmetic only: simple loops, left to the compiler's vectorizer for the instruction set in force.
+// Integer arithmetic in simple loops, which the compiler vectorizes for the current instruction set.
 void split(const float* values, uint16_t* param, int16_t* remainder, uint64_t numel) {
     for (uint64_t index = 0; index < numel; ++index) {
         uint32_t bits;

@@ -16,11 +16,11 @@
 namespace infinity::adam {
 namespace {
 
-// How long a caller looks before it sleeps: what is left for the others at the end of a job is about one index.
-constexpr std::chrono::microseconds kLookTime{100};
+// A caller spins this long before it sleeps, because at the end of a job other threads have about one index left.
+constexpr std::chrono::microseconds kSpinTime{100};
 
-// Sets rounding to nearest and denormals on, and puts back what the thread had. A caller that flushes denormals would
-// otherwise get other bits on its own thread than on the pool's.
+// Sets rounding to nearest and enables denormals, and restores the thread's mode afterwards. Otherwise a caller that
+// flushes denormals would compute other bits than the pool's threads.
 class PlainFloats {
   public:
 #if defined(__x86_64__)
@@ -41,8 +41,8 @@ class PlainFloats {
 #endif
 };
 
-// Moves the calling thread to `cores`, and back to where it was allowed to be. Where the system refuses, or there are no
-// cores named, it stays: the work is the same.
+// Moves the calling thread to `cores`, and restores its affinity afterwards. Does nothing if `cores` is empty or the
+// system refuses; the results are the same.
 class OnCores {
   public:
 #if defined(__linux__)
@@ -58,7 +58,7 @@ class OnCores {
     }
 
   private:
-    // Room for 8192 cores; the kernel refuses a mask that is shorter than its own.
+    // Covers 8192 cores; the kernel refuses a mask that is shorter than its own.
     using Mask = std::array<cpu_set_t, 8>;
 
     Mask before_{};
@@ -98,7 +98,7 @@ Pool::Job::Job(const std::function<void(uint64_t)>& job, uint64_t count, int thr
     : task(&job), shares(static_cast<size_t>(threads)) {
     const uint64_t parts = shares.size();
     for (uint64_t part = 0; part < parts; ++part) {
-        // Without overflow: count / parts for everyone, and one more for the first ones.
+        // count / parts indices for each thread, and one more for the first ones, computed without overflow.
         const auto bound = [&](uint64_t at) { return count / parts * at + std::min(count % parts, at); };
         shares[part].next.store(bound(part), std::memory_order_relaxed);
         shares[part].end = bound(part + 1);
@@ -133,13 +133,13 @@ void Pool::run(uint64_t count, const std::function<void(uint64_t)>& task) {
     wait_for_threads(job);
 }
 
-// A thread that wakes only now finds no job: the caller waits for those at work, never for a late sleeper.
+// The caller waits only for threads that work on the job. A thread that wakes later finds no job.
 void Pool::wait_for_threads(const Job& job) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         job_ = nullptr;
     }
-    const auto until = std::chrono::steady_clock::now() + kLookTime;
+    const auto until = std::chrono::steady_clock::now() + kSpinTime;
     while (job.active.load(std::memory_order_acquire) != 0 && std::chrono::steady_clock::now() < until) pause();
     std::unique_lock<std::mutex> lock(mutex_);
     left_.wait(lock, [&job] { return job.active.load(std::memory_order_acquire) == 0; });
@@ -151,7 +151,7 @@ void Pool::start_threads() {
             threads_.emplace_back([this, own = threads_.size() + 1] { work(own); });
         }
     } catch (const std::system_error&) {
-        // The system gives no more threads: the ones there and the caller do the work, slower, with the same result.
+        // The system refuses more threads; the existing ones and the caller do the work with the same result.
     }
 }
 

@@ -1,8 +1,8 @@
-// A pool of threads for one fork and join per optimizer step.
+// A pool of threads for one fork and join in each optimizer step.
 //
-// Threads start with the first job that has use for them, sleep between jobs and end with the pool. The caller works
-// too, so that a pool of n has n - 1 threads of its own. Every thread has a contiguous share of a job's indices; one that
-// has finished its own takes from the others', so that a thread that is held up does not hold up the job.
+// Threads start with the first job that needs them, sleep between jobs and end with the pool. The caller works too, so
+// a pool of size n has n - 1 threads of its own. Every thread has a contiguous share of a job's indices and takes from
+// other shares once its own is done, so that a delayed thread does not delay the job.
 #pragma once
 
 #include <atomic>
@@ -17,18 +17,18 @@ namespace infinity::adam {
 
 class Pool {
   public:
-    // `cores`: what the threads, and a caller while it works, may run on; empty: whatever they may anyway.
+    // `cores`: the cores of the threads, and of a caller while it works; empty: their affinity does not change.
     Pool(int threads, std::vector<int> cores);
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
-    // Calls task(index) for every index below count, each once, on any thread; returns when all have returned. Calls
-    // from several threads are served one after the other. `task` must not throw.
+    // Calls task(index) once for every index below count, on any thread; returns when all calls have returned. A lock
+    // serializes concurrent callers. `task` must not throw.
     void run(uint64_t count, const std::function<void(uint64_t)>& task);
 
   private:
-    // Indices [next, end); on a cache line of its own, because every thread counts on its share.
+    // Indices [next, end); on a separate cache line, because every thread updates its own share.
     struct alignas(64) Share {
         std::atomic<uint64_t> next;
         uint64_t end;
@@ -37,7 +37,7 @@ class Pool {
     struct Job {
         const std::function<void(uint64_t)>* task;
         std::vector<Share> shares;
-        // Threads inside the job; changed under mutex_.
+        // Threads that work on the job; changed under mutex_.
         std::atomic<int> active{0};
 
         Job(const std::function<void(uint64_t)>& job, uint64_t count, int threads);

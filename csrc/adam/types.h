@@ -1,8 +1,8 @@
-// What crosses the C ABI and the table of functions that every instruction set provides.
+// The types of the C ABI, and the table of functions that every instruction set provides.
 //
-// The arithmetic is defined once, in arithmetic.inl. All of it is fp32 with explicit fused multiply-adds and IEEE square
-// root and division, so that every instruction set, any number of threads and the Python fallback
-// (infinity/ops/reference.py) give the same bits for every input that is not a NaN; a NaN stays a NaN.
+// The arithmetic is defined once, in arithmetic.inl: fp32 with explicit fused multiply-adds and IEEE square root and
+// division. Every instruction set, any number of threads and the Python fallback (infinity/ops/reference.py) give the
+// same bits for every input without NaNs; a NaN stays a NaN.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@ namespace infinity::adam {
 
 enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
-// How the fp32 weight is stored.
+// The storage of the fp32 weight.
 enum Storage : int32_t {
     // PARAM is fp32 and is the weight.
     kPlain = 0,
@@ -24,11 +24,11 @@ enum Storage : int32_t {
     kMasterBfloat = 3,
 };
 
-// How an element is stepped: see step_lanes. kLion, kAdagrad and kMomentum keep one state, in exp_avg.
+// The update rule of an element: see step_lanes. kLion, kAdagrad and kMomentum keep one state, in exp_avg.
 enum Rule : int32_t { kAdam = 0, kAdamW = 1, kLion = 2, kAdagrad = 3, kMomentum = 4 };
 
-// What code is made for: Adam's rules apart, for speed; those of one state together, which asks for the rule at every
-// vector and still waits for memory.
+// The rules that are compiled separately. Adam's two rules have their own code for speed. The rules with one state
+// share code that tests the rule at every vector, because memory bandwidth limits it anyway.
 enum Form : int32_t { kAdamForm = kAdam, kAdamWForm = kAdamW, kOneState = 2 };
 
 // One contiguous run of elements that share hyper-parameters. Mirrored by a ctypes structure in infinity/ops/adam.py.
@@ -43,18 +43,18 @@ struct Piece {
     Storage storage;
     Dtype grad_dtype;
     Rule rule;
-    // Named after what they are to Adam; infinity/ops/rules.py says what the other rules put there.
+    // Named by their meaning in Adam; infinity/ops/rules.py says what the other rules put there.
     float grad_scale;
     float weight_decay;
     float decay;
-    // With a minus, -0 included: the state is moved from the gradient, not from where it is.
+    // Negative, -0 included: the first moment interpolates from the gradient instead of from the state.
     float one_minus_beta1;
     float beta2;
     float one_minus_beta2;
     float sqrt_bias_correction2;
     float eps;
     float minus_step_size;
-    // A gradient, once scaled, is moved into [-grad_bound, grad_bound]; infinite: it stays as it is.
+    // A scaled gradient is clamped to [-grad_bound, grad_bound]; infinite: no clamping.
     float grad_bound;
 };
 
@@ -65,8 +65,8 @@ struct Span {
     Dtype dtype;
 };
 
-// Sums are taken over blocks of this many elements, counted from the start of a tensor: the reduction tree depends on
-// the tensor alone.
+// Sums are computed over blocks of this many elements from the start of a tensor, so that the order of additions
+// depends on the tensor alone.
 constexpr uint64_t kBlockNumel = 4096;
 constexpr int kSumLanes = 16;
 
@@ -76,9 +76,9 @@ struct BlockSum {
 };
 
 struct Kernels {
-    // Returns the number of elements that were left as they are, because their gradient is not finite.
+    // Returns the number of elements that keep their state because their gradient is not finite.
     uint64_t (*step)(const Piece& piece, uint64_t begin, uint64_t end);
-    // One BlockSum for each block of [begin, end); `begin` is where a block begins, `end` where one ends.
+    // Writes one BlockSum for each block of [begin, end); `begin` is the start of a block, `end` the end of one.
     void (*sum)(const Span& span, uint64_t begin, uint64_t end, BlockSum* out);
     void (*split)(const float* values, uint16_t* param, int16_t* remainder, uint64_t numel);
     void (*join)(const uint16_t* param, const int16_t* remainder, float* values, uint64_t numel);
@@ -86,7 +86,7 @@ struct Kernels {
 
 enum Isa : int32_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kNeon = 3, kIsaCount = 4 };
 
-// Null where the library was compiled for another architecture.
+// Null if the library was compiled for another architecture.
 extern const Kernels* const kScalarKernels;
 extern const Kernels* const kAvx2Kernels;
 extern const Kernels* const kAvx512Kernels;

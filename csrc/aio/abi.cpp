@@ -1,8 +1,8 @@
-// The C ABI: what infinity/ops/aio.py calls. Functions never throw; errors are errno values.
+// The C ABI that infinity/ops/aio_native.py calls. Functions never throw; errors are errno values.
 //
-// A queue is opened, given requests, and closed once. A request is submitted, waited for or asked about any number of
-// times by any thread, and released once, in any state, before or after its queue is closed; releasing one that is not
-// done does not stop it. Buffers and descriptors belong to the caller, and must live until the request is done.
+// A queue is opened and closed once. Any thread may wait for a submitted request or query it any number of times. The
+// caller releases a request once, in any state, before or after its queue is closed; a release does not stop the
+// request. Buffers and descriptors belong to the caller and must live until the request is done.
 
 #include <cerrno>
 #include <memory>
@@ -35,9 +35,9 @@ Request& request_of(void* handle) { return *static_cast<Handle*>(handle)->reques
 
 }  // namespace
 
-// A queue on `backend` (0 threads, 1 Linux AIO, 2 io_uring), or null and an errno value: ENOSYS or EPERM where the
-// system does not offer the back end. `depth` blocks of `block_nbytes` are in flight in a kernel queue, `threads`
-// threads serve what it does not take; at most `pending_max` requests are not done at a time.
+// Opens a queue on `backend` (0 threads, 1 Linux AIO, 2 io_uring). Returns null with an errno value on failure: ENOSYS
+// or EPERM if the system does not offer the back end. A kernel queue has `depth` blocks of `block_nbytes` in flight;
+// `threads` threads serve the requests that it does not accept. At most `pending_max` requests are not done at a time.
 INFINITY_EXPORT void* infinity_aio_open(int32_t backend, uint32_t depth, int32_t threads, uint64_t block_nbytes,
                                         uint64_t pending_max, int32_t* error) {
     std::unique_ptr<Queue> queue;
@@ -48,16 +48,16 @@ INFINITY_EXPORT void* infinity_aio_open(int32_t backend, uint32_t depth, int32_t
     return queue.release();
 }
 
-// Frees the queue. 1 where all threads have ended, 0 where some hang and were left behind with what they use; requests
-// not begun then end with ETIMEDOUT.
+// Frees the queue. Returns 1 if all threads have ended. Returns 0 if a thread hangs: it is abandoned with the memory
+// that it uses, and requests that have not begun end with ETIMEDOUT.
 INFINITY_EXPORT int32_t infinity_aio_close(void* queue, double timeout_s) {
     const std::unique_ptr<Queue> owned(static_cast<Queue*>(queue));
     return owned->close(timeout_s) ? 1 : 0;
 }
 
-// A request to be given to infinity_aio_release, or null and an errno value: EBUSY where `pending_max` requests are
-// not done yet. `write` is 0 or 1, `check` a Check (request.h); `nbytes` is at least 1. Of reads that wait, and of
-// writes, those of greater `priority` begin first; with one below 0 they begin behind both.
+// Submits a request, which the caller gives to infinity_aio_release. Returns null with an errno value on failure: EBUSY
+// if `pending_max` requests are not done yet. `write` is 0 or 1, `check` a Check (request.h); `nbytes` is at least 1.
+// Among waiting reads, and among waiting writes, greater `priority` begins first; a priority below 0 begins after both.
 INFINITY_EXPORT void* infinity_aio_submit(void* queue, int32_t write, const Target* target, void* buffer,
                                           int64_t offset, uint64_t nbytes, int32_t priority, int32_t check,
                                           int32_t* error) {
@@ -72,53 +72,54 @@ INFINITY_EXPORT void* infinity_aio_submit(void* queue, int32_t write, const Targ
     return *error == 0 ? handle.release() : nullptr;
 }
 
-// 1 where another request would be taken, 0 where that is not so for `timeout_s`.
+// Returns 1 once another request would be accepted, 0 after `timeout_s`.
 INFINITY_EXPORT int32_t infinity_aio_wait_room(void* queue, double timeout_s) {
     return static_cast<Queue*>(queue)->pending_limit().wait(timeout_s) ? 1 : 0;
 }
 
 INFINITY_EXPORT int32_t infinity_aio_done(void* request) { return request_of(request).done() ? 1 : 0; }
 
-// 1 when done, 0 after `timeout_s`.
+// Returns 1 once the request is done, 0 after `timeout_s`.
 INFINITY_EXPORT int32_t infinity_aio_wait(void* request, double timeout_s) {
     return request_of(request).wait(timeout_s) ? 1 : 0;
 }
 
-// Somebody waits for it: blocks that have not begun go before all requests of its kind, reads or writes, whatever their
-// priority, behind those urged before.
+// Moves the blocks of a request that have not begun before all requests of its kind, reads or writes, whatever their
+// priority, and behind those urged before. Called when a thread waits for the request.
 INFINITY_EXPORT void infinity_aio_urge(void* request) {
     const Handle& handle = *static_cast<Handle*>(request);
     std::lock_guard<std::mutex> lock(handle.pending->mutex);
     handle.pending->urge(*handle.request);
 }
 
-// 1 where blocks had not begun and now never will: the request ends with ECANCELED once those in flight are over, and
-// the buffer is in use until then. 0 where there were none: it ends as if nothing had happened.
+// Stops the blocks that have not begun and returns 1: the request ends with ECANCELED once the blocks in flight are
+// over, and uses its buffer until then. Returns 0 without any effect if all blocks have begun.
 INFINITY_EXPORT int32_t infinity_aio_cancel(void* request) {
     const Handle& handle = *static_cast<Handle*>(request);
     std::lock_guard<std::mutex> lock(handle.pending->mutex);
     return handle.pending->cancel(*handle.request, ECANCELED) ? 1 : 0;
 }
 
-// Of a request that is done: errno (0: fine; -1: the file ended) and the byte of the request that it befell.
+// Writes the errno of a request that is done (0: success; -1: end of file) and the byte of the request at which it
+// occurred.
 INFINITY_EXPORT void infinity_aio_outcome(void* request, int32_t* error, uint64_t* position) {
     request_of(request).outcome(error, position);
 }
 
-// Of a checked request that is done without an error: the CRC-32C of the bytes that the check is of.
+// Returns the CRC-32C of the bytes that the check covers, of a checked request that is done without an error.
 INFINITY_EXPORT uint32_t infinity_aio_checksum(void* request) { return request_of(request).checksum(); }
 
-// Of a request that is done: when its first block began (0: none did) and when it was over, in nanoseconds of the
-// steady clock.
+// Writes when the first block of a request that is done began (0: none did) and when the request was over, in
+// nanoseconds of the steady clock.
 INFINITY_EXPORT void infinity_aio_moments(void* request, int64_t* began_ns, int64_t* ended_ns) {
     request_of(request).moments(began_ns, ended_ns);
 }
 
 INFINITY_EXPORT void infinity_aio_release(void* request) { delete static_cast<Handle*>(request); }
 
-// Makes memory known to the kernel, so that transfers in it cost less: 0, or an errno value where that cannot be had
-// (ENOSYS: not this back end or kernel; ENOMEM: more than the process may lock). Everything works without. The memory
-// stays as it is until it is unregistered, with nothing in flight in it, or the queue is closed.
+// Registers memory with the kernel, which makes transfers cheaper. Returns 0 or an errno value (ENOSYS: this back end
+// or kernel cannot; ENOMEM: more than the process may lock); transfers work without registration too. The memory must
+// stay valid until it is unregistered, with no transfer in flight, or the queue is closed.
 INFINITY_EXPORT int32_t infinity_aio_register_buffer(void* queue, void* buffer, uint64_t nbytes) {
     return guarded([&] {
         KernelQueue* const kernel = static_cast<Queue*>(queue)->kernel();
@@ -131,7 +132,7 @@ INFINITY_EXPORT void infinity_aio_unregister_buffer(void* queue, void* buffer) {
     if (kernel) kernel->unregister_buffer(static_cast<char*>(buffer));
 }
 
-// The same for a file: its number, for Target::registered, or -errno. The kernel keeps the file open until it is
+// Registers a file. Returns its number, for Target::registered, or -errno. The kernel keeps the file open until it is
 // unregistered or the queue is closed.
 INFINITY_EXPORT int32_t infinity_aio_register_file(void* queue, int32_t fd) {
     KernelQueue* const kernel = static_cast<Queue*>(queue)->kernel();
@@ -143,8 +144,8 @@ INFINITY_EXPORT void infinity_aio_unregister_file(void* queue, int32_t number) {
     if (kernel) kernel->unregister_file(number);
 }
 
-// The CRC-32C of bytes behind others whose checksum is `crc` (0: none). `way`: 0 the fastest, 1 by tables, 2 by the
-// processor's instruction for it.
+// Returns the CRC-32C of earlier bytes with checksum `crc` (0: none) followed by these. `way`: 0 the fastest, 1 tables,
+// 2 the processor's instruction.
 INFINITY_EXPORT uint32_t infinity_aio_crc32c(uint32_t crc, const void* data, uint64_t nbytes, int32_t way) {
     if (way == 0) return crc32c(crc, data, nbytes);
     return way == 1 ? crc32c_by_tables(crc, data, nbytes) : crc32c_by_instruction(crc, data, nbytes);

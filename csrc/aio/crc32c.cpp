@@ -1,6 +1,6 @@
-// The instruction takes 8 bytes a cycle but answers after three: three streams are run side by side and combined by
-// tables (Gopal et al., "Fast CRC Computation for iSCSI Polynomial Using CRC32 Instruction", Intel 2011). Combining is
-// multiplication by a power of x modulo the polynomial (Mark Adler's zlib, crc32_combine).
+// The instruction accepts 8 bytes a cycle with a latency of three cycles, so three streams run in parallel and tables
+// combine them (Gopal et al., "Fast CRC Computation for iSCSI Polynomial Using CRC32 Instruction", Intel 2011).
+// Combining multiplies by a power of x modulo the polynomial (Mark Adler's zlib, crc32_combine).
 
 #include "crc32c.h"
 
@@ -33,7 +33,7 @@ uint32_t multiply(uint32_t a, uint32_t b) {
     return product;
 }
 
-// What `nbytes` further bytes of zeros multiply a remainder by.
+// The factor by which `nbytes` appended zero bytes multiply a remainder.
 uint32_t shift_by(uint64_t nbytes) {
     uint32_t power = kOne;
     for (uint32_t square = kByte; nbytes != 0; nbytes >>= 1) {
@@ -60,7 +60,7 @@ class Multiplier {
     uint32_t table_[4][256];
 };
 
-// table[k][b]: the remainder of byte b with k bytes of zeros behind it.
+// table[k][b]: the remainder of byte b followed by k zero bytes.
 struct ByteTables {
     ByteTables() {
         for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -84,7 +84,7 @@ struct ByteTables {
 INFINITY_CRC_TARGET inline uint64_t step(uint64_t crc, uint64_t word) { return _mm_crc32_u64(crc, word); }
 INFINITY_CRC_TARGET inline uint32_t step_byte(uint32_t crc, uint8_t byte) { return _mm_crc32_u8(crc, byte); }
 #else
-// The builtins of arm_acle.h, which some compilers declare only where all code is built for the extension.
+// The builtins of arm_acle.h, which some compilers declare only if all code is built for the extension.
 INFINITY_CRC_TARGET inline uint64_t step(uint64_t crc, uint64_t word) {
     uint32_t next;
     asm("crc32cx %w0, %w1, %x2" : "=r"(next) : "r"(static_cast<uint32_t>(crc)), "r"(word));
@@ -103,7 +103,7 @@ inline uint64_t word_at(const char* at) {
     return word;
 }
 
-// Whole rounds of three streams of kStream bytes, from *at on.
+// Processes whole rounds of three streams of kStream bytes, from *at on.
 template <size_t kStream>
 INFINITY_CRC_TARGET uint64_t run_streams(uint64_t crc, const char** at, const char* end) {
     static const Multiplier behind(shift_by(kStream));
@@ -134,11 +134,12 @@ INFINITY_CRC_TARGET uint32_t by_instruction(uint32_t before, const char* at, siz
 
 #ifdef INFINITY_FOLD_TARGET
 
-// Four vectors of 512 bits, each folded onto the one 256 bytes further on: a product without carries with x^(8 * 256 + 32)
-// and x^(8 * 256 - 32) modulo the polynomial leaves the remainder of the whole as it is (Gopal et al., "Fast CRC
-// Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009). The last 256 bytes go the other way. As
-// fast as memory, and four times as fast as the instruction on what is in a cache. What it reads is not kept in the last
-// cache, which the drive's copies want: at 7.5 GB/s a checked write costs 5 % instead of 7.
+// Folds four vectors of 512 bits, each onto the one 256 bytes further on: carry-less products with x^(8 * 256 + 32) and
+// x^(8 * 256 - 32) modulo the polynomial keep the remainder of the whole (Gopal et al., "Fast CRC Computation for
+// Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009). The instruction processes the last 256
+// bytes. This runs at memory bandwidth, and four times as fast as the instruction on cached bytes. It does not
+// keep the bytes in the last-level cache, which the drive's copies need: a checked write at 7.5 GB/s costs 5 % instead
+// of 7 %.
 constexpr size_t kFoldNbytes = 256;
 constexpr size_t kFoldAhead = 2048;
 
@@ -170,7 +171,7 @@ INFINITY_FOLD_TARGET uint32_t by_folding(uint32_t before, const char* at, size_t
     _mm512_store_si512(left + 64, b);
     _mm512_store_si512(left + 128, c);
     _mm512_store_si512(left + 192, d);
-    // A remainder that nothing is before: the checksum of no bytes is turned into 0 there.
+    // by_instruction inverts its start value, so ~0 starts the folded bytes with a remainder of 0.
     return by_instruction(by_instruction(~uint32_t{0}, left, kFoldNbytes), at, static_cast<size_t>(end - at));
 }
 
@@ -195,7 +196,7 @@ uint32_t crc32c_by_tables(uint32_t before, const void* data, size_t nbytes) {
     const auto* at = static_cast<const uint8_t*>(data);
     uint32_t crc = ~before;
     for (; nbytes >= 8; at += 8, nbytes -= 8) {
-        // Byte by byte, so that it does not matter which end the processor begins at.
+        // Assembled byte by byte, so that the processor's byte order does not matter.
         crc = table[7][(crc ^ at[0]) & 255] ^ table[6][((crc >> 8) ^ at[1]) & 255] ^
               table[5][((crc >> 16) ^ at[2]) & 255] ^ table[4][(crc >> 24) ^ at[3]] ^ table[3][at[4]] ^
               table[2][at[5]] ^ table[1][at[6]] ^ table[0][at[7]];

@@ -6,17 +6,18 @@
 
 namespace infinity::aio {
 
-// The checksum of the bytes behind `crc`, which is 0 at the beginning, in the fastest way that the processor has.
+// Returns the checksum of earlier bytes with checksum `crc` (0: none) followed by these, in the processor's fastest
+// way.
 uint32_t crc32c(uint32_t crc, const void* data, size_t nbytes);
 
-// The same by the processor's instruction, and by tables: where it has nothing better, and to compare with.
+// The same by the processor's instruction, and by tables, which are the fallback and the reference of the tests.
 uint32_t crc32c_by_instruction(uint32_t crc, const void* data, size_t nbytes);
 uint32_t crc32c_by_tables(uint32_t crc, const void* data, size_t nbytes);
 
-// The checksum of two texts one behind the other, from that of each; `nbytes` are those of the second.
+// Returns the checksum of two concatenated byte strings from theirs; the second one has `nbytes` bytes.
 uint32_t crc32c_combine(uint32_t first, uint32_t second, uint64_t nbytes);
 
-// Whether the processor has an instruction for it.
+// Returns whether the processor has an instruction for CRC-32C.
 bool crc32c_is_hardware();
 
 }  // namespace infinity::aio

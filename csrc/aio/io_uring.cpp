@@ -119,7 +119,7 @@ class IoUring final : public KernelQueue {
     void unregister_file(int32_t number) override { registered_.remove_file(number); }
 
   private:
-    // The ring itself does not work: what is in it goes back, so that nothing is begun later.
+    // The ring does not work: take back its entries, so that the kernel does not begin them later.
     void refuse_staged(int error, std::vector<Completion>* refused) {
         uint32_t* const tail = rings_.at<uint32_t>(params_.sq_off.tail);
         const uint32_t mask = *rings_.at<uint32_t>(params_.sq_off.ring_mask);
@@ -130,7 +130,7 @@ class IoUring final : public KernelQueue {
         }
     }
 
-    // Both came with Linux 5.6.
+    // Linux 5.6 added both.
     bool offers_read_and_write() const {
         constexpr uint32_t count = 256;
         std::vector<char> memory(sizeof(io_uring_probe) + count * sizeof(io_uring_probe_op));
@@ -148,7 +148,7 @@ class IoUring final : public KernelQueue {
     const Mapping entries_;
     Registered registered_;
     uint32_t staged_ = 0;
-    // The largest of what is staged.
+    // Bytes of the largest staged transfer.
     uint64_t nbytes_max_ = 0;
 };
 

@@ -1,8 +1,8 @@
-// A backend over a queue in the kernel, driven by one thread.
+// A back end on a queue in the kernel, driven by one thread.
 //
-// One event descriptor counts what the thread has to look at: completions (the kernel adds to it), new requests and the
-// order to stop (the backend does). It sleeps on it, and wakes to take completions and to fill free slots. Checksums
-// are computed after the free slots are filled, while the drive works on what was begun.
+// The thread sleeps on one event descriptor. The kernel signals completions on it; the back end signals new requests
+// and the order to stop. When the thread wakes, it takes completions, fills free slots, and then computes checksums
+// while the drive works on the blocks that have begun.
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -17,9 +17,9 @@
 #include "pending.h"
 
 #ifdef INFINITY_AIO_FAULTS
-// The test build asks for the result of every completion, and whoever loads it defines the answer.
+// The test build replaces the result of every completion by that of a function that the loading program defines.
 extern "C" int64_t infinity_aio_fault(int fd, int64_t result);
-// The completion never comes.
+// The completion is lost.
 constexpr int64_t kFaultHangs = INT64_MIN;
 #endif
 
@@ -42,8 +42,8 @@ struct State {
 
     const Fd event;
     std::unique_ptr<KernelQueue> kernel;
-    // The thread's own: what is in flight (or staged) by slot, which slots are not, and what is to be asked for again,
-    // at once or a little later.
+    // Used only by the thread: the block in flight or staged of each slot, the free slots, and the blocks to submit
+    // again now or after kRetryDelay.
     std::vector<Block> slots;
     std::vector<uint32_t> free;
     std::deque<Block> again;
@@ -51,8 +51,8 @@ struct State {
 
     const std::shared_ptr<Pending> pending = std::make_shared<Pending>();
     std::condition_variable changed;
-    // Guarded by pending->mutex. Whether a new request is worth waking the thread.
-    bool hungry = false;
+    // Guarded by pending->mutex, as the flags below: whether a new request has to wake the thread.
+    bool awaits_requests = false;
     bool stop = false;
     bool ended = false;
     std::atomic<bool> abandoned{false};
@@ -62,7 +62,7 @@ class Driver {
   public:
     explicit Driver(State& state) : state_(state) {}
 
-    // Returns when told to stop and nothing is left, or when abandoned.
+    // Returns once told to stop with no block left, or once abandoned.
     void run() {
         while (!state_.abandoned) {
             fill();
@@ -110,7 +110,7 @@ class Driver {
                                             io.offset + static_cast<int64_t>(block.begin)});
     }
     void digest() {
-        // What is being written now: its slot holds it until a completion is taken, which this thread does later.
+        // Blocks that are being written; their slots hold them until this thread takes their completions.
         for (const uint32_t slot : undigested_) {
             const Block& block = state_.slots[slot];
             if (block.request) block.request->digest(block.first);
@@ -127,28 +127,28 @@ class Driver {
         std::lock_guard<std::mutex> lock(state_.pending->mutex);
         return state_.stop && state_.pending->empty();
     }
-    // Whether there is nothing to begin before something happens.
+    // Returns whether no block can begin before the next signal.
     bool may_sleep() {
         const bool room = !state_.free.empty();
         if (room && !state_.again.empty()) return false;
         std::lock_guard<std::mutex> lock(state_.pending->mutex);
         if (room && !state_.pending->empty()) return false;
-        state_.hungry = room;
+        state_.awaits_requests = room;
         return true;
     }
     void sleep() {
         pollfd event{state_.event.get(), POLLIN, 0};
-        const bool patient = staged_all_ && state_.later.empty();
-        ::poll(&event, 1, patient ? -1 : static_cast<int>(kPatience.count()));
+        const bool no_deadline = staged_all_ && state_.later.empty();
+        ::poll(&event, 1, no_deadline ? -1 : static_cast<int>(kRetryDelay.count()));
         uint64_t count;
-        // Empty where the time was over or a signal came: the round then finds nothing, and sleeps again.
+        // After a timeout or a signal there is nothing to read; the next round finds no work and sleeps again.
         [[maybe_unused]] const ssize_t got = ::read(state_.event.get(), &count, sizeof count);
-        if (!state_.later.empty() && Clock::now() >= patience_until_) {
+        if (!state_.later.empty() && Clock::now() >= retry_at_) {
             std::move(state_.later.begin(), state_.later.end(), std::back_inserter(state_.again));
             state_.later.clear();
         }
     }
-    // Settles all that the kernel does not hold.
+    // Ends the blocks that are not in the kernel.
     void give_up() {
         digest();
         for (std::deque<Block>* blocks : {&state_.again, &state_.later}) {
@@ -187,33 +187,34 @@ class Driver {
                 if (block.descriptor() == block.request->io.target.direct_fd) {
                     state_.again.push_back(std::move(block));
                 } else {
-                    // A file that ends inside a sector left an unaligned rest: a call or two through the page cache.
+                    // The unaligned rest of a file that ends inside a sector takes a call or two through the page
+                    // cache.
                     move_now(block, state_.abandoned);
                 }
                 break;
             case Verdict::kLater:
-                patience_until_ = Clock::now() + kPatience;
+                retry_at_ = Clock::now() + kRetryDelay;
                 state_.later.push_back(std::move(block));
                 break;
         }
     }
 
     State& state_;
-    // Kept between rounds for their memory alone.
+    // Kept between rounds to reuse their memory.
     std::vector<uint32_t> fresh_;
     std::vector<Completion> completions_;
-    // Slots of blocks to be written, and blocks that were read, whose checksums are not computed yet.
+    // Slots of blocks being written, and blocks that were read, without a checksum yet.
     std::vector<uint32_t> undigested_;
     std::vector<Block> arrived_;
     bool staged_all_ = true;
-    Clock::time_point patience_until_;
+    Clock::time_point retry_at_;
 };
 
 void serve(const std::shared_ptr<State>& state) {
     Driver driver(*state);
     driver.run();
     if (driver.in_flight() != 0) {
-        // The kernel still writes to these buffers and to the queue's memory: neither is ever freed.
+        // The kernel still writes to these buffers and to the queue's memory, so they are never freed.
         new std::shared_ptr<State>(state);
     }
     std::lock_guard<std::mutex> lock(state->pending->mutex);
@@ -229,8 +230,8 @@ class KernelBackend final : public IoBackend {
         std::lock_guard<std::mutex> lock(state_->pending->mutex);
         if (!thread_.joinable()) thread_ = std::thread([state = state_] { serve(state); });
         state_->pending->push(std::move(request));
-        if (state_->hungry) state_->signal();
-        state_->hungry = false;
+        if (state_->awaits_requests) state_->signal();
+        state_->awaits_requests = false;
         return state_->pending;
     }
 

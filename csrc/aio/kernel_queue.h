@@ -1,4 +1,4 @@
-// A queue inside the kernel: reads and writes of aligned blocks are begun many at a time and end on their own.
+// The interface of a queue inside the kernel, which begins many aligned reads and writes with one call.
 #pragma once
 
 #include <unistd.h>
@@ -12,10 +12,10 @@
 
 namespace infinity::aio {
 
-// An owned descriptor.
+// A file descriptor that is closed with this object.
 class Fd {
   public:
-    // Throws std::system_error with errno where `fd` is negative.
+    // Throws std::system_error with errno if `fd` is negative.
     explicit Fd(int fd) : fd_(fd) {
         if (fd < 0) throw std::system_error(errno, std::generic_category());
     }
@@ -40,39 +40,38 @@ struct Transfer {
 };
 
 struct Completion {
-    // The number that the transfer was begun with.
+    // The slot of the transfer.
     uint64_t slot;
     // Bytes, or -errno.
     int64_t result;
 };
 
-// How many of `staged` transfers, of which the largest has `nbytes_max`, one system call begins. Of more than two the
-// kernel merges neighbours: that saves work where they are small, but large blocks would become pieces of several MiB,
-// which drives serve more slowly and which come back, and are begun anew, in bursts.
+// Returns how many of `staged` transfers, the largest of `nbytes_max` bytes, one system call begins. The kernel merges
+// neighbours among more than two. That saves work for small transfers, but merged large blocks have several MiB, which
+// drives serve more slowly and in bursts.
 inline size_t begun_at_once(size_t staged, uint64_t nbytes_max) {
     constexpr size_t kNeverMerged = 2;
     constexpr uint64_t kSmallNbytesMax = 64 << 10;
     return nbytes_max <= kSmallNbytesMax ? staged : std::min(staged, kNeverMerged);
 }
 
-// Used by one thread, but for registering. Slots are below the depth that the queue was made with, and used once at a
-// time.
+// One thread uses it, except for registration. A slot is below the queue's depth and holds one transfer at a time.
 class KernelQueue {
   public:
-    // Nothing may be in flight.
+    // No transfer may be in flight.
     virtual ~KernelQueue() = default;
 
-    // Puts a transfer with those that `begin` will begin.
+    // Adds a transfer to those that `begin` submits.
     virtual void stage(uint64_t slot, const Transfer& transfer) = 0;
-    // Begins what is staged, by calls of `begun_at_once` each. What the kernel does not take is appended to
-    // `refused`. False where the kernel asks for patience: the rest stays staged.
+    // Submits the staged transfers, `begun_at_once` with each call. Appends those that the kernel refuses to `refused`.
+    // Returns false if the kernel is busy (EAGAIN); the rest then stays staged.
     virtual bool begin(std::vector<Completion>* refused) = 0;
-    // Appends what has completed, without waiting.
+    // Appends the completed transfers without waiting.
     virtual void reap(std::vector<Completion>* completions) = 0;
 
-    // Memory and files that are used again and again can be made known to the kernel once. Called by any thread; what
-    // is registered stays valid, and nothing in flight uses it, until it is taken back. They give an errno value where
-    // the kernel refuses: transfers work without.
+    // Register memory and files that many transfers use. Any thread may call these. Registered memory and files stay
+    // valid until they are unregistered, with no transfer in flight on them. The functions return an errno value if the
+    // kernel refuses; transfers work without registration too.
     virtual int register_buffer(char*, uint64_t) { return ENOSYS; }
     virtual void unregister_buffer(char*) {}
     // The number of the file, or -errno.
@@ -80,7 +79,7 @@ class KernelQueue {
     virtual void unregister_file(int32_t) {}
 };
 
-// Both count completions up on `event_fd`. They throw std::system_error where the system does not offer them.
+// Both signal completions on `event_fd`, and throw std::system_error if the system does not offer them.
 std::unique_ptr<KernelQueue> make_io_uring(uint32_t depth, int event_fd);
 std::unique_ptr<KernelQueue> make_libaio(uint32_t depth, int event_fd);
 

@@ -1,4 +1,4 @@
-// Linux AIO by its system calls: asynchronous for O_DIRECT, and allowed in containers that block io_uring.
+// Linux AIO by its system calls: asynchronous with O_DIRECT, and permitted in containers that block io_uring.
 
 #include <linux/aio_abi.h>
 #include <sys/syscall.h>
@@ -42,7 +42,7 @@ class Libaio final : public KernelQueue {
             } else if (error == EAGAIN) {
                 patience = true;
             } else if (error != EINTR) {
-                // The first of the list is what the kernel complains about.
+                // The kernel reports an error of the first entry of the list.
                 refused->push_back(Completion{staged_[begun]->aio_data, -error});
                 ++begun;
             }
@@ -69,7 +69,7 @@ class Libaio final : public KernelQueue {
     aio_context_t context_ = 0;
     std::vector<iocb> blocks_;
     std::vector<iocb*> staged_;
-    // The largest of what is staged.
+    // Bytes of the largest staged transfer.
     uint64_t nbytes_max_ = 0;
     std::vector<io_event> events_;
 };

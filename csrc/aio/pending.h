@@ -1,6 +1,6 @@
-// Requests that wait for their turn: highest priority first, then in order of arrival; handed out block by block.
-// Reads and writes take turns, whatever their priorities: a drive moves more when it has both. Only what has a priority
-// below 0, and nobody waits for, leaves all turns to the others.
+// Waiting requests, handed out block by block: urged ones first, then by priority, then in order of arrival. Reads and
+// writes alternate whatever their priorities, because a drive moves more bytes with both in flight. A request with a
+// priority below 0 that was not urged comes after all other reads and writes.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace infinity::aio {
 
-// Not synchronised: `mutex` is for its owner, who holds it around every call.
+// Not synchronised: the owner holds `mutex` around every call.
 class Pending {
   public:
     bool empty() const { return reads_.empty() && writes_.empty(); }
@@ -27,7 +27,7 @@ class Pending {
         list_of(*request).emplace(key, Entry{request, 0});
     }
 
-    // The next block, begun; without a request where nothing waits.
+    // Begins the next block; returns a Block without a request if none waits.
     Block pop() {
         while (!empty()) {
             List& list = next_list();
@@ -48,19 +48,19 @@ class Pending {
         return Block{};
     }
 
-    // Puts a request that waits before all that nobody waits for.
+    // Moves a waiting request before all that were not urged.
     void urge(const Request& request) {
         List& list = list_of(request);
         auto waiting = list.extract(key_of(request));
         if (waiting.empty()) return;
         Request& raised = *waiting.mapped().request;
-        // Below what any priority gives.
+        // Below the rank of every priority.
         raised.rank = -static_cast<int64_t>(std::numeric_limits<int32_t>::max()) - 1;
         waiting.key() = key_of(raised);
         list.insert(std::move(waiting));
     }
 
-    // What of a request has not begun does not begin. False where all of it has.
+    // Stops the blocks of a request that have not begun; returns false if all have.
     bool cancel(const Request& request, int32_t error) {
         List& list = list_of(request);
         const auto found = list.find(key_of(request));
@@ -71,7 +71,7 @@ class Pending {
         return true;
     }
 
-    // The same for every request.
+    // Stops the blocks of all requests that have not begun.
     void cancel_all(int32_t error) {
         for (List* list : {&reads_, &writes_}) {
             for (auto& [key, entry] : *list) entry.request->cancel(error, entry.next);
@@ -91,7 +91,7 @@ class Pending {
     using List = std::map<Key, Entry>;
 
     List& list_of(const Request& request) { return request.io.write ? writes_ : reads_; }
-    // The kind that was not served last, unless one head alone is to stay behind.
+    // The kind that was not served last, unless only one kind's first request has a priority below 0.
     List& next_list() {
         if (reads_.empty()) return writes_;
         if (writes_.empty()) return reads_;

@@ -1,4 +1,4 @@
-// The queue: sends each request down the backend that serves it best.
+// The queue, which gives each request to the back end that serves it best.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@ namespace infinity::aio {
 
 enum class Backend : int32_t { kThreads = 0, kLibaio = 1, kIoUring = 2 };
 
-// A request as its submitter holds it, and where it waits.
+// The submitter's reference to a request and to the list in which it waits.
 struct Handle {
     std::shared_ptr<Request> request;
     std::shared_ptr<Pending> pending;
@@ -18,10 +18,10 @@ struct Handle {
 
 class Queue {
   public:
-    // Throws std::system_error where the system does not offer the back end.
+    // Throws std::system_error if the system does not offer the back end.
     Queue(Backend backend, uint32_t depth, int threads, uint64_t block_nbytes, uint64_t pending_max);
 
-    // Throws std::system_error with EBUSY where `pending_max` requests are not done yet.
+    // Throws std::system_error with EBUSY if `pending_max` requests are not done yet.
     Handle push(const IoRequest& io);
     PendingLimit& pending_limit() { return *pending_limit_; }
     // See IoBackend::close.

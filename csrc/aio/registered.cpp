@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kPieces = 256;
 constexpr size_t kFiles = 64;
-// The kernel's limit on one piece.
+// The kernel's limit on one registered piece of memory.
 constexpr uint64_t kPieceNbytesMax = uint64_t{1} << 30;
 
 long change(int ring_fd, unsigned int operation, void* what, unsigned int count) {
@@ -25,7 +25,7 @@ long change(int ring_fd, unsigned int operation, void* what, unsigned int count)
 }  // namespace
 
 Registered::Registered(int ring_fd) : ring_fd_(ring_fd) {
-    // Tables of empty places, filled later without stopping the ring (files: Linux 5.5, memory: 5.19).
+    // Empty tables, which later calls fill without stopping the ring (files: Linux 5.5, memory: 5.19).
     std::vector<int32_t> none(kFiles, -1);
     if (change(ring_fd, IORING_REGISTER_FILES, none.data(), kFiles) == 0) files_.resize(kFiles);
 #ifdef IORING_RSRC_REGISTER_SPARSE

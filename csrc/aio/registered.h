@@ -1,4 +1,5 @@
-// Files and memory that an io_uring knows: transfers on them spare the kernel looking up the file and pinning pages.
+// Files and memory registered with an io_uring, so that the kernel need not look up files and pin pages at each
+// transfer.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +10,22 @@ namespace infinity::aio {
 
 class Registered {
   public:
-    // `ring_fd` outlives this.
+    // `ring_fd` must outlive this object.
     explicit Registered(int ring_fd);
 
-    // 0, or an errno value: the kernel is too old, or may not lock so much memory.
+    // Returns 0 or an errno value: the kernel is too old, or the process may not lock so much memory.
     int add_buffer(char* at, uint64_t nbytes);
-    // Whatever was added at `at`.
+    // Removes the memory that was added at `at`.
     void remove_buffer(char* at);
-    // The number of the piece of memory that holds all of these bytes, or -1.
+    // Returns the number of the registered piece that holds all of these bytes, or -1.
     int buffer_of(const char* at, uint64_t nbytes) const;
 
-    // A number, or -errno.
+    // Returns the number of the file, or -errno.
     int32_t add_file(int fd);
     void remove_file(int32_t number);
 
   private:
-    // A piece of what was added at `owner`; of no bytes where the number is free.
+    // A registered piece of the memory that was added at `owner`; it has no bytes if its number is free.
     struct Piece {
         char* owner = nullptr;
         char* at = nullptr;
@@ -35,7 +36,7 @@ class Registered {
 
     const int ring_fd_;
     mutable std::mutex mutex_;
-    // By number; empty where the kernel offers no table.
+    // Indexed by number; empty if the kernel offers no table.
     std::vector<Piece> pieces_;
     std::vector<bool> files_;
 };

@@ -12,7 +12,7 @@ namespace infinity::aio {
 
 namespace {
 
-// How far ahead sampled lines are asked for.
+// Distance of the prefetches of sampled lines.
 constexpr uint64_t kPagesAhead = 16;
 
 int64_t now_ns() {
@@ -90,11 +90,11 @@ void Request::digest(uint64_t first) {
                                          : Digest{crc32c(0, io.buffer + first, nbytes), nbytes};
 }
 
-// Of the part of each sampled line that lies in [first, end).
+// Returns the digest of the parts of sampled lines in [first, end).
 Request::Digest Request::sample(uint64_t first, uint64_t end) const {
     Digest digest;
     for (uint64_t page = first / kPageNbytes; page * kPageNbytes < end; ++page) {
-        // No prefetcher of a processor follows from page to page: without this hint, which may point behind the end, it
+        // The processor does not prefetch across pages; without this hint, which may point beyond the end, the sampling
         // takes four times as long.
         __builtin_prefetch(io.buffer + sampled_line(page + kPagesAhead));
         const uint64_t low = std::max(sampled_line(page), first);
@@ -151,7 +151,7 @@ void move_now(Block& block, const std::atomic<bool>& abandoned) {
                 return request.block_over(0, 0);
             case Verdict::kFailed: return;
             case Verdict::kAgain: break;
-            case Verdict::kLater: std::this_thread::sleep_for(kPatience);
+            case Verdict::kLater: std::this_thread::sleep_for(kRetryDelay);
         }
         if (abandoned) return request.block_over(ETIMEDOUT, block.begin);
     }

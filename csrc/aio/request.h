@@ -1,4 +1,4 @@
-// A read or write asked for by the caller, and the blocks that it is cut into.
+// A read or write submitted by the caller, and the blocks that it is cut into.
 #pragma once
 
 #include <atomic>
@@ -11,19 +11,19 @@
 
 namespace infinity::aio {
 
-// An open file. The descriptors belong to the caller, who keeps them open until the request is done.
+// An open file. The caller owns the descriptors and keeps them open until the request is done.
 struct Target {
-    // -1 where the file system does not take O_DIRECT.
+    // -1 if the file system does not support O_DIRECT.
     int32_t direct_fd;
     int32_t buffered_fd;
-    // Of offset and length, and of the address, for direct I/O; bytes.
+    // Alignment in bytes for direct I/O: of offset and length, and of the address.
     uint32_t alignment;
     uint32_t memory_alignment;
-    // What infinity_aio_register_file gave for direct_fd, or -1.
+    // The number that infinity_aio_register_file returned for direct_fd, or -1.
     int32_t registered;
 };
 
-// How many requests are not done yet, and the bound on that.
+// The number of requests that are not done, and its limit.
 class PendingLimit {
   public:
     explicit PendingLimit(uint64_t pending_max) : pending_max_(pending_max) {}
@@ -39,7 +39,7 @@ class PendingLimit {
         --pending_;
         changed_.notify_all();
     }
-    // Whether there is room for another, after at most `timeout_s` seconds.
+    // Waits up to `timeout_s` seconds; returns whether the limit admits another request.
     bool wait(double timeout_s) {
         std::unique_lock<std::mutex> lock(mutex_);
         return changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
@@ -53,25 +53,24 @@ class PendingLimit {
     uint64_t pending_ = 0;
 };
 
-// Which bytes of a request its CRC-32C is of.
+// The bytes of a request that its CRC-32C covers.
 enum class Check : int32_t {
     kNone = 0,
     kAll = 1,
-    // One line of each page, see sampled_line(): a page that is another one's, or an older one, is found at a cost that
-    // no transfer shows.
+    // One line of each page, see sampled_line(): detects misplaced and stale pages at a negligible cost.
     kSample = 2,
 };
 
 constexpr uint64_t kPageNbytes = 4096;
 constexpr uint64_t kLineNbytes = 64;
 
-// The byte of a request at which the sampled line of its page number `page` begins. The places differ from page to
-// page, so that no column of a table is always left out.
+// Returns the byte of a request at which the sampled line of its page number `page` begins. The place differs from page
+// to page, so that no column of a table is always left out.
 inline uint64_t sampled_line(uint64_t page) {
     return page * kPageNbytes + page * 37 % (kPageNbytes / kLineNbytes) * kLineNbytes;
 }
 
-// What a request does, in one value.
+// The description of a request as a value.
 struct IoRequest {
     bool write;
     Target target;
@@ -79,48 +78,49 @@ struct IoRequest {
     int64_t offset;
     uint64_t nbytes;
     int32_t priority;
-    // Of which bytes the CRC-32C is wanted.
+    // The bytes that the CRC-32C covers.
     Check check;
 };
 
 class Request {
   public:
-    // `room` was entered for this request, and is left when it is done.
+    // The caller has entered `limit` for this request; the request leaves it when it is done.
     Request(const IoRequest& io, uint64_t block_nbytes, std::shared_ptr<PendingLimit> limit);
 
-    // The descriptor for bytes [begin, end) of the request: the one place that knows about alignment. Whatever is not
-    // aligned goes through the page cache, which the kernel keeps coherent with direct I/O.
+    // Returns the descriptor for bytes [begin, end) of the request. Unaligned bytes go through the page cache, which
+    // the kernel keeps coherent with direct I/O. No other code decides about alignment.
     int descriptor_for(uint64_t begin, uint64_t end) const;
     bool is_direct() const;
 
-    // A block is about to be worked on; `last` where no further block follows. False where the request has failed
-    // and may be over: the buffer must not be touched again.
+    // Notes that a block begins; `last` if no further block follows. Returns false if the request has failed: it may be
+    // over, and the buffer must not be touched again.
     bool begin_block(bool last);
-    // A block is over: errno 0, or what went wrong at which byte of the request. Of several failures the one at the
-    // lowest byte counts, so that the outcome does not depend on the order of completion.
+    // Notes that a block is over, with errno 0 or the error at byte `position` of the request. The error at the lowest
+    // byte counts, so that the outcome does not depend on the order of completion.
     void block_over(int32_t error, uint64_t position);
-    // Nothing from byte `position` on will begin.
+    // Notes that no block from byte `position` on will begin.
     void cancel(int32_t error, uint64_t position);
 
     bool done() const { return done_.load(std::memory_order_acquire); }
-    // Whether it is done, after at most `timeout_s` seconds.
+    // Waits up to `timeout_s` seconds; returns whether the request is done.
     bool wait(double timeout_s);
-    // After done(): errno (0: all bytes moved) and the byte of the request at which it occurred.
+    // After done(): writes errno (0: all bytes moved) and the byte of the request at which it occurred.
     void outcome(int32_t* error, uint64_t* position) const;
 
     bool checked() const { return io.check != Check::kNone; }
-    // Computes and keeps the CRC-32C of the block that begins at byte `first`. Different blocks may be digested at the
-    // same time.
+    // Computes and stores the CRC-32C of the block that begins at byte `first`. Threads may call it for different
+    // blocks at the same time.
     void digest(uint64_t first);
-    // After done(), of a checked request without an error: the CRC-32C of all bytes that the check is of.
+    // After done() of a checked request without an error: returns the CRC-32C of the covered bytes.
     uint32_t checksum() const;
-    // After done(): when its first block began (0: none did) and when it was over; steady clock, nanoseconds.
+    // After done(): writes when the first block began (0: none did) and when the request was over, in nanoseconds of
+    // the steady clock.
     void moments(int64_t* began_ns, int64_t* ended_ns) const;
 
     const IoRequest io;
-    // Of all blocks but the last; a multiple of the file's alignment.
+    // Bytes of all blocks but the last; a multiple of the file's alignment.
     const uint64_t block_nbytes;
-    // Where the request stands among those that wait: the lock of the list that it waits in guards these.
+    // The position among waiting requests; the lock of their list guards both.
     int64_t rank = 0;
     uint64_t arrival = 0;
 
@@ -134,7 +134,7 @@ class Request {
     Digest sample(uint64_t first, uint64_t end) const;
 
     const std::shared_ptr<PendingLimit> pending_limit_;
-    // By block.
+    // Indexed by block.
     std::vector<Digest> digests_;
     std::mutex mutex_;
     std::condition_variable changed_;
@@ -147,8 +147,7 @@ class Request {
     std::atomic<bool> done_{false};
 };
 
-// Bytes [begin, end) of a request that are still to be moved, of a block that began at `first`. Keeps the request
-// alive.
+// The bytes [begin, end) that are left of a block that began at byte `first` of a request. Keeps the request alive.
 struct Block {
     std::shared_ptr<Request> request;
     uint64_t first = 0;
@@ -160,27 +159,27 @@ struct Block {
 };
 
 enum class Verdict {
-    // All bytes moved; the request is to be told.
+    // All bytes are moved; the caller has to call block_over.
     kMoved,
-    // Failed: the request has been told.
+    // The block has failed, and block_over has been called.
     kFailed,
-    // Some bytes are left, from block.begin on.
+    // The bytes from block.begin on are left.
     kAgain,
-    // As kAgain, but the kernel asks for patience.
+    // As kAgain, but the kernel was busy (EAGAIN).
     kLater,
 };
 
-// What one system call's result (bytes, or -errno) means for a block. Every completion of every back end comes here.
+// Applies the result of one system call (bytes, or -errno) to a block. All back ends call it for every completion.
 Verdict settle(Block& block, int64_t result);
 
-// Moves a block by pread or pwrite, however many calls that takes; gives up with ETIMEDOUT once `abandoned` is set.
-// The request is told.
+// Moves a block by any number of pread or pwrite calls and calls block_over; gives up with ETIMEDOUT once `abandoned`
+// is set.
 void move_now(Block& block, const std::atomic<bool>& abandoned);
 
-// What a thread sleeps before it asks again, when the kernel asks for patience.
-constexpr std::chrono::milliseconds kPatience{1};
+// Delay before a transfer is submitted again after the kernel was busy (EAGAIN).
+constexpr std::chrono::milliseconds kRetryDelay{1};
 
-// errno of "the file ends here": a read or write that moved nothing.
+// The errno of a read or write that moved nothing, because the file ends there.
 constexpr int32_t kEndOfFile = -1;
 
 }  // namespace infinity::aio

@@ -1,4 +1,4 @@
-// Threads with pread and pwrite: works everywhere, and carries what the kernel's queues do not take.
+// A pool of threads with pread and pwrite, which works on every system and serves requests that kernel queues refuse.
 
 #include <cerrno>
 #include <system_error>
@@ -11,7 +11,7 @@
 namespace infinity::aio {
 namespace {
 
-// Shared by the backend and its threads: a thread that hangs keeps it alive when the backend is gone.
+// Shared by the back end and its threads, so that a hanging thread keeps it alive after the back end is destroyed.
 struct State {
     explicit State(int threads) : threads_max(threads) {}
 
@@ -23,7 +23,7 @@ struct State {
     int idle = 0;
     int alive = 0;
     bool stop = false;
-    // Of threads that wait for the kernel's patience: give up.
+    // Tells threads that repeat a call after EAGAIN to give up.
     std::atomic<bool> abandoned{false};
 };
 
@@ -53,10 +53,10 @@ class ThreadBackend final : public IoBackend {
 
     std::shared_ptr<Pending> push(std::shared_ptr<Request> request) override {
         std::lock_guard<std::mutex> lock(state_->pending->mutex);
-        // Before the push: where no thread can be had at all, the caller learns it and nothing waits for ever.
+        // Start threads before the push, so that the caller gets the error if the system refuses the first one.
         start_threads();
         state_->pending->push(std::move(request));
-        // A large request has work for all.
+        // A large request has blocks for all threads.
         state_->work.notify_all();
         return state_->pending;
     }
@@ -87,7 +87,7 @@ class ThreadBackend final : public IoBackend {
                 ++state_->alive;
             }
         } catch (const std::system_error&) {
-            // The system gives no more threads: fewer serve as well, none at all is an error.
+            // The system refuses more threads; fewer suffice, but none is an error.
             if (threads_.empty()) throw;
         }
     }

@@ -1,7 +1,7 @@
-// Adam and AdamW on pieces on the device: csrc/adam/arithmetic.inl over a grid, with the same bits as on the CPU.
+// Adam and AdamW on the device: csrc/adam/arithmetic.inl over a grid, with the same bits as on the CPU.
 //
-// A launch takes up to kPiecesMax pieces; they are cut into tiles, one a block. Vector accesses where a piece's arrays
-// are aligned for them, element by element at its end or where it is not: the arithmetic is the same text.
+// A launch steps up to kPiecesMax pieces, which are cut into tiles, one for each block of threads. Aligned arrays are
+// accessed in vectors; the end of a piece and unaligned arrays element by element, with the same arithmetic.
 
 #include "grid.cuh"
 #include "vec.inl"
@@ -18,7 +18,7 @@ struct AdamKernel {
 
     Piece pieces[kPiecesMax];
     Tiles<kPiecesMax> tiles;
-    // Gets the number of elements that keep their state, because their gradient is not finite.
+    // Receives the number of elements that keep their state because their gradient is not finite.
     uint64_t* nonfinite;
 
     INFINITY_FN void operator()(uint32_t block) const {
@@ -80,7 +80,7 @@ struct AdamKernel {
         return 0;
     }
 
-    // Four elements through copies that the compiler keeps in registers.
+    // Steps four elements through copies that the compiler keeps in registers.
     template <Dtype grad_dtype, Storage storage, Form form>
     INFINITY_FN static int step_pack(const Piece& piece, uint64_t index, const Constants& constants) {
         constexpr uint64_t grad_nbytes = dtype_nbytes<grad_dtype>();
@@ -103,7 +103,7 @@ struct AdamKernel {
         alignas(16) float exp_avg_sq[kPack];
         alignas(16) int16_t remainder[kPack];
         alignas(16) float master[kPack];
-        // The rounded copy of a master is written only.
+        // The rounded copy of a master is only written.
         if constexpr (storage < kMasterHalf) move_pack<param_nbytes<storage>()>(param, at.param);
         move_pack<4>(exp_avg, at.exp_avg);
         move_pack<4>(exp_avg_sq, at.exp_avg_sq);
@@ -139,11 +139,11 @@ struct AdamKernel {
 
 using namespace infinity::adam;
 
-// 0 where `device` can step pieces.
+// Returns 0 if `device` can step pieces, else an error code.
 INFINITY_EXPORT int32_t infinity_kernels_runs_on(int32_t device) { return runs_on<AdamKernel>(device); }
 
-// Steps pieces on `device`, on `stream`, without waiting. `nonfinite`, on the device, is increased by the number of
-// elements that are left as they are, because their gradient is not finite. 0, or an error's code.
+// Steps pieces on `device` and `stream` without waiting. Adds to `nonfinite`, on the device, the number of elements
+// that keep their state because their gradient is not finite. Returns 0 or an error code.
 INFINITY_EXPORT int32_t infinity_kernels_adam_step(int32_t device, void* stream, const Piece* pieces, uint64_t count,
                                                    uint64_t* nonfinite) {
     if (const int32_t error = use_device(device)) return error;

@@ -1,9 +1,10 @@
-// Cast, scale and norm in one pass: target = scale * source in the target's dtype, and of what the target then holds
-// the sum of squares (finite elements, fp64) and the count of the others. Without a target, of the source as it is.
+// Cast, scale and norm in one pass: target = scale * source in the target's dtype, with the sum of squares of the
+// target's finite elements (fp64) and the count of the others. Without a target, the sums are those of the unscaled
+// source.
 //
-// The reduction tree is that of csrc/adam/kernel.inl, sum_block, so that a norm has the same bits on every tier: a
-// block of 4096 elements has 16 fp64 lanes, added pairwise, blocks are added in order. Four threads share a block,
-// four neighbouring lanes each.
+// The order of additions is that of sum_blocks in csrc/adam/kernel.inl, so that a norm has the same bits on every tier:
+// a block of 4096 elements has 16 fp64 lanes, which are added pairwise, and blocks are added in order. Four threads
+// share a block of elements, each with four neighbouring lanes.
 
 #include "grid.cuh"
 #include "vec.inl"
@@ -16,7 +17,7 @@ namespace {
 // One tensor. Mirrored by a ctypes structure in infinity/ops/kernels.py.
 struct Cast {
     const void* source;
-    // [numel] of target_dtype, or none; may be the source where both have the same dtype.
+    // [numel] of target_dtype, or null; may be the source if both have the same dtype.
     void* target;
     uint64_t numel;
     Dtype source_dtype;
@@ -25,7 +26,7 @@ struct Cast {
     float scale;
 };
 
-// As torch casts: to nearest even (the ties away of a split weight are store_bf16's).
+// Rounds to nearest even, as torch's casts do. (store_bf16 rounds ties of split weights away from zero.)
 template <Dtype dtype>
 INFINITY_FN void store_cast(void* target, Vec a) {
     if constexpr (dtype == kFloat32) store(static_cast<float*>(target), a);
@@ -38,13 +39,13 @@ INFINITY_FN void store_cast(void* target, Vec a) {
     }
 }
 
-// The squares of four neighbouring lanes of a block.
+// Sums of squares of four neighbouring lanes of a block.
 struct Quarter {
     double sums[kPack];
     uint64_t nonfinite;
 
     INFINITY_FN void add(Vec a, int lane) {
-        // A square of fp32 is exact in fp64: fused or not, the sum is rounded once.
+        // The square of an fp32 value is exact in fp64, so the sum is rounded once, fused or not.
         const int left_out = infinity::adam::nonfinite(a);
         const double value = left_out ? 0.0 : static_cast<double>(a.value);
         sums[lane] = fma_once(value, value, sums[lane]);
@@ -61,7 +62,7 @@ struct CastKernel {
 
     Cast casts[kCastsMax];
     Tiles<kCastsMax> tiles;
-    // Where each tensor's blocks begin in `blocks`.
+    // Index in `blocks` of each tensor's first block.
     uint64_t first_block[kCastsMax + 1];
     BlockSum* blocks;
 
@@ -91,7 +92,7 @@ struct CastKernel {
         for (int lane = 0; lane < kSumLanes; ++lane) sums[lane] = quarters[lane / kPack].sums[lane % kPack];
         INFINITY_UNROLL
         for (int quarter = 0; quarter < kQuarters; ++quarter) nonfinite += quarters[quarter].nonfinite;
-        // Bounds are constants, so that the lanes stay in registers.
+        // Constant bounds keep the lanes in registers.
         INFINITY_UNROLL
         for (int level = 1; level <= 4; ++level) {
             INFINITY_UNROLL
@@ -122,7 +123,7 @@ struct CastKernel {
         return pass<from, from, false>(cast, begin, end, quarter);
     }
 
-    // One thread's share of a block: of every 16 elements the four from 4 * quarter on.
+    // One thread's share of a block: the four elements from 4 * quarter on of every 16.
     template <Dtype from, Dtype to, bool writes>
     INFINITY_FN static Quarter pass(const Cast& cast, uint64_t begin, uint64_t end, int quarter) {
         constexpr uint64_t from_nbytes = dtype_nbytes<from>();
@@ -140,7 +141,7 @@ struct CastKernel {
         };
         Quarter result{};
         uint64_t at = begin + quarter * kPack;
-        // Several loads before the first use: the sums are one chain, memory is not.
+        // Load several packs before the first use: additions depend on each other, loads do not.
         for (; aligned && at + (kAhead - 1) * kSumLanes + kPack <= end; at += kAhead * kSumLanes) {
             alignas(16) char in[kAhead][kPack * 4];
             INFINITY_UNROLL
@@ -162,7 +163,7 @@ struct CastKernel {
         return result;
     }
 
-    // Casts one element, where there is a target, and returns what is summed.
+    // Casts one element if there is a target, and returns the value to sum.
     template <Dtype from, Dtype to, bool writes>
     INFINITY_FN static Vec one(const char* source, char* target, float scale) {
         const Vec value = load_as<from>(source);
@@ -172,7 +173,7 @@ struct CastKernel {
     }
 };
 
-// Adds the blocks of each tensor in order: one chain of additions a tensor, which is what fixes the bits.
+// Adds the blocks of each tensor in order. One chain of additions a tensor makes the bits reproducible.
 struct AddBlocks {
     static constexpr int kThreads = 32;
     static constexpr int kCastsMax = CastKernel::kCastsMax;
@@ -190,7 +191,7 @@ struct AddBlocks {
             if (thread == 0) result = BlockSum{0.0, 0};
         });
         for (uint64_t begin = first_block[run]; begin < end; begin += kThreads) {
-            // All threads fetch, one adds.
+            // All threads load, one thread adds.
             each_thread<kThreads>([&](int thread) {
                 if (begin + thread < end) ahead[thread] = blocks[begin + thread];
             });
@@ -215,7 +216,7 @@ struct AddBlocks {
 
 using namespace infinity::adam;
 
-// Elements of `double` (two a block) that `workspace` below must have room for.
+// Returns the number of doubles, two a block, that `workspace` below must hold.
 INFINITY_EXPORT uint64_t infinity_kernels_cast_workspace(const Cast* casts, uint64_t count) {
     uint64_t blocks = 0;
     for (uint64_t index = 0; index < count; ++index) blocks += ceil_div(casts[index].numel, kBlockNumel);
@@ -223,8 +224,8 @@ INFINITY_EXPORT uint64_t infinity_kernels_cast_workspace(const Cast* casts, uint
     return 2 * blocks;
 }
 
-// On `device`, on `stream`, without waiting: see the top. `workspace`, `sums` and `nonfinite` (one of each a tensor) lie
-// on the device. 0, or an error's code.
+// Casts, scales and sums on `device` and `stream` without waiting. `workspace`, `sums` and `nonfinite` lie on the
+// device; the latter two have one value for each tensor. Returns 0 or an error code.
 INFINITY_EXPORT int32_t infinity_kernels_cast(int32_t device, void* stream, const Cast* casts, uint64_t count,
                                               void* workspace, double* sums, uint64_t* nonfinite) {
     if (const int32_t error = use_device(device)) return error;

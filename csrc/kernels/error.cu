@@ -1,4 +1,4 @@
-// What the codes mean that the other functions return.
+// The text of an error code.
 
 #include "grid.cuh"
 

@@ -1,7 +1,6 @@
-// What a kernel text needs of an accelerator, and nothing else of it: function prefixes, arithmetic rounded as IEEE
-// says, work split over a grid, and errors as codes. tests/native/grid_on_host.h offers the same names to a C++
-// compiler, where a grid is a loop: so every line of a kernel but the launch itself runs, and is compared, without a
-// device.
+// The CUDA features that the kernels use: function prefixes, IEEE rounding, work split over a grid, and error codes.
+// tests/native/grid_on_host.h defines the same names for a C++ compiler, with a loop as the grid, so that tests run
+// every line of a kernel except the launch without a device.
 #ifndef INFINITY_GRID
 #define INFINITY_GRID
 
@@ -17,7 +16,7 @@
 namespace infinity::kernels {
 namespace {
 
-// The intrinsics round once, to nearest even, keep denormals, and are never contracted, whatever the flags.
+// With any compiler flags, the intrinsics round once, to nearest even, keep denormals and are never contracted.
 INFINITY_FN float fma_once(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 INFINITY_FN double fma_once(double a, double b, double c) { return __fma_rn(a, b, c); }
 INFINITY_FN float product(float a, float b) { return __fmul_rn(a, b); }
@@ -29,7 +28,7 @@ INFINITY_FN double total(double a, double b) { return __dadd_rn(a, b); }
 
 INFINITY_FN uint32_t bits_of(float value) { return __float_as_uint(value); }
 INFINITY_FN float float_of(uint32_t bits) { return __uint_as_float(bits); }
-// fp16 to fp32 is exact, denormals included; back it goes to nearest even.
+// fp16 to fp32 is exact, denormals included; fp32 to fp16 rounds to nearest even.
 INFINITY_FN float float_of_half(uint16_t half) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
@@ -45,20 +44,20 @@ INFINITY_FN void add_to_count(uint64_t* count, uint64_t more) {
     atomicAdd(reinterpret_cast<unsigned long long*>(count), static_cast<unsigned long long>(more));
 }
 
-// body(thread) once on each of the block's threads; what they have written is then seen by all of them.
+// Calls body(thread) once on each of the block's threads; afterwards all threads see what each has written.
 template <int threads, class Body>
 INFINITY_FN void each_thread(const Body& body) {
     body(static_cast<int>(threadIdx.x));
     __syncthreads();
 }
 
-// A kernel is a value that carries its arguments, at most 4 KiB: kernel(block) does the work of one block.
+// Runs one block. A kernel is a value with its arguments, at most 4 KiB; kernel(block) does the work of one block.
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads) run_block(const __grid_constant__ Kernel kernel) {
     kernel(blockIdx.x);
 }
 
-// 0, or the error's code. Does not wait.
+// Launches a kernel without waiting. Returns 0 or an error code.
 template <class Kernel>
 int32_t launch(const Kernel& kernel, uint32_t blocks, void* stream) {
     static_assert(sizeof(Kernel) <= 4096, "all drivers take this much as an argument");
@@ -67,13 +66,13 @@ int32_t launch(const Kernel& kernel, uint32_t blocks, void* stream) {
     return static_cast<int32_t>(cudaGetLastError());
 }
 
-// 0 where `device` can run the kernel: the driver takes this library, and it holds code for that device.
+// Returns 0 if `device` can run the kernel, that is, the driver accepts this library and it has code for the device.
 template <class Kernel>
 int32_t runs_on(int32_t device) {
     if (const cudaError_t error = cudaSetDevice(device)) return static_cast<int32_t>(error);
     cudaFuncAttributes attributes;
     const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&run_block<Kernel>));
-    // What was asked here is nobody else's failure.
+    // Clear the error, so that later calls do not report it.
     cudaGetLastError();
     return static_cast<int32_t>(error);
 }

@@ -1,7 +1,7 @@
-// One element at a time, as csrc/adam/arithmetic.inl wants a vector to be; and four at a time from and to memory.
+// The vector of csrc/adam/arithmetic.inl with one element, and memory accesses of four elements.
 //
-// A thread takes four consecutive elements: fp32 then moves in accesses of 128 bits and 16-bit values in accesses of
-// 64, and the accesses of neighbouring threads touch, so that nothing is fetched twice.
+// A thread processes four consecutive elements. fp32 values then move in accesses of 128 bits and 16-bit values in
+// accesses of 64 bits, and the accesses of neighbouring threads are adjacent, so that nothing is loaded twice.
 
 #include "../adam/types.h"
 
@@ -46,7 +46,7 @@ INFINITY_FN Vec sign(Vec a) { return {a.value > 0.0f ? 1.0f : a.value < 0.0f ? -
 
 INFINITY_FN int nonfinite(Vec a) { return (bits_of(a.value) & 0x7F800000u) == 0x7F800000u; }
 
-// Four elements as the memory moves them.
+// Four elements as one memory access.
 template <uint64_t nbytes>
 struct alignas(nbytes) Pack {
     uint32_t words[nbytes / 4];
@@ -63,7 +63,7 @@ INFINITY_FN bool starts_a_pack(const void* data) {
     return reinterpret_cast<uintptr_t>(data) % (kPack * element_nbytes) == 0;
 }
 
-// Where the tiles of several runs begin when they are numbered through; the last entry is their sum.
+// The first tile of each of several runs, numbered consecutively; the last entry is the number of all tiles.
 template <int runs_max>
 struct Tiles {
     uint32_t first[runs_max + 1];
