@@ -59,22 +59,22 @@ def _number(value: Any) -> int | float:
     return value
 
 
-def _whole(least: float = -math.inf, most: float = math.inf) -> Callable[[Any], int]:
+def _whole(minimum: float = -math.inf, maximum: float = math.inf) -> Callable[[Any], int]:
     def convert(value: Any) -> int:
         number = round(_number(value))
-        if not least <= number <= most:
+        if not minimum <= number <= maximum:
             raise ValueError(value)
         return number
 
     return convert
 
 
-def _real(*, most: float = math.inf, above: float = -math.inf, below: float = math.inf) -> Callable[[Any], float]:
+def _real(*, maximum: float = math.inf, above: float = -math.inf, below: float = math.inf) -> Callable[[Any], float]:
     """Return a converter to a float of at least 0 inside the other bounds."""
 
     def convert(value: Any) -> float:
         number = float(_number(value))
-        if not (0.0 <= number <= most and above < number < below):
+        if not (0.0 <= number <= maximum and above < number < below):
             raise ValueError(value)
         return number
 
@@ -157,10 +157,10 @@ Int = Annotated[int, _expected("a whole number", _whole())]
 Natural = Annotated[int, _expected("a whole number of at least 0", _whole(0))]
 Count = Annotated[int, _expected("a whole number of at least 1", _whole(1))]
 Weight = Annotated[float, _expected("a finite number of at least 0", _real())]
-Fraction = Annotated[float, _expected("a number from 0 to 1", _real(most=1.0))]
+Fraction = Annotated[float, _expected("a number from 0 to 1", _real(maximum=1.0))]
 Positive = Annotated[float, _expected("a finite number above 0", _real(above=0.0))]
 Betas = Annotated[tuple[float, float], _expected("two numbers of at least 0 and below 1", _tuple(_real(below=1.0), 2))]
-FractionAboveZero = Annotated[float, _expected("a number above 0, up to 1", _real(most=1.0, above=0.0))]
+FractionAboveZero = Annotated[float, _expected("a number above 0, up to 1", _real(maximum=1.0, above=0.0))]
 SignalNames = Annotated[tuple[str, ...], _expected('a list of signals such as ["SIGTERM", "SIGUSR1"]', _signals)]
 Text = Annotated[str, _expected("a text that is not empty", _text())]
 Place = Annotated[str, _expected("a path", _text(lambda text: True))]

@@ -1,6 +1,6 @@
-"""The only door to the native libraries in `csrc/`: what they do, each with a Python fallback that gives the same bits.
+"""The operations of the native libraries in `csrc/`, each with a bit-identical Python fallback.
 
-`adam` steps the optimizer (`piece`: on what), `aio` moves bytes between memory and files (`file`: which), `build`
-finds or builds the libraries, `transfer` waits for copies, `reference` and `aio_reference` are the Python fallbacks.
-Importing this package loads nothing.
+No other package calls the libraries. `adam` steps the optimizer on `piece`s, `kernels` runs on CUDA devices, `aio`
+moves bytes between memory and a `file`, `build` finds or builds the libraries, `transfer` waits for copies. The
+fallbacks are `reference` and `aio_reference`. Importing this package loads nothing.
 """

@@ -1,15 +1,15 @@
-"""Adam and its relatives on CPU memory: one call steps every piece, and gives the same bits however it is run.
+"""Adam and the other update rules on CPU memory; one call steps any number of pieces.
 
-The arithmetic is defined once (csrc/adam/arithmetic.inl; `infinity.ops.reference` says it again in torch): fp32,
-explicit fused multiply-adds, IEEE square root and division. Instruction set, number of threads, native code or Python
-fallback, and how a tensor is cut into pieces change nothing, so that placement never changes a result. (The bits of a
-NaN are not defined; that it is one, is.)
+The arithmetic is defined in csrc/adam/arithmetic.inl and repeated in torch by `infinity.ops.reference`: fp32, explicit
+fused multiply-adds, IEEE square root and division. The results have the same bits with every instruction set and
+number of threads, with native code and the Python fallback, and for every cut of a tensor into pieces. (A NaN stays a
+NaN, but its payload is not defined.)
 
     piece = Piece(param, grad, exp_avg, exp_avg_sq, remainder=remainder, hyper=AdamHyper(...))
     adam_step([piece], step=1, grad_scale=1.0)
 
-A weight is stored in one of three ways: an fp32 PARAM; a bf16 PARAM with an int16 REMAINDER (`split`, `join`); a 16-bit
-PARAM that is the rounded copy of an fp32 MASTER.
+A weight is stored as an fp32 PARAM, as a bf16 PARAM with an int16 REMAINDER (`split`, `join`), or as a 16-bit PARAM
+rounded from an fp32 MASTER.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from infinity.ops import build, kernels, reference
 from infinity.ops.cores import allowed_cores, thread_count
 from infinity.ops.piece import Piece
 from infinity.ops.rules import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Rule, StepConstants
+from infinity.ops.tensor_arguments import CPU, DTYPE_CODES, FLOATS, address, check_tensor
 
 __all__ = [
     "AdagradHyper",
@@ -52,21 +53,18 @@ __all__ = [
     "split",
 ]
 
-_CPU = torch.device("cpu")
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_FLOATS = tuple(_DTYPE_CODES)
 _FP32, _BF16, _INT16 = torch.float32, torch.bfloat16, torch.int16
 _ISAS = ("scalar", "avx2", "avx512", "neon")
 _PLAIN, _SPLIT, _MASTER_HALF, _MASTER_BFLOAT = range(4)
 _ACCUMULATE_NUMEL = 1 << 20
-# struct Piece of csrc/adam/types.h: what differs from piece to piece, then what its hyper-parameters and the step say.
+# struct Piece of csrc/adam/types.h: the fields of the piece, then those of its hyper-parameters and the step.
 _HEAD = struct.Struct("@6PQ2i")
-# With what C puts behind it, so that the next piece begins where a pointer may.
+# "0P" adds C's padding, so that the next piece is aligned as a pointer.
 _TAIL = struct.Struct(f"@i{StepConstants.COUNT}f0P")
 
 
 class GradStats(NamedTuple):
-    """Of one tensor: the sum of squares of its finite elements, in fp64, and the number of the others."""
+    """The sum of squares of a tensor's finite elements, in fp64, and the number of its non-finite elements."""
 
     sum_of_squares: float
     nonfinite_count: int
@@ -75,18 +73,28 @@ class GradStats(NamedTuple):
 def adam_step(
     pieces: Sequence[Piece], *, step: int, grad_scale: float, grad_bound: float = math.inf, native: bool | None = None
 ) -> int | Tensor:
-    """Step every piece in place, by the rule of its hyper-parameters: gradients are multiplied by `grad_scale`, then
-    moved into [-grad_bound, grad_bound]; `step` counts from 1.
+    """Step every piece in place by the rule of its hyper-parameters.
 
-    An element whose gradient, so multiplied, is not finite keeps every bit of its weight and moments. Returns how many
-    those are, over all pieces; for pieces on a CUDA device as a tensor there (int64 []), so that the host goes on.
+    An element whose scaled gradient is not finite keeps every bit of its weight and states.
 
-    native: None takes native code where it is there, False the Python fallback, True raises ExtensionError without
-    it. Raises ValueError before anything is written where a tensor does not fit the others.
+    Arguments:
+        pieces: all on the CPU, or all on one other device.
+        step: number of the optimizer step, counted from 1.
+        grad_scale: factor of every gradient.
+        grad_bound: bound of the absolute value of every gradient element after scaling.
+        native: None uses native code if available, False the Python fallback, True requires native code.
+
+    Returns:
+        The number of elements with a non-finite scaled gradient, over all pieces. For pieces on a CUDA device it is a
+        tensor there (int64 []), so that the host does not wait.
+
+    Raises:
+        ValueError: the tensors of a piece do not fit each other; nothing has been written.
+        ExtensionError: `native` is True but native code is not available.
     """
     if step < 1:
         raise ValueError(f"step counts from 1, got {step}")
-    # Most pieces share theirs, as the very object; hashing its values would cost more than all else here.
+    # Most pieces share one hyper-parameter object; hashing its values would dominate the cost of this function.
     hypers = {id(piece.hyper): piece.hyper for piece in pieces}
     constants = {key: hyper.constants(step=step, grad_scale=grad_scale) for key, hyper in hypers.items()}
     if grad_bound != math.inf:
@@ -95,7 +103,7 @@ def adam_step(
     elsewhere = {piece.param.device for piece in pieces if not piece.param.is_cpu}
     if len(elsewhere) == 1 and native is not False and all(not piece.param.is_cpu for piece in pieces):
         (device,) = elsewhere
-        # The device's kernel knows Adam and AdamW; the Python fallback knows every rule, on every device.
+        # The CUDA kernel implements Adam and AdamW; the Python fallback implements every rule on every device.
         if kernels.available(device) and all(piece.hyper.rule.two_states for piece in pieces):
             return kernels.adam_step(table, len(pieces), device)
     if elsewhere or not _runtime.uses_native(native):
@@ -106,11 +114,14 @@ def adam_step(
 
 
 def grad_stats(tensors: Sequence[Tensor], native: bool | None = None) -> list[GradStats]:
-    """Sum of squares and count of non-finite elements of each tensor ([numel] fp32, bf16 or fp16, contiguous).
+    """Return sum of squares and count of non-finite elements of each tensor.
 
-    All lie on the CPU, or on one CUDA device, which is then waited for.
+    Arguments:
+        tensors: [numel] fp32, bf16 or fp16, contiguous, all on the CPU or all on one CUDA device; the host waits for
+            the device.
+        native: as in `adam_step`.
 
-    The reduction tree depends on the tensor alone: blocks of 4096 elements from its start, in a block 16 fp64 lanes
+    The order of additions depends on the tensor alone: blocks of 4096 elements from its start, in a block 16 fp64 lanes
     (index % 16) added pairwise, blocks added in order.
     """
     if tensors and tensors[0].is_cuda:
@@ -118,11 +129,11 @@ def grad_stats(tensors: Sequence[Tensor], native: bool | None = None) -> list[Gr
         pairs = zip(there.sum_of_squares.tolist(), there.nonfinite_count.tolist(), strict=True)
         return [GradStats(*pair) for pair in pairs]
     for index, tensor in enumerate(tensors):
-        _check_tensor(f"tensors[{index}]", tensor, _FLOATS, tensor.numel())
+        check_tensor(f"tensors[{index}]", tensor, FLOATS, tensor.numel())
     if not _runtime.uses_native(native):
         return [GradStats(*reference.grad_stats(tensor)) for tensor in tensors]
     count = len(tensors)
-    spans = (_SpanC * count)(*(_SpanC(t.data_ptr(), t.numel(), _DTYPE_CODES[t.dtype]) for t in tensors))
+    spans = (_SpanC * count)(*(_SpanC(t.data_ptr(), t.numel(), DTYPE_CODES[t.dtype]) for t in tensors))
     sums, nonfinite = (ctypes.c_double * count)(), (ctypes.c_uint64 * count)()
     _runtime.call("infinity_adam_stats", spans, ctypes.c_uint64(count), sums, nonfinite)
     return [GradStats(*pair) for pair in zip(sums, nonfinite, strict=True)]
@@ -131,44 +142,55 @@ def grad_stats(tensors: Sequence[Tensor], native: bool | None = None) -> list[Gr
 def split(
     values: Tensor, native: bool | None = None, *, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """fp32 [numel] -> (bf16 [numel] nearest with ties away from zero, int16 [numel] remainder), into `out` if given.
+    """Split fp32 values on the CPU into bf16, rounded to nearest with ties away from zero, and an int16 remainder.
 
-    `join` gives back the very bits of every fp32, NaN payloads included. A finite value that is nearest to a bf16
-    infinity shows as infinity in the bf16 part alone, and a NaN whose upper fraction bits are all ones as a zero.
+    `join` restores the bits of every fp32 value, NaN payloads included. The bf16 part alone is infinite for a finite
+    value nearest to a bf16 infinity, and zero for a NaN whose upper fraction bits are all ones.
+
+    Arguments:
+        values: [numel] fp32, contiguous.
+        out: ([numel] bf16, [numel] int16) to write; allocated if None.
+        native: as in `adam_step`.
+
+    Returns:
+        (bf16, int16): `out`, or new tensors of the shape of `values`.
     """
-    _check_tensor("values", values, (torch.float32,), values.numel())
+    check_tensor("values", values, (_FP32,), values.numel())
     if out is None:
-        param = torch.empty(values.shape, dtype=torch.bfloat16, device=_CPU)
-        out = param, torch.empty(values.shape, dtype=torch.int16, device=_CPU)
+        param = torch.empty(values.shape, dtype=_BF16, device=CPU)
+        out = param, torch.empty(values.shape, dtype=_INT16, device=CPU)
     param, remainder = out
-    _check_tensor("out[0]", param, (torch.bfloat16,), values.numel())
-    _check_tensor("out[1]", remainder, (torch.int16,), values.numel())
+    check_tensor("out[0]", param, (_BF16,), values.numel())
+    check_tensor("out[1]", remainder, (_INT16,), values.numel())
     if not _runtime.uses_native(native):
         for target, made in zip(out, reference.split(values), strict=True):
             target.copy_(made)
         return out
     numel = ctypes.c_uint64(values.numel())
-    _runtime.call("infinity_adam_split", _address(values), _address(param), _address(remainder), numel)
+    _runtime.call("infinity_adam_split", address(values), address(param), address(remainder), numel)
     return param, remainder
 
 
 def join(param: Tensor, remainder: Tensor, native: bool | None = None) -> Tensor:
-    """(bf16 [numel], int16 [numel]) of `split` -> the fp32 [numel] that it was given, bit for bit."""
-    _check_tensor("param", param, (torch.bfloat16,), param.numel())
-    _check_tensor("remainder", remainder, (torch.int16,), param.numel())
+    """Return the fp32 values of which `split` made `param` (bf16) and `remainder` (int16), bit for bit."""
+    check_tensor("param", param, (_BF16,), param.numel())
+    check_tensor("remainder", remainder, (_INT16,), param.numel())
     if not _runtime.uses_native(native):
         return reference.join(param, remainder)
-    values = torch.empty(param.shape, dtype=torch.float32, device=_CPU)
+    values = torch.empty(param.shape, dtype=_FP32, device=CPU)
     numel = ctypes.c_uint64(param.numel())
-    _runtime.call("infinity_adam_join", _address(param), _address(remainder), _address(values), numel)
+    _runtime.call("infinity_adam_join", address(param), address(remainder), address(values), numel)
     return values
 
 
 def accumulate(dst: Tensor, src: Tensor, scale: float = 1.0) -> None:
-    """dst += scale * src, both [numel] fp32, bf16 or fp16 on CPU: in fp32 (two roundings), stored nearest even."""
-    _check_tensor("dst", dst, _FLOATS, dst.numel())
-    _check_tensor("src", src, _FLOATS, dst.numel())
-    # Product and sum are separate operations: torch's fused one rounds differently in vector bodies and tails.
+    """Add scale * src to `dst` in place; product and sum are rounded to fp32, the result to nearest even.
+
+    dst, src: [numel] fp32, bf16 or fp16 on the CPU, contiguous.
+    """
+    check_tensor("dst", dst, FLOATS, dst.numel())
+    check_tensor("src", src, FLOATS, dst.numel())
+    # Product and sum are separate operations, because torch's fused one rounds differently in vector bodies and tails.
     flat_dst, flat_src = dst.view(-1), src.view(-1)
     for begin in range(0, dst.numel(), _ACCUMULATE_NUMEL):
         part = flat_dst[begin : begin + _ACCUMULATE_NUMEL]
@@ -178,41 +200,8 @@ def accumulate(dst: Tensor, src: Tensor, scale: float = 1.0) -> None:
         part.copy_(part.float().add_(addend))
 
 
-def set_threads(count: int | None, cores: Sequence[int] | None = None) -> None:
-    """Use `count` threads (the caller's one of them) from now on; None: as many as there are cores and quota for.
-
-    cores: what the threads may run on, the caller during a call too; `infinity.ops.cores.share_of_cores` gives a rank
-    its own. None: whatever the first caller may. Raises ValueError for a core that this process may not use.
-    """
-    if count is not None and count < 1:
-        raise ValueError(f"at least 1 thread is needed, got {count}")
-    if cores is not None and (not cores or not set(cores) <= set(allowed_cores())):
-        raise ValueError(f"cores {list(cores)} are not among those of this process: {allowed_cores()}")
-    _runtime.set_threads(count, () if cores is None else tuple(sorted(set(cores))))
-
-
-def shutdown_threads() -> None:
-    """End the pool's threads. The next call starts them again."""
-    _runtime.shutdown_threads()
-
-
-def set_simd(name: str | None) -> None:
-    """Force an instruction set ("scalar", "avx2", "avx512", "neon"); None: the best one. ValueError if not runnable."""
-    _runtime.set_simd(name)
-
-
-def simd() -> str:
-    """The instruction set in use: one of those `set_simd` takes, or "reference" without native code."""
-    return _runtime.simd()
-
-
-def simds() -> list[str]:
-    """The instruction sets that `set_simd` takes on this machine."""
-    return _runtime.simds()
-
-
 class _Runtime:
-    """The loaded library with its pool of threads. One per process: a forked child forgets its parent's pool."""
+    """The loaded library and its pool of threads. There is one in a process; a forked child gets no pool."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -227,7 +216,7 @@ class _Runtime:
         return native is not False and build.load("adam") is not None
 
     def call(self, function: str, *arguments: object) -> None:
-        """Call `function`(pool, isa, *arguments) of the library, one call at a time."""
+        """Call `function`(pool, isa, *arguments) of the library; the lock serializes calls."""
         library = build.require("adam")
         with self._lock:
             if self._pool is None:
@@ -244,41 +233,60 @@ class _Runtime:
         if errno:
             raise MemoryError(f"{function} failed: {os.strerror(errno)}")
 
-    def set_threads(self, count: int | None, cores: tuple[int, ...]) -> None:
+    def set_threads(self, count: int | None, cores: Sequence[int] | None = None) -> None:
+        """Use `count` threads from now on, the caller's included; None: as many as the cores and their quota allow.
+
+        cores: cores of the threads, and of the caller during a call; None: those that the first caller may use.
+        `infinity.ops.cores.share_of_cores` gives each rank its own. Raises ValueError for a core outside of the
+        process's affinity mask.
+        """
+        if count is not None and count < 1:
+            raise ValueError(f"at least 1 thread is needed, got {count}")
+        if cores is not None and (not cores or not set(cores) <= set(allowed_cores())):
+            raise ValueError(f"cores {list(cores)} are not among those of this process: {allowed_cores()}")
         self.shutdown_threads()
-        self._threads, self._cores = count, cores
+        self._threads, self._cores = count, tuple(sorted(set(cores or ())))
 
     def shutdown_threads(self) -> None:
+        """End the pool's threads. The next call starts them again."""
         with self._lock:
             if self._pool is not None:
                 build.require("adam").infinity_adam_pool_delete(self._pool)
                 self._pool = None
 
     def simds(self) -> list[str]:
+        """Return the instruction sets that `set_simd` accepts on this machine."""
         library = build.load("adam")
         if library is None:
             return []
         return [name for code, name in enumerate(_ISAS) if library.infinity_adam_isa_supported(ctypes.c_int32(code))]
 
     def set_simd(self, name: str | None) -> None:
+        """Force an instruction set ("scalar", "avx2", "avx512", "neon"); None: the best one.
+
+        Raises ValueError for an instruction set that this machine does not have.
+        """
         if name is not None and name not in self.simds():
             raise ValueError(f"instruction set {name!r} does not run here: there are {', '.join(self.simds())}")
         self._isa = None if name is None else _ISAS.index(name)
 
     def simd(self) -> str:
+        """Return the instruction set in use: one that `set_simd` accepts, or "reference" without native code."""
         library = build.load("adam")
         if library is None:
             return "reference"
         return _ISAS[library.infinity_adam_isa_best() if self._isa is None else self._isa]
 
     def forget(self) -> None:
-        # In a forked child the pool's threads are gone and its locks may be held for ever: it is left behind.
+        # A forked child has no threads of the pool, and its locks may be held for ever, so the pool is abandoned.
         self._lock = threading.Lock()
         self._pool = None
 
 
 _runtime = _Runtime()
 os.register_at_fork(after_in_child=_runtime.forget)
+set_threads, shutdown_threads = _runtime.set_threads, _runtime.shutdown_threads
+set_simd, simd, simds = _runtime.set_simd, _runtime.simd, _runtime.simds
 
 
 class _SpanC(ctypes.Structure):
@@ -286,20 +294,17 @@ class _SpanC(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("numel", ctypes.c_uint64), ("dtype", ctypes.c_int32))
 
 
-def _address(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
 def _table(pieces: Sequence[Piece], tails: Mapping[int, bytes]) -> bytes:
-    """An array of struct Piece, with the tail of each piece's hyper-parameters by their id.
+    """Return an array of struct Piece; raise ValueError if the tensors of a piece do not fit each other.
 
-    ValueError where a piece's tensors do not fit each other. A step has hundreds of pieces: what almost every one is,
-    is asked without a call, and anything else is looked at closely.
+    tails: id of a piece's hyper-parameters -> packed tail.
+
+    A step has hundreds of pieces, so the common kinds are checked inline, and only other pieces by a function.
     """
     records = []
     for index, piece in enumerate(pieces):
         param, grad, m, v, rest = piece.param, piece.grad, piece.exp_avg, piece.exp_avg_sq, piece.remainder
-        numel, code = param.numel(), _DTYPE_CODES.get(grad.dtype)
+        numel, code = param.numel(), DTYPE_CODES.get(grad.dtype)
         split_or_plain = (
             param.dtype is _FP32
             if rest is None
@@ -322,7 +327,7 @@ def _table(pieces: Sequence[Piece], tails: Mapping[int, bytes]) -> bytes:
         ):
             storage = _PLAIN if rest is None else _SPLIT
         else:
-            storage, code = _check_piece(index, piece), _DTYPE_CODES[grad.dtype]
+            storage, code = _check_piece(f"pieces[{index}]", piece), DTYPE_CODES[grad.dtype]
         others = (_pointer(v), _pointer(rest), _pointer(piece.master))
         head = _HEAD.pack(param.data_ptr(), grad.data_ptr(), m.data_ptr(), *others, numel, storage, code)
         records.append(head + tails[id(piece.hyper)])
@@ -333,44 +338,31 @@ def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _check_piece(index: int, piece: Piece) -> int:
-    """The storage code of a piece; ValueError where its tensors do not fit each other."""
-    numel, device = piece.param.numel(), piece.param.device
+def _check_piece(name: str, piece: Piece) -> int:
+    """Return the storage code of a piece; raise ValueError if its tensors do not fit each other."""
 
-    def say(field: str) -> str:
-        return f"pieces[{index}].{field}"
+    def check(field: str, *dtypes: torch.dtype) -> None:
+        tensor = getattr(piece, field)
+        if tensor is not None:
+            check_tensor(f"{name}.{field}", tensor, dtypes, piece.param.numel(), piece.param.device)
 
-    _check_tensor(say("param"), piece.param, _FLOATS, numel, device)
-    _check_tensor(say("grad"), piece.grad, _FLOATS, numel, device)
-    _check_tensor(say("exp_avg"), piece.exp_avg, (torch.float32,), numel, device)
+    check("param", *FLOATS)
+    check("grad", *FLOATS)
+    check("exp_avg", _FP32)
     if piece.hyper.rule.two_states != (piece.exp_avg_sq is not None):
         kept = "two states" if piece.hyper.rule.two_states else "one state"
-        raise ValueError(f"{say('exp_avg_sq')}: {piece.hyper.rule.name} keeps {kept} an element")
-    if piece.exp_avg_sq is not None:
-        _check_tensor(say("exp_avg_sq"), piece.exp_avg_sq, (torch.float32,), numel, device)
+        raise ValueError(f"{name}.exp_avg_sq: {piece.hyper.rule.name} keeps {kept} an element")
+    check("exp_avg_sq", _FP32)
     if piece.remainder is not None and piece.master is not None:
-        raise ValueError(f"{say('remainder')} and {say('master')} exclude each other")
+        raise ValueError(f"{name}.remainder and {name}.master exclude each other")
     if piece.remainder is not None:
-        _check_tensor(say("param"), piece.param, (torch.bfloat16,), numel, device)
-        _check_tensor(say("remainder"), piece.remainder, (torch.int16,), numel, device)
+        check("param", _BF16)
+        check("remainder", _INT16)
         return _SPLIT
     if piece.master is not None:
-        _check_tensor(say("param"), piece.param, (torch.float16, torch.bfloat16), numel, device)
-        _check_tensor(say("master"), piece.master, (torch.float32,), numel, device)
-        return _MASTER_HALF if piece.param.dtype == torch.float16 else _MASTER_BFLOAT
-    if piece.param.dtype != torch.float32:
-        raise ValueError(f"{say('param')} is {piece.param.dtype}: a 16-bit param needs a remainder or a master")
+        check("param", torch.float16, _BF16)
+        check("master", _FP32)
+        return _MASTER_BFLOAT if piece.param.dtype == _BF16 else _MASTER_HALF
+    if piece.param.dtype != _FP32:
+        raise ValueError(f"{name}.param is {piece.param.dtype}: a 16-bit param needs a remainder or a master")
     return _PLAIN
-
-
-def _check_tensor(
-    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int, device: torch.device = _CPU
-) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}: a tensor on {device} is needed")
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
-    if tensor.numel() != numel:
-        raise ValueError(f"{name} has {tensor.numel()} elements, expected {numel}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous: strides {tensor.stride()} for shape {tuple(tensor.shape)}")

@@ -5,14 +5,15 @@
         ...
         request.wait()      # TransferError names path, offset, bytes and cause
 
-A queue takes `pending_max` requests without blocking, has at most `depth` blocks in flight, and cuts large requests
-into blocks that are served side by side. Reads and writes take turns: a drive moves more when it has both. Of one kind
-greater priorities go first, and before all of them what somebody waits for; what has a priority below 0 stays behind
-both kinds. No order between requests in flight may be relied on, and two of which one writes must not share a page of
-4096 bytes.
-Every completion is checked; what a system call leaves is asked for again.
-The back ends differ in speed only: "io_uring" and "libaio" queue in the kernel, "threads" is a pool of threads with
-pread and pwrite, "python" the Python fallback (`infinity.ops.aio_reference`).
+A queue accepts `pending_max` requests without blocking, cuts large ones into blocks and has at most `depth` blocks in
+flight. Reads and writes alternate, because a drive moves more bytes with both in flight. Within one kind a request that
+a thread waits for goes first, then greater priorities. Priorities below 0 come after all other reads and writes. The
+order of requests in flight is not guaranteed, and a write must not share a page of 4096 bytes with another request in
+flight.
+
+Every completion is checked, and a partial transfer is continued. The back ends differ only in speed: "io_uring" and
+"libaio" queue in the kernel, "threads" is a pool of threads with pread and pwrite, "python" is the Python fallback
+(`infinity.ops.aio_reference`).
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from infinity.ops.file import Descriptors, File
 
 __all__ = ["BACKENDS", "File", "Queue", "Request"]
 
-# In the order in which "auto" tries them.
+# The order in which "auto" tries them.
 BACKENDS = (*CODES, "python")
 _IN_KERNEL = ("io_uring", "libaio")
 
-# Drives differ: one is read 8 % faster with 512 KiB, another 5 % slower, and written 12 % slower. With 1 MiB both are
-# as fast as fio's best (docs/benchmarks.md); `infinity bench` finds a drive's own.
+# With 1 MiB the measured drives reach fio's best bandwidth (docs/benchmarks.md). Other sizes help one drive and slow
+# down another; `infinity bench` finds the best size of a drive.
 BLOCK_NBYTES = 1 << 20
 PENDING_MAX = 16384
-# Failures that nobody asked about and that are kept for `close`.
-_UNSEEN_MAX = 64
-# Between two looks at the clock and at signals.
+# The most unreported failures that are kept for `close`.
+_UNREPORTED_MAX = 64
+# Longest blocking wait before the clock and signals are checked again.
 _SLICE_S = 0.2
-# What threads get to end when no transfer is in flight, or when those that are have been given up.
+# Time for threads to end once no transfer is in flight or all that are have been given up.
 _GRACE_S = 0.5
 
 _log = logging.getLogger("infinity")
-# What hanging system calls may still write to: never freed.
+# Buffers of hanging system calls, which may still write to them: never freed.
 _left_behind: list[object] = []
 
 
@@ -71,71 +72,69 @@ class Request:
         self.path = file.path
         self.offset = offset
         self.nbytes = buffer.nbytes
-        # The CRC-32C of the bytes, where it was asked for and once they are moved.
+        # The CRC-32C of the bytes, if it was requested and the transfer has succeeded.
         self.checksum: int | None = None
-        # When its first byte began to move (0: none did) and when it was over, once it is done; perf_counter_ns.
+        # perf_counter_ns when the first block began (0: none did) and when the request was over; valid once done.
         self.moments = (0, 0)
         self._queue = queue
         self._buffer: Tensor | None = buffer
         self._expected = expected
         self._handle: _Handle | None = None
-        # errno and reason of what went wrong. Not the exception: its traceback would keep frames and files alive.
+        # errno and reason of a failure. Not the exception, whose traceback would keep frames and files alive.
         self._outcome: tuple[int, str] | None = None
         self._reported = False
         self._given_up = False
         self._checked = False
 
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not: `wait` then returns or raises at once."""
+        """Return whether the transfer is over, with or without an error; `wait` then returns or raises at once."""
         handle = self._handle
         if handle is not None and handle.done():
             self._finish(handle)
         return self._handle is None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when all bytes are moved; TransferError where they are not, again at each call.
+        """Return once all bytes are moved.
 
-        What has not begun goes before all of its kind, reads or writes, that nobody waits for.
-        timeout_s: None waits as long as the queue's `timeout_s`. When it is over, TransferError with errno ETIMEDOUT is
-        raised and the transfer goes on: the buffer stays in use, and a later `wait` may succeed.
+        The call moves the blocks that have not begun before all reads, or writes, that no thread waits for.
+
+        timeout_s: limit in seconds; None: the queue's `timeout_s`.
+
+        Raises:
+            TransferError: the transfer failed; every call raises it again. After errno ETIMEDOUT the transfer continues
+                and uses its buffer, and a later `wait` may succeed.
         """
         limit_s = self._queue.timeout_s if timeout_s is None else timeout_s
         self._queue._check_process()
         started = time.monotonic()
-        self._urge()
+        handle = self._handle
+        if handle is not None and not handle.done():
+            handle.urge()
         while not self.done():
             waited_s = time.monotonic() - started
             if waited_s >= limit_s or self._queue.abandoned:
-                # The queue's whole time limit is over: `close` need not allow it a second time.
+                # `close` does not wait for the queue's time limit again.
                 self._given_up = self._given_up or timeout_s is None
                 raise self._failure(errno.ETIMEDOUT, f"not complete after {waited_s:.1f} s of waiting")
-            self._look(min(limit_s - waited_s, _SLICE_S))
+            if (handle := self._handle) is not None:
+                handle.wait(min(limit_s - waited_s, _SLICE_S))
         self._reported = True
         if self._outcome is not None:
             raise self._failure(*self._outcome)
 
     def cancel(self) -> bool:
-        """Begin no further block. False where there is none to be stopped: then nothing changes.
+        """Begin no further block; return False without any effect if all blocks have begun.
 
-        The buffer is in use until what is in flight is over: `wait` then raises TransferError with errno ECANCELED.
+        The buffer stays in use until the blocks in flight are over; `wait` then raises TransferError with errno
+        ECANCELED.
         """
         self._queue._check_process()
         handle = self._handle
         return handle is not None and handle.cancel()
 
     @property
-    def _unseen(self) -> bool:
+    def _unreported(self) -> bool:
         return self._outcome is not None and not self._reported and self._outcome[0] != errno.ECANCELED
-
-    def _urge(self) -> None:
-        handle = self._handle
-        if handle is not None and not handle.done():
-            handle.urge()
-
-    def _look(self, seconds: float) -> None:
-        handle = self._handle
-        if handle is not None:
-            handle.wait(seconds)
 
     def _begin(self, handle: _Handle, checked: bool) -> None:
         self._handle = handle
@@ -169,13 +168,19 @@ class Request:
 
 
 class Queue:
-    """A queue of transfers with its own threads. Use as a context manager.
+    """A queue of transfers with its own threads; thread-safe. Use as a context manager.
 
-    backend: one of BACKENDS, or "auto" for the first of them that works here; `backend` tells which it is.
-    depth: blocks in flight in a kernel queue. threads: threads of a pool. timeout_s: what `wait` and `close` allow.
-    block_nbytes: size of the blocks that requests are cut into. pending_max: requests that are not done at a time: a
-    further one waits for room, and raises TransferError with errno ETIMEDOUT where there is none in `timeout_s`.
-    ExtensionError where a back end asked for by name does not work here.
+    Arguments:
+        backend: one of BACKENDS, or "auto" for the first that works; the attribute `backend` names it.
+        depth: blocks in flight in a kernel queue.
+        threads: threads of a pool.
+        timeout_s: limit of `wait` and `close` in seconds.
+        block_nbytes: size of the blocks that requests are cut into.
+        pending_max: requests that are not over at a time. A further one waits for room, and raises TransferError with
+            errno ETIMEDOUT after `timeout_s`.
+
+    Raises:
+        ExtensionError: the named back end does not work on this machine.
     """
 
     def __init__(
@@ -204,20 +209,25 @@ class Queue:
         self._registered: dict[int, Tensor | Descriptors] = {}
         self._engine = _make_engine(backend, depth, threads, block_nbytes, pending_max)
         self.backend = self._engine.name
-        # Bytes that may have begun before a request whose turn is next.
+        # The most bytes in flight before the next request begins.
         self.ahead_nbytes = (depth if self.backend in _IN_KERNEL else threads) * block_nbytes
-        # Last: `__del__` takes a queue without it for one that was never made.
+        # Set last, because `__del__` ignores a queue without it as incompletely constructed.
         self._closed = False
 
     def read(
         self, file: File, offset: int, buffer: Tensor, *,
         priority: int = 0, checksum: bool = False, expected: int | None = None, sampled: bool = False,
     ) -> Request:  # fmt: skip
-        """Fill `buffer` (contiguous, CPU, any dtype) from byte `offset` of `file`. Greater priorities go first.
+        """Submit a read of `buffer.nbytes` bytes at `offset` of `file` into `buffer`.
 
-        checksum: the request shall know its CRC-32C. expected: what that must be; else `wait` raises TransferError with
-        errno EBADMSG. sampled: the CRC-32C is of one line of 64 bytes of each page of 4096, at places that differ from
-        page to page: bytes of another page, or of an older state of it, are found for a 64th of the cost.
+        Arguments:
+            offset: in bytes.
+            buffer: contiguous CPU tensor of any dtype; in use until the request is over.
+            priority: greater ones go first; those below 0 come after all other reads and writes.
+            checksum: compute the CRC-32C of the bytes.
+            expected: the CRC-32C that the bytes must have; otherwise `wait` raises TransferError with errno EBADMSG.
+            sampled: the CRC-32C covers only one line of 64 bytes of each page of 4096, at a place that differs from
+                page to page. It detects misplaced and stale pages at a 64th of the cost.
         """
         check = _check(checksum or expected is not None, sampled)
         return self._submit("read", file, offset, buffer, priority, check, expected)
@@ -226,7 +236,11 @@ class Queue:
         self, file: File, offset: int, buffer: Tensor, *,
         priority: int = 0, checksum: bool = False, sampled: bool = False,
     ) -> Request:  # fmt: skip
-        """Write `buffer` (contiguous, CPU, any dtype) to byte `offset` of `file`, within its size. See `read`."""
+        """Submit a write of `buffer` to `offset` of `file`, within its size; arguments as in `read`.
+
+        Raises:
+            ValueError: the file is open for reading only, or the bytes exceed its size.
+        """
         if not file.writable:
             raise ValueError(f"{file.path} is open for reading only")
         if offset + buffer.nbytes > file.nbytes:
@@ -234,10 +248,10 @@ class Queue:
         return self._submit("write", file, offset, buffer, priority, _check(checksum, sampled), None)
 
     def register(self, what: Tensor | File) -> bool:
-        """Make memory or a file that is used again and again known to the kernel: transfers on it cost less.
+        """Register memory or a file with the kernel, which makes later transfers on it cheaper.
 
-        It is kept (a file: open) until `unregister`, which nothing in flight may use any more, or `close`. False where
-        the back end, the kernel or its limit on locked memory refuses: everything works without.
+        The queue keeps it (a file: open) until `unregister` or `close`. Return False if the back end, the kernel or its
+        limit on locked memory refuses; transfers work without registration too.
         """
         self._check_process()
         with self._lock:
@@ -254,7 +268,7 @@ class Queue:
             return taken
 
     def unregister(self, what: Tensor | File) -> None:
-        """Forget what `register` took; nothing happens to what it did not take."""
+        """Undo `register`; do nothing if it returned False. No transfer in flight may use the memory or file."""
         self._check_process()
         with self._lock:
             held = self._registered.pop(id(what.descriptors if isinstance(what, File) else what), None)
@@ -266,11 +280,12 @@ class Queue:
                 self._engine.unregister_file(held)
 
     def close(self) -> None:
-        """Wait for what is in flight, then end the threads. May be called again; does nothing in a forked child.
+        """Wait for the transfers in flight, then end the threads. Idempotent; does nothing in a forked child.
 
-        Raises the first TransferError that no `wait` has raised: a transfer that failed, or one that did not end in
-        `timeout_s`. Threads that hang in a system call are left behind, and neither `close` nor the end of the
-        process waits for them.
+        Threads that hang in a system call are abandoned; neither `close` nor the exit of the process waits for them.
+
+        Raises:
+            TransferError: the first failure that no `wait` has raised, or a transfer that did not end in `timeout_s`.
         """
         if os.getpid() != self._pid:
             return
@@ -278,7 +293,7 @@ class Queue:
             if self._closed:
                 return
             self._closed = True
-        unseen: list[TransferError] = []
+        unreported: list[TransferError] = []
         deadline = time.monotonic() + self.timeout_s
         for request in self._requests:
             try:
@@ -286,15 +301,15 @@ class Queue:
                     request.wait(0.0 if request._given_up else max(0.0, deadline - time.monotonic()))
             except TransferError as error:
                 if not request._given_up and error.errno != errno.ECANCELED:
-                    unseen.append(error)
+                    unreported.append(error)
         if not self._engine.close(_GRACE_S):
             self.abandoned = True
             stuck = [request for request in self._requests if not request.done()]
             _left_behind.extend((self._engine, stuck, self._registered))
             _log.error("%d transfers hang and were left behind with their threads and buffers", len(stuck))
         self._requests, self._registered = [], {}
-        if unseen:
-            raise unseen[0]
+        if unreported:
+            raise unreported[0]
 
     def _submit(
         self, operation: str, file: File, offset: int, buffer: Tensor, priority: int, check: int,
@@ -332,19 +347,20 @@ class Queue:
             if handle is None:
                 return False
             request._begin(handle, job.check != CHECK_NONE)
-            # Whoever drops a request must not free a buffer in flight, nor lose an error.
+            # The queue keeps the request, so that a caller who drops it neither frees a buffer in flight nor loses an
+            # error.
             self._requests.append(request)
             if len(self._requests) >= self._sweep_at:
                 self._sweep()
             return True
 
     def _sweep(self) -> None:
-        unseen = 0
+        unreported = 0
         kept = []
         for request in self._requests:
             if request.done():
-                unseen += request._unseen
-                if not request._unseen or unseen > _UNSEEN_MAX:
+                unreported += request._unreported
+                if not request._unreported or unreported > _UNREPORTED_MAX:
                     continue
             kept.append(request)
         self._requests = kept
@@ -369,7 +385,7 @@ class Queue:
         except TransferError as failure:
             if error is None:
                 raise
-            # The error under way is the one to see; this one may well be its cause.
+            # Raise the original error; this one may be its cause, so it is logged.
             _log.error("while closing the queue: %s", failure)
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""csrc/aio through its C ABI (csrc/aio/abi.cpp): the engine behind the native back ends."""
+"""The native I/O back ends: csrc/aio through its C ABI (csrc/aio/abi.cpp)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from infinity.ops.aio_reference import IoRequest
 from infinity.ops.file import Descriptors
 
-# Codes in csrc/aio/queue.h, in the order in which "auto" tries them.
+# Back end -> code in csrc/aio/queue.h, in the order in which "auto" tries them.
 CODES = {"io_uring": 2, "libaio": 1, "threads": 0}
 
 _log = logging.getLogger("infinity")
@@ -30,10 +30,10 @@ class _TargetC(ctypes.Structure):
     )
 
 
-# Name -> (result, arguments); `waiting` ones are called without the interpreter's lock. The others take less time than
-# giving it back and waiting for it again.
+# Function -> (result, arguments). Functions that may block release the interpreter's lock. The prompt ones keep it,
+# because they take less time than releasing and reacquiring it.
 _address, _i32, _i64, _u64, _seconds = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_double
-_WAITING = {
+_BLOCKING = {
     "open": (_address, (_i32, ctypes.c_uint32, _i32, _u64, _u64, _int32_at)),
     "close": (_i32, (_address, _seconds)),
     "wait": (_i32, (_address, _seconds)),
@@ -59,19 +59,16 @@ class Calls:
     """The functions of the library, with their types."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        prompt = ctypes.PyDLL(library._name, handle=library._handle)
-        for table, source in ((_WAITING, library), (_PROMPT, prompt)):
+        for table, prototype in ((_BLOCKING, ctypes.CFUNCTYPE), (_PROMPT, ctypes.PYFUNCTYPE)):
             for name, (result, arguments) in table.items():
-                function = getattr(source, f"infinity_aio_{name}")
-                function.restype, function.argtypes = result, arguments
-                setattr(self, name, function)
+                setattr(self, name, prototype(result, *arguments)((f"infinity_aio_{name}", library)))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
 
 
 class NativeHandle:
-    """A request of the native queue, released with this object; until done it keeps the descriptors open."""
+    """A request of the native queue, released with this object; it keeps the file's descriptors open."""
 
     __slots__ = ("_calls", "_descriptors", "_pointer")
 
@@ -110,16 +107,16 @@ class NativeHandle:
 
 
 class NativeEngine:
-    """A queue of csrc/aio. OSError where the system does not offer the back end."""
+    """A queue of csrc/aio. The constructor raises OSError if the system does not offer the back end."""
 
     def __init__(
         self, library: ctypes.CDLL, name: str, depth: int, threads: int, block_nbytes: int, pending_max: int
     ) -> None:
         self.name = name
         self._calls = Calls(library)
-        # Of registered files, by the identity of their descriptors, which are kept for that long.
+        # id of descriptors -> (number of the registered file, descriptors); the reference keeps the id valid.
         self._files: dict[int, tuple[int, Descriptors]] = {}
-        # Used under the queue's lock only.
+        # Reused by all calls; the queue's lock guards it.
         self._error = ctypes.c_int32()
         pointer = self._calls.open(CODES[name], depth, threads, block_nbytes, pending_max, self._error)
         if pointer is None:
@@ -127,7 +124,7 @@ class NativeEngine:
         self._pointer: int = pointer
 
     def submit(self, job: IoRequest) -> NativeHandle | None:
-        """Queue a job of at least one byte; None where `pending_max` jobs are not over yet."""
+        """Queue a transfer of at least one byte; return None if `pending_max` requests are not over yet."""
         descriptors = job.descriptors
         registered = self._files.get(id(descriptors), (-1,))[0]
         target = _TargetC(descriptors.direct, descriptors.buffered, job.alignment, job.memory_alignment, registered)
@@ -142,22 +139,22 @@ class NativeEngine:
         raise OSError(self._error.value, os.strerror(self._error.value))
 
     def wait_room(self, timeout_s: float) -> bool:
-        """Whether another job would be taken, after at most `timeout_s` seconds."""
+        """Wait up to `timeout_s` seconds; return whether another request would be accepted."""
         return bool(self._calls.wait_room(self._pointer, timeout_s))
 
     def register_buffer(self, address: int, nbytes: int) -> bool:
-        """Make memory known to the kernel; False where it does not take it."""
+        """Register memory with the kernel; return False if it refuses."""
         code = self._calls.register_buffer(self._pointer, address, nbytes)
         if code:
             _log.debug("%s does not register %d bytes of memory: %s", self.name, nbytes, os.strerror(code))
         return not code
 
     def unregister_buffer(self, address: int) -> None:
-        """Take that back."""
+        """Undo `register_buffer`."""
         self._calls.unregister_buffer(self._pointer, address)
 
     def register_file(self, descriptors: Descriptors) -> bool:
-        """Make a file known to the kernel, which keeps it open until it is unregistered; False where that fails."""
+        """Register a file with the kernel, which keeps it open until `unregister_file`; return False if it refuses."""
         if descriptors.direct < 0:
             return False
         number = self._calls.register_file(self._pointer, descriptors.direct)
@@ -168,11 +165,11 @@ class NativeEngine:
         return True
 
     def unregister_file(self, descriptors: Descriptors) -> None:
-        """Take that back."""
+        """Undo `register_file`."""
         number, _ = self._files.pop(id(descriptors))
         self._calls.unregister_file(self._pointer, number)
 
     def close(self, timeout_s: float) -> bool:
-        """Move what is queued, for up to `timeout_s`, and end the threads; False where some hang and are left."""
+        """Complete the queued requests for up to `timeout_s` and end the threads; return False if a thread hangs."""
         self._files.clear()
         return bool(self._calls.close(self._pointer, timeout_s))

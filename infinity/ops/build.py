@@ -1,16 +1,16 @@
-"""Find or build the native libraries: `load("adam")` returns one, or None where only the Python fallback can run.
+"""Loading and building of the native libraries: `load("adam")` returns one, or None if only the fallback can run.
 
-The libraries are plain C ABI, loaded by ctypes, and take seconds to compile. In order: sources beside the package (a
-checkout or an editable install) are built and win over anything built before; a library inside the package (a wheel)
-is used as it is; sources inside the package are built. What is built lies in a per-user cache, keyed by a hash of
-sources, flags and compiler, and is made once however many ranks ask at the same time.
+The libraries have a plain C ABI, are loaded by ctypes and take seconds to compile. The first of these sources is used:
+C++ sources beside the package (a checkout or an editable install), a library inside the package (a wheel), C++ sources
+inside the package. Built libraries lie in a per-user cache, keyed by a hash of sources, flags and compiler. Each one is
+built once, even if several ranks load it at the same time.
 
-"kernels", for tensors on a CUDA device, is nvcc's work and asked for only where there is such a tensor: a machine
-without one neither builds it nor hears of it.
+nvcc builds "kernels", for tensors on a CUDA device. Only code that has such a tensor loads it, so machines without a
+CUDA device never build it.
 
-Environment (read only here): INFINITY_NATIVE=0 turns native code off, CXX and NVCC name the compilers, CUDA_HOME is
-where nvcc is looked for beside the path, XDG_CACHE_HOME moves the cache. `python -m infinity.ops.build OUTDIR` builds
-every library that a compiler is there for into OUTDIR.
+Environment variables, read only here: INFINITY_NATIVE=0 turns native code off, CXX and NVCC name the compilers, nvcc is
+searched in PATH and CUDA_HOME, XDG_CACHE_HOME moves the cache. `python -m infinity.ops.build OUTDIR` builds into OUTDIR
+every library for which there is a compiler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from infinity.errors import ExtensionError
 
 NAMES = ("aio", "adam", "kernels")
-# What every machine can run.
+# The libraries that every machine can run.
 HOST_NAMES = ("aio", "adam")
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -41,8 +41,8 @@ _CXX_FLAGS = (
     "-std=c++17 -O3 -fPIC -pthread -fvisibility=hidden -ffp-contract=off -fno-fast-math -fno-math-errno -Wall -Wextra"
 ).split()
 _CXX_LINK_FLAGS = "-shared -pthread -Wl,-z,defs".split()
-# Machine code for the families of 2018 to 2022, and PTX from which a driver makes it for later ones. What the flags
-# leave open (contraction, flushed denormals) is closed by the intrinsics in the sources as well.
+# Machine code for the GPU families of 2018 to 2022, and PTX that a driver compiles for later ones. The intrinsics in
+# the sources forbid contraction and flushed denormals too.
 _NVCC_FLAGS = (
     "-std=c++17 -O3 --fmad=false --ftz=false --prec-div=true --prec-sqrt=true "
     "-gencode arch=compute_75,code=sm_75 -gencode arch=compute_80,code=sm_80 "
@@ -57,12 +57,14 @@ _log = logging.getLogger("infinity")
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How one kind of library is made. `also` are folders beside the sources whose headers they include."""
+    """The build of one kind of library."""
 
     suffix: str
     flags: tuple[str, ...]
     link_flags: tuple[str, ...]
+    # Folders beside the sources whose headers they include.
     also: tuple[str, ...]
+    # The message if there is no compiler.
     missing: str
 
 
@@ -77,7 +79,7 @@ _NVCC = _Recipe(
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """One loaded library and where it came from. `origin` is "checkout", "wheel" or "cache"."""
+    """A loaded library and its origin: "checkout", "wheel" or "cache"."""
 
     name: str
     path: Path
@@ -87,13 +89,13 @@ class Library:
 
 
 def load(name: str) -> ctypes.CDLL | None:
-    """The native library `name`, or None (said once, by the logger) where it can be neither found nor built."""
+    """Return the native library `name`, or None with one warning in the log if it can be neither found nor built."""
     library = _library(name)
     return None if library is None else library.handle
 
 
 def require(name: str) -> ctypes.CDLL:
-    """The native library `name`; ExtensionError where `load` returns None. For callers that asked for native code."""
+    """Return the native library `name`; raise ExtensionError if `load` returns None."""
     handle = load(name)
     if handle is None:
         raise ExtensionError(
@@ -104,9 +106,9 @@ def require(name: str) -> ctypes.CDLL:
 
 
 def native_report(cuda: bool = False) -> dict[str, str]:
-    """What runs: per library its path, or the words "Python fallback", and the compiler and instruction set in use.
+    """Return the compiler, the path or "Python fallback" of each library, and the instruction set in use ("simd").
 
-    cuda: whether the kernels of a CUDA device are of interest; then they are built, where they were not.
+    cuda: include the CUDA kernels, and build them if needed.
     """
     report = {"compiler": _compiler_version(_compiler()) or "none"}
     for name in NAMES if cuda else HOST_NAMES:
@@ -121,15 +123,18 @@ def native_report(cuda: bool = False) -> dict[str, str]:
 
 
 def build_into(directory: str | os.PathLike[str]) -> list[Path]:
-    """Compile the libraries into `directory` as lib<name>.so and return the paths; ExtensionError where one fails.
+    """Compile the libraries into `directory` as lib<name>.so and return their paths.
 
-    The kernels are left out where there is no nvcc, or one that does not get on with the host's compiler.
+    The CUDA kernels are left out if there is no nvcc, or if it does not work with the host compiler.
+
+    Raises:
+        ExtensionError: a library for the host cannot be built.
     """
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     built = []
     for name in NAMES:
-        sources = _sources_beside(name) or _sources_inside(name)
+        sources = _sources_beside(name) or _folder(_PACKAGE / "_csrc" / name)
         if sources is None:
             raise ExtensionError(f"no sources of the native library {name!r}: expected csrc/{name} beside {_PACKAGE}")
         compiler = _compiler(name)
@@ -165,7 +170,7 @@ def _library(name: str) -> Library | None:
         prebuilt = _PACKAGE / "_native" / f"lib{name}.so"
         if prebuilt.exists():
             return _open(name, prebuilt, "wheel", "")
-        inside = _sources_inside(name)
+        inside = _folder(_PACKAGE / "_csrc" / name)
         if inside is not None:
             return _open(name, _cached(name, inside), "cache", _compiler_version(_compiler(name)))
         raise ExtensionError(f"neither lib{name}.so nor csrc/{name} came with this installation")
@@ -191,13 +196,11 @@ def _disabled() -> bool:
 
 
 def _sources_beside(name: str) -> Path | None:
-    folder = _PACKAGE.parent / "csrc" / name
-    return folder if folder.is_dir() else None
+    return _folder(_PACKAGE.parent / "csrc" / name)
 
 
-def _sources_inside(name: str) -> Path | None:
-    folder = _PACKAGE / "_csrc" / name
-    return folder if folder.is_dir() else None
+def _folder(path: Path) -> Path | None:
+    return path if path.is_dir() else None
 
 
 def _compiler(name: str = HOST_NAMES[0]) -> str | None:
@@ -215,13 +218,13 @@ def _compiler_version(compiler: str | None) -> str:
     if compiler is None:
         return ""
     reply = subprocess.run([*shlex.split(compiler), "--version"], capture_output=True, text=True, check=False)
-    # nvcc tells its version last, other compilers first.
+    # nvcc prints its version in a later line, other compilers in the first.
     lines = reply.stdout.splitlines()
     return next((line for line in lines if "release" in line), lines[0] if lines else "")
 
 
 def _cached(name: str, sources: Path) -> Path:
-    """Path of the library built from `sources`, built now unless the cache has it. Raises ExtensionError."""
+    """Return the path of the library built from `sources`; build it unless the cache has it."""
     recipe, compiler = _recipe(name), _compiler(name)
     if compiler is None:
         raise ExtensionError(recipe.missing)
@@ -235,7 +238,7 @@ def _cached(name: str, sources: Path) -> Path:
     path = folder / f"lib{name}-{digest.hexdigest()[:20]}.so"
     if not path.exists():
         with open(folder / f"{name}.lock", "w") as lock:
-            # Ranks of one node start together: the first builds, the others wait here and find the library.
+            # The ranks of a node start together: the first one builds, the others wait here and find the library.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 _compile(name, sources, path, compiler)
@@ -244,7 +247,7 @@ def _cached(name: str, sources: Path) -> Path:
 
 def _cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME")
-    # Where there is no home the tilde stays, as a relative path that must not be used.
+    # Without a home the tilde stays, which makes a relative path.
     folder = Path(root or os.path.expanduser("~/.cache")) / "infinity" / "native"
     try:
         if not folder.is_absolute():
@@ -253,7 +256,7 @@ def _cache_folder() -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError:
-        # A shared temp dir is open to others: a folder of this user that only this user can write.
+        # Other users can write to the shared temporary folder, so this needs a folder that only this user can write to.
         folder = Path(tempfile.gettempdir()) / f"infinity-native-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
@@ -262,8 +265,8 @@ def _cache_folder() -> Path:
 
 
 def _compile(name: str, sources: Path, target: Path, compiler: str) -> None:
-    """Build every source file of `sources` into the shared library `target`, which appears whole or not at all."""
-    # Beside the target, so that the final move is a rename and no half-written library is ever seen.
+    """Build the source files of `sources` into the shared library `target`, which appears atomically."""
+    # A folder beside the target, so that the final move is a rename.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{sources.name}-") as scratch:
         commands = _commands(_recipe(name), sources, Path(scratch), shlex.split(compiler))
         ninja = _ninja()
@@ -277,7 +280,7 @@ def _compile(name: str, sources: Path, target: Path, compiler: str) -> None:
 
 
 def _commands(recipe: _Recipe, sources: Path, scratch: Path, compiler: list[str]) -> dict[Path, list[str]]:
-    """Output -> command, the link last."""
+    """Return output -> command; the link is last."""
     objects = {scratch / f"{file.stem}.o": file for file in sorted(sources.glob(f"*{recipe.suffix}"))}
     commands = {obj: [*compiler, *recipe.flags, "-c", str(file), "-o", str(obj)] for obj, file in objects.items()}
     library = scratch / "library.so"

@@ -1,7 +1,7 @@
-"""Which cores this process may use: its affinity mask, the cgroup's CPU quota, and a rank's share of both.
+"""The cores that a process may use: its affinity mask, the cgroup's CPU quota, and each rank's share of both.
 
-A container often sees every core of its host and may use the time of a few: a pool of threads sized by the number of
-cores is then stopped by the kernel for most of each period, in the middle of a step.
+A container often sees every core of its host but has the quota of a few. The kernel then stops a pool of one thread a
+core for most of each period, in the middle of a step.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from pathlib import Path
 
 
 def allowed_cores() -> list[int]:
-    """The cores that the calling thread may run on, ascending."""
+    """Return the cores that the calling thread may run on, ascending."""
     return sorted(os.sched_getaffinity(0))
 
 
 def thread_count(cores: int, ranks: int = 1, root: Path = Path("/")) -> int:
-    """Threads that pay on `cores` cores where `ranks` processes share the cgroup's quota; at least 1."""
+    """Return how many threads are useful on `cores` cores if `ranks` processes share the cgroup's quota; at least 1."""
     quota = quota_cores(root)
     return max(1, min(cores, cores if quota is None else math.ceil(quota / ranks)))
 
 
 def share_of_cores(index: int, ranks: int) -> list[int]:
-    """The cores of rank `index` among the `ranks` of this node: a run of neighbours, disjoint where there are enough.
+    """Return the cores of rank `index` among the `ranks` of this node: neighbours, disjoint if there are enough cores.
 
-    A process whose mask holds no more than one rank's share of the machine was bound by its launcher and keeps it.
+    A process whose mask has at most one rank's share of the machine was bound by its launcher and keeps its mask.
     """
     if not 0 <= index < ranks:
-        raise ValueError(f"rank {index} is none of {ranks}")
+        raise ValueError(f"rank {index} is not among {ranks} ranks")
     allowed = allowed_cores()
     if ranks == 1 or len(allowed) * ranks <= (os.cpu_count() or 1):
         return allowed
@@ -39,17 +39,17 @@ def share_of_cores(index: int, ranks: int) -> list[int]:
 
 
 def quota_cores(root: Path = Path("/")) -> float | None:
-    """The narrowest CPU quota of this process's cgroups, in cores (1.5: a core and a half); None where there is none.
+    """Return the smallest CPU quota of this process's cgroups in cores, such as 1.5; None if there is none.
 
-    Version 2 says `cpu.max`, version 1 `cpu.cfs_quota_us` over `cpu.cfs_period_us`; both count at every level up to the
-    mount. `root` stands for the file system, for tests.
+    cgroup version 2 gives it as `cpu.max`, version 1 as `cpu.cfs_quota_us` over `cpu.cfs_period_us`. Every level up to
+    the mount limits the process. `root` holds proc and sys, for tests.
     """
     quotas = [quota for folder in _cgroup_folders(root) if (quota := _quota_of(folder)) is not None]
     return min(quotas, default=None)
 
 
 def _cgroup_folders(root: Path) -> Iterator[Path]:
-    """The folders that may limit this process, innermost first, of both versions."""
+    """Yield the cgroup folders of both versions that may limit this process, innermost first."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -66,7 +66,7 @@ def _cgroup_folders(root: Path) -> Iterator[Path]:
         for mount in mounts:
             top = root / "sys/fs/cgroup" / mount
             folder = top / path.strip("/")
-            # Inside a container the path may be that of the host: then only the top is there.
+            # Inside a container the path may be that of the host; then only the mount itself exists.
             yield from (level for level in (folder, *folder.parents) if level == top or top in level.parents)
 
 
@@ -77,7 +77,7 @@ def _quota_of(folder: Path) -> float | None:
         else:
             quota = (folder / "cpu.cfs_quota_us").read_text().strip()
             period = (folder / "cpu.cfs_period_us").read_text().strip()
-        # "max" and -1 say that there is none.
+        # "max" (version 2) and -1 (version 1) mean no quota.
         return None if quota in ("max", "-1") else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -1,7 +1,7 @@
-"""CRC-32C (Castagnoli), the Python fallback of csrc/aio/crc32c.cpp: `crc32c(data)`, as iSCSI, ext4 and NVMe define it.
+"""CRC-32C (Castagnoli) as iSCSI, ext4 and NVMe define it: the Python fallback of csrc/aio/crc32c.cpp.
 
-The bytes are cut into strips of one length that numpy digests side by side, a byte of each at a time; neighbours are
-then combined, which is a multiplication by a power of x modulo the polynomial (Mark Adler's zlib, crc32_combine).
+The data is cut into strips of equal length, which numpy processes in parallel, one byte of each at a time. Combining
+the checksums of neighbours multiplies by a power of x modulo the polynomial, as in zlib's crc32_combine (Mark Adler).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Words = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 def crc32c(data: memoryview | bytes, crc: int = 0) -> int:
-    """The checksum of `data` behind other bytes whose checksum is `crc`."""
+    """Return the checksum of earlier bytes with checksum `crc` followed by `data`."""
     values = np.frombuffer(data, dtype=np.uint8)
     strips = len(values) // _STRIP_NBYTES
     whole = strips * _STRIP_NBYTES
@@ -35,14 +35,14 @@ def crc32c(data: memoryview | bytes, crc: int = 0) -> int:
 
 
 def _of_strips(strips: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-    """The checksum of rows one behind the other."""
+    """Return the checksum of the concatenated rows."""
     table = _byte_table()
     crcs: _Words = np.full(len(strips), 0xFFFFFFFF, dtype=np.uint32)
     for column in np.ascontiguousarray(strips.T):
         crcs = (crcs >> np.uint32(8)) ^ table[(crcs ^ column) & np.uint32(255)]
     crcs = ~crcs
     nbytes = strips.shape[1]
-    # Zeros in front change nothing: an odd row is paired with none.
+    # A checksum of 0 in front changes nothing, so it pairs with an odd row.
     while len(crcs) > 1:
         if len(crcs) % 2:
             crcs = np.concatenate((np.zeros(1, dtype=np.uint32), crcs))
@@ -71,7 +71,7 @@ def _multiply(a: int, b: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _power(nbytes: int) -> int:
-    """What `nbytes` further bytes of zeros multiply a remainder by."""
+    """Return the factor by which `nbytes` appended zero bytes multiply a remainder."""
     power, square = _ONE, _BYTE
     while nbytes:
         if nbytes & 1:
@@ -82,7 +82,7 @@ def _power(nbytes: int) -> int:
 
 
 def combine(first: int, second: int, nbytes: int) -> int:
-    """The checksum of two texts one behind the other; `nbytes` are those of the second."""
+    """Return the checksum of two concatenated byte strings from theirs; the second one has `nbytes` bytes."""
     return _shifted(first, nbytes) ^ second
 
 
@@ -93,7 +93,7 @@ def _shifted(crc: int, nbytes: int) -> int:
 def _shift_many(crcs: _Words, nbytes: int) -> _Words:
     factor = _power(nbytes)
     product = np.zeros_like(crcs)
-    # The sum over the operand's bits of the factor times one power of x.
+    # Add up the factor times one power of x, for each set bit of the operand.
     for bit in range(32):
         term = np.uint32(_multiply(factor, 1 << bit))
         product ^= np.where(crcs & np.uint32(1 << bit), term, np.uint32(0))

@@ -1,7 +1,7 @@
-"""Files of a fixed size for direct I/O: created whole or not at all, with the alignment that the system asks for.
+"""Files of a fixed size for direct I/O, created whole or not at all.
 
-A file is opened twice where the file system takes O_DIRECT: requests whose offset, length and address are aligned
-bypass the page cache, all others go through it; the kernel keeps the two coherent.
+A file is opened a second time with O_DIRECT if the file system supports it. Requests with aligned offset, length and
+address bypass the page cache, all others go through it; the kernel keeps both coherent.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from infinity.errors import TransferError
 
 _ALIGNMENT_FALLBACK = 4096
 _log = logging.getLogger("infinity")
+# Device numbers of the file systems that have been reported not to support O_DIRECT.
 _told_buffered: set[int] = set()
 
 
 @dataclass(slots=True)
 class Descriptors:
-    """The open descriptors of a file, closed with the last reference: a transfer in flight keeps them open."""
+    """The open descriptors of a file, closed with the last reference; a transfer in flight keeps them open."""
 
     buffered: int
-    # -1 where the file system refuses O_DIRECT.
+    # -1 if the file system does not support O_DIRECT.
     direct: int
 
     def close(self) -> None:
-        """Close now. May be called again."""
+        """Close the descriptors. Idempotent."""
         for fd in (self.buffered, self.direct):
             if fd >= 0:
                 os.close(fd)
@@ -41,10 +42,12 @@ class Descriptors:
 
 
 class File:
-    """An open file of `nbytes` bytes at `path`. Use as a context manager; `close` may be called again.
+    """An open file of `nbytes` bytes at `path`. Use as a context manager.
 
-    direct: whether aligned requests bypass the page cache. alignment: of offset and length, memory_alignment: of the
-    address, both in bytes, for a request to be served directly (others are served through the page cache).
+    Attributes:
+        direct: whether aligned requests bypass the page cache.
+        alignment: bytes to which offset and length of such a request are aligned.
+        memory_alignment: bytes to which its memory address is aligned.
     """
 
     def __init__(self, path: str, nbytes: int, descriptors: Descriptors, *, writable: bool) -> None:
@@ -57,10 +60,11 @@ class File:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], nbytes: int) -> File:
-        """Make a new file with all its `nbytes` reserved on the drive.
+        """Create a file with all its `nbytes` reserved on the drive.
 
-        TransferError where the path exists (EEXIST), where the space is not there (ENOSPC; no file is left) and on
-        any other failure.
+        Raises:
+            TransferError: the path exists (EEXIST), the space is not free (ENOSPC), or the system refuses. No new file
+                is left behind.
         """
         if nbytes < 0:
             raise ValueError(f"a file cannot have {nbytes} bytes")
@@ -69,14 +73,14 @@ class File:
         space = os.fstatvfs(descriptors.buffered)
         free_nbytes = space.f_bavail * space.f_frsize
         try:
-            # Looked at first: some file systems fill the drive before they find that it is too small.
+            # Checked first, because some file systems fill the drive before they report that it is too small.
             if nbytes > free_nbytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if nbytes:
                 os.posix_fallocate(descriptors.buffered, 0, nbytes)
         except OSError as error:
             os.unlink(name)
-            # By hand: the traceback of the error keeps the object alive, and that the space.
+            # Closed here, because the error's traceback keeps the object alive, and open descriptors keep the space.
             descriptors.close()
             reason = f"{error.strerror}; {free_nbytes} bytes were free, {nbytes} are needed"
             raise _failure("create", name, nbytes, error, reason) from error
@@ -84,7 +88,7 @@ class File:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], writable: bool = False) -> File:
-        """Open an existing regular file at its present size. TransferError where that fails."""
+        """Open an existing regular file at its present size; raise TransferError if that fails."""
         name = os.fspath(path)
         descriptors = _open("open", name, os.O_RDWR if writable else os.O_RDONLY, 0)
         status = os.fstat(descriptors.buffered)
@@ -95,20 +99,20 @@ class File:
 
     @property
     def descriptors(self) -> Descriptors:
-        """What a transfer holds on to. ValueError after `close`."""
+        """The open descriptors, which a transfer keeps. Raises ValueError after `close`."""
         if self._descriptors is None:
             raise ValueError(f"{self.path} is closed")
         return self._descriptors
 
     def sync(self) -> None:
-        """Return when everything written is on the drive (fdatasync). TransferError where that fails."""
+        """Return once all completed writes are on the drive (fdatasync); raise TransferError if that fails."""
         try:
             os.fdatasync(self.descriptors.buffered)
         except OSError as error:
             raise _failure("sync", self.path, self.nbytes, error, error.strerror or str(error)) from error
 
     def close(self) -> None:
-        """Close; descriptors that a transfer in flight still uses are closed when it is done."""
+        """Close the file; descriptors in use by a transfer are closed once it is over. Idempotent."""
         self._descriptors = None
 
     def __enter__(self) -> File:
@@ -127,23 +131,23 @@ class File:
 def _open(operation: str, path: str, flags: int, nbytes: int) -> Descriptors:
     flags |= os.O_CLOEXEC
     try:
-        descriptors = Descriptors(os.open(path, flags, 0o600), -1)
+        buffered = os.open(path, flags, 0o600)
     except OSError as error:
         raise _failure(operation, path, nbytes, error, error.strerror or str(error)) from error
     try:
-        again = flags & ~(os.O_CREAT | os.O_EXCL) | os.O_DIRECT
-        descriptors.direct = os.open(path, again)
+        direct = os.open(path, flags & ~(os.O_CREAT | os.O_EXCL) | os.O_DIRECT)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             if operation == "create":
                 os.unlink(path)
-            descriptors.close()
+            os.close(buffered)
             raise _failure(operation, path, nbytes, error, error.strerror or str(error)) from error
-        device = os.fstat(descriptors.buffered).st_dev
+        direct = -1
+        device = os.fstat(buffered).st_dev
         if device not in _told_buffered:
             _told_buffered.add(device)
             _log.warning("the file system of %s does not take O_DIRECT: its files go through the page cache", path)
-    return descriptors
+    return Descriptors(buffered, direct)
 
 
 def _failure(operation: str, path: str, nbytes: int, error: OSError, reason: str) -> TransferError:
@@ -151,18 +155,17 @@ def _failure(operation: str, path: str, nbytes: int, error: OSError, reason: str
 
 
 def _alignments(descriptors: Descriptors) -> tuple[int, int]:
-    """(of offset and length, of address) in bytes, for direct I/O; powers of two."""
+    """Return the alignments for direct I/O in bytes, powers of two: (of offset and length, of the address)."""
     if descriptors.direct < 0:
         return 1, 1
-    told = _statx_alignments(descriptors.direct)
-    if told is not None:
-        return told
+    if (found := _statx_alignments(descriptors.direct)) is not None:
+        return found
     block = _device_block(os.fstat(descriptors.direct))
     return block, block
 
 
 def _statx_alignments(fd: int) -> tuple[int, int] | None:
-    """What the kernel says (Linux 6.1 and later), or None."""
+    """Return the alignments that the kernel reports (Linux 6.1 and later), or None."""
     statx = getattr(ctypes.CDLL(None), "statx", None)
     if statx is None:
         return None
@@ -177,9 +180,9 @@ def _statx_alignments(fd: int) -> tuple[int, int] | None:
 
 
 def _device_block(status: os.stat_result) -> int:
-    """The logical block size of the drive, or else of the file system."""
+    """Return the logical block size of the drive, else of the file system, in bytes."""
     device = f"/sys/dev/block/{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
-    # A partition has no queue of its own: its drive, one folder up, has.
+    # A partition has no queue; its drive, one folder up, has one.
     for queue in (f"{device}/queue", f"{device}/../queue"):
         try:
             with open(f"{queue}/logical_block_size") as text:

@@ -1,11 +1,11 @@
-"""Kernels for tensors on a CUDA device: Adam, and cast, scale and norm in one pass. None of them stops the host.
+"""Kernels for tensors on a CUDA device: Adam, and cast, scale and norm in one pass. No call makes the host wait.
 
-They have the same bits as the code for the CPU: Adam is the same text (csrc/adam/arithmetic.inl), the norm has the
-same reduction tree. Where the library cannot be built or does not run on a device, `available` says so once, and the
-Python fallbacks, which take CUDA tensors as well, give the same results.
+The kernels give the same bits as the CPU code: Adam uses the same source (csrc/adam/arithmetic.inl), and the norm adds
+in the same order. If the library cannot be built or does not run on a device, one warning is logged and the Python
+fallbacks, which accept CUDA tensors, give the same results.
 
     if kernels.available(device):
-        left_out = kernels.adam_step(table, count, device)     # tensors: reading one waits for the device
+        skipped = kernels.adam_step(table, count, device)      # a tensor: reading it waits for the device
     stats = kernels.cast_stats(grads, halves, scale=1 / 3)     # halves = grads / 3 in bf16, with their norm
 """
 
@@ -22,75 +22,84 @@ import torch
 from torch import Tensor
 
 from infinity.ops import build, reference
+from infinity.ops.tensor_arguments import DTYPE_CODES, FLOATS, address, check_tensor
 
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NO_TARGET = -1
 
 _log = logging.getLogger("infinity")
 
 
 class DeviceStats(NamedTuple):
-    """Of a list of tensors, on their device: sums of squares of finite elements, and numbers of the others."""
+    """Sums of squares of the finite elements of tensors, and numbers of their non-finite ones, on their device."""
 
     sum_of_squares: Tensor  # [count] fp64
     nonfinite_count: Tensor  # [count] int64
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernels run on `device`. The first call for a device may build them, and says why they do not."""
+    """Return whether the kernels run on `device`; the first call may build them, and logs why they do not run."""
     return device.type == "cuda" and _reason(_index(device)) is None
 
 
 def kernels_report(device: torch.device) -> str:
-    """What steps tensors on `device`: "kernels", or "Python fallback" and why."""
+    """Return which code steps tensors on `device`: "kernels", or "Python fallback" with the reason."""
     reason = _reason(_index(device)) if device.type == "cuda" else f"{device} is no CUDA device"
     return "kernels" if reason is None else f"Python fallback: {reason}"
 
 
 def adam_step(table: bytes, count: int, device: torch.device) -> Tensor:
-    """Step `count` pieces, which all lie on `device`, on its current stream. `table` holds them as struct Piece of
-    csrc/adam/types.h, one behind the other.
+    """Step pieces on the current stream of `device`; needs `available(device)`.
 
-    Returns how many elements keep their state because their gradient is not finite: int64 [], on the device. Needs
-    `available(device)`; RuntimeError with the driver's words where a launch fails.
+    Arguments:
+        table: an array of `count` struct Piece of csrc/adam/types.h.
+        device: the CUDA device of all pieces.
+
+    Returns:
+        The number of elements that keep their state because their gradient is not finite: int64 [] on the device.
+
+    Raises:
+        RuntimeError: the launch fails; the message has the driver's words.
     """
-    left_out = torch.zeros((), dtype=torch.int64, device=device)
-    _call("infinity_kernels_adam_step", device, table, ctypes.c_uint64(count), _address(left_out))
-    return left_out
+    skipped = torch.zeros((), dtype=torch.int64, device=device)
+    _call("infinity_kernels_adam_step", device, table, ctypes.c_uint64(count), address(skipped))
+    return skipped
 
 
 def grad_stats(tensors: Sequence[Tensor]) -> DeviceStats:
-    """Sums of squares and counts of non-finite elements of tensors ([numel] fp32, bf16 or fp16, of one device)."""
+    """Return sums of squares and counts of non-finite elements of tensors ([numel] fp32, bf16 or fp16, one device)."""
     return cast_stats(tensors, None)
 
 
 def cast_stats(sources: Sequence[Tensor], targets: Sequence[Tensor] | None, scale: float = 1.0) -> DeviceStats:
-    """targets = scale * sources, cast to nearest even, in one pass with the statistics of what the targets then hold.
+    """Set targets = scale * sources and return the statistics of the targets, in one pass.
 
-    All are [numel] fp32, bf16 or fp16, contiguous and on one device; the product is taken in fp32. A target may be its
-    source where both have the same dtype. Without targets, the statistics are the sources'. ValueError where tensors
-    do not fit each other.
+    Arguments:
+        sources, targets: [numel] fp32, bf16 or fp16, contiguous, all on one device. A target may be its source if both
+            have the same dtype. Without targets, the statistics are those of the unscaled sources.
+        scale: the product is computed in fp32 and rounded to nearest even.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
     """
     pairs = list(zip(sources, [None] * len(sources) if targets is None else targets, strict=True))
     for index, (source, target) in enumerate(pairs):
-        _check(f"sources[{index}]", source, sources[0])
+        check_tensor(f"sources[{index}]", source, FLOATS, source.numel(), sources[0].device)
         if target is not None:
-            _check(f"targets[{index}]", target, sources[0])
             if target.numel() != source.numel():
                 raise ValueError(f"targets[{index}] has {target.numel()} elements, its source {source.numel()}")
+            check_tensor(f"targets[{index}]", target, FLOATS, source.numel(), sources[0].device)
     if not pairs:
         return DeviceStats(*(torch.zeros(0, dtype=kind, device="cpu") for kind in (torch.float64, torch.int64)))
     device = sources[0].device
     if not available(device):
         return _reference(pairs, scale)
-    table = (_CastC * len(pairs))(*(_CastC.of(source, target, scale) for source, target in pairs))
+    table = (_CastC * len(pairs))(*(_record(source, target, scale) for source, target in pairs))
     count = ctypes.c_uint64(len(pairs))
     numel = _handle().infinity_kernels_cast_workspace(table, count)
     workspace = torch.empty(numel, dtype=torch.float64, device=device)
     sums = torch.empty(len(pairs), dtype=torch.float64, device=device)
     nonfinite = torch.empty(len(pairs), dtype=torch.int64, device=device)
-    addresses = map(_address, (workspace, sums, nonfinite))
-    _call("infinity_kernels_cast", device, table, count, *addresses)
+    _call("infinity_kernels_cast", device, table, count, *map(address, (workspace, sums, nonfinite)))
     return DeviceStats(sums, nonfinite)
 
 
@@ -105,20 +114,14 @@ class _CastC(ctypes.Structure):
         ("scale", ctypes.c_float),
     )
 
-    @classmethod
-    def of(cls, source: Tensor, target: Tensor | None, scale: float) -> _CastC:
-        return cls(
-            source.data_ptr(),
-            None if target is None else target.data_ptr(),
-            source.numel(),
-            _DTYPE_CODES[source.dtype],
-            _NO_TARGET if target is None else _DTYPE_CODES[target.dtype],
-            scale,
-        )
+
+def _record(source: Tensor, target: Tensor | None, scale: float) -> _CastC:
+    pointer, code = (None, _NO_TARGET) if target is None else (target.data_ptr(), DTYPE_CODES[target.dtype])
+    return _CastC(source.data_ptr(), pointer, source.numel(), DTYPE_CODES[source.dtype], code, scale)
 
 
 def _reference(pairs: Sequence[tuple[Tensor, Tensor | None]], scale: float) -> DeviceStats:
-    """`cast_stats` in torch."""
+    """Return the result of `cast_stats`, computed in torch."""
     device = pairs[0][0].device
     factor = ctypes.c_float(scale).value
     found = []
@@ -134,9 +137,9 @@ def _reference(pairs: Sequence[tuple[Tensor, Tensor | None]], scale: float) -> D
 
 @functools.cache
 def _reason(index: int) -> str | None:
-    """Why the kernels do not run on a device; None where they do."""
+    """Return why the kernels do not run on a device, or None if they do."""
     if build.load("kernels") is None:
-        # Said by `build`.
+        # `build` has logged the cause.
         return "the library is off or cannot be built"
     code = _handle().infinity_kernels_runs_on(ctypes.c_int32(index))
     if code == 0:
@@ -170,7 +173,7 @@ def _text(code: int) -> str:
 
 @contextlib.contextmanager
 def _place(device: torch.device) -> Iterator[tuple[int, int]]:
-    """Makes `device` the current one; its index and its current stream."""
+    """Make `device` the current one; yield its index and its current stream."""
     with torch.cuda.device(device):
         yield _index(device), torch.cuda.current_stream(device).cuda_stream
 
@@ -181,16 +184,3 @@ def _call(function: str, device: torch.device, *arguments: object) -> None:
         code = getattr(_handle(), function)(ctypes.c_int32(index), ctypes.c_void_p(stream), *arguments)
     if code:
         raise RuntimeError(f"{function} on {device} failed: {_text(code)}")
-
-
-def _address(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _check(name: str, tensor: Tensor, first: Tensor) -> None:
-    if tensor.device != first.device:
-        raise ValueError(f"{name} is on {tensor.device}: a tensor on {first.device} is needed")
-    if tensor.dtype not in _DTYPE_CODES:
-        raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, _DTYPE_CODES))}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous: strides {tensor.stride()} for shape {tuple(tensor.shape)}")

@@ -1,4 +1,4 @@
-"""What one optimizer step works on: pieces of flat tensors with their hyper-parameters."""
+"""The unit of work of an optimizer step: flat tensors with their hyper-parameters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from infinity.ops.rules import Hyper
 
 @dataclass(slots=True)
 class Piece:
-    """Flat contiguous tensors of one device and numel (0 is allowed) that share hyper-parameters; stepped in place.
+    """Contiguous tensors of one device and number of elements (0 is allowed) that are stepped in place.
 
-    remainder: int16, with a bf16 `param`. master: fp32, with an fp16 or bf16 `param`. Neither: `param` is fp32.
-    A rule of one state has it in `exp_avg`, and no `exp_avg_sq`.
+    A bf16 `param` has a `remainder` or a `master`, an fp16 `param` has a `master`, an fp32 `param` has neither. A rule
+    with one state keeps it in `exp_avg` and has no `exp_avg_sq`.
     """
 
     param: Tensor  # [numel] fp32, bf16 or fp16
-    grad: Tensor  # [numel] fp32, bf16 or fp16, whatever param is
+    grad: Tensor  # [numel] fp32, bf16 or fp16, independent of param
     exp_avg: Tensor  # [numel] fp32
     exp_avg_sq: Tensor | None = None  # [numel] fp32
     remainder: Tensor | None = None  # [numel] int16

@@ -1,8 +1,8 @@
-"""The Python fallbacks, in torch: the same bits as the native code (`infinity.ops.adam`), slowly. Fallback and oracle.
+"""Reference implementations in torch, bit-identical to the native code of `infinity.ops.adam` but slower.
 
-A fused multiply-add rounds once; torch has none. Here the product of two fp32 values is exact in fp64, the sum with a
-third is rounded to odd (TwoSum gives the error, the last bit takes it up), and what is rounded to odd in fp64 rounds
-to fp32 as the exact value would.
+They are the Python fallback and the oracle of the tests. torch has no fused multiply-add, which rounds once, so `fma`
+emulates it in fp64: the product of two fp32 values is exact, TwoSum gives the error of the sum, and rounding the sum to
+odd (Boldo and Melquiond, 2008) makes the final rounding to fp32 equal to that of the exact value.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from infinity.ops.piece import Piece
 from infinity.ops.rules import Rule, StepConstants
 
-# Bounds the temporaries: an fp64 or two and some masks per element of a chunk.
+# Bounds the temporary memory: about two fp64 values and some masks for each element of a chunk.
 _CHUNK_NUMEL = 1 << 18
 _BLOCK_NUMEL = 4096
 _SUM_LANES = 16
 
 
 def adam_step(piece: Piece, constants: StepConstants) -> int:
-    """Step a checked piece in place: `csrc/adam/arithmetic.inl`, step_lanes, in torch.
+    """Step a checked piece in place, as step_lanes of csrc/adam/arithmetic.inl does.
 
-    Elements whose scaled gradient is not finite keep every bit of their state; returns how many those are.
+    Elements whose scaled gradient is not finite keep every bit of their state; return their number.
     """
     nonfinite_count = 0
     for at in _chunks(piece.param.numel()):
@@ -47,7 +47,7 @@ def adam_step(piece: Piece, constants: StepConstants) -> int:
 
 
 def _stepped(piece: Piece, at: slice, weight: Tensor, grad: Tensor, constants: StepConstants) -> Tensor:
-    """The weight after the step; moves the states."""
+    """Update the states and return the new weight."""
     if not piece.hyper.rule.two_states:
         return fma(constants.minus_step_size, _update(piece, at, grad, constants), weight)
     assert piece.exp_avg_sq is not None
@@ -55,13 +55,13 @@ def _stepped(piece: Piece, at: slice, weight: Tensor, grad: Tensor, constants: S
     from_grad = math.copysign(1.0, constants.one_minus_beta1) < 0
     state.copy_(fma(constants.one_minus_beta1, grad - state, grad if from_grad else state))
     squares.copy_(fma(grad * constants.one_minus_beta2, grad, squares * constants.beta2))
-    # As a tensor: by a number, an accelerator multiplies with its reciprocal.
+    # Divide by a tensor, because an accelerator divides by a number through multiplication with its reciprocal.
     denominator = _root(squares) / squares.new_tensor(constants.sqrt_bias_correction2) + constants.eps
     return weight + (state * constants.minus_step_size) / denominator
 
 
 def _update(piece: Piece, at: slice, grad: Tensor, constants: StepConstants) -> Tensor:
-    """What the step size is multiplied with, of the rules with one state; moves it."""
+    """Update the state of a rule with one state and return the factor of the step size."""
     rule, state = piece.hyper.rule, piece.exp_avg.view(-1)[at]
     if rule is Rule.LION:
         update = fma(constants.one_minus_beta1, grad - state, state).sign()
@@ -75,13 +75,13 @@ def _update(piece: Piece, at: slice, grad: Tensor, constants: StepConstants) -> 
 
 
 def _root(squares: Tensor) -> Tensor:
-    # Through fp64: torch's fp32 root may be one bit off. An fp32 root is never as close to a rounding boundary as an
-    # fp64 root can err.
+    # Computed in fp64, because torch's fp32 root may be one bit off. The exact root of an fp32 value is farther from a
+    # rounding boundary of fp32 than the error of the fp64 root.
     return squares.double().sqrt().float()
 
 
 def grad_stats(tensor: Tensor) -> tuple[float, int]:
-    """(sum of squares of the finite elements in fp64, count of the others): kernel.inl, sum_block, in torch."""
+    """Return (sum of squares of the finite elements in fp64, number of the others), as sum_block of kernel.inl does."""
     total, nonfinite = 0.0, 0
     for at in _chunks(tensor.numel()):
         values = tensor.view(-1)[at].double()
@@ -101,26 +101,26 @@ def grad_stats(tensor: Tensor) -> tuple[float, int]:
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 -> (bf16 nearest with ties away from zero, int16 remainder), shapes kept."""
+    """Split fp32 values into (bf16, rounded to nearest with ties away from zero; int16 remainder), shapes kept."""
     return round_ties_away(values), values.view(torch.int32).to(torch.int16)
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
-    """(bf16, int16) of `split` -> fp32, shapes kept."""
+    """Return the fp32 values of which `split` made (bf16, int16), shapes kept."""
     return ((param.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
 
 
 def round_ties_away(values: Tensor) -> Tensor:
-    """fp32 -> bf16, nearest with ties away from zero: half a unit is added to the bits, the lower 16 are cut off."""
+    """Round fp32 to bf16, to nearest with ties away from zero: add half a unit to the bits and cut off the lower 16."""
     return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def fma(a: Tensor | float, b: Tensor | float, c: Tensor) -> Tensor:
-    """a * b + c rounded once to fp32. Floats must be fp32 values."""
+    """Return a * b + c, rounded once to fp32. Tensors are fp32, and floats must be fp32 values."""
     first, second = (torch.as_tensor(factor, dtype=torch.float64, device=c.device) for factor in (a, b))
     product, addend = first * second, c.double()
     total = product + addend
-    # TwoSum: total + error is the exact sum.
+    # TwoSum (Knuth): total + error is the exact sum.
     back = total - product
     error = (product - (total - back)) + (addend - back)
     bits = total.view(torch.int64)
@@ -130,7 +130,7 @@ def fma(a: Tensor | float, b: Tensor | float, c: Tensor) -> Tensor:
 
 
 def _states(piece: Piece) -> list[Tensor]:
-    """All that a step writes, flat."""
+    """Return all tensors that a step writes, flat."""
     tensors = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.remainder, piece.master)
     return [tensor.view(-1) for tensor in tensors if tensor is not None]
 
@@ -154,6 +154,6 @@ def _store_weight(piece: Piece, at: slice, weight: Tensor) -> None:
 
 
 def _chunks(numel: int) -> Iterator[slice]:
-    # A multiple of a block, so that grad_stats sees whole blocks.
+    # A chunk is a multiple of a block, so that grad_stats sees whole blocks.
     for begin in range(0, numel, _CHUNK_NUMEL):
         yield slice(begin, min(begin + _CHUNK_NUMEL, numel))

@@ -1,10 +1,10 @@
-"""The rules by which an element is stepped: their hyper-parameters, and the constants of one step.
+"""The update rules of an element: their hyper-parameters, and the constants of one step.
 
 Adam: Kingma and Ba, 2015; AdamW: Loshchilov and Hutter, 2019; Lion: Chen et al., "Symbolic discovery of optimization
-algorithms", 2023; Adagrad: Duchi et al., 2011; SGD with momentum as torch defines it. csrc/adam/arithmetic.inl is the
-arithmetic, `infinity.ops.reference` says it again.
+algorithms", 2023; Adagrad: Duchi et al., 2011; SGD with momentum as torch defines it. The arithmetic is in
+csrc/adam/arithmetic.inl and `infinity.ops.reference`.
 
-A kernel knows ten constants, named after what they are to Adam. What another rule puts there stands at its class.
+A kernel takes ten constants, named by their meaning in Adam. The class of another rule says what it puts there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol
 
 
 class Rule(IntEnum):
-    """Numbers as in csrc/adam/types.h."""
+    """An update rule, numbered as in csrc/adam/types.h."""
 
     ADAM = 0
     ADAMW = 1
@@ -27,25 +27,25 @@ class Rule(IntEnum):
 
     @property
     def two_states(self) -> bool:
-        """Whether it keeps two fp32 values an element; else one, which lies where Adam's first moment does."""
+        """Whether the rule keeps two fp32 values an element; otherwise one, in the place of Adam's first moment."""
         return self in (Rule.ADAM, Rule.ADAMW)
 
 
 @dataclass(frozen=True, slots=True)
 class StepConstants:
-    """What one step multiplies by: computed in fp64, each rounded once to fp32. Order and names as in types.h."""
+    """The constants of one step, computed in fp64 and rounded once to fp32; order and names as in types.h."""
 
     grad_scale: float = 1.0
     weight_decay: float = 0.0
     decay: float = 0.0
-    # With a minus: the state is moved from the gradient, not from where it is.
+    # Negative: the first moment interpolates from the gradient instead of from the state; see `_lerp`.
     one_minus_beta1: float = 0.0
     beta2: float = 0.0
     one_minus_beta2: float = 0.0
     sqrt_bias_correction2: float = 0.0
     eps: float = 0.0
     minus_step_size: float = 0.0
-    # Infinite: gradients are not bounded one by one.
+    # Infinite: gradient elements are not bounded.
     grad_bound: float = math.inf
 
     COUNT: ClassVar[int] = 10
@@ -55,7 +55,7 @@ class StepConstants:
             object.__setattr__(self, name, ctypes.c_float(getattr(self, name)).value)
 
     def floats(self) -> tuple[float, ...]:
-        """The values in the order of the fields."""
+        """Return the values in the order of the fields."""
         return tuple(getattr(self, name) for name in self.__slots__)
 
 
@@ -66,13 +66,13 @@ class Hyper(Protocol):
     def rule(self) -> Rule: ...
 
     def constants(self, *, step: int, grad_scale: float) -> StepConstants:
-        """Constants of optimizer step `step`, counted from 1, on gradients that are multiplied by `grad_scale`."""
+        """Return the constants of optimizer step `step`, counted from 1, for gradients multiplied by `grad_scale`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AdamHyper:
-    """`weight_decay` is decoupled (AdamW) where `adamw`, else added to the gradient."""
+    """Hyper-parameters of Adam and AdamW; with `adamw` weight decay is decoupled, else added to the gradient."""
 
     lr: float
     beta1: float
@@ -87,7 +87,7 @@ class AdamHyper:
         return Rule.ADAMW if self.adamw else Rule.ADAM
 
     def constants(self, *, step: int, grad_scale: float) -> StepConstants:
-        """See Hyper."""
+        """See `Hyper.constants`."""
         correction1 = 1.0 - self.beta1**step if self.bias_correction else 1.0
         correction2 = 1.0 - self.beta2**step if self.bias_correction else 1.0
         return StepConstants(
@@ -100,7 +100,9 @@ class AdamHyper:
 
 @dataclass(frozen=True, slots=True)
 class LionHyper:
-    """The sign of a mean of momentum and gradient (beta1); then the momentum moves by beta2. The decay is decoupled."""
+    """Hyper-parameters of Lion: the update is the sign of a mean (beta1) of momentum and gradient, then the momentum
+    decays by beta2. Weight decay is decoupled.
+    """
 
     lr: float
     beta1: float
@@ -112,7 +114,7 @@ class LionHyper:
         return Rule.LION
 
     def constants(self, *, step: int, grad_scale: float) -> StepConstants:
-        """See Hyper."""
+        """See `Hyper.constants`."""
         return StepConstants(
             grad_scale=grad_scale, decay=1.0 - self.lr * self.weight_decay, one_minus_beta1=1.0 - self.beta1,
             one_minus_beta2=1.0 - self.beta2, minus_step_size=-self.lr,
@@ -121,7 +123,7 @@ class LionHyper:
 
 @dataclass(frozen=True, slots=True)
 class AdagradHyper:
-    """The state is the sum of squares; the rate falls as 1 / (1 + (step - 1) * lr_decay)."""
+    """Hyper-parameters of Adagrad: the state is the sum of squares, the rate lr / (1 + (step - 1) * lr_decay)."""
 
     lr: float
     lr_decay: float
@@ -133,7 +135,7 @@ class AdagradHyper:
         return Rule.ADAGRAD
 
     def constants(self, *, step: int, grad_scale: float) -> StepConstants:
-        """See Hyper."""
+        """See `Hyper.constants`."""
         return StepConstants(
             grad_scale=grad_scale, weight_decay=self.weight_decay, eps=self.eps,
             minus_step_size=-self.lr / (1.0 + (step - 1) * self.lr_decay),
@@ -142,8 +144,10 @@ class AdagradHyper:
 
 @dataclass(frozen=True, slots=True)
 class MomentumHyper:
-    """SGD with momentum. `beta2`: the momentum; `one_minus_beta1`: what a gradient adds to the buffer (all of it in the
-    first step); `sqrt_bias_correction2` and `decay`: the shares of buffer and gradient in the update.
+    """Hyper-parameters of SGD with momentum.
+
+    Its constants: `beta2` is the momentum, `one_minus_beta1` the factor of a gradient in the buffer (1 in the first
+    step), `sqrt_bias_correction2` and `decay` are the factors of buffer and gradient in the update.
     """
 
     lr: float
@@ -157,7 +161,7 @@ class MomentumHyper:
         return Rule.MOMENTUM
 
     def constants(self, *, step: int, grad_scale: float) -> StepConstants:
-        """See Hyper."""
+        """See `Hyper.constants`."""
         return StepConstants(
             grad_scale=grad_scale, weight_decay=self.weight_decay, beta2=self.momentum,
             one_minus_beta1=1.0 if step == 1 else 1.0 - self.dampening,
@@ -167,8 +171,10 @@ class MomentumHyper:
 
 
 def _lerp(weight: float) -> float:
-    """What a difference is multiplied with on the way to a gradient, in fp32: from the nearer end, as torch's lerp.
-    With a minus, be it that of zero, where that is the gradient.
+    """Return the fp32 factor of (gradient - state) that moves a state towards a gradient by `weight`.
+
+    As torch's lerp, the kernel interpolates from the nearer end. The factor is negative, or minus zero, if that is the
+    gradient.
     """
     rounded = ctypes.c_float(weight).value
     return rounded if rounded < 0.5 else -(1.0 - rounded)

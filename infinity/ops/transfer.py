@@ -1,7 +1,8 @@
-"""One future over whatever moves bytes: an I/O request, a CUDA event, a collective.
+"""A future for bytes in flight: an I/O request, a copy on a CUDA stream or a collective.
 
-`done()` never blocks. `wait()` returns when the bytes have arrived and raises the mover's error; it may be called
-again. After an error `done()` says whether the mover has let go of the bytes: one that is late has not.
+`done()` never blocks. `wait()` returns once the bytes have arrived, or raises the error of the transfer; it may be
+called again. After an error, `done()` is True once the transfer no longer uses the memory; after a timeout it still
+does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Transfer(Protocol):
 
 
 class Completed:
-    """A transfer that was over before it began: the plain path of a synchronous copy."""
+    """The transfer of a synchronous copy, which is always done."""
 
     def done(self) -> bool:
         return True
@@ -31,7 +32,7 @@ class Completed:
 
 
 class StreamTransfer:
-    """A copy on a side stream. `wait` makes the current stream wait for it and does not stop the host."""
+    """A copy on a side stream; `wait` makes the current stream wait for it, not the host."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
@@ -43,12 +44,12 @@ class StreamTransfer:
         torch.cuda.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Stop the host until the bytes are there: before the CPU reads what the device wrote."""
+        """Block the host until the bytes have arrived; needed before the CPU reads them."""
         self._event.synchronize()
 
 
 class WorkTransfer:
-    """A collective in flight; `keep` are tensors that must live until it is over."""
+    """A collective in flight; it keeps the tensors `keep` alive until `wait` returns."""
 
     def __init__(self, work: Any, keep: Sequence[torch.Tensor] = ()) -> None:
         self._work = work
