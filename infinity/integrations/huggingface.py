@@ -1,9 +1,9 @@
-"""`infinity.load_hf`: a model from a Hugging Face folder, straight into its tiers.
+"""`infinity.load_hf`: load a model from a Hugging Face folder directly into its tiers.
 
-The model is built without memory for its parameters; each one knows where its values lie in the folder's safetensors
-files, and `infinity.initialize` reads them unit by unit, every rank the ranges of its own partitions. Which stored
-tensor becomes which parameter is transformers' own mapping: names that changed, and experts that are stored one by one
-but computed with in one tensor.
+The model is built without memory for its parameters; each parameter refers to its values in the folder's safetensors
+files. `infinity.initialize` reads them unit by unit, and every rank reads only the ranges of its own partitions.
+transformers maps stored tensors to parameters, including renamed ones and experts that are stored separately but form
+one parameter.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ try:
 except ImportError as error:
     raise ImportError("infinity.load_hf needs transformers 5: pip install 'infinity-engine[hf]'") from error
 
-# Names that one message lists of each kind.
-_NAMES_SHOWN = 20
+# The most names of each kind that one message lists.
+_NAMES_SHOWN_MAX = 20
 
 
 def load_hf(
@@ -52,17 +52,24 @@ def load_hf(
     strict: bool = True,
     **overrides: Any,
 ) -> nn.Module:
-    """The model of a local folder (config.json and safetensors), ready for `infinity.initialize` with the same config.
+    """Load the model of a local folder (config.json and safetensors) for `infinity.initialize` with the same config.
 
-    path: the folder that `save_pretrained` or a download has made.
-    config: infinity's configuration, as for `initialize`: it names the tiers.
-    model_class: a transformers model class, automatic or not; default `AutoModelForCausalLM`.
-    strict: whether names that the folder lacks are an error. Otherwise they are reported, and what is missing gets the
-        model's own initial values. Names that the model lacks are reported, as from_pretrained() does.
-    overrides: attributes of the model's configuration, such as `attn_implementation`.
+    The parameters take no memory until `initialize`. Code that uses one earlier sees its whole value, and changes to it
+    are kept. Collective.
 
-    The model is in training mode. Its parameters take no memory until `initialize`; code that touches one before finds
-    it whole, and its changes are kept. Collective. Raises ConfigError for what the folder lacks or does not match.
+    Arguments:
+        path: a folder made by `save_pretrained` or by a download.
+        config: infinity's configuration, as for `initialize`; it names the tiers.
+        model_class: a transformers model class, automatic or not; default: `AutoModelForCausalLM`.
+        strict: raise if the folder lacks a parameter. Otherwise the parameter is reported and gets the model's initial
+            values. Names that the model lacks are only reported, as by from_pretrained().
+        overrides: attributes of the model's configuration, such as `attn_implementation`.
+
+    Returns:
+        The model in training mode.
+
+    Raises:
+        ConfigError: the folder is incomplete, differs between ranks or does not match the model.
     """
     folder = Path(path)
     model_config = _configuration(folder, overrides)
@@ -90,7 +97,7 @@ def load_hf(
 
 
 def _configuration(folder: Path, overrides: Mapping[str, Any]) -> Any:
-    """transformers' configuration of the model in a folder; ConfigError where there is none."""
+    """Return transformers' configuration of the model in a folder; raise ConfigError if there is none."""
     if folder.is_file():
         raise ConfigError(f"load_hf: {folder} is a file: name the folder that it lies in, with its config.json")
     if not folder.is_dir():
@@ -114,7 +121,7 @@ def _configuration(folder: Path, overrides: Mapping[str, Any]) -> Any:
 
 @dataclass
 class _Found:
-    """What the files have for a model: origins by parameter or buffer name, and what does not match."""
+    """The stored values of a model, by parameter or buffer name, and the names that do not match."""
 
     origins: dict[str, WeightSource] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -125,12 +132,12 @@ class _Found:
 
 
 def _skeleton(model_class: Any, model_config: Any) -> nn.Module:
-    """The model with parameters on the meta device and real buffers, tied as its configuration says."""
+    """Return the model with parameters on the meta device and real buffers, tied as its configuration says."""
 
     def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None or param.is_meta or isinstance(param, nn.UninitializedParameter):
             return None
-        # One that is registered twice stays one.
+        # A parameter that is registered twice must stay one object.
         meta = param.__dict__.get("_infinity_meta")
         if meta is None:
             meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
@@ -149,7 +156,7 @@ def _skeleton(model_class: Any, model_config: Any) -> nn.Module:
 
 
 def _check_alike(spool: DeferredInit, weights: WeightFolder) -> None:
-    """Every rank reads for itself: the files must be the same."""
+    """Raise ConfigError unless all ranks see the same files, because every rank reads its own ranges."""
     group = spool.groups.world
     if group.size == 1:
         return
@@ -163,7 +170,7 @@ def _check_alike(spool: DeferredInit, weights: WeightFolder) -> None:
 
 
 def _match(model: Any, stored: Mapping[str, StoredTensor]) -> _Found:
-    """Give every name of the model its origin, by transformers' mapping of stored names."""
+    """Find the stored values of every parameter and buffer, by transformers' mapping of stored names."""
     wanted = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -194,16 +201,15 @@ def _match(model: Any, stored: Mapping[str, StoredTensor]) -> _Found:
 
 
 def _compare(model: Any, wanted: Mapping[str, Tensor], found: _Found) -> None:
-    """Find what is missing, unexpected or of another shape; what a model says may be so is left out."""
+    """Add missing and mismatched names to `found`; drop the names that the model allows to be missing or unexpected."""
     names = _names_by_tensor(model)
+    optional = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or [])
     for name in wanted:
-        aliases = names.get(name, [name])
-        if not any(alias in found.origins for alias in aliases):
+        stored = any(alias in found.origins for alias in names.get(name, [name]))
+        if not stored and not any(re.search(pattern, name) for pattern in optional):
             found.missing.append(name)
-    ignored = list(getattr(model, "_keys_to_ignore_on_load_missing", None) or [])
-    found.missing = [name for name in found.missing if not any(re.search(pattern, name) for pattern in ignored)]
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []), r"rotary_emb\.inv_freq$"]
-    found.unexpected = [name for name in found.unexpected if not any(re.search(pattern, name) for pattern in ignored)]
+    found.unexpected[:] = [key for key in found.unexpected if not any(re.search(pattern, key) for pattern in ignored)]
     for name, shape in found.shapes.items():
         if name not in wanted:
             found.unexpected.append(name)
@@ -212,7 +218,7 @@ def _compare(model: Any, wanted: Mapping[str, Tensor], found: _Found) -> None:
 
 
 def _names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
-    """For each parameter's name, all names of the same parameter: tied weights have several."""
+    """Return parameter name -> all names of the same parameter; tied weights have several."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -233,12 +239,12 @@ def _report(model: nn.Module, folder: Path, found: _Found, *, strict: bool) -> N
 
 
 def _shorten(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _NAMES_SHOWN_MAX
+    return ", ".join(names[:_NAMES_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
 def _adopt(model: Any, spool: DeferredInit, found: _Found) -> None:
-    """Replace every meta parameter by one that knows its origin, and fill buffers and what has no origin."""
+    """Replace every meta parameter by one with its stored values, fill buffers, and initialize the other parameters."""
     names = _names_by_tensor(model)
     made: dict[int, nn.Parameter] = {}
     unknown = False
@@ -254,7 +260,7 @@ def _adopt(model: Any, spool: DeferredInit, found: _Found) -> None:
             stand_in = parameter.placeholder(old.shape, dtype, torch.device("cpu"))
             param = nn.Parameter(stand_in, requires_grad=trains)
             spool.attach(param, name, found.origins[stored])
-            # transformers' initial values leave such a parameter alone.
+            # transformers' initialize_weights() leaves such a parameter alone.
             param._is_hf_initialized = True  # type: ignore[attr-defined]
         made[id(old)] = param
     for module in model.modules():
@@ -270,7 +276,7 @@ def _adopt(model: Any, spool: DeferredInit, found: _Found) -> None:
 
 
 class _Conversion:
-    """Stored tensors that transformers makes others of: `sources` by pattern, in order."""
+    """A conversion of stored tensors by transformers; `sources` has the tensors of each pattern in order."""
 
     def __init__(self, converter: WeightConverter, name: str, model: Any) -> None:
         self._converter = converter
@@ -283,16 +289,16 @@ class _Conversion:
         return next(iter(self.sources.values()))[0].dtype
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What the operations make, tried on tensors without data."""
+        """Return the shapes of the results, from a run on meta tensors."""
         made = self._run(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         return {name: tuple(value.shape) for name, value in made.items()}
 
     def values(self) -> dict[str, Tensor]:
-        """What the operations make, in memory."""
+        """Return the results of the operations on the stored values."""
         return self._run(StoredTensor.whole)
 
     def in_flat_order(self) -> WeightSource | None:
-        """The stored tensors one behind the other, if that is all that the operations do: then ranges can be read."""
+        """Return the concatenated stored tensors, of which ranges can be read, if the operations only concatenate."""
         operations = [(type(each).__name__, getattr(each, "dim", None)) for each in self._converter.operations]
         columns = [self.sources.get(pattern, []) for pattern in self._converter.source_patterns]
         if operations == [("MergeModulelist", 0)] and len(columns) == 1:
@@ -318,7 +324,7 @@ class _Conversion:
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """A stored tensor that a conversion asks for when it needs it."""
+    """A stored tensor that a conversion reads when it needs it."""
 
     take: Any
     tensor: StoredTensor
@@ -328,14 +334,14 @@ class _Later:
 
 
 class _Joined:
-    """An origin: stored tensors one behind the other."""
+    """A weight source of concatenated stored tensors."""
 
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
         self._tensors = list(tensors)
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `WeightSource`; fp32 of tensors that differ."""
+        """See `WeightSource`; fp32 if the tensors differ."""
         found = {tensor.dtype for tensor in self._tensors}
         return found.pop() if len(found) == 1 else torch.float32
 
@@ -351,16 +357,25 @@ class _Joined:
 
 
 class _Latest:
-    """The results of the conversion that ran last: the next range is mostly of the same tensor."""
+    """A cache of the last conversion's results, because consecutive ranges are mostly of the same tensor."""
 
     def __init__(self) -> None:
-        self.conversion: _Conversion | None = None
-        self.values: dict[str, Tensor] = {}
+        self._conversion: _Conversion | None = None
+        self._values: dict[str, Tensor] = {}
+
+    def values_of(self, conversion: _Conversion) -> dict[str, Tensor]:
+        """Return the results of a conversion; run it unless it ran last."""
+        if self._conversion is not conversion:
+            # Free the old results before the new ones are allocated.
+            self._values = {}
+            self._values = conversion.values()
+            self._conversion = conversion
+        return self._values
 
 
 @dataclass(frozen=True, slots=True)
 class _Converted:
-    """An origin: one result of a conversion, which runs on whole tensors."""
+    """A weight source of one result of a conversion, which runs on whole tensors."""
 
     conversion: _Conversion
     name: str
@@ -368,14 +383,10 @@ class _Converted:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `WeightSource`: what a conversion gives is known when it has run."""
+        """See `WeightSource`; fp32, because the result's type is unknown before the conversion has run."""
         return torch.float32
 
     def read(self, start: int, target: Tensor) -> None:
         """See `WeightSource.read`."""
-        if self.latest.conversion is not self.conversion:
-            # The older ones go before the new ones come.
-            self.latest.values = {}
-            self.latest.values = self.conversion.values()
-            self.latest.conversion = self.conversion
-        target.copy_(self.latest.values[self.name].reshape(-1)[start : start + target.numel()])
+        whole = self.latest.values_of(self.conversion)[self.name]
+        target.copy_(whole.reshape(-1)[start : start + target.numel()])
