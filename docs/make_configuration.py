@@ -30,22 +30,28 @@ PAGE = Path(__file__).with_name("configuration.md")
 _INTRODUCTION = """\
 # Configuration
 
-Made from the schema by `python docs/make_configuration.py`; change the schema, not this page.
+Look up a key, its type, its default and what infinity does with it. This page is made from the schema by
+`python docs/make_configuration.py`; change the schema, not the page.
 
-A configuration is the path of a JSON file, a dictionary or a JSON text. Every key is optional, and an empty
-configuration trains. The names are DeepSpeed's, so that an existing file runs unchanged; keys marked "Ours" are not in
-DeepSpeed. Every key has one of three answers:
+A configuration is the path of a JSON file, a dictionary or a JSON text. Every key is optional, and the empty
+configuration trains. The names are DeepSpeed's, so an existing file runs unchanged; DeepSpeed does not have the keys
+marked "Ours". Every key has one of three answers:
 
 - **honoured**: it means here what it means in DeepSpeed.
-- **no effect here**: it is accepted. Setting it is reported once, with the reason.
-- **refused**: a value that switches on what infinity does not have is an error that says what to do instead. The
-  default is always accepted.
+- **no effect here**: it is accepted. A log line says once that it is set, with the reason.
+- **refused**: a value that switches on a missing feature is an error that says what to do instead. The default is
+  always accepted.
 
-An unknown key, at any level, is an error that says which key was meant. `"auto"` is accepted wherever no reason against
-it is given, and is resolved from the model, the arguments and the number of ranks; a learning rate or a number of
-warm-up steps that nothing in the program says is refused by `initialize()`. `infinity config explain FILE` prints every
-value that `initialize()` takes, with its source; what only the program or its model says is shown as `auto`. Numbers
-and booleans may be written as strings, whole numbers as `5e8`.
+An unknown key, at any level, is an error that suggests the key that was meant. `"auto"` is accepted unless the row of a
+key gives a reason against it. infinity resolves it from the model, the arguments and the number of ranks;
+`initialize()` refuses an `"auto"` learning rate or number of warm-up steps that nothing else sets. `infinity config
+explain FILE` prints every resolved value with its source, and `auto` for values that depend on the program or its
+model. Numbers and booleans may be written as strings, whole numbers as `5e8`.
+"""
+
+_ENDING = """
+Next: [Troubleshooting](troubleshooting.md) explains refusals, [Budgets and placement](memory.md) the section `memory`,
+and [Getting started](getting_started.md#coming-from-deepspeed) what differs from DeepSpeed.
 """
 
 _TABLE = "| key | type | default | answer | meaning |\n|---|---|---|---|---|\n"
@@ -53,7 +59,7 @@ _TABLE = "| key | type | default | answer | meaning |\n|---|---|---|---|---|\n"
 
 def render() -> str:
     """The whole page."""
-    return _INTRODUCTION + "".join(_section(Config, "", "Top level"))
+    return _INTRODUCTION + "".join(_section(Config, "", "Top level")) + _ENDING
 
 
 def _section(section: type[Section], path: str, title: str) -> Iterator[str]:

@@ -306,6 +306,14 @@ def test_a_figure_is_judged_by_its_limit():
     assert row("only said", (3.0,)).verdict == ""
 
 
+def test_what_benchmarks_units_writes_becomes_a_topic():
+    cases = {str(count): {"step": count * 1e-4, "cpu": 0.0, "initialize": count * 3e-4} for count in (200, 3200)}
+    raw = {"machine": "2026-11-25, 2 cores", "limit": 1.3, "rounds": 9, "cases": {"kept": cases}}
+    made = make_benchmarks.ADAPTERS["units"](raw)
+    assert [row["figures"] for row in made["rows"]] == [[1.0], [1.0]]
+    assert made["table"][0] == ["kept, 200 units", 100, 300]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", make_outputs.FILES)
 def test_a_page_shows_what_the_estimator_prints(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
