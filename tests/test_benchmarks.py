@@ -43,7 +43,7 @@ def test_hooks_prints_the_overhead_of_a_unit(tmp_path):
 def test_units_compares_a_unit_of_two_sizes(tmp_path):
     text = output_of("units", "--units 2,4 --rounds 1 --only bounded", tmp_path)
     assert all(float(figure) > 0 for figure in row(text, "bounded, 4 units"))
-    assert text.count("a unit of 4 costs") == 2
+    assert text.count("a unit of 4 costs") == 3
 
 
 def test_step_prints_time_and_bytes_of_a_tier(tmp_path):

@@ -94,7 +94,8 @@ def engine_of(options: dict[str, Any], stack: ExitStack) -> Any:
     """An engine over a chain of `options["units"]` layers, closed with `stack`."""
     torch.manual_seed(0)
     config = {
-        "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "overlap": options.get("overlap", True),
+        "train_micro_batch_size_per_gpu": 4, "gradient_clipping": options.get("clip", 1.0),
+        "overlap": options.get("overlap", True),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "log_level": "error",
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **options["zero"]},
     }  # fmt: skip

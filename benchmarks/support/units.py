@@ -16,7 +16,7 @@ _WARM_UP_STEPS = 5
 
 
 def run(options: dict[str, Any]) -> dict[str, Any]:
-    """`units`, `rounds`, `zero` (the zero_optimization section), `profile` (a path or None).
+    """`units`, `rounds`, `zero` (the zero_optimization section), `clip`, `profile` (a path or None).
 
     Returns seconds: of `initialize`, and medians of a step by wall clock (`step`) and by the CPU time of all threads
     of the process (`cpu`).
