@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ class StepWorker:
         self.stopping = threading.Event()
         self._store = store
         self._thread = ThreadPoolExecutor(1, "infinity-step")
-        self._under_way: list[tuple[Future[None], Reservation]] = []
+        # In the order of their ends: one thread runs them.
+        self._under_way: deque[tuple[Future[None], Reservation]] = deque()
 
     @property
     def latest(self) -> Reservation | None:
@@ -39,7 +41,8 @@ class StepWorker:
             with self.failing(reservation), trace.span(trace.ENGINE, "behind the program"):
                 job(*arguments)
 
-        self._under_way = [each for each in self._under_way if not each[0].done() or each[0].exception()]
+        while self._under_way and self._under_way[0][0].done() and not self._under_way[0][0].exception():
+            self._under_way.popleft()
         self._under_way.append((self._thread.submit(run), reservation))
 
     @contextmanager
