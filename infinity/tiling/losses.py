@@ -1,8 +1,8 @@
 """`infinity.tile_sequence`: a transformers language model whose loss and MLPs go a few tokens at a time, by one call.
 
-Nothing of the model is rewritten. Where it is called with labels, its head gives the loss itself, inside the gather of
-the head's weights, and `loss_function`, which transformers lets a program set, passes that on. Every MLP of one tensor
-in and one out runs tile by tile.
+The model's code is not rewritten. When the model is called with labels, its head computes the loss while the head's
+weights are gathered, and `loss_function`, which transformers lets a program set, returns it unchanged. Every MLP that
+takes one tensor and returns one runs tile by tile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def tile_sequence(model: nn.Module, *, tile_tokens: int = TILE_TOKENS, mlps: boo
     a mixture of experts stays as it is. Returns the model. ConfigError for one that has no linear head or no
     `loss_function`.
     """
-    # peft's wrapper passes on what it is asked, but not what is set on it.
+    # peft's wrapper forwards reads of attributes to the inner model, but not assignments.
     inner = getattr(model, "get_base_model", lambda: model)()
     head = getattr(inner, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Linear) or not hasattr(inner, "loss_function"):
@@ -72,28 +72,28 @@ class _TiledLoss:
         self._head = head
         self._usual = usual
         self._tile_tokens = tile_tokens
-        # Of the call under way: what it was given, and what the head made of it.
+        # Of the call under way: its keyword arguments, and the loss that the head has computed.
         self._given: dict[str, Any] | None = None
         self._made: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _TiledLoss:
-        # Known before it is filled: the copies of model and head have it in their hooks.
+        # In `memo` before it is filled, because the hooks of the copied model and head refer to it.
         duplicate = memo[id(self)] = object.__new__(_TiledLoss)
         model, head = (copy.deepcopy(each, memo) for each in (self._model, self._head))
         _TiledLoss.__init__(duplicate, model, head, self._usual, self._tile_tokens)
         return duplicate
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """The model is called."""
+        """Note the arguments of a call of the model."""
         part_of_logits = kwargs.get("logits_to_keep", 0)
         whole = isinstance(part_of_logits, int) and part_of_logits == 0
         self._given = kwargs if kwargs.get("labels") is not None and whole else None
         self._made = None
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The head's forward: the loss of a call with labels, logits otherwise."""
+        """Replace the head's forward: return the loss of a call with labels, logits otherwise."""
         given, self._given = self._given, None
-        # A head that an adapter has wrapped since is a part of another one.
+        # An adapter may have wrapped the head since: then it computes only a part of the logits.
         if given is None or self._model.get_output_embeddings() is not self._head:
             return type(self._head).forward(self._head, hidden)
         head = self._head
@@ -106,7 +106,7 @@ class _TiledLoss:
         return self._made
 
     def give(self, logits: Tensor, labels: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        """What the model calls as its loss function."""
+        """Replace the model's loss function: return the loss that the head has computed."""
         if self._made is None:
             return self._usual(logits, labels, *args, **kwargs)
         if logits is not self._made:
@@ -117,7 +117,7 @@ class _TiledLoss:
         return logits
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The model returns: there are no logits."""
+        """Take the logits out of the model's output."""
         made, self._made, self._given = self._made, None, None
         if made is None:
             return None

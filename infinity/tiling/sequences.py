@@ -1,11 +1,11 @@
 """Long contexts: an MLP and the loss of a language model a few tokens at a time.
 
-What a long sequence needs most memory for is wide and short-lived: the inner activations of each MLP, and the logits
-with their gradient. Both are computed here tile by tile along the sequence and again in backward, so that one tile is
-there at a time. Partitioned weights are gathered once for the whole call in forward, and once in backward; a weight
-that is itself in tiles (`infinity.zero.weight_tiles`) goes once through its tiles.
+The inner activations of each MLP, and the logits with their gradient, take most of a long sequence's memory, and live
+shortly. Both are computed here tile by tile along the sequence, and again in backward, so that only one tile is in
+memory at a time. Partitioned weights are gathered once for the whole call in forward, and once in backward; the tiles
+of a weight that is itself in tiles (`infinity.zero.weight_tiles`) are gathered once each.
 
-The loss never has a row of logits whole: it goes over blocks of the vocabulary and keeps each token's maximum and sum
+The loss never has a whole row of logits: it walks over blocks of the vocabulary and keeps each token's maximum and sum
 of exponentials (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
 """
 
@@ -31,14 +31,14 @@ def tiled_mlp(
     """`mlp(hidden)` for a module that treats each token on its own, `tile_tokens` tokens at a time.
 
     hidden: [..., tokens, width]; the module gets [..., tile_tokens, width] with leading dimensions of 1, and may change
-    the width. Of what it makes inside, nothing is kept for backward, which runs it again, with the same random numbers.
-    forward: what to call instead of `mlp`, with parameters of `mlp`.
+    the width. Intermediates are not saved; backward recomputes them with the same RNG state. forward: a function to
+    call instead of `mlp` that uses parameters of `mlp`.
     """
     call = forward or mlp
     coordinator, units = _units_below(mlp)
     if coordinator is None:
         return _by_tiles(call, hidden, tile_tokens)
-    # However few tokens this rank has: how they are cut is its own affair, what it gathers is not.
+    # Gather however few tokens this rank has: tiles may differ between ranks, gathers may not.
     scope = coordinator.open_scope(units)
     if torch.is_grad_enabled():
         passed = register_post_backward((hidden,), lambda: coordinator.leave_backward(scope))
@@ -128,7 +128,7 @@ def _pieces_of(param: Any) -> Tiles | _Plain | None:
 
 
 def _units_below(module: nn.Module) -> tuple[Coordinator | None, list[Any]]:
-    """Who gathers a module's parameters, and their units, each once. Tiles are gathered as they are used."""
+    """Return the coordinator of a module's parameters and their units, each once, without tiles."""
     coordinator, units = None, {}
     for param in module.parameters():
         keeper = param.__dict__.get("_infinity_keeper")
@@ -149,11 +149,11 @@ class _Loss:
         self.labels, self.counts, self._step = labels, counts, step
 
     def returns(self, hidden: Tensor) -> bool:
-        """Whether backward of this call will run."""
+        """Return whether backward of this call will run."""
         return self.weight.returns(hidden, None if self.bias is None else self.bias.param)
 
     def whole_bias(self, returns: bool) -> tuple[Tensor | None, list[Any]]:
-        """A copy of the bias, and the scopes of its gather."""
+        """Return a copy of the bias, and the calls of its gather."""
         found, scopes = None, []
         for _, values, scope in self.bias.forward(returns=returns) if self.bias is not None else ():
             found = values.clone()
@@ -172,7 +172,7 @@ class _Loss:
             yield slice(first, min(first + self._step, len(self.labels)))
 
     def own(self, tokens: slice, rows: slice) -> tuple[Tensor, Tensor]:
-        """Which of these tokens have their label in the block, and where in it."""
+        """Return the positions of the tokens whose label is in the block, and their columns in it."""
         labels = self.labels[tokens]
         at = (self.counts[tokens] & (labels >= rows.start) & (labels < rows.stop)).nonzero().squeeze(1)
         return at, labels[at] - rows.start
@@ -204,7 +204,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.call, ctx.scopes, ctx.bias_scopes, ctx.offsets = call, scopes, bias_scopes, offsets
         normal = highest + total.log()
         ctx.save_for_backward(hidden, normal)
-        # Not by an index: how many tokens count would be asked of the device, and shapes alone do not tell it.
+        # An index by `counts` would wait for the device, because shapes do not tell how many tokens count.
         return torch.where(call.counts, normal - chosen, 0).sum()
 
     @staticmethod
@@ -212,7 +212,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         hidden, normal = ctx.saved_tensors
         call: _Loss = ctx.call
-        # Not their product: of a mean over no token at all the gradient that arrives is infinite.
+        # A product would give NaN: the gradient of a mean over no tokens is infinite.
         scale = torch.where(call.counts, grad, 0)
         _, _, wants_hidden, _, wants_bias = ctx.needs_input_grad
         of_hidden = ProductSum(hidden.shape, hidden) if wants_hidden else None
@@ -242,12 +242,12 @@ class _CrossEntropy(torch.autograd.Function):
             for piece, _, _ in call.bias.backward(ctx.bias_scopes):
                 piece.add_gradient(of_bias)
         to_hidden = None if of_hidden is None else of_hidden.total.to(ctx.given)
-        # Of what an engine keeps, the gradient is there already, before the unit is released.
+        # The gradients of an engine's parameters are on them already, before their unit is released.
         return None, None, to_hidden, _taken(call.weight), _taken(call.bias)
 
 
 def _taken(pieces: Tiles | _Plain | None) -> Tensor | None:
-    """The gradient for autograd, which is the only one to hold it then."""
+    """Return a plain parameter's gradient and drop it here, so that autograd alone holds it."""
     if not isinstance(pieces, _Plain):
         return None
     grad, pieces.grad = pieces.grad, None

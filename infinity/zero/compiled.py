@@ -1,11 +1,11 @@
-"""What of a model is compiled: whole modules, between gathering and releasing.
+"""Compiles whole modules of a model, between gathering and releasing.
 
-A program compiles its model as in plain torch, before `infinity.initialize` or after. What torch compiles of a module
-is its call with all hooks; here it is the module's `forward`, beneath the hooks that gather and release: see [Note:
-compiled regions] in `infinity.zero.hooks`. A module inside which others gather for themselves, or whose gradients would
-be too many at once, is not compiled as one. The outermost modules below it that can be are compiled instead, each for
-itself and with the same options, and what lies between them runs eagerly. Modules of torch.nn with no others inside are
-left out then: they are one operator.
+A program compiles its model as in plain torch, before `infinity.initialize` or after. Torch compiles a module's call
+with all hooks; here the module's `forward` is compiled, beneath the hooks that gather and release: see [Note: compiled
+regions] in `infinity.zero.hooks`. A module is not compiled as one region if modules inside it gather for themselves, or
+if its gradients would be too many at once. Then the outermost modules below it that can be regions are compiled, each
+with the same options, and the code between them runs eagerly. Leaf modules of torch.nn are left out then: each is one
+operator.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class CompiledModules:
         self._model = model
         self._hooks = hooks
         self._accelerator = accelerator
-        # The gradients of a region come at once: where they leave as they arrive, there is room for a unit's.
+        # The gradients of a region arrive at once. If gradients leave as they arrive, the plan has room for one unit's.
         largest = max((layout.numel for layout in plan.layouts), default=0)
         self._grad_numel_max = sys.maxsize if plan.placement.grad_whole else largest
         self._paths = {module: path for path, module in model.named_modules()}
-        # What stands in for whose `forward`, and who is compiled again when the engine is closed.
+        # The replaced `forward`s, and the compilers of modules that are compiled again when the engine is closed.
         self._replaced: list[Replaced] = []
         self._asked: dict[nn.Module, Compiler] = {}
         self._later = {module: None for module in self._paths if any(map(hooks.stands_at, module.modules()))}
@@ -64,7 +64,7 @@ class CompiledModules:
         self, *args: Any, compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
         compiled_autograd_enabled: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """`Engine.compile`, with torch's arguments, or with DeepSpeed's, which has the others in `compile_kwargs`."""
+        """Compile the model, with torch's arguments, or with DeepSpeed's, which has torch's in `compile_kwargs`."""
         if schedule is not None or compiled_autograd_enabled:
             name = "schedule" if schedule is not None else "compiled_autograd_enabled"
             raise ConfigError(
@@ -74,7 +74,7 @@ class CompiledModules:
         self.compile(self._model, *args, **{**(compile_kwargs or {}), **kwargs})
 
     def compile(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """What `module.compile` does while the engine trains it; torch's arguments."""
+        """Replace `module.compile` while the engine trains the module; torch's arguments."""
 
         def compiler(function: Callable[..., Any]) -> Any:
             # torch takes entries out of the options that it is given.
@@ -96,9 +96,9 @@ class CompiledModules:
         self._asked.clear()
 
     def _take_off(self, module: nn.Module) -> Compiler | None:
-        """How the program has compiled a module's call or its `forward`, which runs eagerly from now on.
+        """Return the compiler that the program has used on a module's call or `forward`, and let it run eagerly.
 
-        None, too, for a call that is the module's own: `torch.compile` gives that where it is switched off.
+        None if there is none, also if the compiled call is the module's own: torch returns that when disabled.
         """
         call = module.__dict__.get("_compiled_call_impl")
         if call is not None and call != module._call_impl:
@@ -161,8 +161,8 @@ class CompiledModules:
                 yield part
 
     def _is_open(self, module: nn.Module) -> bool:
-        """Whether a module cannot be one region: others inside gather for themselves, the plan has no room for their
-        gradients all at once, others are computed again, weights lie in tiles, or checkpoints made inside have a tier.
+        """Return whether a module cannot be one region: modules inside gather for themselves or are recomputed, the
+        plan has no room for all its gradients at once, weights lie in tiles, or checkpoints made inside have a tier.
         """
         inside = [inner for inner in module.modules() if inner is not module]
         own, theirs = self._hooks.units_at(module), {unit for inner in inside for unit in self._hooks.units_at(inner)}

@@ -1,10 +1,9 @@
-"""Where the values of a model lie while it is being built: `infinity.Init`.
+"""The values of a model while it is being built under `infinity.Init`, in bounded memory.
 
-Every parameter that a module registers is adopted. The latest ones stay in memory as they are; beyond a bound the
-oldest are written to the spool, this rank's copy of the values on the tier that the configuration names for
-parameters, and the parameter is released. Code that then initialises it (an in-place function, a copy, an index)
-finds it whole again, and the change is kept. So a model of any size is built by its own constructor, with the very
-values that an ordinary construction would give, in bounded memory.
+Every parameter that a module registers is adopted. The latest ones stay in memory. Beyond a bound the oldest ones are
+written to this rank's files on the tier that the configuration names for parameters, and are released. Code that then
+initialises such a parameter (an in-place function, a copy, an index) makes it whole again, and its change is kept. So
+the model's own constructor builds a model of any size, with the values that an ordinary construction would give.
 """
 
 from __future__ import annotations
@@ -29,35 +28,36 @@ from infinity.ops.transfer import Transfer
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up
 from infinity.zero import parameter
 
-# Values in memory at once, in bytes, besides the parameter being worked on.
+# Bytes of values in memory at once, besides the parameter being worked on.
 WINDOW_NBYTES = 256 << 20
 # Swap files of the spool grow by whole files of at least this many bytes.
 _FILE_NBYTES = 1 << 30
 
-# What is written at a time, and how many such parts are in flight.
+# Bytes written at a time, and how many such parts are in flight.
 _PART_NBYTES = 8 << 20
 _PARTS_MAX = 8
 
 
-# What replaces every value of the only parameter among its arguments, so that the old ones need not come back.
+# Functions that replace every value of the only parameter among their arguments, so its old values are not read.
 _OVERWRITES = {"normal_", "uniform_", "zero_"}
 
 
 class WeightSource(Protocol):
-    """Where a parameter's values come from as long as nobody has touched them; the same on every rank. dtype: in which
-    they lie there.
+    """The source of a parameter's values until the program changes them; the same on every rank.
+
+    dtype: of the values in the source.
     """
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     def read(self, start: int, target: Tensor) -> None:
-        """Copy the parameter's elements from `start` on into `target` ([n], any floating dtype: converted)."""
+        """Copy the parameter's elements from `start` on into `target` [n], converted to its floating dtype."""
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where one parameter's values are: in memory (`data`), written to `tier` at `extent`, or still at its `origin`."""
+    """The place of one parameter's values: memory (`data`), a file (`tier`, `extent`), or still its `origin`."""
 
     param: weakref.ref[nn.Parameter]
     data: Tensor | None
@@ -92,9 +92,9 @@ class DeferredInit:
         self._rooms: list[Tensor] = []
         # A parameter's values on their way back.
         self._coming: dict[int, tuple[Tensor, list[Transfer]]] = {}
-        # Keys of parameters that the model has let go of (one that was tied to another), not yet forgotten.
+        # Keys of parameters that the model has dropped (one that was tied to another) and that are not yet forgotten.
         self._dead: list[int] = []
-        # Whether the model is still being built: then touching a parameter makes it whole.
+        # Whether the model is still being built: then using a parameter makes it whole.
         self.open = True
         # What origins need open.
         self.resources = ExitStack()
@@ -107,9 +107,10 @@ class DeferredInit:
         return sum(_nbytes(place) for place in self._places.values() if place.data is not None)
 
     def attach(self, param: nn.Parameter, name: str, origin: WeightSource | None = None) -> None:
-        """Take charge of a parameter that a module has just registered; nothing happens to one that is known.
+        """Adopt a parameter that a module has just registered; a known parameter is left as it is.
 
-        origin: who has its values; its data is not looked at then, and read only when somebody touches it.
+        origin: the source of its values. They are read from there when the program first uses the parameter, and its
+        own data is ignored.
         """
         self._forget_dead()
         if id(param) in self._places or param.is_meta or isinstance(param, nn.UninitializedParameter):
@@ -154,7 +155,7 @@ class DeferredInit:
         return place.origin.dtype if place.origin is not None and self.at_origin(param) else place.dtype
 
     def at_origin(self, param: nn.Parameter) -> bool:
-        """Whether nobody has touched a parameter whose values come from an origin."""
+        """Return whether a parameter's values are still those of its origin."""
         self._forget_dead()
         place = self._places.get(id(param))
         return place is not None and place.origin is not None and place.data is None and place.extent is None
@@ -190,7 +191,7 @@ class DeferredInit:
         self._forget(id(param))
 
     def _forget_dead(self) -> None:
-        """A parameter may die at any moment, also while what follows it is walked through: it is forgotten later."""
+        """Note that a parameter was freed. That may happen while the places are iterated, so it is forgotten later."""
         while self._dead:
             self._forget(self._dead.pop())
 
@@ -204,7 +205,7 @@ class DeferredInit:
             self._close_file(place.tier)
 
     def seal(self) -> None:
-        """The model is built: from now on only the engine is answered."""
+        """End the construction: a released parameter that the program uses from now on raises StateError."""
         self.open = False
         self._drain()
         self._rooms.clear()
@@ -227,13 +228,13 @@ class DeferredInit:
         self._recent.clear()
 
     def _use(self, key: int) -> None:
-        """Note a use, and write out what was used longest ago until the window holds again."""
+        """Note a use, and write out the parameters used longest ago until the window is within its bound."""
         self._recent.pop(key, None)
         self._recent[key] = None
         self._shrink(keep=1)
 
     def _shrink(self, keep: int) -> None:
-        """Bring the window back to its bound; the latest `keep` parameters stay."""
+        """Write out parameters until the window is within its bound; the latest `keep` parameters stay."""
         self._forget_dead()
         if self._directory is None:
             return
@@ -269,7 +270,7 @@ class DeferredInit:
             trim()
 
     def _write(self, tier: NvmeTier, extent: Extent, values: Tensor) -> None:
-        """Write `values` (uint8, flat) by parts, from buffers that direct I/O takes, beside what comes next."""
+        """Submit writes of `values` (uint8, flat) in parts, from buffers that direct I/O accepts."""
         for begin in range(0, values.numel(), _PART_NBYTES):
             part = values[begin : begin + _PART_NBYTES]
             room = self._room()
@@ -278,7 +279,7 @@ class DeferredInit:
             self._writing.append((tier.write(Extent(extent.offset + begin, nbytes), room[:nbytes]), room))
 
     def _room(self) -> Tensor:
-        """Memory for a part: new, or what the oldest in flight leaves."""
+        """Return memory for a part: new memory, or that of the oldest part in flight, once it is written."""
         if self._rooms:
             return self._rooms.pop()
         if len(self._writing) < _PARTS_MAX:
@@ -288,7 +289,7 @@ class DeferredInit:
         return room
 
     def _drain(self) -> None:
-        """Return when every part is on the drive."""
+        """Wait until every part is on the drive."""
         while self._writing:
             transfer, room = self._writing.popleft()
             transfer.wait()
@@ -331,7 +332,7 @@ class DeferredInit:
         return tier, Extent(used, nbytes)
 
     def _close_file(self, tier: NvmeTier | None) -> None:
-        """Remove a swap file nobody needs any more; the newest stays while parameters may still come."""
+        """Remove a swap file without values; the newest one stays while parameters may still be registered."""
         for index, (candidate, _) in enumerate(self._files):
             if candidate is tier and not self.open:
                 candidate.close()

@@ -1,9 +1,8 @@
-"""What a program may do to a model that an engine trains without the engine's noticing: pickle it, load values into it,
-save it.
+"""Guards against pickling, loading into and saving a model that an engine trains.
 
-The first two look as if they worked. A pickle would hold placeholders and the engine's hooks; loaded values would go
-with the next step, which writes the weights from their masters. Saving a partitioned model ends in the middle, with
-half a folder. So all of them raise a StateError at their beginning that says what to do instead.
+Pickling and loading would appear to work. A pickle would hold placeholders and the engine's hooks; loaded values would
+be lost with the next step, which writes the weights from their masters. Saving a partitioned model would fail halfway
+and leave half a folder. So each of them raises a StateError at its beginning that says what to do instead.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class ModelGuards:
             module.__dict__.setdefault(_SAVE, _SaveWhole(module))
 
     def remove(self) -> None:
-        """The model is the program's."""
+        """Take the guards away."""
         self._model.__dict__.pop(_NAME, None)
         for module in self._savers:
             if isinstance(module.__dict__.get(_SAVE), _SaveWhole):

@@ -1,13 +1,13 @@
 """Hooks that tell the coordinator when a module runs forward and when its backward passes through.
 
-A forward pre-hook gathers. An identity function on the module's inputs runs backward after everything inside the
-module: it releases and lets gradients be collected. Hooks on the output tensors run before anything inside: they
-gather again. A module none of whose inputs needs a gradient is closed when backward ends.
+A forward pre-hook gathers. An identity function on the module's inputs runs its backward after everything inside the
+module: it releases, and gradients can be collected. Hooks on the output tensors run before anything inside: they
+gather again. A module of which no input needs a gradient is closed when backward ends.
 
-[Note: compiled regions] Inside a compiled region there is no gathering and no releasing: the compiler moves what it
-sees across both. So the region is a module's `forward` (`infinity.zero.compiled`), beneath the hooks, and everything
-inside it is whole while it runs. Where a program's own compiled function calls a hooked module all the same, the hooks
-break its graph: the call is right, and the graph is in pieces.
+[Note: compiled regions] Nothing is gathered or released inside a compiled region, because the compiler would move
+operators across both. So the region is a module's `forward` (`infinity.zero.compiled`), beneath the hooks, and
+everything inside it is whole while it runs. If a program's own compiled function calls a hooked module, the hooks break
+its graph: the result is right, and the graph is in pieces.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class ModuleHooks:
     """The hooks of one model; `remove` takes them all away.
 
-    synced: whether parameters are partitioned over the data axis, so that all have to take part in each forward, and
-    in this.
+    synced: whether parameters are partitioned over the data axis, so that all ranks must take part in each forward, and
+    in the construction.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ModuleHooks:
         modules = [model.get_submodule(path) for path in wanted]
         lookups = [_looks_up(module) for module in modules]
         if synced:
-            # What one rank gathers all do.
+            # All ranks gather what one of them gathers.
             others = on_any_rank([not lookup for lookup in lookups], group, "what backward needs of embeddings")
             lookups = [not other for other in others]
         for module, needed, lookup in zip(modules, wanted.values(), lookups, strict=True):
@@ -69,8 +69,8 @@ class ModuleHooks:
             model.generate = SyncedGenerate(model)  # type: ignore[assignment]
 
     def check_tree(self) -> None:
-        """StateError when a parameter has joined the model since the engine was made, or left it: it would not be
-        trained, or trained without a gradient.
+        """Raise StateError if a parameter has joined the model since the engine was made, or left it. The first would
+        not be trained, the second would be trained without a gradient.
         """
         left = dict(self._known)
         for name, param in self._model.named_parameters():
@@ -89,15 +89,15 @@ class ModuleHooks:
             )
 
     def units_at(self, module: nn.Module) -> set[Unit]:
-        """The units that the module's hooks gather, when they are not whole, and whose gradients they collect."""
+        """Return the units that the module's hooks gather (unless they are whole) and whose gradients they collect."""
         return set(self._standing[module].units) if module in self._standing else set()
 
     def stands_at(self, module: nn.Module) -> bool:
-        """Whether the module has hooks."""
+        """Return whether the module has hooks."""
         return module in self._standing
 
     def fuse(self, module: nn.Module) -> None:
-        """Let the module's hooks stand for those of all modules inside it, whose own units are whole all the time."""
+        """Replace the hooks of all modules inside this one by its own; the units inside are whole while it runs."""
         self._regions.add(module)
         inside = [inner for inner in module.modules() if inner is not module and inner in self._standing]
         if not inside:
@@ -122,7 +122,7 @@ class ModuleHooks:
         self._standing[module] = _Standing(units, lookup, handles)
 
     def _leave(self, module: nn.Module) -> _Standing:
-        """Take a module's hooks away, and return what they were; those of none where it has none."""
+        """Remove a module's hooks and return them; an empty record if it has none."""
         standing = self._standing.pop(module, None) or _Standing([], False, [])
         for handle in standing.handles:
             handle.remove()
@@ -173,10 +173,11 @@ class ModuleHooks:
         returns = register_pre_backward(carrying, self._coordinator, scope)
         self._coordinator.close_scope(scope, will_return=returns)
         if module in self._regions and module in self._standing:
-            # A weight that it borrows is whole from now on when it begins: a compiler looks again at whatever changes.
+            # A weight that the region borrows is whole at its beginning from now on: a compiler recompiles when the
+            # class of a parameter changes.
             units = self._standing[module].units
             units += [unit for unit in scope.units if unit not in units and not unit.placed.whole]
-        # A forward that raised has no output, and is abandoned: what it still gathers may never come.
+        # A forward that raised has no output. Its pass is abandoned: gathers in flight may never complete.
         raised = output is None and sys.exc_info()[0] is not None
         if module is self._model and not self._stack and not raised:
             self._coordinator.end_forward()
@@ -186,7 +187,7 @@ class ModuleHooks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Standing:
-    """The hooks of one module: the units that it needs, and what takes the hooks away."""
+    """The hooks of one module: the units that it needs, and the handles that remove the hooks."""
 
     units: list[Unit]
     lookup: bool
@@ -194,8 +195,8 @@ class _Standing:
 
 
 def not_compiled(reason: str) -> Callable[[_Function], _Function]:
-    """Have compilers not look into a function, and give a reason where they have to (`fullgraph=True`). Unlike
-    `torch.compiler.disable` this loads the compiler when the function is first called, not with this module.
+    """Keep compilers out of a function. `reason` is their error's text under `fullgraph=True`. Unlike
+    `torch.compiler.disable`, this loads the compiler when the function is first called, not with this module.
     """
 
     def mark(function: _Function) -> _Function:
@@ -219,8 +220,9 @@ def _outside_compiled_regions(hook: Callable[..., Any], *args: Any) -> Any:
 
 
 def _looks_up(module: nn.Module) -> bool:
-    """Whether backward of a module does not need its weight: an embedding's gradient follows from the ids alone. Not
-    where hooks are there already, which may compute with it; one that comes later finds it released, and asks.
+    """Return whether a module's backward does not need its weight: an embedding's gradient follows from the ids alone.
+    False for a module with hooks, which may compute with the weight; a hook that is added later finds the weight
+    released, and materializes it.
     """
     plain = type(module) is nn.Embedding and [*module._parameters] == ["weight"]
     return plain and not module._forward_hooks and not module._forward_pre_hooks
@@ -231,8 +233,8 @@ def _mode(model: nn.Module) -> str:
 
 
 class SyncedGenerate:
-    """A transformers model's `generate` while its parameters are partitioned: a rank whose texts are complete goes on
-    running forward until all are, because the others cannot gather without it.
+    """A transformers model's `generate` while its parameters are partitioned. A rank whose texts are complete keeps
+    running forward until all ranks are done, because the others cannot gather without it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -248,7 +250,7 @@ class SyncedGenerate:
 
 
 def register_pre_backward(outputs: Sequence[Tensor], coordinator: Coordinator, scope: ModuleCall) -> bool:
-    """Have the scope entered again when the first gradient of its outputs arrives. Returns whether one will."""
+    """Enter the call's backward when the first gradient of its outputs arrives. Return whether one will arrive."""
     if not outputs or not backward_comes(coordinator):
         return False
 
@@ -263,8 +265,8 @@ def register_pre_backward(outputs: Sequence[Tensor], coordinator: Coordinator, s
 
 
 def refuse_double(scope: ModuleCall) -> None:
-    """StateError where autograd records this backward for one of its own: weights that are released after the first
-    would be read as zeros by the second, which no hook announces. (Recomputation records forwards only.)
+    """Raise StateError if autograd records this backward for a second one. The weights are released after the first,
+    no hook announces the second, and it would read zeros. (Recomputation records forwards only.)
     """
     cut = next((unit for unit in scope.units if not unit.placed.whole), None) if torch.is_grad_enabled() else None
     if cut is not None:
@@ -276,8 +278,8 @@ def refuse_double(scope: ModuleCall) -> None:
 
 
 def backward_comes(coordinator: Coordinator) -> bool:
-    """Whether what is computed now may see a backward: not without gradients, nor where non-reentrant activation
-    checkpointing recomputes a forward whose own graph is thrown away.
+    """Return whether a backward may follow what is computed now. False without gradients, and while non-reentrant
+    activation checkpointing recomputes a forward, because it discards the graph of that forward.
     """
     if not torch.is_grad_enabled() or not coordinator.in_backward:
         return torch.is_grad_enabled()
@@ -286,12 +288,12 @@ def backward_comes(coordinator: Coordinator) -> bool:
 
 
 class _AnnounceEnd(torch.autograd.Function):
-    """Identity on tensors; its backward runs when the gradients of all of them are there."""
+    """Identity on tensors; its backward runs when the gradients of all of them have arrived."""
 
     @staticmethod
     def forward(ctx: Any, ended: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.ended = ended
-        # Not the tensors themselves: autograd would make views of them, which a module may not change in place.
+        # Autograd would make views of the tensors themselves, and a module may not change a view in place.
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -301,7 +303,7 @@ class _AnnounceEnd(torch.autograd.Function):
 
 
 def register_post_backward(inputs: Any, ended: Callable[[], None]) -> Any:
-    """`inputs` with every tensor that needs a gradient passed through `_AnnounceEnd`; None when there is none."""
+    """Return `inputs` with every tensor that needs a gradient passed through `_AnnounceEnd`; None without such one."""
     tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
     if not tensors:
         return None
@@ -310,14 +312,14 @@ def register_post_backward(inputs: Any, ended: Callable[[], None]) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in a structure of sequences, mappings, dataclasses and plain objects, each once."""
+    """Return all tensors in a structure of sequences, mappings, dataclasses and plain objects, each once."""
     found: dict[int, Tensor] = {}
     _find(value, 3, found)
     return list(found.values())
 
 
 def _find(value: Any, depth: int, found: dict[int, Tensor]) -> None:
-    # Not a function inside the other one: it would refer to itself, and keep what it found until the collector runs.
+    # A closure would refer to itself, and keep the tensors alive until the garbage collector runs.
     if isinstance(value, Tensor):
         found.setdefault(id(value), value)
     elif isinstance(value, Mapping):
@@ -327,13 +329,13 @@ def _find(value: Any, depth: int, found: dict[int, Tensor]) -> None:
         for item in value:
             _find(item, depth, found)
     elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-        # Dataclasses and other records; one level of plain objects is enough, and callables are left alone.
+        # Dataclasses and other records. A few levels of plain objects are enough; callables are not searched.
         for item in vars(value).values():
             _find(item, depth - 1, found)
 
 
 def replace_tensors(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of the structure with every tensor replaced; what contains none is passed on as it is."""
+    """Return a copy of the structure with every tensor replaced. Parts without tensors are passed on unchanged."""
     if isinstance(value, Tensor):
         return replace(value)
     if isinstance(value, tuple):

@@ -1,9 +1,8 @@
-"""Initial values: from an ordinary model, one built under `Init` or one that lies in files, into partitions on their
-tiers, unit by unit.
+"""Fills partitions with initial values, unit by unit: of an ordinary model, of one built under `Init`, or from files.
 
-Master weights take the full precision that the model came with: a model in fp32 trained in bf16 starts from its fp32
-values. Rank 0's values win; of files each rank reads the slices that are its own. Each parameter's own memory is freed
-as soon as its unit has its partitions.
+Master weights have the full precision of the model: a model in fp32 that is trained in bf16 starts from its fp32
+values. All ranks start from rank 0's values; from files each rank reads its own slices. A parameter's own memory is
+freed as soon as its unit has its partitions.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from infinity.zero import parameter
 from infinity.zero.deferred_init import DeferredInit
 from infinity.zero.unit import Unit
 
-# So many times the C library is asked to give back to the system what parameters had.
+# How often the C library is asked to return the parameters' memory to the system.
 _TRIM_COUNT = 64
 
 
@@ -47,10 +46,10 @@ class Materializer:
         self._store = store
         self._groups = groups
         self._moments_start = moments_start
-        # An empty spool stands for none.
+        # Without a spool an empty one is asked.
         self._spool = spool or DeferredInit(None, groups=groups, timeout_seconds=1.0)
         self._agreed: set[int] = set()
-        # Bytes of parameters let go since the latest trim, and after how many the next is due.
+        # Bytes of parameters freed since the latest trim, and the number after which the next one is due.
         self._let_go_nbytes = 0
         self._trim_nbytes = sum(param.nbytes for unit in self._units for param in unit.params) // _TRIM_COUNT
         # Parameters that every rank reads from the same files.
@@ -107,8 +106,8 @@ class Materializer:
         return units
 
     def _prefix_nbytes(self, group: SubGroup, units: Sequence[Unit]) -> int | None:
-        """Bytes of a sub-group's states that are not zero when they begin: what completes PARAM to the fp32 master, and
-        not even that where the model came in PARAM's own precision. None: all of them.
+        """Return how many bytes at the beginning of a sub-group's states are not zero at first; None for all of them.
+        Those complete PARAM to the fp32 master; there are none if the model has PARAM's own precision.
         """
         if self._moments_start:
             return None
@@ -118,17 +117,17 @@ class Materializer:
         return 0 if exact else moments
 
     def _is_exact(self, unit: Unit) -> bool:
-        """Whether the unit's values come in bf16, so that masters have nothing beyond it."""
+        """Return whether the unit's values are in bf16, so that REMAINDER is zero."""
         return all(
             (self._spool.dtype(param) if self._spool.holds(param) else param.dtype) is torch.bfloat16
             for param in map(parameter.whole_of, unit.params)
         )
 
     def _fill_slice(self, unit: Unit, piece: Slice, partition: Partition, states: Partition, at: int) -> None:
-        """One slice of a trainable partition: PARAM, and what completes it to the fp32 master."""
+        """Fill one slice of a trainable partition: PARAM, and the rest of the fp32 master in the states."""
         target = partition.view(Kind.PARAM)[piece.start : piece.start + piece.numel]
         if target.dtype is torch.float32 or (target.dtype is torch.bfloat16 and self._is_exact(unit)):
-            # What completes it to the master is nothing, and stays zero.
+            # The rest of the master is zero, and the states are zero already.
             self._read(unit, piece.start, target)
             return
         # Padding between parameters is zero as it comes.
@@ -151,7 +150,7 @@ class Materializer:
             self._advance(unit, param, overlap.numel)
 
     def _parameters(self, unit: Unit, start: int, numel: int) -> Iterator[tuple[Overlap, nn.Parameter]]:
-        """The parameters of some elements of this rank's partition, with where they overlap them."""
+        """Yield the parameters in a range of this rank's partition, each with its overlap."""
         self._agree(unit)
         first = unit.rank_in_parts * unit.layout.partition_numel(unit.placed.parts) + start
         wholes = map(parameter.whole_of, unit.params)
@@ -160,7 +159,7 @@ class Materializer:
             yield overlap, by_name[overlap.slot.name]
 
     def _values(self, param: nn.Parameter, start: int, numel: int) -> Tensor:
-        """Elements of a parameter in fp32 in CPU memory, where they lie if they lie so."""
+        """Return elements of a parameter in fp32 in CPU memory: a view if they lie there, a copy otherwise."""
         if not self._spool.holds(param):
             values = param.detach().reshape(-1)[start : start + numel]
         elif self._spool.at_origin(param):
@@ -176,8 +175,8 @@ class Materializer:
         self._progress.advance(numel * DTYPES[unit.layout.dtype].itemsize)
 
     def _find_alike(self) -> None:
-        """Which parameters need no agreement: untouched on every rank since their files were opened."""
-        # Each once, a parameter in tiles too.
+        """Find the parameters that need no broadcast: every rank reads them unchanged from the same files."""
+        # Each parameter once, also one in tiles.
         params = list({parameter.whole_of(param): None for unit in self._units for param in unit.params})
         touched = [not self._spool.at_origin(param) for param in params]
         if self._groups.world.size > 1:
@@ -203,7 +202,7 @@ class Materializer:
                 param.data = values
 
     def _taken(self, unit: Unit) -> None:
-        """The unit's values are in its partitions: let the parameters' own memory go."""
+        """Free the parameters' own memory: the unit's values are in its partitions."""
         dtype = DTYPES[unit.layout.dtype]
         for param, slot in zip(map(parameter.whole_of, unit.params), unit.layout.slots, strict=True):
             if not slot.ends:

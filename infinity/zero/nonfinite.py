@@ -1,4 +1,4 @@
-"""Where a gradient that is not finite appeared first. Asked when a step is skipped, so it may look at everything."""
+"""Finds where a gradient that is not finite appeared first. Runs for skipped steps only, so it may read everything."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _NOWHERE = math.inf
 
 
 def first_nonfinite(gradients: Gradients, group: AxisGroup, *, loss_is_finite: bool) -> str:
-    """Name of the first parameter in the order of backward whose gradient is not finite, and the rank it came from, as
-    words. Collective. The rank is known where gradients are whole until the boundary, and else by its loss.
+    """Return, in words, the first parameter in the order of backward whose gradient is not finite, and its rank.
+    Collective. The rank is known if gradients are whole until the boundary, and otherwise by its loss.
     """
     at, slot_at, name = _NOWHERE, -1, ""
     for index, unit in enumerate(gradients.order):

@@ -1,6 +1,6 @@
 """Whole parameters outside the training loop: `read`, `modify`, and what `infinity.zero.states` builds on.
 
-They work on every rank together: a gather is collective, so every rank must enter with the same parameters.
+Both are collective, because a gather is: every rank must enter with the same parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
 
 class EngineView(Protocol):
-    """What an engine offers to this file."""
+    """The parts of an engine that this module uses."""
 
     @property
     def plan(self) -> Plan: ...
@@ -57,7 +57,7 @@ class EngineView(Protocol):
 
 
 def owners_of(params: Params) -> list[tuple[EngineView, list[nn.Parameter]]]:
-    """The parameters by the engine that keeps them; those that no engine keeps are ordinary and left out."""
+    """Group parameters by the engine that trains them; parameters without an engine are left out."""
     if isinstance(params, nn.Module):
         chosen = list(params.parameters())
     else:
@@ -71,7 +71,7 @@ def owners_of(params: Params) -> list[tuple[EngineView, list[nn.Parameter]]]:
 
 
 def units_of(owner: EngineView, params: Iterable[nn.Parameter]) -> list[Unit]:
-    """The units that hold `params`, in the plan's order, each once."""
+    """Return the units that have `params`, in the plan's order, each once."""
     found: dict[Unit, None] = {}
     for param in params:
         tiles = tiles_of(param)
@@ -81,7 +81,7 @@ def units_of(owner: EngineView, params: Iterable[nn.Parameter]) -> list[Unit]:
 
 
 def full_state_dict(owner: EngineView, module: nn.Module, *, wanted: bool) -> dict[str, Tensor]:
-    """A module's full parameters in CPU memory, gathered unit by unit; {} where they are not wanted. Collective."""
+    """Return a module's full parameters in CPU memory, gathered unit by unit; {} unless `wanted`. Collective."""
     whole: dict[int, Tensor] = {}
     for unit in owner.units:
         with owner.coordinator.memory.holding([unit]):
@@ -106,9 +106,9 @@ def _put_rows(whole: dict[int, Tensor], tile: nn.Parameter, slot: Slot) -> None:
 
 @contextmanager
 def read(params: Params) -> Iterator[None]:
-    """Parameters (a module, a parameter or an iterable) whole and read-only, on every rank.
+    """Gather parameters (of a module, one, or an iterable) on every rank for reading. Collective.
 
-    Raises StateError on every rank when one of them was changed in place: use `modify` for that.
+    Raises StateError on every rank if one of them was changed in place: use `modify` for that.
     """
     with ExitStack() as stack:
         entered = [(owner, chosen) for owner, chosen in owners_of(params)]
@@ -137,9 +137,9 @@ def read(params: Params) -> Iterator[None]:
 
 @contextmanager
 def modify(params: Params, source: int = 0) -> Iterator[None]:
-    """Parameters whole and writable on every rank; the values of rank `source` win and survive the next step.
+    """Gather parameters on every rank for writing; the values of rank `source` are kept on all of them. Collective.
 
-    Master weights follow: where a 16-bit value was changed, its master is that value; elsewhere it keeps its precision.
+    Master weights follow: where a 16-bit value was changed its master becomes that value; elsewhere it is unchanged.
     """
     with ExitStack() as stack:
         entered = []
@@ -167,16 +167,16 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
 
 
 def _cut_together(units: list[Unit]) -> list[Unit]:
-    """Units that are gathered to be whole: tiles are gathered one by one."""
+    """Return the units that are gathered together: tiles are gathered one by one."""
     return [unit for unit in units if not unit.layout.is_tile]
 
 
 @contextmanager
 def _assembled(owner: EngineView, param: nn.Parameter) -> Iterator[Tensor | None]:
-    """Have a parameter in tiles whole on the device for the length of the block, and give its data; None for others."""
+    """Make a parameter in tiles whole on the device for the block, and yield its data; None for other parameters."""
     tiles = tiles_of(param)
     if tiles is None or not parameter.is_released(param):
-        # Whole by itself, or by a block around this one.
+        # The parameter is not in tiles, or a block around this one has made it whole.
         yield None if tiles is None else param.data
         return
     data = torch.empty(param.shape, dtype=param.dtype, device=param.device)
@@ -202,7 +202,7 @@ def _write_tiles(owner: EngineView, param: nn.Parameter, data: Tensor, source: i
 
 
 def _take(param: nn.Parameter, assigned: Tensor | None, data: Tensor) -> None:
-    """Keep in `data` what was assigned to a parameter instead of being written into it."""
+    """Copy into `data` the tensor that a program has assigned to `param.data` instead of writing into it."""
     if assigned is None:
         return
     if assigned.shape != data.shape:

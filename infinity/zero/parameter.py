@@ -1,8 +1,8 @@
-"""A parameter while it is partitioned: it looks whole, and says what to do when its data is touched.
+"""A parameter while it is partitioned: it looks whole, and its owner is asked when its data is used.
 
 While released, `param.data` is a NaN scalar expanded to the logical shape, and the parameter's class is
 `ReleasedParameter`, whose `__torch_function__` answers questions about shape, dtype, gradient and hooks, and passes
-every other use to the parameter's keeper. The keeper either makes the parameter whole (a forward is running, or the
+every other use to the parameter's owner. The owner either makes the parameter whole (a forward is running, or the
 model is being built) or raises an error that names the parameter and the fix. `isinstance(p, nn.Parameter)` stays true.
 """
 
@@ -27,22 +27,22 @@ WHOLE_MODEL_USES = (STATE_DICT, SAVE_PRETRAINED)
 
 
 class ParamOwner(Protocol):
-    """Who is asked when a released parameter's data is needed."""
+    """An object that can make released parameters whole."""
 
     def materialize(self, params: list[nn.Parameter], use: str) -> None:
-        """Make all `params` whole at once (some may be), or raise an error that says how to."""
+        """Make all `params` whole (some may be already), or raise an error that says how the program can."""
 
 
 class ReleasedParameter(nn.Parameter):
     """The class of a parameter between release and gather; see the module's text."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        # The copy is an ordinary parameter: this one has to be whole before its class is looked at.
+        # The copy is an ordinary parameter, so this one must be whole before deepcopy looks at its class.
         owner_of(self).materialize([self], "copy.deepcopy")
         return nn.Parameter.__deepcopy__(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As a copy: the data has to be there first, or the keeper says why it is not.
+        # As for a copy: the owner provides the data first, or raises.
         owner_of(self).materialize([self], "pickle")
         return nn.Parameter.__reduce_ex__(self, protocol)
 
@@ -64,7 +64,7 @@ class ReleasedParameter(nn.Parameter):
         return func(*args, **kwargs)
 
 
-# What may be asked of a parameter without its data.
+# Functions that need no data of a parameter.
 METADATA = {
     *get_default_nowrap_functions(),
     Tensor.size, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.ndimension, Tensor.element_size, Tensor.get_device,
@@ -89,8 +89,8 @@ _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 def _tell_clipper(caller: FrameType) -> None:
-    """Warn once where torch's clipping asks for a gradient: it takes none for nothing to clip, and returns 0. None is
-    the right answer to everybody else.
+    """Warn once if torch's clipping reads a gradient: it takes None for nothing to clip, and returns 0. For all other
+    callers None is the right answer.
     """
     if caller.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
         warn_once(
@@ -102,17 +102,17 @@ def _tell_clipper(caller: FrameType) -> None:
 
 
 def owner_of(param: nn.Parameter) -> ParamOwner:
-    """The keeper that `attach` gave to a parameter."""
+    """Return the owner that `attach` gave to a parameter."""
     return param.__dict__["_infinity_keeper"]
 
 
 def name_of(param: nn.Parameter) -> str:
-    """The parameter's name in the model, or a description of its shape when it has none yet."""
+    """Return the parameter's name in the model, or its shape in words while it has no name."""
     return param.__dict__.get("_infinity_name") or f"a parameter of shape {tuple(param.shape)}"
 
 
 def attach(param: nn.Parameter, keeper: ParamOwner, name: str = "") -> None:
-    """Remember who is asked about `param`, and its name for messages."""
+    """Give a parameter its owner, and its name for messages."""
     param.__dict__["_infinity_keeper"] = keeper
     param.__dict__["_infinity_name"] = name or param.__dict__.get("_infinity_name", "")
 
@@ -123,14 +123,14 @@ def give_to(param: nn.Parameter, engine: object) -> None:
 
 
 def forget(param: nn.Parameter) -> None:
-    """Undo `attach`: the parameter is the program's, and ordinary."""
+    """Undo `attach`: the parameter is an ordinary one of the program's."""
     for name in ("_infinity_keeper", "_infinity_name", "_infinity_owner"):
         param.__dict__.pop(name, None)
 
 
 @contextmanager
 def writable(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """What is written into `params` during the block is kept: see `is_writable`."""
+    """Open a block in which the engine keeps what is written into `params`: see `is_writable`."""
     _writable.update(map(id, params))
     try:
         yield
@@ -142,7 +142,7 @@ def writable(params: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def is_writable(param: nn.Parameter) -> bool:
-    """Whether a block that keeps what is written into the parameter is open."""
+    """Return whether a `writable` block of the parameter is open."""
     return id(param) in _writable
 
 
@@ -150,12 +150,12 @@ _writable: Counter[int] = Counter()
 
 
 def is_released(param: nn.Parameter) -> bool:
-    """Whether the parameter's data is away."""
+    """Return whether the parameter has no data."""
     return isinstance(param, ReleasedParameter) and "_infinity_assembled" not in param.__dict__
 
 
 def whole_of(param: nn.Parameter) -> nn.Parameter:
-    """The parameter that a tile is a part of; any other parameter is its own."""
+    """Return the parameter that a tile is a part of, and any other parameter itself."""
     return param.__dict__.get("_infinity_whole", param)
 
 

@@ -1,6 +1,6 @@
-"""How long computation takes between the uses of units, and how fast units come: what the fetch schedule is timed by.
+"""Measurements for the fetch schedule: seconds of computation between the uses of units, and transfer rates.
 
-One training pass is measured, when the first ones have warmed everything up. Times are the device's own.
+One training pass is measured after the first ones have warmed everything up, by the device's own clock.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from infinity.plan.prefetch import Timing, UnitAccess
 from infinity.zero.gathered_memory import GatheredMemory
 from infinity.zero.unit import GatherState, Unit
 
-# What is read to measure a drive: long enough to tell its rate, short enough not to be noticed.
+# Bytes read to measure a drive: enough for its rate, too few to delay the step.
 _PROBE_NBYTES = 64 << 20
 
 
 class PrefetchTimer:
-    """Marks the uses of one pass. `arrived` comes after a use's gather, which is not computation."""
+    """Marks the uses of one pass: `begin_use` before a use's gather, and `arrived` after it, when computing begins."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -38,11 +38,11 @@ class PrefetchTimer:
         self._arrived.append(self._device.mark())
 
     def stop(self) -> None:
-        """The pass is over."""
+        """Mark the end of the pass."""
         self._end = self._device.mark()
 
     def use_seconds(self) -> tuple[float, ...]:
-        """Seconds of computation from each use's arrival to the beginning of the next. The device is waited for."""
+        """Wait for the device; return the seconds from each use's arrival to the beginning of the next use."""
         self._device.synchronize()
         ends = [*self._begun[1:], self._end]
         return tuple(
@@ -72,7 +72,7 @@ def agree(
 
 
 def fetch_rate(units: Sequence[Unit], store: TieredStore) -> float:
-    """Bytes a second from NVMe to CPU memory, by reading some partitions anew; infinite where none is there."""
+    """Read some partitions again; return bytes a second from NVMe to CPU memory, infinite if none is on NVMe."""
     chosen, nbytes = [], 0
     for unit in units:
         spec = store[unit.key].spec
@@ -92,7 +92,7 @@ def fetch_rate(units: Sequence[Unit], store: TieredStore) -> float:
 
 
 def gather_rate(units: Sequence[Unit], store: TieredStore, device: Device, memory: GatheredMemory) -> float:
-    """Bytes a second from CPU memory (and the other ranks) to whole units, by gathering the largest. Collective."""
+    """Gather the largest unit; return bytes a second from CPU memory and the other ranks to it. Collective."""
     apart = [unit for unit in units if not unit.placed.whole and unit.state is GatherState.PARTITIONED]
     if not apart:
         return float("inf")

@@ -1,11 +1,11 @@
 """What autograd saves of parameters that a program uses itself, inside `with infinity.read(...)`.
 
-A module call is a scope: hooks on its outputs gather its units again before its backward. A program's own computation
-has no hooks, so the weights that it saves for backward are wrapped, and the first of them that backward unpacks has its
-unit gathered again until that backward ends. [Note: saved weights]
+[Note: saved weights] Hooks on a module call's outputs gather its units again before its backward. A program's own
+computation has no hooks, so the weights that autograd saves of it are wrapped. When backward unpacks the first wrapper
+of a unit, the unit is gathered until that backward ends.
 
 The wrapper holds the saved tensor, a view of the unit's full buffer, whose address stays the same while its bytes come
-and go. What a module call uses of its own units is left to its scope.
+and go. Weights that a module call uses of its own units are not wrapped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infinity.zero.unit import Unit
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A tensor that autograd has saved, and the use of its unit that backward begins with it."""
+    """A tensor that autograd has saved, and the call whose backward begins when it is unpacked."""
 
     tensor: Tensor
     scope: ModuleCall
@@ -35,7 +35,7 @@ class _Saved:
 
 
 class _Uses:
-    """The uses of units in one block: a scope for each unit of which something was saved."""
+    """The uses of units in one block: a call for each unit of which autograd has saved a tensor."""
 
     def __init__(self, coordinator: Coordinator, units: Sequence[Unit]) -> None:
         self.coordinator = coordinator
@@ -43,26 +43,27 @@ class _Uses:
         self._scopes: dict[Unit, ModuleCall] = {}
 
     def scope_of(self, address: int) -> ModuleCall | None:
-        """The scope of what lies at a storage's address; None where that is no unit, or a module call's own."""
+        """Return the call for the unit at a storage's address; None if there is no unit, or a module call has it."""
         unit = self._units.get(address)
         if unit is None or self.coordinator.calls.is_open(unit):
             return None
         return self._scopes.setdefault(unit, ModuleCall([unit]))
 
     def end(self) -> None:
-        """The block is over: gradients of the units wait for its backward."""
+        """End the block: the gradients of its units are incomplete until its backward has run."""
         for scope in self._scopes.values():
             self.coordinator.calls.await_backward(scope)
 
 
-# Autograd asks the hooks of the innermost block alone, which so know those of the blocks around it.
+# Open blocks, the outermost first. Autograd calls the hooks of the innermost block only, so it sees the others here.
 _BLOCKS: ContextVar[tuple[_Uses, ...]] = ContextVar("_BLOCKS", default=())
 
 
 @contextmanager
 def gathered_for_backward(uses: Mapping[Coordinator, Sequence[Unit]]) -> Iterator[None]:
-    """A block whose results may be differentiated after it, when the units that it has used are released. uses: all
-    units of an engine, by its coordinator.
+    """Open a block whose results can be differentiated after it, when its units are released again.
+
+    uses: all units of each engine, by coordinator.
     """
     if not torch.is_grad_enabled() or not all(map(backward_comes, uses)):
         yield

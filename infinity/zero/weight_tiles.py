@@ -57,7 +57,7 @@ class TiledParameter(ReleasedParameter):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Some rows of a weight, and the unit that has them."""
+    """Rows `start` to `stop` of a weight, and the unit that has them."""
 
     unit: Unit
     param: nn.Parameter
@@ -66,21 +66,21 @@ class Tile:
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether its gradient goes anywhere: not that of a cut weight which is in no group of the optimizer."""
+        """Whether a gradient is wanted: not for a weight in tiles that no parameter group has."""
         whole = parameter.whole_of(self.param)
         if not whole.requires_grad or whole is self.param:
             return whole.requires_grad
-        # What was frozen when it was cut may have been switched on since: its gradient is what that is refused by.
+        # A weight that was frozen when it was cut may require a gradient since: FrozenGradients refuses that gradient.
         return self.unit.layout.trainable or not self.param.requires_grad
 
     def add_gradient(self, grad: Tensor) -> None:
-        """Leave a gradient ([rows, width]) where autograd would have left it."""
+        """Add a gradient [rows, width] to `param.grad`, as autograd would."""
         grad = grad.to(self.param.dtype)
         self.param.grad = grad if self.param.grad is None else self.param.grad.add_(grad)
 
 
 class Tiles:
-    """The tiles of one weight, in the order of its rows; the keeper of the parameter that stands for them."""
+    """The tiles of one weight, in the order of its rows, and the owner of the parameter that stands for them."""
 
     def __init__(self, param: nn.Parameter, tiles: Sequence[Tile], coordinator: Coordinator) -> None:
         self.param = param
@@ -88,7 +88,7 @@ class Tiles:
         self.coordinator = coordinator
 
     def materialize(self, params: Sequence[nn.Parameter], use: str) -> None:
-        """All of it is needed at once: nobody gathers that behind the program's back."""
+        """Raise StateError: the whole weight is too large to be gathered implicitly."""
         name = parameter.name_of(self.param)
         if self.coordinator.closed:
             raise StateError(
@@ -110,7 +110,7 @@ class Tiles:
             try:
                 yield tile, tile.param.detach(), scope
             finally:
-                # Held from a recomputed forward to its backward, all tiles would be there at once.
+                # may_hold would keep all tiles gathered at once, from a recomputed forward to its backward.
                 self.coordinator.close_scope(scope, will_return=returns, may_hold=False)
 
     def passed(self, scopes: Sequence[ModuleCall]) -> Iterator[Tile]:
@@ -130,8 +130,8 @@ class Tiles:
             if not tile.wants_gradient:
                 yield tile, rows, None
             else:
-                # Taken anew for each tile, the C library's heap would have a hole for each. An accelerator's
-                # allocator has none, and a copy may still be under way there.
+                # The room is reused from tile to tile: allocated for each, it would leave holes in the C library's
+                # heap. An accelerator's allocator leaves none, and a copy out of it may still be running there.
                 free = latest is not None and latest.param.grad is None and not rows.is_cuda
                 if room is None or not free or len(room) < len(rows):
                     room = torch.empty_like(rows)
@@ -139,19 +139,19 @@ class Tiles:
                 yield tile, rows, room[: len(rows)]
 
     def returns(self, *others: Tensor | None) -> bool:
-        """Whether a function of the weight and of `others` that is called now will see its backward."""
+        """Return whether a function of the weight and of `others` that is called now will run backward."""
         return backward_comes(self.coordinator) and any(
             each is not None and each.requires_grad for each in (self.param, *others)
         )
 
 
 def params_of(layout: UnitLayout, by_name: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters of a unit, by its slots: the model's own, and a new one for each tile."""
+    """Return a unit's parameters by slot: the model's own, and a new parameter for each tile."""
     return [_tile(by_name[slot.name], slot) if slot.is_tile else by_name[slot.name] for slot in layout.slots]
 
 
 def adopt_tiles(units: Sequence[Unit], coordinator: Coordinator) -> None:
-    """Let every parameter that lies in tiles stand for them from now on."""
+    """Turn every parameter that lies in tiles into one that stands for them."""
     found: dict[str, list[Tile]] = {}
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
@@ -166,14 +166,14 @@ def adopt_tiles(units: Sequence[Unit], coordinator: Coordinator) -> None:
 
 
 def tiles_of(param: Any) -> Tiles | None:
-    """The tiles of a parameter that lies in tiles; None for any other."""
+    """Return the tiles of a parameter that lies in tiles; None for any other."""
     keeper = parameter.owner_of(param) if isinstance(param, TiledParameter) else None
     return keeper if isinstance(keeper, Tiles) else None
 
 
 @contextmanager
 def assembled(param: nn.Parameter, data: Tensor) -> Iterator[None]:
-    """Give a parameter in tiles `data` of its whole shape for the length of the block."""
+    """Give a parameter in tiles `data` of its whole shape for the block."""
     with torch._C.DisableTorchFunctionSubclass():
         stand_in = param.data
     param.__dict__["_infinity_assembled"] = data
