@@ -1,7 +1,7 @@
-"""Values of a program as JSON, and back as they were: client state, schedulers, hyper-parameters, random states.
+"""A program's values as JSON, and back: client state, schedulers, hyper-parameters, random states.
 
-JSON has no tuples, no keys but texts, no infinity and no bytes: such a value is an object with one key that begins with
-"$". Tensors and numpy arrays are only referred to, by their path; their bytes go into a safetensors file.
+JSON has no tuples, bytes, infinities or keys other than strings. Each of these becomes an object with one key that
+begins with "$". Tensors and numpy arrays become references, by their path; their bytes go into a safetensors file.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 class NotSerializable(ValueError):
-    """A value that has no spelling; the text names its path and its type."""
+    """A value that cannot be encoded; the message names its path and its type."""
 
 
 class NotDecodable(ValueError):
-    """JSON that no value is spelled as."""
+    """JSON that `encode` never returns."""
 
 
 def encode(value: Any, tensors: dict[str, Tensor] | None = None, path: str = "") -> Any:
-    """A value as JSON. Tensors and arrays of more than one element go into `tensors`, by path.
+    """Return a value as JSON, and put tensors and arrays of more than one element into `tensors`, by path.
 
-    Unspeakable for anything that would have to be pickled, and without `tensors` for arrays.
+    NotSerializable for a value that would have to be pickled, and for an array where `tensors` is None.
     """
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | str):
-        # An enumeration's member is not the number that it is equal to.
+        # A member of an IntEnum must not become a plain number.
         if value is None or type(value) in (bool, int, str):
             return value
         raise _unspeakable(value, path)
@@ -57,11 +57,11 @@ def encode(value: Any, tensors: dict[str, Tensor] | None = None, path: str = "")
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """What `encode` was given; `tensors` by path. Misspelled for what `encode` never gives."""
+    """Return the value that `encode` was given, with its `tensors` by path. NotDecodable for any other JSON."""
     try:
         return _decode(value, tensors or {})
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise NotDecodable(f"a value is spelled in no way that is known ({type(error).__name__}: {error})") from error
+        raise NotDecodable(f"a value is encoded in an unknown way ({type(error).__name__}: {error})") from error
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -111,7 +111,7 @@ def _encode_array(value: Tensor | np.ndarray[Any, Any], tensors: dict[str, Tenso
     if tensors is None or flat.layout is not torch.strided:
         raise _unspeakable(value, path)
     name, count = path, 1
-    # {"a": {"b": ...}, "a.b": ...} has one path twice.
+    # Two values may share a path: {"a": {"b": ...}, "a.b": ...}.
     while name in tensors:
         count += 1
         name = f"{path} ({count})"

@@ -1,6 +1,6 @@
-"""What differs between two checkpoints, whatever topology, stage and tiers each was saved from.
+"""The differences between two checkpoints, from whatever topology, stage and tiers each was saved.
 
-Values are compared element by element: masters in fp32, made of whatever each side keeps, then each kind of optimizer
+Values are compared element by element: masters in fp32, joined from what each side keeps, then each kind of optimizer
 state, then buffers. A block of elements of each side is in memory at a time.
 """
 
@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the two are equal."""
         return not (self.added or self.removed or self.reshaped or self.unlike or self.changes or self.counters)
 
 
@@ -59,7 +59,7 @@ def compare_checkpoints(
     first: tuple[Path, Manifest], second: tuple[Path, Manifest],
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:  # fmt: skip
-    """Compare two checkpoints. tell: called with elements done and all of them. Verifies all that it reads."""
+    """Compare two checkpoints, verifying every block that is read. tell: called with (elements done, all elements)."""
     (one_folder, one), (two_folder, two) = first, second
     both = [name for name in one.tensors if name in two.tensors]
     alike = [name for name in both if one.tensors[name].shape == two.tensors[name].shape]
@@ -94,7 +94,7 @@ def compare_checkpoints(
 
 
 def _kinds(one: Manifest, two: Manifest, name: str) -> list[str]:
-    """What both sides have of a tensor."""
+    """Return the kinds of a tensor that both sides keep."""
     kinds = [set(manifest.tensors[name].kinds) for manifest in (one, two)]
     shared = kinds[0] & kinds[1]
     found = [WEIGHT] if PARAM in shared else []
@@ -102,7 +102,7 @@ def _kinds(one: Manifest, two: Manifest, name: str) -> list[str]:
 
 
 def _unlike(one: Manifest, two: Manifest, names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Tensors that one side keeps less of. How masters are completed is the precision's business."""
+    """Yield tensors of which one side keeps fewer kinds; REMAINDER and MASTER, which follow the precision, aside."""
     for name in names:
         kinds = [set(manifest.tensors[name].kinds) - {REMAINDER, MASTER} for manifest in (one, two)]
         if kinds[0] != kinds[1]:
@@ -122,7 +122,7 @@ def _blocks(source: CheckpointSource, name: str, kind: str) -> Iterator[Tensor]:
 
 
 def _distance(a: Tensor, b: Tensor) -> tuple[int, float]:
-    """Elements that differ in their bits, and the largest absolute difference among them."""
+    """Return the number of elements that differ in their bits, and the largest absolute difference."""
     if a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return 0, 0.0
     a, b = a.double(), b.double()

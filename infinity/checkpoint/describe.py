@@ -1,8 +1,8 @@
-"""A module's description for exports: `describe_model(module)`. Nothing is read of its weights but names and shapes.
+"""A module's description for exports: `describe_model(module)`. Weights are not read, only names and shapes.
 
-What transformers and peft know about their files is asked of them, with tensors that have no memory: each tensor that
-they would save is a view of one of the model's, and its offset says where. A library is looked for among what is
-loaded: where a model of its class is, it is, too.
+transformers and peft decide what they store under which name. They are called with meta tensors, so each tensor that
+they would save is a view of one of the model's, and its offset says where it begins. Neither library is imported here:
+a model of its class exists only if it was imported before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from infinity.plan.spec import dtype_name
 
 
 def describe_model(module: nn.Module) -> Description:
-    """What an export of `module` will look like. Never fails: what cannot be exported can still be saved."""
+    """Describe an export of `module`. Never raises: a model that cannot be exported can still be saved."""
     try:
         return _describe(module)
     except Exception as error:
@@ -56,7 +56,7 @@ def _describe(module: nn.Module) -> Description:
 
 
 def sources_of(module: nn.Module) -> list[TensorSource]:
-    """All tensors of a module that a state dict has, tied ones once."""
+    """Return all tensors of a module's state dict, tied ones once."""
     params = [TensorSource(name, dtype_name(p.dtype), tuple(p.shape)) for name, p in module.named_parameters()]
     buffers = persistent_buffers(module).items()
     return params + [TensorSource(name, dtype_name(b.dtype), tuple(b.shape), is_buffer=True) for name, b in buffers]
@@ -70,7 +70,7 @@ def _of_library(module: nn.Module, library: str) -> bool:
 
 
 class _NoCopies(TorchDispatchMode):
-    """Copies are the tensors themselves, so that what is made of views stays views."""
+    """Turns copies into the tensors themselves, so that views stay views."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
@@ -79,13 +79,13 @@ class _NoCopies(TorchDispatchMode):
 
 
 def _shadows(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors without memory by the names of the module's own."""
+    """Return meta tensors under the names of the module's own."""
     named = {**dict(module.named_parameters()), **persistent_buffers(module)}
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in named.items()}
 
 
 def _places(shadows: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> tuple[list[TensorLocation], list[str]]:
-    """Where each saved tensor is in the model, and the names of those that are no range of a tensor of it."""
+    """Return where each saved tensor lies in the model, and the names of those that lie in no tensor of it."""
     names = {tensor.untyped_storage()._cdata: name for name, tensor in shadows.items()}
     places, others = [], []
     for name, tensor in saved.items():
@@ -98,7 +98,7 @@ def _places(shadows: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> tuple
 
 
 def _as_stored(model: Any) -> dict[str, list[TensorLocation]] | None:
-    """How transformers stores the model's tensors; None for their own names, which it reads as well."""
+    """Return how transformers stores the model's tensors; None where it stores each under its own name."""
     revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
     shadows = _shadows(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -122,7 +122,7 @@ def _numel_of(places: Sequence[TensorLocation]) -> int:
 
 
 def _of_adapters(model: Any, name: str) -> Description:
-    """The adapters of a peft model as peft saves them: "default" in the folder, others in folders of their names."""
+    """Describe a peft model's adapters as peft saves them: "default" in the folder, others in folders of their own."""
     peft: Any = sys.modules["peft"]
     shadows = _shadows(model)
     texts: dict[str, Any] = {}
@@ -156,7 +156,7 @@ def _targets_embeddings(model: Any, config: Any) -> bool:
 
 
 def _adapter_config(model: Any, config: Any) -> Any:
-    """What peft would write into adapter_config.json."""
+    """Return what peft writes into adapter_config.json."""
     config = copy.deepcopy(config)
     base_name = config.base_model_name_or_path
     if base_name is None:

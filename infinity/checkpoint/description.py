@@ -1,9 +1,9 @@
 """What a Hugging Face folder needs of a model besides its weights, as a value that JSON carries.
 
-A checkpoint keeps it, so that an export needs neither the model's code nor the libraries that it came from: which
-tensor of the model is stored under which names (the experts of a mixture are computed with in one tensor and stored one
-by one), the configurations, and the folder that the model came from. Files are copied from that only where a model of
-this process says it: what a checkpoint says of folders is a message to its reader, never a path that is opened.
+A checkpoint keeps it, so an export needs neither the model's code nor the libraries that it came from. It says which
+tensor is stored under which names (the experts of a mixture may be one tensor in memory and many in the file), the
+configurations, and the folder that the model came from. Files are copied from that folder only if the model in this
+process names it: a folder that a checkpoint names is shown to the reader and never opened.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from infinity.checkpoint.weight_writer import Entry, Shard, cut_into_shards, ind
 from infinity.errors import ConfigError
 from infinity.plan.types import FLOATING_DTYPES, TORCH_NAMES
 
-# What an export may be converted to, by the names that users give.
+# The dtypes of an export, by the names that users give.
 FLOATS = {
     "fp32": "fp32", "float32": "fp32", "float": "fp32", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16",
     "float16": "fp16", "half": "fp16",
 }  # fmt: skip
 SHARD_NBYTES = 5_000_000_000
 _CONFIG = "config.json"
-# Files of a model's folder that an export takes along as they are.
+# Files of a model's folder that an export copies unchanged.
 _COMPANIONS = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "preprocessor_config.json", "processor_config.json", "*.py", "LICENSE*",
@@ -38,7 +38,7 @@ _COMPANIONS = (
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor of the model: its name (of a tied one the first), its dtype (the plan's word) and shape."""
+    """A tensor of the model: its name (the first, if it is tied), its dtype (the plan's name) and shape."""
 
     name: str
     dtype: str
@@ -53,7 +53,7 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Where a stored tensor is in the model: elements from `start` on of the flattened `source`."""
+    """Where a stored tensor lies in the model: elements from `start` on of the flattened `source`."""
 
     name: str
     source: str
@@ -74,17 +74,17 @@ class Description:
     origin: str | None = None
     weights: Mapping[str, Sequence[TensorLocation]] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
-    # Why there can be no export, in a sentence; usually none.
+    # Why an export is impossible, in a sentence; "" where it is possible.
     refusal: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return it as plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Any) -> Description:
-        """What `to_json` gave, also after a way through a file. ValueError for anything else, as for names of files
-        that lead anywhere.
+        """Return the value that `to_json` encoded. ValueError for anything else, such as a file name that leads out of
+        the folder.
         """
         found = ExportBody.model_validate(value)
         weights = None if found.weights is None else {
@@ -94,7 +94,7 @@ class Description:
         return cls(found.class_name, found.texts, found.origin, weights, found.aliases, found.refusal)
 
     def misplaced(self, sources: Sequence[TensorSource]) -> str:
-        """A stored tensor that is no range of its own of a tensor of the model; "" where there is none."""
+        """Return the name of a stored tensor that overlaps another or exceeds its source; "" where there is none."""
         numels = {source.name: math.prod(source.shape) for source in sources}
         places = [place for group in (self.weights or {}).values() for place in group]
         before, end = "", 0
@@ -110,16 +110,16 @@ class Description:
     def shards(
         self, sources: Sequence[TensorSource], dtype: str, *, stem: str = "model", nbytes_max: int | None = SHARD_NBYTES
     ) -> list[Shard]:
-        """The weight files for the tensors of a model. Tensors that are not in `sources` are left out.
+        """Return the weight files for the tensors of a model. Tensors that are not in `sources` are left out.
 
-        ConfigError where its library would save what is not in the model.
+        ConfigError where the model's library computes what it saves.
         """
         if self.refusal:
             raise ConfigError(f"export: {self.refusal}")
         known = {source.name: source for source in sources}
         if self.weights is None:
             metadata = {alias: name for alias, name in self.aliases.items() if name in known}
-            # By name: the order of a checkpoint's tensors is not that of the module's.
+            # By name: a checkpoint's tensors have another order than the module's.
             in_order = sorted(sources, key=lambda source: source.name)
             stored = [Entry(each.name, each.stored_dtype(dtype), each.shape, each.name) for each in in_order]
             # As the safetensors library writes models with tied weights.
@@ -136,7 +136,7 @@ class Description:
         return shards
 
     def companions(self, shards: Sequence[Shard], dtype: str, *, stem: str = "model") -> dict[str, str]:
-        """The small text files of the folder."""
+        """Return the small text files of the folder, by name."""
         texts = {}
         for name, value in self.texts.items():
             if name == _CONFIG:
@@ -150,8 +150,9 @@ class Description:
 
 
 def copy_files(origin: Path | str | None, folder: Path) -> None:
-    """Copy tokenizer files (and the code of models that bring theirs) from a model's own folder, where it is. `origin`
-    comes from the model in memory or from the user.
+    """Copy tokenizer files (and the code of models that bring their own) from a model's folder, if that exists.
+
+    origin: comes from the model in memory or from the user, never from a checkpoint.
     """
     if not origin or not Path(origin).is_dir():
         return
@@ -162,7 +163,7 @@ def copy_files(origin: Path | str | None, folder: Path) -> None:
 
 
 def float_dtype(dtype: str) -> str:
-    """The plan's name of the dtype that a user asks for; ConfigError where it is none."""
+    """Return the plan's name of the dtype that a user asks for; ConfigError for an unknown one."""
     name = str(dtype).removeprefix("torch.")
     if name not in FLOATS:
         raise ConfigError(f"dtype {dtype!r} of an export: there are fp32, bf16 and fp16")

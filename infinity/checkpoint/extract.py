@@ -1,7 +1,7 @@
 """A Hugging Face folder from a checkpoint, without the model's code, process groups or an accelerator.
 
-What the folder has besides weights was written down when the checkpoint was saved (`infinity.checkpoint.description`).
-Files come out the same to the byte as those of `engine.export` at the moment of the save.
+The checkpoint has recorded what the folder needs besides weights (`infinity.checkpoint.description`). The files are
+byte-identical to those that `engine.export` would have written at the moment of the save.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def extract(
     folder: Path, manifest: Manifest, target: Path, *, dtype: str = "bf16", nbytes_max: int | None = SHARD_NBYTES,
     origin: Path | None = None, frozen: bool = True, tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:  # fmt: skip
-    """Write a checkpoint's model into `target`; returns it. CheckpointError where it lacks what an export needs.
+    """Write a checkpoint's model into `target`; return it. CheckpointError where it lacks what an export needs.
 
-    nbytes_max: of a weight file; None for one file. origin: folder that config.json (where the checkpoint has none) and
-    tokenizer files are copied from; none are without it, for the folder that the checkpoint names is another's choice.
-    frozen: False leaves out parameters that were not trained. tell: called with the bytes done and all of them.
+    nbytes_max: largest weight file; None for a single file. origin: the folder from which config.json (where the
+    checkpoint has none) and tokenizer files are copied; without it none are copied, because the folder that the
+    checkpoint names is not trusted. frozen: False leaves out parameters that were not trained. tell: called with (bytes
+    done, all bytes).
     """
     chosen = float_dtype(dtype)
     description = description_of(folder, manifest)
@@ -61,7 +62,7 @@ def extract(
     indexes = check_files(folder, manifest)
     try:
         with ExtentReader(folder, manifest, indexes) as reader, ExitStack() as stack:
-            # Before a file is made, whose size is that of what the manifest says.
+            # Checked first: files are made as large as the manifest says.
             reader.check_covered({name: manifest.tensors[name] for name in wanted})
             made = stack.enter_context(folder_beside(target))
             _copy(origin, made)
@@ -84,7 +85,7 @@ def extract(
 
 
 def description_of(folder: Path, manifest: Manifest) -> Description:
-    """What an export of a checkpoint has besides weights; CheckpointError where the manifest says nothing usable."""
+    """Return what an export has besides weights; CheckpointError where the manifest's description cannot be used."""
     try:
         description = Description.from_json(manifest.module.get("export"))
         sources = [TensorSource(name, info.dtype, info.shape) for name, info in manifest.tensors.items()]
@@ -99,7 +100,7 @@ def description_of(folder: Path, manifest: Manifest) -> Description:
 
 
 def _copy(origin: Path | None, made: Path) -> None:
-    """Files of the model's folder that the user names; what the checkpoint itself has is written over them."""
+    """Copy files of the model's folder that the user names; the checkpoint's own are written over them afterwards."""
     if origin is None:
         return
     if not origin.is_dir():
@@ -111,14 +112,14 @@ def _copy(origin: Path | None, made: Path) -> None:
 
 
 def _values(source: CheckpointSource, name: str, info: TensorInfo, dtype: str) -> Iterator[tuple[int, Tensor]]:
-    """(first element, values [n]) of a tensor: of its masters for fp32, else as it is computed with."""
+    """Yield (first element, values [n]) of a tensor: its masters for fp32, otherwise the values that forward uses."""
     numel = torch.Size(info.shape).numel()
     for start in range(0, numel, EXPORT_NUMEL):
         count = min(EXPORT_NUMEL, numel - start)
         if dtype == "fp32" and BUFFER not in info.kinds and info.trainable:
             yield start, source.masters(name, start, count)
             continue
-        # 16 bits are in the parameters themselves: no file of states is opened for them.
+        # The parameters hold 16-bit values themselves, so no file of states is opened.
         yield start, source.values(name, BUFFER if BUFFER in info.kinds else PARAM, start, count)
 
 

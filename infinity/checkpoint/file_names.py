@@ -1,7 +1,6 @@
-"""How the files of a checkpoint are called, and where a name may lead: nowhere but into the checkpoint's folder.
+"""Names of a checkpoint's files, and the check that none leads out of the checkpoint's folder.
 
-Names that metadata gives are checked against one pattern when it is parsed (`infinity.config.untrusted.plain_name`);
-what is left is a name that is a link.
+Names in metadata are checked when it is parsed (`infinity.config.untrusted.plain_name`); here links are.
 """
 
 from __future__ import annotations
@@ -21,38 +20,38 @@ _OWN = re.compile(r"([0-9a-f]{12})\.(rank-\d{5,}\.(json|weights\.bin|frozen\.bin
 
 
 def index_name(identity: str, rank: int) -> str:
-    """The name of a rank's index."""
+    """Return the name of a rank's index."""
     return f"{identity}.rank-{rank:05}.json"
 
 
 def data_name(identity: str, rank: int, part: str) -> str:
-    """The name of one of a rank's files; `part` is "weights", "frozen" or "states"."""
+    """Return the name of one of a rank's data files; `part` is "weights", "frozen" or "states"."""
     return f"{identity}.rank-{rank:05}.{part}.bin"
 
 
 def client_name(identity: str) -> str:
-    """The name of the file of the client state's tensors."""
+    """Return the name of the file that holds the client state's tensors."""
     return f"{identity}.client.safetensors"
 
 
 def identity_of(name: str) -> str | None:
-    """The save that a file of this name belongs to; None for a file that no save has written."""
+    """Return the id of the save that writes a file of this name; None for a name that no save uses."""
     found = _OWN.fullmatch(name.removesuffix(TEMPORARY))
     return None if found is None else found.group(1)
 
 
 def is_ours(name: str) -> bool:
-    """Whether a save writes files of this name into a checkpoint's folder."""
+    """Return whether a save writes files of this name into a checkpoint's folder."""
     return identity_of(name) is not None or name.removesuffix(TEMPORARY) == MANIFEST
 
 
 def is_tag(tag: str) -> bool:
-    """Whether a checkpoint may have this tag, which is the name of a folder."""
+    """Return whether `tag` can name a checkpoint's folder."""
     return bool(tag) and tag not in (".", "..", LATEST, MANIFEST) and not set("/\0") & set(tag) and tag == tag.strip()
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a checkpoint's file; CheckpointError where it is a link that leads out of the folder."""
+    """Return the path of a checkpoint's file; CheckpointError for a link that leads out of the folder."""
     if leads_out(folder, name):
         raise CheckpointError(
             folder / name, f"it is a link to {os.path.realpath(folder / name)}, outside the checkpoint's folder",

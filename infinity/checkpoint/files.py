@@ -1,9 +1,9 @@
 """Extents in files: written straight from memory in checked blocks, and read back by tensor and range.
 
-Every block is one request, and its checksum is the queue's own. What direct I/O would not take as it lies (the end of
-an extent, memory off its alignment, memory of an accelerator) goes through a few staging blocks, so that all transfers
-bypass the page cache and extra memory is bounded. Extents are padded with zeros to whole pages: every byte of a file
-is under a checksum.
+Every block is one request, and the queue computes its checksum. Memory that direct I/O cannot use (the end of an
+extent, unaligned memory, memory of an accelerator) goes through a few staging blocks, so that all transfers bypass the
+page cache and extra memory is bounded. Extents are padded with zeros to whole pages, so a checksum covers every byte of
+a file.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from infinity.plan.types import SAVE_BLOCKS, align_up
 # Blocks of staging memory, and requests in flight on blocks that need none.
 STAGING_COUNT = SAVE_BLOCKS
 _IN_FLIGHT = 16
-# Files that a reader has open at a time.
+# Files that a reader keeps open.
 _OPEN_MAX = 64
 _Reading = TypeVar("_Reading", bound="BlockReader")
 
 
 def file_nbytes(sizes: Sequence[int]) -> int:
-    """Bytes of a file with extents of these sizes."""
+    """Return the bytes of a file with extents of these sizes."""
     return sum(align_up(nbytes, ALIGNMENT) for nbytes in sizes)
 
 
 class Staging:
-    """Page-aligned blocks that are used in turn; one is handed out again when its transfer is over."""
+    """Page-aligned blocks that are used in turn; a block is reused once its transfer is over."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
@@ -58,7 +58,7 @@ class Staging:
         self._turn = -1
 
     def take(self) -> Tensor:
-        """A block [BLOCK_NBYTES] of uint8. Tell its user with `used_by` before this one's turn comes again."""
+        """Return a block ([BLOCK_NBYTES] uint8). Register its transfer with `used_by` before its next turn."""
         if len(self._blocks) < STAGING_COUNT:
             self._blocks.append(page_aligned(BLOCK_NBYTES))
             self._users.append(None)
@@ -67,20 +67,20 @@ class Staging:
             self._turn = (self._turn + 1) % STAGING_COUNT
             user, self._users[self._turn] = self._users[self._turn], None
             if user is not None:
-                # An error is the owner's to see, who waits for the same request.
+                # The caller waits for the same request and sees its error.
                 with suppress(TransferError):
                     user.wait()
         return self._blocks[self._turn]
 
     def used_by(self, transfer: Transfer, ago: int = 0) -> None:
-        """The block that was taken last, or so many turns before, is in use until the transfer is over."""
+        """Keep the block that was taken last (or `ago` turns before) in use until the transfer is over."""
         self._users[(self._turn - ago) % len(self._blocks)] = transfer
 
 
 class Writer:
-    """A new file of `nbytes` bytes, filled with extents one behind the other.
+    """A new file of `nbytes` bytes, filled with one extent after the other.
 
-    TransferError at once where the drive has no room for it; then there is no file.
+    TransferError at construction, and no file, where the drive has no room.
     """
 
     def __init__(self, path: Path, nbytes: int, queue: Queue, staging: Staging) -> None:
@@ -93,7 +93,7 @@ class Writer:
         self._file = File.create(path, nbytes)
 
     def extent(self, buffer: Tensor) -> int:
-        """Submit the writes of `buffer` ([n] uint8), which must not change until `wait`; returns the extent's index."""
+        """Submit the writes of `buffer` ([n] uint8), which must not change until `wait`; return the extent's index."""
         index = len(self._extents)
         nbytes = align_up(buffer.numel(), ALIGNMENT)
         self._extents.append(FileExtent(self._path.name, self._end, nbytes, ()))
@@ -115,12 +115,12 @@ class Writer:
         return index
 
     def extent_from(self, nbytes: int, fetch: Callable[[int, Tensor], Transfer]) -> int:
-        """As `extent`, of bytes that are read from elsewhere: `fetch` submits a read from one byte on into a block."""
+        """As `extent`, for bytes on a drive: `fetch` submits a read that begins at a byte and fills a block."""
         index = len(self._extents)
         whole = align_up(nbytes, ALIGNMENT)
         self._extents.append(FileExtent(self._path.name, self._end, whole, ()))
         self._requests[index] = []
-        # Blocks on their way into staging memory, in the order of their turns.
+        # Reads into staging memory, in the order of their blocks' turns.
         coming: deque[tuple[int, Tensor, Transfer]] = deque()
         for begin in range(0, whole, BLOCK_NBYTES):
             room = self._staging.take()[: min(BLOCK_NBYTES, whole - begin)]
@@ -143,7 +143,7 @@ class Writer:
         self._staging.used_by(request, ago)
 
     def wait(self, index: int, tell: Callable[[int], None] = lambda nbytes: None) -> FileExtent:
-        """Return when an extent is written, with its checksums. `tell` hears of every block's bytes."""
+        """Block until an extent is written; record its checksums. tell: called with every block's bytes."""
         for request in self._requests[index]:
             request.wait()
             tell(request.nbytes)
@@ -153,7 +153,7 @@ class Writer:
         return self._extents[index]
 
     def close(self) -> list[FileExtent]:
-        """Wait for all extents and for the drive; returns them."""
+        """Block until the drive has all extents; return them."""
         for index in list(self._requests):
             self.wait(index)
         assert self._end == self._file.nbytes, f"{self._end} bytes of {self._file.nbytes} were written"
@@ -162,7 +162,7 @@ class Writer:
         return self._extents
 
     def abort(self) -> None:
-        """Remove the file. Memory that was to be written is free on return."""
+        """Remove the file. No transfer uses the caller's memory any more on return."""
         for requests in self._requests.values():
             for request in requests:
                 request.cancel()
@@ -178,7 +178,7 @@ class Writer:
 class BlockReader:
     """Reads blocks of extents, and verifies all that it reads. Use as a context manager.
 
-    queue: used and left open; without one the reader has its own. tell: hears of every block's bytes.
+    queue: used and left open; without one the reader makes and closes its own. tell: called with every block's bytes.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class BlockReader:
         self._own = Queue() if queue is None else None
         self._queue = queue if queue is not None else self._own
         self._tell = tell
-        # Open files, the one that was used last at the end: a checkpoint of many ranks has many.
+        # Open files, the most recently used last: a checkpoint of many ranks has many.
         self._files: OrderedDict[str, File] = OrderedDict()
 
     def __enter__(self: _Reading) -> _Reading:
@@ -206,7 +206,7 @@ class BlockReader:
             self._own.close()
 
     def verified(self, extents: Iterable[FileExtent]) -> Iterator[int]:
-        """Read all of these; yields the bytes of each block when it was found right.
+        """Read all of these extents; yield the bytes of each block once its checksum matches.
 
         CheckpointError where a block is not what was written, TransferError where it cannot be read.
         """
@@ -233,7 +233,7 @@ class BlockReader:
         file = self._files.pop(extent.file, None) or File.open(inside(self.folder, extent.file))
         self._files[extent.file] = file
         if len(self._files) > _OPEN_MAX:
-            # A transfer in flight keeps what it needs.
+            # A transfer in flight keeps its own descriptor.
             self._files.popitem(last=False)[1].close()
         return self._queue.read(
             file, extent.offset + block * BLOCK_NBYTES, target, expected=extent.blocks[block]
@@ -264,7 +264,7 @@ class ExtentReader(BlockReader):
         super().__init__(folder, queue, tell)
         self.manifest = manifest
         self.indexes = indexes
-        # Blocks of which only a part was wanted, the latest last.
+        # Blocks of which only a part was read, the most recent last.
         self._cache: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
         self._places: dict[tuple[str, str], list[tuple[Array, FileExtent]]] = {}
         for index in indexes:
@@ -280,15 +280,15 @@ class ExtentReader(BlockReader):
         self._cache.clear()
 
     def has(self, tensor: str, kind: str) -> bool:
-        """Whether there is anything of this kind."""
+        """Return whether the checkpoint has elements of this kind."""
         return (tensor, kind) in self._places
 
     def dtype(self, tensor: str, kind: str) -> str:
-        """In which dtype a kind is kept."""
+        """Return the dtype in which a kind is kept."""
         return self._places[tensor, kind][0][0].dtype
 
     def covered(self, tensor: str, kind: str, numel: int) -> bool:
-        """Whether every one of a tensor's elements is there, once."""
+        """Return whether every element of a tensor is there exactly once."""
         at = 0
         for array, _ in self._places.get((tensor, kind), ()):
             if array.start != at:
@@ -297,7 +297,7 @@ class ExtentReader(BlockReader):
         return at == numel
 
     def check_covered(self, tensors: Mapping[str, TensorInfo]) -> None:
-        """CheckpointError unless every element of every kind of these is there, once."""
+        """Raise CheckpointError unless every element of every kind of these tensors is there exactly once."""
         for name, info in tensors.items():
             lacking = [kind for kind in info.kinds if not self.covered(name, kind, info.numel)]
             if lacking:
@@ -306,7 +306,7 @@ class ExtentReader(BlockReader):
                 )
 
     def read(self, tensor: str, kind: str, start: int, numel: int, out: Tensor) -> None:
-        """Elements [start, start + numel) into `out` ([numel], contiguous, of the kind's width, on any device).
+        """Read elements [start, start + numel) into `out` ([numel], contiguous, of the kind's width, on any device).
 
         CheckpointError where a block is not what was written, TransferError where it cannot be read.
         """
@@ -335,14 +335,14 @@ class ExtentReader(BlockReader):
             )
 
     def read_bytes(self, extent: FileExtent, begin: int, target: Tensor) -> None:
-        """Bytes from `begin` of an extent on into `target` ([n] uint8, on any device)."""
+        """Read the bytes of an extent from `begin` on into `target` ([n] uint8, on any device)."""
         requests: deque[Request] = deque()
         try:
             for block, first, last in _blocks(extent, begin, begin + target.numel()):
                 offset = block * BLOCK_NBYTES
                 size = min(BLOCK_NBYTES, extent.nbytes - offset)
                 piece = target[offset + first - begin : offset + last - begin]
-                # Read where it belongs; through the page cache where the address is odd.
+                # A whole block is read in place; an unaligned address goes through the page cache.
                 if last - first == size and target.is_cpu:
                     if len(requests) >= _IN_FLIGHT:
                         self._wait_read(requests.popleft(), extent)
@@ -376,7 +376,7 @@ class ExtentReader(BlockReader):
 
 
 def _blocks(extent: FileExtent, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(block, first byte in it, behind the last) of a range of an extent's bytes."""
+    """Yield (block, first byte in it, end byte in it) for a range of an extent's bytes."""
     for block in range(begin // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
         offset = block * BLOCK_NBYTES
         yield block, max(begin - offset, 0), min(end - offset, min(BLOCK_NBYTES, extent.nbytes - offset))

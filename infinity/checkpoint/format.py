@@ -1,4 +1,4 @@
-"""What lies on disk: one folder a checkpoint, a few large files a rank, an index a rank, and a manifest.
+"""The format on disk: a folder for each checkpoint; for each rank a few large files and an index; a manifest.
 
     DIR/latest                             the tag that a load without one takes
     DIR/TAG/manifest.json                  written last; a folder without it is no checkpoint
@@ -8,8 +8,8 @@
     DIR/TAG/ID.rank-00000.states.bin       what completes parameters to masters, and the optimizer's moments
     DIR/TAG/ID.client.safetensors          tensors of the program's own state
 
-Elements are addressed by global tensor name and range, so that nothing here depends on how many ranks there were.
-docs/checkpoint_format.md says all that a reader needs. This file and everything that it imports need no torch.
+Elements are addressed by global tensor name and range, so the format does not depend on the number of ranks.
+docs/checkpoint_format.md is the specification for readers. This module and its imports need no torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from infinity.errors import CheckpointError, TransferError
 from infinity.ops.checksum import checksum
 from infinity.plan.types import DTYPE_NBYTES
 
-# A reader of the format finds all of it here.
+# Re-exported: a reader of the format imports this module alone.
 __all__ = [
     "ALIGNMENT", "BLOCK_NBYTES", "BUFFER", "DTYPE_NBYTES", "LATEST", "MANIFEST", "MASTER", "PARAM", "REMAINDER",
     "identity_of", "index_name", "inside", "is_tag",
@@ -64,19 +64,19 @@ _Record = TypeVar("_Record", bound="_Written")
 
 
 def canonical(value: Any) -> bytes:
-    """The one spelling of a JSON value: keys sorted, no spaces, ASCII."""
+    """Return the canonical bytes of a JSON value: keys sorted, no spaces, ASCII."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
 def seal(body: Any) -> bytes:
-    """A metadata file: the body and the CRC-32C of its canonical bytes."""
+    """Return a metadata file: the body and the CRC-32C of its canonical bytes."""
     text = canonical(body)
     return b'{"body":' + text + b',"crc32c":' + str(checksum(text)).encode() + b"}\n"
 
 
 def unseal(data: bytes, *, path: Path | str) -> Any:
-    """The body of a metadata file; CheckpointError unless every byte is as it was written."""
-    # Read by position: what is between has one spelling only.
+    """Return the body of a metadata file; CheckpointError unless its checksum matches."""
+    # Read by position, because the frame around the body is fixed.
     begin, end = len(b'{"body":'), data.rfind(b',"crc32c":')
     text, rest = data[begin:end], data[end:]
     if end < begin or data[:begin] != b'{"body":' or rest != b',"crc32c":%d}\n' % checksum(text):
@@ -98,10 +98,10 @@ def _unreadable(path: Path | str, error: Exception) -> CheckpointError:
 
 
 class _Written:
-    """A record that is a metadata file."""
+    """A record that is stored as a metadata file."""
 
     def to_bytes(self) -> bytes:
-        """The file's content; CheckpointError where no load would read so much."""
+        """Return the file's content; CheckpointError where it exceeds what a load reads."""
         data = seal(self.body())
         if len(data) > METADATA_NBYTES_MAX:
             raise CheckpointError(
@@ -111,17 +111,17 @@ class _Written:
         return data
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the record as JSON."""
         raise NotImplementedError
 
     @classmethod
     def of(cls: type[_Record], body: Any) -> _Record:
-        """From `body()`; ValueError where it is something else."""
+        """Return the record that `body()` encoded; ValueError for anything else."""
         raise NotImplementedError
 
     @classmethod
     def from_bytes(cls: type[_Record], data: bytes, *, path: Path | str) -> _Record:
-        """From a file's content; CheckpointError naming `path` where it is damaged, or not what it should be."""
+        """Return the record of a file's content; CheckpointError about `path` where it is damaged or another."""
         body = unseal(data, path=path)
         try:
             return cls.of(body)
@@ -130,7 +130,7 @@ class _Written:
 
     @classmethod
     def read(cls: type[_Record], path: Path) -> _Record:
-        """From a file; CheckpointError where it cannot be read."""
+        """Return the record of a file; CheckpointError where it cannot be read."""
         try:
             data = read_metadata(inside(path.parent, path.name))
         except (OSError, ValueError) as error:
@@ -169,7 +169,7 @@ class Array:
 
 @dataclass(frozen=True)
 class RankIndex(_Written):
-    """What one rank has written. `files` are names and sizes in bytes."""
+    """What one rank has written. `files`: sizes in bytes by name."""
 
     rank: int
     files: dict[str, int]
@@ -179,7 +179,7 @@ class RankIndex(_Written):
     rng: dict[str, Any] = field(default_factory=dict)
     # What the optimizer keeps of a parameter in one value, by name.
     singles: dict[str, Any] = field(default_factory=dict)
-    # Arrays by extent, found by the first of them; made when first asked for.
+    # Extents with their arrays, by the first array; filled at the first use.
     _by_first: dict[tuple[str, str, int], tuple[int, list[Array]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -196,9 +196,9 @@ class RankIndex(_Written):
         }  # fmt: skip
 
     def extent_of(self, arrays: Sequence[Array]) -> FileExtent | None:
-        """The extent that holds these arrays, in this order at these offsets, and no other; None where there is none.
+        """Return the extent that holds exactly these arrays at these offsets; None where there is none.
 
-        The arrays' own `extent` does not count.
+        The arrays' own `extent` is ignored.
         """
         if not self._by_first and self.arrays:
             grouped: dict[int, list[Array]] = {}
@@ -235,14 +235,14 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """A file that the manifest vouches for."""
+    """A file with the size and checksum that the manifest records."""
 
     name: str
     nbytes: int
     crc32c: int
 
     def read(self, folder: Path) -> bytes:
-        """Its content; CheckpointError unless it is what the manifest vouches for."""
+        """Return the file's content; CheckpointError unless it matches."""
         path = inside(folder, self.name)
         try:
             data = read_metadata(path, self.nbytes)
@@ -261,11 +261,11 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Manifest(_Written):
-    """The checkpoint as a whole. `engine` and `client_state` are spelled as in `infinity.checkpoint.codec`."""
+    """The checkpoint as a whole. `engine` and `client_state` are encoded by `infinity.checkpoint.codec`."""
 
     id: str
     tag: str
-    # Of the checkpoints in one folder, each has a greater one than those before it.
+    # Increases with every checkpoint of a folder.
     number: int
     time: str
     versions: dict[str, str]
@@ -285,7 +285,7 @@ class Manifest(_Written):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that the run had done."""
+        """Optimizer steps of the run at the save."""
         return int(self.engine["counters"]["global_steps"])
 
     def body(self) -> dict[str, Any]:
@@ -318,7 +318,7 @@ class Manifest(_Written):
         )  # fmt: skip
 
     def index(self, folder: Path, rank: int) -> RankIndex:
-        """One rank's index; CheckpointError unless it is the file that the manifest vouches for, and suits it."""
+        """Return one rank's index; CheckpointError unless it is the recorded file and agrees with the manifest."""
         info = self.ranks[rank]
         path = folder / info.name
         index = RankIndex.from_bytes(info.read(folder), path=path)
@@ -331,12 +331,12 @@ class Manifest(_Written):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder."""
+    """Return the manifest of a checkpoint's folder; CheckpointError where it cannot be read."""
     return Manifest.read(folder / MANIFEST)
 
 
 def latest_tag(directory: Path | str) -> str | None:
-    """What DIR/latest says; None where there is no such file. CheckpointError where it says nothing of the kind."""
+    """Return the tag in DIR/latest; None without that file. CheckpointError where it holds no tag."""
     path = Path(directory) / LATEST
     try:
         tag = read_metadata(inside(Path(directory), LATEST), 4096).decode(errors="replace").removesuffix("\n")
@@ -350,7 +350,7 @@ def latest_tag(directory: Path | str) -> str | None:
 
 
 def find(directory: Path | str, tag: str | None = None) -> Path | None:
-    """The folder of a tag's checkpoint, by default that of DIR/latest; None where there is none."""
+    """Return the folder of a tag's checkpoint, by default that of DIR/latest; None where it has no manifest."""
     tag = latest_tag(directory) if tag is None else tag
     if tag is None:
         return None
@@ -359,14 +359,14 @@ def find(directory: Path | str, tag: str | None = None) -> Path | None:
 
 
 def checkpoint_folders(directory: Path | str) -> Iterator[Path]:
-    """Folders below DIR that hold files of checkpoints, whole or not."""
+    """Yield the folders below DIR that hold files of checkpoints, complete or not."""
     try:
         paths = sorted(Path(directory).iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return
     for path in paths:
         names: list[str] = []
-        # A file, a folder that nobody may read (lost+found), or one that has gone meanwhile.
+        # A file, an unreadable folder (lost+found), or one that was removed meanwhile.
         with suppress(OSError):
             names = os.listdir(path)
         if any(is_ours(name) for name in names):
@@ -374,18 +374,18 @@ def checkpoint_folders(directory: Path | str) -> Iterator[Path]:
 
 
 def complete(directory: Path | str) -> list[tuple[Path, Manifest]]:
-    """All checkpoints in DIR whose manifest, indexes and sizes of files are right, the newest first."""
+    """Return all checkpoints in DIR whose manifest, indexes and file sizes are right, the newest first."""
     found = [(path, manifest) for path, manifest, why in _examined(directory) if manifest is not None and not why]
     return sorted(found, key=lambda pair: pair[1].number, reverse=True)
 
 
 def broken(directory: Path | str) -> list[tuple[Path, str]]:
-    """Folders in DIR that hold no loadable checkpoint, with the reason."""
+    """Return the folders in DIR without a loadable checkpoint, each with the reason."""
     return [(path, why) for path, _, why in _examined(directory) if why]
 
 
 def check_files(folder: Path, manifest: Manifest) -> list[RankIndex]:
-    """All indexes; CheckpointError where one is damaged, or a file is missing or has another size."""
+    """Return all indexes; CheckpointError where one is damaged, or a file is missing or has another size."""
     indexes = [manifest.index(folder, rank) for rank in range(len(manifest.ranks))]
     files = [(name, nbytes) for index in indexes for name, nbytes in index.files.items()]
     if manifest.client is not None:
@@ -402,13 +402,13 @@ def check_files(folder: Path, manifest: Manifest) -> list[RankIndex]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Make `data` the content of `path` at once or not at all, and return when the drive has it.
+    """Replace the content of `path` atomically, and return when the drive has it.
 
     TransferError where that fails.
     """
     temporary = path.with_name(path.name + TEMPORARY)
     try:
-        # What a killed save has left goes; what is a link is not written through.
+        # Removes the leftover of a killed save, and never writes through a link.
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as file:
             file.write(data)

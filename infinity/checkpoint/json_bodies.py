@@ -1,8 +1,8 @@
-"""What the metadata of a checkpoint may say, as pydantic models of the JSON bodies: types, bounds, and what must agree.
+"""The metadata of a checkpoint as pydantic models of the JSON bodies: types, bounds, and what must agree.
 
-A checkpoint may come from anywhere, and a checksum can be computed by an attacker, too, so that neither is trusted.
-Numbers are below 2^63, files are plain names, and every extent and array lies inside what it is said to lie in. Keys
-that this version does not know are passed over on purpose: what changes the meaning of the others raises the version.
+A checkpoint may come from an attacker, who can compute a checksum, too: nothing in it is trusted. Numbers are below
+2^63, files are plain names, every extent lies inside its file and every array inside its extent. Unknown keys are
+ignored on purpose: a change that alters the meaning of known keys raises the version.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ALIGNMENT = 4096
 BLOCK_NBYTES = SAVE_BLOCK_NBYTES
 # Parameters, what completes them to masters, and buffers have these kinds; all others are moments.
 PARAM, REMAINDER, MASTER, BUFFER = "param", "remainder", "master", "buffer"
-# Each save has a greater number than those before it, and the last one that counts has room for many.
+# The largest number of a save; each save has a greater one than those before it.
 NUMBER_MAX = 2**62
 _BELOW = 2**63
 _DIMS_MAX = 64
-# Entries of a list or an object: pydantic keeps a finding for each that is wrong.
+# Most entries of a list or an object: pydantic keeps a finding for each wrong one.
 _ENTRIES_MAX = 1_000_000
 _Value = TypeVar("_Value")
 
 
 def _text(value: str) -> str:
-    # What has no UTF-8 cannot be printed.
+    # A string without a UTF-8 form cannot be printed.
     value.encode()
     return value
 
@@ -44,7 +44,7 @@ def _dtype(value: str) -> str:
 
 
 def _numel(shape: tuple[int, ...]) -> tuple[int, ...]:
-    # A dimension of none does not excuse the others: torch multiplies them all.
+    # A dimension of 0 does not excuse the others: torch multiplies them all.
     if math.prod(max(dim, 1) for dim in shape) * 8 >= _BELOW:
         raise ValueError(f"a tensor of the shape {shortened(list(shape))} is too large for any memory")
     return shape
@@ -76,7 +76,7 @@ class Body(BaseModel):
 
 
 class FileBody(Body):
-    """A metadata file that the manifest vouches for."""
+    """A file with the size and checksum that the manifest records."""
 
     name: FileName
     nbytes: Count
@@ -84,7 +84,7 @@ class FileBody(Body):
 
 
 class TensorBody(Body):
-    """A tensor of the model, and what is kept of it."""
+    """A tensor of the model, and the kinds that are kept of it."""
 
     shape: Shape
     dtype: Dtype
@@ -104,12 +104,12 @@ class TensorBody(Body):
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class CountersBody(Body):
-    """How far the run had come."""
+    """The counters of the run at the save."""
 
     global_steps: Count
     micro_steps: Count
@@ -118,14 +118,14 @@ class CountersBody(Body):
 
 
 class SchedulerBody(Body):
-    """Of a learning rate."""
+    """The learning-rate scheduler's class and state."""
 
     type: Text
     state: Any
 
 
 class GroupBody(Body):
-    """A parameter group. `hyper` is spelled as `client_state` is."""
+    """A parameter group. `hyper` is encoded as `client_state` is."""
 
     params: Few[list[TensorName]]
     hyper: dict[Text, Any]
@@ -138,7 +138,7 @@ class GroupBody(Body):
 
 
 class OptimizerBody(Body):
-    """What an optimizer keeps besides its moments."""
+    """The optimizer's state besides its moments."""
 
     kind: Text
     groups: Few[list[GroupBody]]
@@ -156,7 +156,7 @@ class EngineBody(Body):
 
 
 class VersionsBody(Body):
-    """What saved it."""
+    """The versions of the software that saved it."""
 
     infinity: Text
     torch: Text
@@ -164,7 +164,7 @@ class VersionsBody(Body):
 
 
 class PlanBody(Body):
-    """How the run was laid out."""
+    """The plan of the run, in short."""
 
     fingerprint: Text
     stage: Count
@@ -201,7 +201,7 @@ class ManifestBody(Body):
 
 
 class PlaceBody(Body):
-    """Where a stored tensor is in the model."""
+    """Where a stored tensor lies in the model."""
 
     name: TensorName
     source: TensorName
@@ -229,7 +229,7 @@ def _json_file(value: str) -> str:
 
 
 class ExportBody(Body):
-    """What an export has besides weights: files that it writes under names that the checkpoint gives."""
+    """The files of an export besides weights, under the names that the checkpoint gives."""
 
     class_name: Text
     texts: dict[Annotated[str, Field(strict=True), AfterValidator(_json_file)], Any]
@@ -304,7 +304,7 @@ class IndexBody(Body):
 
 
 class Stretch(Protocol):
-    """Elements of a tensor that are somewhere."""
+    """A range of a tensor's elements."""
 
     @property
     def tensor(self) -> str: ...
@@ -336,7 +336,7 @@ class Info(Protocol):
 
 
 def disagreement(arrays: Iterable[Stretch], tensors: Mapping[str, Info]) -> str:
-    """How a rank's arrays do not fit the manifest, which says `tensors`; "" where they do."""
+    """Return how a rank's arrays contradict the manifest's `tensors`; "" where they agree."""
     numels = {name: info.numel for name, info in tensors.items()}
     for array in arrays:
         info = tensors.get(array.tensor)
@@ -352,7 +352,7 @@ def disagreement(arrays: Iterable[Stretch], tensors: Mapping[str, Info]) -> str:
 
 
 def explained(error: Exception) -> str:
-    """What is wrong, in one line: of many findings the first, with its place and value."""
+    """Return what is wrong in one line: the first of many findings, with its place and value."""
     if not isinstance(error, ValidationError):
         return f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
     first, *others = error.errors(include_url=False, include_context=False)

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's tensors belongs to which of the model's, and what does not fit: all of it, in one error."""
+"""Matching a checkpoint's tensors with the model's; all mismatches are reported in one error."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from infinity.errors import CheckpointError
 from infinity.log import logger
 from infinity.plan.types import FLOATING_DTYPES
 
-# Names that one message lists of each kind.
+# Most names of a kind that one message lists.
 _SHOWN_MAX = 20
 
 
 @dataclass
 class Match:
-    """`source` says for each of the model's tensors under which name the checkpoint has it, None: not at all."""
+    """The result. `source`: by the model's name of a tensor, the checkpoint's, or None where it has none."""
 
     source: dict[str, str | None] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -31,7 +31,7 @@ def match(
     wanted: Mapping[str, TensorInfo], aliases: Mapping[str, str], saved: Mapping[str, TensorInfo],
     tied: Mapping[str, str],
 ) -> Match:  # fmt: skip
-    """Compare the model's tensors (`aliases`: other names of them) with a checkpoint's (`tied`: the same)."""
+    """Compare the model's tensors with a checkpoint's. aliases, tied: further names of tensors on either side."""
     names: dict[str, list[str]] = {name: [name] for name in wanted}
     for alias, name in aliases.items():
         names[name].append(alias)
@@ -58,7 +58,7 @@ def match(
 
 
 def report_mismatch(found: Match, path: object, *, strict: bool) -> None:
-    """CheckpointError with everything that does not fit; without `strict` what is missing or too much is only said."""
+    """Raise CheckpointError with every mismatch. strict=False: missing and unexpected tensors are a warning only."""
     lines = [
         f"{kind}: {_shorten(names)}"
         for kind, names in (

@@ -1,7 +1,7 @@
-"""Which bytes of a rank's partitions a checkpoint holds, and which elements of which tensors they are.
+"""The bytes of a rank's partitions that a checkpoint holds, and the tensors' elements that they are.
 
-A piece is a range of one partition's buffer that becomes one extent: a whole partition where each rank has its own, an
-equal share of it where every rank has the same. A load asks for whole partitions, wherever they come from.
+A piece is a range of one partition's buffer that becomes one extent: the whole partition where each rank has its own,
+an equal share of it where every rank has the same. A load fills whole partitions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TensorSpan:
 
 
 def shares(plan: Plan, index: int, *, frozen: bool = True) -> list[TensorSpan]:
-    """What this rank writes: all ranks' together are every element once. `frozen`: with parameters not trained."""
+    """Return what this rank writes; all ranks together write every element once. frozen: with untrained parameters."""
     return [
         piece
         for spec in _specs(plan, frozen=frozen)
@@ -39,7 +39,7 @@ def shares(plan: Plan, index: int, *, frozen: bool = True) -> list[TensorSpan]:
 
 
 def holdings(plan: Plan, index: int) -> list[TensorSpan]:
-    """What this rank holds: one piece for each partition of parameters and states."""
+    """Return what this rank holds: one piece for each partition of parameters and states."""
     return [piece for spec in _specs(plan, frozen=True) for piece in _pieces(plan, spec, index, shared=False)]
 
 
@@ -51,7 +51,7 @@ def _specs(plan: Plan, *, frozen: bool) -> Iterator[PartitionSpec]:
 
 
 def _pieces(plan: Plan, spec: PartitionSpec, index: int, *, shared: bool) -> Iterator[TensorSpan]:
-    """The pieces of one partition. `shared`: of what all ranks have, only this rank's share."""
+    """Yield the pieces of one partition. shared: only this rank's share of a partition that every rank has."""
     states = spec.key.kind is Kind.STATES
     units = [spec.key.index] if not states else [piece.unit for piece in plan.sub_groups[spec.key.index].slices]
     part = STATES if states else WEIGHTS if plan.layouts[spec.key.index].trainable else FROZEN
@@ -72,14 +72,14 @@ def _pieces(plan: Plan, spec: PartitionSpec, index: int, *, shared: bool) -> Ite
 
 
 def _cut(numel: int, index: int, size: int) -> int:
-    """Where a rank's share of so many elements begins."""
+    """Return where a rank's share of `numel` elements begins."""
     return numel if index == size else numel * index // size // CACHE_LINE * CACHE_LINE
 
 
 def _arrays(
     plan: Plan, key: Key, kind: str, dtype: str, index: int, first: int, last: int, offset: int
 ) -> Iterator[Array]:
-    """Stretches of tensors in elements [first, last) of a partition; `offset`: byte at which element `first` lies."""
+    """Yield the parts of tensors in elements [first, last) of a partition. offset: the byte of element `first`."""
     width = DTYPE_NBYTES[dtype]
     for piece, at in _stretches(plan, key):
         begin, end = max(first, at), min(last, at + piece.numel)
@@ -95,7 +95,7 @@ def _arrays(
 
 
 def _stretches(plan: Plan, key: Key) -> Iterator[tuple[Slice, int]]:
-    """What a partition holds: (slice of a unit's partition, its start in this one)."""
+    """Return what a partition holds: (slice of a unit's partition, its start in this one)."""
     if key.kind is Kind.PARAM:
         numel = plan.layouts[key.index].partition_numel(plan.placement.units[key.index].parts)
         return iter([(Slice(key.index, 0, numel), 0)])
@@ -103,7 +103,7 @@ def _stretches(plan: Plan, key: Key) -> Iterator[tuple[Slice, int]]:
 
 
 def tensor_kinds(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """The kinds that are kept of each tensor, by name."""
+    """Return the kinds that are kept of each tensor, by name."""
     states = next((spec for spec in plan.partitions if spec.key.kind is Kind.STATES), None)
     kinds = tuple(section.kind.value for section in states.sections) if states is not None else ()
     return {

@@ -1,7 +1,7 @@
-"""What rank 0 does for all: the folder before a save, the manifest and `latest` after it, and older checkpoints.
+"""Rank 0's part of a save: the folder before it, the manifest and `latest` after it, and older checkpoints.
 
-The rename of the manifest is the only switch. Before it nobody takes what lies in the folder for a checkpoint; after it
-what was there before may go.
+The rename of the manifest is the only switch. Before it no reader takes the folder for a checkpoint; after it the older
+files may be removed.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from infinity.errors import CheckpointError
 from infinity.log import logger
 from infinity.ops.checksum import checksum
 
-# Read at a time for the checksum of a file.
+# Bytes read at a time for the checksum of a file.
 _READ_NBYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints of a folder stay: the latest `keep_last` of them (0: all), and every `keep_every`-th for good
-    (0: none).
+    """Which checkpoints of a folder are kept: the latest `keep_last` (0: all), and for good every `keep_every`-th (0:
+    none).
     """
 
     keep_last: int = 0
     keep_every: int = 0
 
     def stays(self, age: int, number: int) -> bool:
-        """Of a checkpoint with `age` newer ones."""
+        """Return whether a checkpoint with `age` newer ones is kept."""
         return not self.keep_last or age < self.keep_last or bool(self.keep_every and number % self.keep_every == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """Where a save goes: the identity of its files, its number, a checkpoint that may have frozen files to share, and
-    those that are to go when this one is published.
+    """Where a save goes: the id in its files' names, its number, a checkpoint whose frozen files it may share, and the
+    checkpoints to remove once it is published.
     """
 
     id: str
@@ -73,7 +73,7 @@ class SaveTarget:
 
 
 def check_tag(tag: str) -> str:
-    """The tag; CheckpointError where it is no name of a folder."""
+    """Return the tag; CheckpointError where it cannot name a folder."""
     if not is_tag(tag):
         raise CheckpointError(
             repr(tag), "it cannot be the tag of a checkpoint, which is the name of a folder",
@@ -84,7 +84,7 @@ def check_tag(tag: str) -> str:
 
 @contextmanager
 def claimed(directory: Path) -> Iterator[None]:
-    """Be the only one that saves into a folder, which is made; CheckpointError where another program does."""
+    """Make the folder and hold its lock; CheckpointError where another program saves into it."""
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -95,19 +95,20 @@ def claimed(directory: Path) -> Iterator[None]:
             raise CheckpointError(
                 directory, "another save into it is under way", "Wait for it, or give each run a folder of its own"
             ) from error
-        # A file system without locks loses the protection, not the function.
+        # On a file system without locks saves work, unprotected from each other.
     try:
         yield
     finally:
-        # A process that was forked meanwhile has the descriptor, too, and would keep the lock.
+        # A child that was forked meanwhile has the descriptor, too, and would keep the lock.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def prepare(directory: Path, tag: str, retention: Retention, *, latest: bool) -> SaveTarget:
-    """Make the folder of a tag, which `latest` is to name or not, and remove what killed saves have left in DIR. Under
-    `claimed`.
+    """Make the folder of a tag, and remove the leftovers of killed saves in DIR. Called under `claimed`.
+
+    latest: whether DIR/latest will name the tag.
     """
     numbers, previous = [0], None
     with suppress(CheckpointError):
@@ -117,7 +118,7 @@ def prepare(directory: Path, tag: str, retention: Retention, *, latest: bool) ->
         try:
             manifest = read_manifest(folder)
         except CheckpointError:
-            # Damaged ones are left to be looked at; without a manifest it is what a killed save has left.
+            # A damaged checkpoint stays for inspection; a folder without a manifest is the leftover of a killed save.
             if not (folder / MANIFEST).exists() and not folder.is_symlink():
                 sweep(folder, keep=None)
             continue
@@ -138,7 +139,7 @@ def prepare(directory: Path, tag: str, retention: Retention, *, latest: bool) ->
 
 
 def write_client(folder: Path, identity: str, tensors: Mapping[str, Tensor]) -> FileInfo | None:
-    """Put the client state's tensors on the drive. CheckpointError where that fails."""
+    """Write the client state's tensors and sync them; CheckpointError where that fails. None without tensors."""
     if not tensors:
         return None
     path = folder / client_name(identity)
@@ -146,7 +147,7 @@ def write_client(folder: Path, identity: str, tensors: Mapping[str, Tensor]) -> 
     memory: set[int] = set()
     for name, tensor in tensors.items():
         at = tensor.untyped_storage().data_ptr()
-        # A safetensors file has no two names for one memory.
+        # safetensors refuses two names for the same memory.
         alone[name] = tensor.clone() if at in memory else tensor
         memory.add(at)
     try:
@@ -166,8 +167,9 @@ def write_client(folder: Path, identity: str, tensors: Mapping[str, Tensor]) -> 
 
 
 def publish_checkpoint(directory: Path, manifest: Manifest, *, latest: bool, checked: bool) -> None:
-    """Make the checkpoint one; then `latest`, and what an older one of the same tag had. `checked`: not before all
-    indexes and sizes of files are found right.
+    """Publish the manifest, then `latest`, then remove files of an older save of the tag.
+
+    checked: verify all indexes and file sizes first.
     """
     folder = directory / manifest.tag
     unseen = [info.name for info in manifest.ranks if not (folder / info.name).is_file()]
@@ -179,7 +181,7 @@ def publish_checkpoint(directory: Path, manifest: Manifest, *, latest: bool, che
     if checked:
         check_files(folder, manifest)
     written = manifest.to_bytes()
-    # What a load would refuse is not to take the place of a checkpoint: client_state may be nested without end.
+    # A manifest that a load refuses must not replace a checkpoint: client_state may be nested too deep.
     Manifest.from_bytes(written, path=folder / MANIFEST)
     replace_file(folder / MANIFEST, written)
     sync_folder(directory)
@@ -189,7 +191,7 @@ def publish_checkpoint(directory: Path, manifest: Manifest, *, latest: bool, che
 
 
 def remove(outdated: list[Path]) -> None:
-    """Remove checkpoints; what cannot be removed is said, and stays for the next save to remove."""
+    """Remove checkpoints; warn about one that cannot be removed, and leave it to the next save."""
     for folder in outdated:
         try:
             sweep(folder, keep=None)
@@ -198,23 +200,23 @@ def remove(outdated: list[Path]) -> None:
 
 
 def remove_rank(folder: Path, identity: str, rank: int) -> None:
-    """Remove what one rank has written for one save."""
+    """Remove the files that one rank has written for one save."""
     mark = f"{identity}.rank-{rank:05}."
     _remove(folder, [name for name in _names(folder) if name.startswith(mark)])
 
 
 def remove_save(folder: Path, identity: str) -> None:
-    """Remove all files of one save; the folder, too, if nothing else is in it."""
+    """Remove all files of one save, and the folder if it is empty then."""
     _remove(folder, [name for name in _names(folder) if identity_of(name) == identity])
     with suppress(OSError):
         folder.rmdir()
 
 
 def sweep(folder: Path, *, keep: str | None) -> None:
-    """Remove the files of all saves but `keep`; with None the manifest, and the folder if nothing else is in it."""
+    """Remove the files of all saves but `keep`; keep=None: the manifest, too, and the folder if it is empty then."""
     ours = [name for name in _names(folder) if is_ours(name)]
     if keep is None and MANIFEST in ours:
-        # First of all: from here on it is no checkpoint.
+        # First: without its manifest the folder is no checkpoint.
         _remove(folder, [MANIFEST])
         sync_folder(folder)
     _remove(folder, [name for name in ours if name != MANIFEST and (keep is None or identity_of(name) != keep)])
@@ -224,8 +226,8 @@ def sweep(folder: Path, *, keep: str | None) -> None:
 
 
 def _outdated(directory: Path, retention: Retention, tag: str, *, latest: bool) -> list[str]:
-    """Checkpoints that are not to stay once that of `tag`, the newest, is published. What `latest` then names does, and
-    what only a link leads to.
+    """Return the checkpoints to remove once `tag`, the newest, is published. The one that `latest` will name stays, and
+    so do links.
     """
     if not retention.keep_last:
         return []

@@ -1,9 +1,8 @@
 """Filling a rank's partitions from a checkpoint, or from any other source of weights.
 
-Where the checkpoint was cut as the plan cuts, whole extents are read into the partitions' memory as they lie; elsewhere
-stretch by stretch, by name and range. Where parameters are kept in another precision, masters are made first, in fp32,
-and stored as this plan stores them. One partition (or sub-group) at a time, so that memory beside the tiers' own stays
-bounded.
+Where the checkpoint was partitioned as the plan is, whole extents are read into the partitions' memory; elsewhere each
+part of a tensor is read by name and range. Where parameters are kept in another precision, fp32 masters are made first
+and stored as this plan stores them. One partition (or sub-group) is filled at a time, so that extra memory is bounded.
 """
 
 from __future__ import annotations
@@ -27,36 +26,36 @@ from infinity.plan.layout import Overlap, Slice, SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.types import DTYPE_NBYTES, Key, Kind
 
-# Masters that are made at a time.
+# Masters made at a time, in elements.
 _CHUNK_NUMEL = 1 << 20
 _COMPANIONS = (REMAINDER, MASTER)
 
 
 class ValueSource(Protocol):
-    """Where values come from."""
+    """A source of the model's values: a checkpoint, or a folder of weights."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What there is of each."""
+        """The source's tensors by name, and the kinds that it has of each."""
 
     def masters(self, name: str, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) in fp32 (or what the tensor is, where it is not floating), on the CPU, until
-        the next call.
+        """Return elements [start, start + numel) on the CPU, in fp32 (or the tensor's dtype, if that is not floating);
+        valid until the next call.
         """
 
     def read(self, name: str, kind: str, start: int, numel: int, out: Tensor) -> None:
-        """The bytes of elements of one kind into `out` ([numel], of the kind's width)."""
+        """Read elements of one kind, unconverted, into `out` ([numel], of the kind's width)."""
 
     def extent_of(self, piece: TensorSpan) -> FileExtent | None:
-        """The extent that holds just the arrays of a piece."""
+        """Return the extent that holds exactly the arrays of a piece; None where there is none."""
 
     def read_bytes(self, extent: FileExtent, begin: int, target: Tensor) -> None:
-        """Bytes of an extent."""
+        """Read bytes of an extent from `begin` on into `target` ([n] uint8)."""
 
 
 class CheckpointSource:
-    """A checkpoint as a source. What it returns lies in memory that is used again and again: blocks that come and go
-    would be scattered in the C library's heap, more of it with every tensor.
+    """A checkpoint as a source. It returns views of memory that it reuses: a new allocation for each tensor would
+    fragment the C library's heap.
     """
 
     def __init__(self, reader: ExtentReader) -> None:
@@ -67,13 +66,13 @@ class CheckpointSource:
         self._rooms: dict[str, Tensor] = {}
 
     def values(self, name: str, kind: str, start: int, numel: int) -> Tensor:
-        """Elements of one kind, in its dtype, until the next call."""
+        """Return elements of one kind, in its dtype; valid until the next call."""
         values = self._room(kind, numel, DTYPES[self._reader.dtype(name, kind)])
         self.read(name, kind, start, numel, values)
         return values
 
     def masters(self, name: str, start: int, numel: int) -> Tensor:
-        """See Source."""
+        """See `ValueSource`."""
         kinds = self.tensors[name].kinds
         values = self.values(name, MASTER if MASTER in kinds else PARAM, start, numel)
         if not values.is_floating_point() or (values.dtype is torch.float32 and REMAINDER not in kinds):
@@ -96,16 +95,16 @@ class CheckpointSource:
         return room[:nbytes].view(dtype)
 
     def extent_of(self, piece: TensorSpan) -> FileExtent | None:
-        """See Source."""
+        """See `ValueSource`."""
         found = (index.extent_of(piece.arrays) for index in self._reader.indexes)
         return next((extent for extent in found if extent is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """What goes where: `names` are the source's for the model's tensors, None for one that keeps its values.
+    """What is filled. names: the source's name of each of the model's tensors, None for one that keeps its values.
 
-    moments: whether the optimizer's come, too; `start` is what those begin at that the source has not.
+    moments: fill the optimizer's moments, too. start: the value of moments that the source does not have.
     """
 
     plan: Plan
@@ -116,7 +115,7 @@ class Filling:
 
 
 def fill_partitions(filling: Filling, store: TieredStore, source: ValueSource) -> None:
-    """Give this rank's partitions their values."""
+    """Fill this rank's partitions from a source."""
     raw = all(_is_raw(filling, source, piece) for piece in holdings(filling.plan, filling.index))
     for piece in holdings(filling.plan, filling.index):
         if not piece.nbytes:
@@ -133,7 +132,7 @@ def fill_partitions(filling: Filling, store: TieredStore, source: ValueSource) -
 
 
 def _is_raw(filling: Filling, source: ValueSource, piece: TensorSpan) -> bool:
-    """Whether the bytes are those that the plan keeps: the same kinds, in the same types."""
+    """Return whether the source keeps the same kinds in the same dtypes as the plan, so that bytes can be copied."""
     for array in piece.arrays:
         name = filling.names[array.tensor]
         if name is None or (array.kind not in (PARAM, *_COMPANIONS) and not filling.moments):
@@ -170,7 +169,7 @@ def _fill_raw(filling: Filling, store: TieredStore, source: ValueSource, piece: 
 
 
 def _fill_frozen(filling: Filling, store: TieredStore, source: ValueSource, piece: TensorSpan) -> None:
-    """A unit that is not trained, in another type than here."""
+    """Fill a unit that is not trained from another dtype."""
     with store.write(piece.key) as (partition,):
         values = partition.view(Kind.PARAM)
         for array in piece.arrays:
@@ -185,7 +184,7 @@ def _fill_frozen(filling: Filling, store: TieredStore, source: ValueSource, piec
 
 
 def _fill_group(filling: Filling, store: TieredStore, source: ValueSource, piece: TensorSpan) -> None:
-    """A sub-group's masters, which lie in its parameters and its states, and its moments."""
+    """Fill a sub-group's masters, which lie in its parameters and its states, and its moments."""
     plan = filling.plan
     group = plan.sub_groups[piece.key.index]
     params = [Key(Kind.PARAM, each.unit) for each in group.slices]
@@ -218,7 +217,7 @@ def _fill_moments(
 
 
 def _overlaps(plan: Plan, index: int, group: SubGroup) -> Iterator[tuple[Slice, int, Overlap]]:
-    """(slice of a unit's partition, its start in the states, stretch of a tensor in it) of a sub-group."""
+    """Yield (slice of a unit's partition, its start in the states, part of a tensor in it) of a sub-group."""
     for piece, at in group.placed():
         layout, parts = plan.layouts[piece.unit], plan.placement.units[piece.unit].parts
         flat = layout.partition_start(parts, index) + piece.start

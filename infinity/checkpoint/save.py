@@ -1,7 +1,7 @@
-"""What one rank writes: its share of the partitions, streamed into files of its own, and an index of them.
+"""One rank's files of a save: its share of the partitions, streamed into files of its own, and an index of them.
 
-Bytes go straight from the tiers' memory to the drive, one partition at a time with the next ones on their way, as a
-source lends them (see `sources`). Where anything fails, nothing of it is left.
+Bytes go from the tiers' memory straight to the drive, partition by partition, while the next ones are fetched, as a
+source lends them (see `sources`). After a failure none of this rank's files is left.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from infinity.plan.types import Key, align_up
 
 @dataclass(frozen=True)
 class Capture:
-    """What one rank is to write.
+    """What one rank writes.
 
-    `buffers` are the module's, by name. `previous` is an earlier checkpoint of the same folder and this rank's index in
-    it, whose file of frozen parameters may still be right.
+    buffers: (name, dtype, values) of the module's. previous: an earlier checkpoint of the same folder and this rank's
+    index in it; its file of frozen parameters may still be valid.
     """
 
     rank: int
@@ -59,13 +59,13 @@ class Capture:
     previous: tuple[Path, RankIndex] | None = None
 
     def apart(self) -> Capture:
-        """The same with copies of the buffers: those go on to change."""
+        """Return the same with copies of the buffers, which the program goes on to change."""
         copies = tuple((name, dtype, buffer.detach().cpu().clone()) for name, dtype, buffer in self.buffers)
         return replace(self, buffers=copies)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """Bytes of all values."""
         return sum(piece.nbytes for piece in self.pieces) + sum(buffer.nbytes for _, _, buffer in self.buffers)
 
 
@@ -73,10 +73,10 @@ def write(
     capture: Capture, source: PartitionSource, folder: Path, identity: str, queue: Queue, *, read_back: bool = False,
     moved: Callable[[], None] = lambda: None,
 ) -> FileInfo:  # fmt: skip
-    """Stream a capture from a source into `folder` and leave its index there; returns the index's file.
+    """Stream a capture from a source into `folder`, and write its index there; return the index's file.
 
-    read_back: compare what the drive has with what was written. moved: called with every block that is done. Where
-    anything fails, no file of this rank is left.
+    read_back: read everything from the drive again and compare checksums. moved: called after every block. After a
+    failure no file of this rank is left.
     """
     tell = _teller(PhaseProgress(f"saving to {folder}", capture.nbytes), moved)
     with ExitStack() as undo:
@@ -121,7 +121,7 @@ def _read_back(folder: Path, extents: Sequence[FileExtent], queue: Queue, tell: 
 
 
 class _Files:
-    """The files of one rank while they are being written: side by side, in whatever order the source has."""
+    """The files of one rank while they are being written, in the order in which the source lends partitions."""
 
     def __init__(
         self, capture: Capture, pieces: Sequence[TensorSpan], folder: Path, identity: str, queue: Queue,
@@ -150,7 +150,7 @@ class _Files:
             raise
 
     def run(self, source: PartitionSource) -> list[tuple[list[FileExtent], list[Array]]]:
-        """The extents of each file, and the arrays in them."""
+        """Write everything; return the extents of each file, and the arrays in them."""
         try:
             for key in source.order([*self._by_key], self._let_go):
                 self._submit(key, source)
@@ -189,7 +189,7 @@ class _Files:
             lease.close()
 
     def _abort(self) -> None:
-        # Leases end when nothing reads the memory any more.
+        # Leases end only after the writers have stopped reading the memory.
         for writer in self._writers.values():
             writer.abort()
         while self._held:
@@ -201,7 +201,7 @@ def _fetch(lent: Lent, piece: TensorSpan, begin: int, room: Tensor) -> Transfer:
 
 
 def _bytes_of(values: Tensor) -> Tensor:
-    """[n] uint8 of a tensor of any shape and place, in CPU memory."""
+    """Return the bytes of a tensor of any shape and device, as [n] uint8 in CPU memory."""
     flat = values.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -209,10 +209,10 @@ def _bytes_of(values: Tensor) -> Tensor:
 def _link_frozen(
     capture: Capture, source: PartitionSource, folder: Path, identity: str, queue: Queue, tell: Callable[[int], None]
 ) -> tuple[list[FileExtent], list[Array]] | None:
-    """Give the file of frozen parameters of an earlier checkpoint a second name, where it has these very values.
+    """Hard-link an earlier checkpoint's file of frozen parameters, where it has the same values; return its extents.
 
-    What memory holds and what the drive holds are compared by the blocks' checksums: reading wears no drive, takes no
-    room, and is faster than writing. None where anything differs, or the file system has no hard links.
+    The blocks' checksums compare memory, index and drive: reading wears no drive, takes no room, and is faster than
+    writing. None where anything differs, or the file system has no hard links.
     """
     pieces = [piece for piece in capture.pieces if piece.part == FROZEN]
     if not pieces or capture.previous is None:
@@ -235,7 +235,7 @@ def _link_frozen(
                 return None
     name = data_name(identity, capture.rank, FROZEN)
     try:
-        # What is a link is a name of something else, and would be one in this checkpoint, too.
+        # A symbolic link would lead out of this checkpoint, too.
         if (earlier / file).is_symlink():
             return None
         os.link(earlier / file, folder / name)
@@ -247,7 +247,7 @@ def _link_frozen(
             raise CheckpointError(folder / name, f"it has {held} bytes instead of {nbytes}", "Load an older checkpoint")
         _read_back(folder, placed, queue, tell)
     except (CheckpointError, OSError) as error:
-        # The damage is not to go into this checkpoint, too.
+        # The damage must not spread into this checkpoint.
         logger.warning("%s is damaged; its frozen parameters are written anew: %s", earlier / file, error)
         (folder / name).unlink()
         return None
@@ -256,7 +256,7 @@ def _link_frozen(
 
 
 def _block_checksums(lent: Lent, piece: TensorSpan, nbytes: int) -> tuple[int, ...]:
-    """Checksums of the blocks of an extent of `nbytes` bytes that holds a piece and zeros behind it."""
+    """Return the checksums of the blocks of an extent of `nbytes` bytes: the piece, and zeros behind it."""
     found = []
     room = page_aligned(BLOCK_NBYTES) if lent.buffer is None else None
     for begin in range(0, nbytes, BLOCK_NBYTES):

@@ -1,7 +1,7 @@
-"""Where a save finds the bytes of partitions: in the foreground under read leases, behind the program in a snapshot.
+"""The sources of a save's bytes: partitions under read leases in the foreground, a snapshot beside the program.
 
-Both lend one partition after the other in an order of their own, and say how many of them may still be on their way to
-the drive while the next one is taken.
+Both lend one partition after the other in an order of their own, and bound how many may still be on their way to the
+drive while the next one is taken.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from infinity.plan.types import Key, Kind
 # Partitions whose writes are in flight, besides the one that is being submitted, and those fetched ahead from NVMe.
 _BEHIND = 2
 _AHEAD = 2
-# What lies on NVMe is read whole up to this size, so that the tier compares it with what it has written; beyond it in
-# blocks, so that memory is bounded. There are as many such buffers as partitions on their way, and one.
+# A partition on NVMe is read whole up to this size, so that the tier verifies its checksum; a larger one in blocks, so
+# that memory is bounded. There is one such buffer more than partitions in flight.
 _WHOLE_NBYTES_MAX = 64 << 20
-# A longer rest would make a save wait for nothing after one slow partition.
+# A longer rest would stall a save for nothing after one slow partition.
 _REST_SECONDS_MAX = 1.0
 
-# Waits until at most so many partitions are on their way.
+# Blocks until at most so many partitions are in flight.
 LetGo = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """One partition: its `buffer` ([n] uint8) or, where that is None, `fetch`, which submits a read from one byte on
-    into memory of the caller's.
+    """One partition: its `buffer` ([n] uint8) or, where that is None, `fetch`, which submits a read from a byte on into
+    the caller's memory.
     """
 
     buffer: Tensor | None
@@ -46,61 +46,61 @@ class Lent:
 
 
 class PartitionSource(Protocol):
-    """See the module's text."""
+    """Lends partitions to a save."""
 
     def order(self, keys: Sequence[Key], let_go: LetGo) -> Iterator[Key]:
-        """All of `keys`, each at the time to lend it."""
+        """Yield all of `keys`, each when it should be lent."""
 
     def lend(self, key: Key, *, last: bool = True) -> AbstractContextManager[Lent]:
-        """One partition for the length of a block; `last`: it is not asked for again."""
+        """Lend one partition for the length of a block. last: it is not lent again."""
 
     def skip(self, keys: Sequence[Key]) -> None:
-        """These are not asked for any more."""
+        """Note that these are not lent any more."""
 
 
 class LiveSource:
-    """The partitions as they are, for as long as nobody changes them: a save in the foreground."""
+    """The partitions themselves, while the program waits: a save in the foreground."""
 
     def __init__(self, store: TieredStore) -> None:
         self._store = store
 
     def order(self, keys: Sequence[Key], let_go: LetGo) -> Iterator[Key]:
-        """See Source: as given, the next ones fetched ahead."""
+        """See `PartitionSource`: in the given order, with the next ones fetched ahead."""
         for at, key in enumerate(keys):
             self._store.prefetch(*keys[at : at + 1 + _AHEAD])
-            # A lease that needs room may need that of those before.
+            # A lease may need the room of the ones before it.
             let_go(_BEHIND if self._store.in_memory(key) else 0)
             yield key
 
     @contextmanager
     def lend(self, key: Key, *, last: bool = True) -> Iterator[Lent]:
-        """See Source."""
+        """See `PartitionSource`."""
         with self._store.read(key) as (partition,):
             yield Lent(partition.buffer, partial(self._store.read_extent, key))
 
     def skip(self, keys: Sequence[Key]) -> None:
-        """See Source."""
+        """See `PartitionSource`."""
 
 
 class SnapshotSource:
-    """The partitions of a snapshot that has been taken: a save behind the program.
+    """The partitions of a snapshot that was taken: a save beside the program.
 
-    share: of the time in which bytes are moved while nobody waits for the save.
+    share: the part of the time in which bytes are moved while no thread waits for the save.
     """
 
     def __init__(self, store: TieredStore, snapshot: Snapshot, *, share: float) -> None:
         self._store = store
         self._snapshot = snapshot
         self._share = share
-        # Memory for what is read whole: what nobody uses at the moment.
+        # Unused buffers for partitions that are read whole.
         self._rooms: list[Tensor] = []
 
     def order(self, keys: Sequence[Key], let_go: LetGo) -> Iterator[Key]:
-        """See Source: what the program waits for goes first."""
+        """See `PartitionSource`: what the program waits for goes first."""
         rest = 0.0
         while (key := self._store.access.next_to_save(self._snapshot, rest)) is not None:
             began = time.monotonic()
-            # Nothing is held while this waits for a step, or while somebody waits for what is held.
+            # Holds nothing while this thread waits for a step, or another thread waits for a held partition.
             alone = self._share < 1 or self._store.access.hurried(self._snapshot)
             let_go(0 if alone or not self._store.access.settled(self._snapshot, key) else _BEHIND)
             yield key
@@ -110,7 +110,7 @@ class SnapshotSource:
 
     @contextmanager
     def lend(self, key: Key, *, last: bool = True) -> Iterator[Lent]:
-        """See Source."""
+        """See `PartitionSource`."""
         with self._store.saving(self._snapshot, key, last=last) as partition:
             nbytes = self._store[key].spec.nbytes
             if partition is not None:
@@ -129,13 +129,14 @@ class SnapshotSource:
         return Lent(buffer, partial(self._store.read_extent, key))
 
     def skip(self, keys: Sequence[Key]) -> None:
-        """See Source."""
+        """See `PartitionSource`."""
         self._store.access.skip_saving(self._snapshot, keys)
 
 
 def snapshot_of(plan: Plan, keys: Sequence[Key], *, in_backward: bool) -> Snapshot:
-    """A snapshot of partitions in the order in which the next step changes them: `in_backward`, from the output on.
-    What no step changes comes last.
+    """Return a snapshot of partitions in the order in which the next step changes them; unchanged ones come last.
+
+    in_backward: the step begins in backward, at the model's output.
     """
     order = [plan.sub_groups[index] for index in plan.step_order]
     changed = [

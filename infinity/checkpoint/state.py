@@ -1,6 +1,7 @@
-"""What a run is besides its tensors: counters, loss scale, scheduler, hyper-parameters, random states, data position.
+"""The state of a run besides its tensors: counters, loss scale, scheduler, hyper-parameters, random states, data
+position.
 
-All of it is JSON (see `codec`). Everything that belongs to a parameter is kept by the parameter's name.
+All of it is JSON (see `codec`). State that belongs to a parameter is kept under the parameter's name.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run is besides its tensors.
+    """The parts of a run that have state besides its tensors.
 
     optimizer: a torch optimizer with the name of its rule in `kind`. precision: keeps the loss scale and what belongs
     to it. scheduler, loader: None where there is none.
@@ -195,7 +196,7 @@ class Run:
             for group, lr in zip(self.optimizer.param_groups, rates, strict=False):
                 group["lr"] = lr
         if optimizer:
-            # After the scheduler, for the program may have changed what that has set.
+            # After the scheduler: the program may have overridden what that has set.
             self._restore_groups(saved["groups"], source_of)
         if self.loader is not None and state["loader"] is not None:
             with _reading(path, "the data loader"):
@@ -231,7 +232,7 @@ def encode_client_state(value: Any, tensors: dict[str, torch.Tensor], *, path: o
 
 @contextmanager
 def _reading(path: object, whose: str) -> Iterator[None]:
-    """CheckpointError where the state of a part of the run is not what that part gives or takes."""
+    """Turn any error of the block into a CheckpointError: `whose`, a part of the run, refuses its state."""
     try:
         yield
     except InfinityError:
@@ -244,11 +245,11 @@ def _reading(path: object, whose: str) -> Iterator[None]:
 
 
 def check_alike(own: Any, saved: Any, *, complete: bool = False) -> None:
-    """ValueError where a value that was read is of another type than the one whose place it takes. `complete`: also
-    where a key is missing.
+    """Raise ValueError where a value that was read has another type than the one that it replaces. complete: also where
+    a key is missing.
     """
     try:
-        # As a save would write it: a number of numpy's is a number.
+        # As a save writes it: numpy's scalars become numbers.
         own = decode(encode(own))
     except NotSerializable:
         return
@@ -282,7 +283,7 @@ def _is_number(value: Any) -> bool:
 
 
 def random_state(device: Device) -> dict[str, Any]:
-    """This rank's random-number generators."""
+    """Return the states of this rank's random-number generators as JSON."""
     kind, keys, *rest = np.random.get_state()
     state = {
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -305,7 +306,7 @@ def restore_random(state: Mapping[str, Any], device: Device) -> None:
 
 
 def check_random(state: Mapping[str, Any], device: Device, *, path: object) -> None:
-    """CheckpointError unless this rank's random-number generators take the state; they are left as they are."""
+    """Raise CheckpointError unless this rank's random-number generators accept the state; leave them unchanged."""
     own = random_state(device)
     try:
         with _reading(path, "the random-number generators"):

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files as a source of weights: parameters only, under their own names."""
+"""Safetensors files as a source of weights: parameters only, under their own names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Stored:
         self._stored = tensors
 
     def masters(self, name: str, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel), in fp32 where they are floating."""
+        """Return elements [start, start + numel), in fp32 where the tensor is floating."""
         stored = self._stored[name]
         dtype = torch.float32 if stored.dtype.is_floating_point else stored.dtype
         values = torch.empty(numel, dtype=dtype, device="cpu")
@@ -44,14 +44,14 @@ class Stored:
         return values
 
     def read(self, name: str, kind: str, start: int, numel: int, out: Tensor) -> None:
-        """The bytes of elements."""
+        """Read elements, unconverted, into `out`."""
         stored = self._stored[name]
         stored.read(start, out.view(stored.dtype))
 
     def extent_of(self, piece: TensorSpan) -> FileExtent | None:
-        """There are none."""
+        """Return None: there are no extents."""
         return None
 
     def read_bytes(self, extent: FileExtent, begin: int, target: Tensor) -> None:
-        """Never called: see `extent_of`."""
+        """Never called, because there are no extents."""
         raise NotImplementedError

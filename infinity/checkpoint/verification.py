@@ -1,7 +1,7 @@
-"""Is a checkpoint whole? Every byte is read at the drive's speed and compared, and all that is wrong is told.
+"""Verifying a checkpoint: every byte is read at the drive's speed and compared, and every damage is reported.
 
-Looked at are the manifest, each rank's index, the names and sizes of files, the CRC-32C of every block, whether every
-element of every tensor is there once in each of its kinds, and the file of the client state.
+The checks cover the manifest, each rank's index, the names and sizes of files, the CRC-32C of every block, whether
+every element of every tensor is there once in each of its kinds, and the file of the client state.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from infinity.checkpoint.format import BLOCK_NBYTES, MANIFEST, FileExtent, FileI
 from infinity.errors import CheckpointError, TransferError
 from infinity.ops.checksum import checksum
 
-# Tensors that one finding names.
+# Most tensors that one finding names.
 _SHOWN_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is wrong. `offset` is -1 where it is about a whole file, `file` "" where it is about none."""
+    """One damage. offset: -1 for a whole file. file: "" where no file is concerned."""
 
     file: str
     offset: int
@@ -41,7 +41,7 @@ class Damage:
 def verify(
     folder: Path, manifest: Manifest, tell: Callable[[int, int], None] = lambda done, total: None
 ) -> Iterator[Damage]:
-    """All that is wrong with a checkpoint. tell: called with the bytes read and all of them."""
+    """Yield every damage of a checkpoint. tell: called with (bytes read, all bytes)."""
     indexes = []
     for rank in range(len(manifest.ranks)):
         try:
@@ -71,7 +71,7 @@ def verify(
                 continue
             done += step
             tell(done, total)
-    # What a lost index held is lost with it, and told once.
+    # The elements of a lost index are lost, too, and reported once.
     if len(indexes) == len(manifest.ranks):
         yield from _gaps(folder, manifest, indexes)
     try:
@@ -84,7 +84,7 @@ def verify(
 
 
 def _blocks(folder: Path, manifest: Manifest, index: RankIndex, extents: list[FileExtent]) -> Iterator[int | Damage]:
-    """Bytes found right, and blocks that are not; reading goes on behind a damaged one."""
+    """Yield the bytes of each right block, and a Damage for each wrong one; reading goes on behind it."""
     while extents:
         position, within = 0, 0
         with ExtentReader(folder, manifest, [replace(index, extents=tuple(extents), arrays=())]) as reader:
@@ -112,7 +112,7 @@ def _blocks(folder: Path, manifest: Manifest, index: RankIndex, extents: list[Fi
 
 
 def _names(index: RankIndex, file: str, begin: int, end: int) -> tuple[str, ...]:
-    """Tensors (with their kinds) that have elements in bytes [begin, end) of a file."""
+    """Return the tensors (with their kinds) that have elements in bytes [begin, end) of a file."""
     found: dict[str, None] = {}
     for array in index.arrays:
         extent = index.extents[array.extent]

@@ -1,10 +1,10 @@
-"""Safetensors files written as a stream: headers first, then ranges of elements in any order, by any process.
+"""Writing safetensors files as a stream: headers first, then ranges of elements in any order, by any process.
 
 A file is eight bytes (the header's length), a JSON header (name -> dtype, shape, byte range) and the tensors one behind
-the other (https://github.com/huggingface/safetensors, "Format"). Where each tensor lies is known before a value is, so
-that several ranks write their ranges of one file at the same time, and nobody holds a tensor whole. The folder is made
-beside its place and renamed when it is complete: `check_complete` compares the bytes written with those there are, so
-that no tensor is left empty.
+the other (https://github.com/huggingface/safetensors, "Format"). The safetensors library writes whole tensors only.
+Here the place of each tensor is known before its values, so several ranks write their ranges of one file at the same
+time, and no rank holds a tensor whole. The folder is made beside its place and renamed when it is complete:
+`check_complete` compares the bytes written with the tensors' sizes, so that no tensor is left empty.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Shard:
 def cut_into_shards(
     tensors: Sequence[Entry], stem: str, nbytes_max: int | None = None, metadata: Mapping[str, str] | None = None
 ) -> list[Shard]:
-    """The files for `tensors` in their order, each with at most `nbytes_max` bytes of them or with one that is larger.
+    """Return the files for `tensors` in their order, each of at most `nbytes_max` bytes or with a single larger tensor.
 
-    One file is `stem.safetensors`; several are numbered as transformers does.
+    A single file is `stem.safetensors`; several are numbered as transformers does.
     """
     rows: list[list[Entry]] = [[]]
     filled = 0
@@ -91,7 +91,7 @@ def cut_into_shards(
 
 
 def index_of(shards: Iterable[Shard]) -> str:
-    """The text of `stem.safetensors.index.json` for several files."""
+    """Return the text of `stem.safetensors.index.json` for several files."""
     placed = {tensor.name: (shard.name, tensor.nbytes) for shard in shards for tensor, _ in shard.entries}
     total = sum(nbytes for _, nbytes in placed.values())
     names = {name: placed[name][0] for name in sorted(placed)}
@@ -120,7 +120,7 @@ class WeightWriter:
     """The files of `shards` below `folder`, open for ranges of elements. Use as a context manager."""
 
     def __init__(self, folder: Path, shards: Sequence[Shard], *, create: bool) -> None:
-        """create: one process makes the files and writes their headers; others open what is there."""
+        """create: make the files and write their headers, in one process; the others open them."""
         self.written_nbytes = 0
         self._paths = [folder / shard.name for shard in shards]
         self._fds: list[int] = []
@@ -141,7 +141,7 @@ class WeightWriter:
 
     @property
     def dtypes(self) -> Mapping[str, str]:
-        """The tensors of the model that are wanted, with the dtype (the plan's name) that they are stored in."""
+        """The model's tensors that are written, with the dtype (the plan's name) in which they are stored."""
         return {source: places[0][1].dtype for source, places in self._places.items()}
 
     def write(self, source: str, start: int, values: memoryview) -> None:
@@ -164,7 +164,7 @@ class WeightWriter:
                 self._put(file, offset + (low - begin) * itemsize, part)
 
     def sync(self) -> None:
-        """Wait until the drive has what was written."""
+        """Block until the drive has everything that was written."""
         for path, fd in zip(self._paths, self._fds, strict=True):
             try:
                 os.fsync(fd)
@@ -207,7 +207,7 @@ class WeightWriter:
 
 
 def check_complete(written_nbytes: int, shards: Iterable[Shard], where: Path) -> None:
-    """StateError unless all bytes of all tensors were written."""
+    """Raise StateError unless all bytes of all tensors were written."""
     wanted = sum(tensor.nbytes for shard in shards for tensor, _ in shard.entries)
     if written_nbytes != wanted:
         raise StateError(
@@ -218,7 +218,7 @@ def check_complete(written_nbytes: int, shards: Iterable[Shard], where: Path) ->
 
 @contextmanager
 def folder_beside(folder: Path) -> Iterator[Path]:
-    """Make a folder next to `folder` for the length of the block, which may make it `folder` (see `publish_folder`)."""
+    """Make a folder next to `folder`, and remove it after the block unless `publish_folder` has moved it."""
     folder = folder.resolve()
     made = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:12]}.partial"
     try:
@@ -229,10 +229,10 @@ def folder_beside(folder: Path) -> Iterator[Path]:
 
 
 def publish_folder(made: Path, folder: Path) -> None:
-    """Make `made` what `folder` is: by one rename where that is new or empty, else file by file.
+    """Move `made` to `folder`: by one rename where that is new or empty, otherwise file by file.
 
-    Into a folder that has files, the weights of an earlier export go first and the index comes last: a reader in
-    between finds no model, never half of one. Files of other names stay.
+    In a folder that has files, the weights of an earlier export are removed first and the index is written last, so a
+    reader in between finds no model, never half of one. Files of other names stay.
     """
     _sync_folder(made)
     try:
@@ -251,7 +251,7 @@ def _replace(made: Path, folder: Path) -> None:
         pattern = re.compile(re.escape(Path(stem).name) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
         place = (folder / stem).parent
         for old in sorted(place.iterdir(), reverse=True) if place.is_dir() else ():
-            # One file of the same name is replaced as a whole.
+            # A single file of the same name is replaced atomically.
             single = old.name.endswith(_SUFFIX) and old.relative_to(folder) in names and "-of-" not in old.name
             if pattern.fullmatch(old.name) and not single:
                 old.unlink()
@@ -277,9 +277,9 @@ def _failed(operation: str, path: Path, offset: int, nbytes: int, error: OSError
 
 
 def as_bytes(values: Tensor, dtype: str, name: str) -> memoryview:
-    """The bytes of `values` ([n], on the CPU), converted to `dtype` (the plan's name) where both are floating.
+    """Return the bytes of `values` ([n], on the CPU), converted to `dtype` (the plan's name) where both are floating.
 
-    ConfigError where a value has no finite place in fp16; `name` is the tensor's.
+    ConfigError about the tensor `name` where a finite value overflows in fp16.
     """
     wanted = DTYPES[dtype] if values.dtype.is_floating_point else values.dtype
     converted = values.to(wanted).contiguous()
@@ -289,7 +289,7 @@ def as_bytes(values: Tensor, dtype: str, name: str) -> memoryview:
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write small text files below `folder`, each on the drive when this returns."""
+    """Write small text files below `folder` and sync each."""
     for name, text in texts.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

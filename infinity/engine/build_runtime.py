@@ -47,8 +47,8 @@ def build_runtime(
     config: ResolvedConfig, model: nn.Module, plan: Plan, groups: ProcessGroups, device: Device, optimizer: Chosen,
     ledger: Ledger, undo: ExitStack,
 ) -> Runtime:  # fmt: skip
-    """Allocate what the plan says and move the model into it. What was built is taken down again when a later part
-    fails.
+    """Allocate what the plan says and move the model into it. Each part registers its close in `undo`, in case a later
+    one fails.
     """
     spool, ranks = spool_of(list(model.parameters())), groups.ranks
     if spool is not None:
@@ -107,7 +107,7 @@ def build_runtime(
 def _checkpointing(
     config: ResolvedConfig, model: nn.Module, ranks: Ranks, device: Device, ledger: Ledger
 ) -> Checkpointing:
-    """What of the model is computed again in backward, and the tier of its checkpoints where that is not the device."""
+    """Decide which blocks backward recomputes, and make the tier of their inputs where that is not the device."""
     section = config.config.activation_checkpointing
     blocks = checkpointed_blocks(config, model)
     if section.every and not blocks:
@@ -131,7 +131,7 @@ def _checkpointing(
 def _stepper(
     config: ResolvedConfig, plan: Plan, store: TieredStore, groups: ProcessGroups, optimizer: Chosen
 ) -> Stepper:
-    # Ranks of one node share its cores; the result does not depend on how many there are.
+    # Ranks of one node share its cores. The result does not depend on the number of threads.
     ranks = groups.ranks
     cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
     set_threads(thread_count(len(cores), ranks.local_size), cores)
@@ -141,7 +141,7 @@ def _stepper(
 
 
 def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, ledger: Ledger) -> TieredStore:
-    """The partitions' memory and, where the plan has extents, this rank's bytes on drives."""
+    """Allocate the partitions' memory and, where the plan has extents, this rank's bytes on drives."""
     backends: dict[Tier, TierBackend] = {}
     sections = (config.zero.offload_param, config.zero.offload_optimizer)
     pin = all(section is None or section.pin_memory for section in sections)

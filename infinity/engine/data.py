@@ -1,13 +1,13 @@
-"""The data loader that `initialize` returns: torch's, in an order that can be taken up where it was left.
+"""The data loader that `initialize` returns: torch's, with an order that a checkpoint can resume.
 
-The order of an epoch follows from a seed and the epoch's number alone, and is the same on all ranks, which take every
-n-th sample of it. So a position is one number, of samples that all ranks together have drawn, and a run goes on behind
-it with any number of ranks and any batch size. The loader takes no numbers from the program's own generators.
+The order of an epoch depends on a seed and the epoch's number only. It is the same on all ranks, each of which takes
+every n-th sample. A position is therefore one number, the samples that all ranks together have drawn, and a run resumes
+from it with any number of ranks and any batch size. The loader draws nothing from the program's random generators.
 
-With worker processes, batches that are ready and not yet drawn do not count. What workers draw at random follows from
-the seed, the epoch and the rank: an epoch that is taken up in its middle begins that anew.
+With worker processes, batches that are ready but not drawn do not count. Random numbers in workers follow from the
+seed, the epoch and the rank: an epoch that is resumed in its middle begins their sequence again.
 
-Batches come on the engine's device. On the CPU they are the very objects that were collated, unless workers made them.
+Batches are on the engine's device. On the CPU they are the collated objects themselves, unless workers made them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 class SampleOrder(Sampler[int]):
     """This rank's samples of an epoch: a permutation from `start` on, dealt out in turn.
 
-    What is missing for equal shares is taken from the epoch's beginning, or with `drop_last` left out.
+    Equal shares are completed from the epoch's beginning, or cut with `drop_last`.
     """
 
     def __init__(self, count: int, *, rank: int, ranks: int, seed: int, drop_last: bool) -> None:
@@ -56,13 +56,13 @@ class SampleOrder(Sampler[int]):
         return iter(mine[self._rank :: self._ranks])
 
     def __len__(self) -> int:
-        """Samples of a whole epoch for this rank."""
+        """Return the samples of a whole epoch for this rank."""
         return self._count // self._ranks if self._drop_last else -(-self._count // self._ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Processes that read and collate, and where batches lie that wait: torch's options of the same names."""
+    """torch's options of the same names for worker processes and the batches that they prepare."""
 
     count: int = 0
     prefetch_factor: int | None = None
@@ -71,7 +71,7 @@ class Workers:
 
 
 class Loader(DataLoader[Any]):
-    """Each `iter()` begins a new epoch, but the first after `load_state_dict`: it goes on in the one of that time."""
+    """Each `iter()` begins a new epoch, except the first after `load_state_dict`, which resumes the saved one."""
 
     def __init__(
         self, data: Dataset[Any], *, rank: int, ranks: int, batch: int, seed: int, collate: Callable[..., Any] | None,
@@ -80,9 +80,9 @@ class Loader(DataLoader[Any]):
         self._device = device
         self._rank, self._ranks = rank, ranks
         self._order = SampleOrder(len(cast(Sized, data)), rank=rank, ranks=ranks, seed=seed, drop_last=drop_last)
-        # Samples of all ranks in a full batch.
+        # Samples of a full batch over all ranks.
         self._step = batch * ranks
-        # Epochs that have begun, samples of all ranks that were drawn in the latest, and whether that goes on.
+        # Epochs begun; samples that all ranks have drawn in the latest; whether the next `iter()` resumes it.
         self._epochs = 0
         self._drawn = 0
         self._goes_on = False
@@ -97,9 +97,9 @@ class Loader(DataLoader[Any]):
             self._epochs, self._drawn = self._epochs + 1, 0
         self._goes_on = False
         self._order.move_to(self._epochs - 1, self._drawn)
-        # Workers' seeds are drawn of it, also in a process that takes the run up.
+        # Workers' seeds are drawn from it, the same in a process that resumes the run.
         self.generator.manual_seed((self._order.seed + self._order.epoch) * self._ranks + self._rank)
-        # torch draws a seed for its workers on the default device, which may be another than its generator's.
+        # torch draws a seed for its workers on the default device, which may differ from its generator's.
         with torch.device("cpu"):
             batches = super().__iter__()
         return self._counted(self._epochs, batches)
@@ -111,23 +111,23 @@ class Loader(DataLoader[Any]):
             yield batch if self._device.type == "cpu" else moved(batch, self._device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the program is in its data; the same on every rank."""
+        """Return the position in the data; the same on every rank."""
         return {"seed": self._order.seed, "epochs": self._epochs, "drawn": self._drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the batch that was drawn last when `state` was told."""
+        """Resume after the last batch that was drawn when `state` was taken."""
         self._order.reseed(int(state["seed"]))
         self._epochs, self._drawn = int(state["epochs"]), int(state["drawn"])
         left = len(cast(Sized, self.dataset)) - self._drawn
-        # An epoch that has no batch left is over.
+        # An epoch without another batch is over.
         self._goes_on = self._epochs > 0 and left >= (self._step if self.drop_last else 1)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """The same with its tensors on `device`, in containers of the same types.
+    """Return the batch with its tensors on `device`, in containers of the same types.
 
-    Whatever has a `to` of its own (a tokenizer's output) is asked; other values stay as they are. From pinned memory
-    the copy does not stop the host.
+    A value with a `to` method (a tokenizer's output) is moved by that; other values stay. Copies from pinned memory do
+    not block.
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)

@@ -43,8 +43,9 @@ from infinity.zero.unit import Unit
 class Engine(nn.Module):
     """Trains a module whose parameters, gradients and optimizer states live on the tiers of a plan.
 
-    Made by `infinity.initialize`. It behaves as the module that it trains: calling it runs forward and returns what the
-    module returns. `close()` (or leaving a `with engine:` block) returns everything that it holds.
+    `infinity.initialize` makes it. Calling it runs the module's forward and returns the module's output. `close()` (or
+    the end of a `with engine:` block) returns all memory, files, threads and process groups. Not thread-safe: one
+    training thread calls it.
     """
 
     __reduce_ex__ = guards.refuse_pickle
@@ -72,7 +73,7 @@ class Engine(nn.Module):
         self._applied = False
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine has not, the module may have: `engine.generate(...)`."""
+        """Look up in the module what the engine does not have: `engine.generate(...)`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -214,17 +215,18 @@ class Engine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Legal at every stage. Below stage 2 reductions wait for the boundary anyway; from stage 2 on gradients are
-        partitioned as they arrive, which gives the same sums."""
+        """Do nothing; legal at every stage. Below stage 2 reductions wait for the boundary anyway; from stage 2 on
+        gradients are partitioned on arrival, which gives the same sums.
+        """
         yield
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step()` will apply the gradients."""
+        """Return whether the next `step()` applies the gradients."""
         managed = self.config.config.managed_gradient_accumulation
         return not managed or (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def was_step_applied(self) -> bool:
-        """Whether the latest `step()` changed the weights: false between boundaries and for a skipped step."""
+        """Return whether the latest `step()` changed the weights: False between boundaries and for a skipped step."""
         return self._applied
 
     def compile(self, *args: Any, **options: Any) -> None:
@@ -232,7 +234,7 @@ class Engine(nn.Module):
         self._check("compile")
         self._runtime.compiled.compile_model(*args, **options)
 
-    # What it knows.
+    # What it shows.
 
     @property
     def config(self) -> ResolvedConfig:
@@ -362,15 +364,15 @@ class Engine(nn.Module):
         self, save_dir: str | os.PathLike[str], tag: object = None, client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True, exclude_frozen_parameters: bool = False, asynchronous: bool | None = None,
     ) -> str:  # fmt: skip
-        """Save weights, optimizer states and the state of the run below `save_dir`; returns the tag. Collective.
+        """Save weights, optimizer states and the state of the run below `save_dir`; return the tag. Collective.
 
-        tag: name of the folder in `save_dir`, by default "global_step" and the number. client_state: what the program
-        wants back from `load_checkpoint` (rank 0's counts), by default its `engine.client_state`.
-        exclude_frozen_parameters: leave out what is not trained. asynchronous: return as soon as the state is captured
-        (by default what checkpoint.async says); errors come with the next verb, with several ranks at the next step.
+        tag: name of the folder in `save_dir`, by default "global_step" and the number. client_state: the values
+        that `load_checkpoint` returns (rank 0's are kept), by default `engine.client_state`.
+        exclude_frozen_parameters: leave out parameters that are not trained. asynchronous: return once the state is
+        captured (default: checkpoint.async); the next verb raises its errors, with several ranks the next step.
 
-        Raises alike on all ranks, and leaves what was saved before: StateError while gradients accumulate,
-        TransferError where the drive fails or is full, CheckpointError for what cannot be saved.
+        Raises on all ranks alike, and keeps the older checkpoints: StateError while gradients accumulate, TransferError
+        where the drive fails or is full, CheckpointError for a value that cannot be saved.
         """
         self._check("save a checkpoint")
         behind = self.config.config.checkpoint.asynchronous if asynchronous is None else asynchronous
@@ -385,27 +387,26 @@ class Engine(nn.Module):
         self, load_dir: str | os.PathLike[str], tag: object = None, load_module_strict: bool = True,
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
     ) -> tuple[str | None, Any]:  # fmt: skip
-        """Take a run up where `save_checkpoint` left it, with any number of ranks, stage, tiers and precision; returns
-        (the checkpoint's folder, what was given as client_state), or (None, {}) where there is none and no tag was
-        given. Collective.
+        """Resume the run that `save_checkpoint` saved, with any number of ranks, stage, tiers, precision. Collective.
 
-        tag: by default what `latest` in `load_dir` names; one that is given has to be there. load_module_strict:
-        tensors that are missing or too many are an error. load_optimizer_states, load_lr_scheduler_states: False leaves
-        the engine's own. load_module_only: weights and buffers alone. A folder of safetensors files serves, too, for
-        the weights.
+        Returns (the checkpoint's folder, its client_state), or (None, {}) without a checkpoint and a tag. A folder of
+        safetensors files serves, too, for the weights.
 
-        Raises alike on all ranks. CheckpointError: nothing was changed, unless the message says otherwise.
+        tag: default: the one that `latest` in `load_dir` names; a given tag must exist. load_module_strict: missing or
+        unexpected tensors are an error. load_optimizer_states, load_lr_scheduler_states: False keeps the engine's own.
+        load_module_only: weights and buffers alone.
+
+        Raises CheckpointError on all ranks alike; nothing has changed then, unless the message says otherwise.
         """
         self._check("load a checkpoint", broken_is_fine=True)
         options = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         return self._checkpoints.load(self._run, Path(load_dir), None if tag is None else str(tag), options)
 
     def resume(self, load_dir: str | os.PathLike[str] | None = None) -> tuple[str | None, Any]:
-        """Load the newest checkpoint below `load_dir` (by default checkpoint.path) that is complete and whose bytes are
-        those that were written; returns what `load_checkpoint` does. Says which ones it has passed over and why.
-        Collective.
+        """Load the newest checkpoint below `load_dir` (default: checkpoint.path) that is complete and undamaged; warn
+        about each one that is passed over, and why. Collective.
 
-        (None, {}) where there is none. CheckpointError where there are some and none can be loaded.
+        Returns what `load_checkpoint` does; (None, {}) without any. CheckpointError where none of them can be loaded.
         """
         self._check("resume", broken_is_fine=True)
         return self._checkpoints.resume(self._run, load_dir)
@@ -414,12 +415,12 @@ class Engine(nn.Module):
         self, folder: str | os.PathLike[str], dtype: str = "bf16", *, max_shard_size: int | str = "5GB",
         one_file: bool = False, tokenizer: Any = None,
     ) -> Path:  # fmt: skip
-        """Write the model as a Hugging Face folder for `from_pretrained`; returns it. Collective, in bounded memory.
+        """Write the model as a Hugging Face folder for `from_pretrained`; return it. Collective, in bounded memory.
 
-        Weights as safetensors, in files of at most `max_shard_size` or in one; config.json, generation_config.json, and
-        tokenizer files as they are in the folder that the model came from, or of `tokenizer`. Of a peft model its
-        adapters. dtype: "fp32" (of the master weights), "bf16" or "fp16". All ranks must see the folder, which becomes
-        what it is in the end by a rename; other files in it stay.
+        The folder has safetensors files of at most `max_shard_size` (or one file), config.json, generation_config.json,
+        and the tokenizer files of `tokenizer` or of the folder that the model came from; of a peft model the adapters.
+        dtype: "fp32" (the master weights), "bf16" or "fp16". All ranks must see the folder. It is renamed into place
+        when complete; other files in it stay.
         """
         self._check("export")
         return exporting.export_folder(
@@ -438,7 +439,7 @@ class Engine(nn.Module):
 
     @property
     def _run(self) -> Run:
-        """What a checkpoint keeps of the run besides tensors."""
+        """The parts of the run that a checkpoint keeps besides tensors."""
         return Run(
             self.module, self._counters, self.optimizer, self._runtime.stepper, self._boundary, self.lr_scheduler,
             self.training_dataloader,

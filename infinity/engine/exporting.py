@@ -1,7 +1,7 @@
 """`engine.export`: a Hugging Face folder from a model on its tiers, in bounded memory.
 
-No tensor is put together anywhere: every rank writes the ranges that lie in its own partitions, from whatever tier,
-straight to their places in the files. So the folder must be one that all ranks see. What one rank meets, all raise.
+No rank assembles a tensor: every rank writes the ranges in its own partitions, from whatever tier, straight to their
+places in the files. All ranks must therefore see the folder. An error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ def _write(runtime: Runtime, shards: Sequence[Shard], made: Path) -> int:
 
 
 def _elements(runtime: Runtime, wanted: Mapping[str, str]) -> Iterator[tuple[str, int, Tensor]]:
-    """(tensor, first element, values [n] on the CPU) of all parameters' elements that this rank writes."""
+    """Yield (tensor, first element, values [n] on the CPU) for all elements of parameters that this rank writes."""
     for unit in runtime.units:
         layout: UnitLayout = unit.layout
         dtypes = {wanted[slot.name] for slot in layout.slots if slot.name in wanted}
         if not dtypes:
             continue
         first, start, stop = _own_range(runtime, unit)
-        # 16 bits are in the parameters themselves: no optimizer state is read for them.
+        # The parameters hold 16-bit values themselves, so no optimizer state is read.
         masters = layout.trainable and dtypes == {"fp32"} and layout.dtype != "fp32"
         for at, values in (_masters if masters else _values)(runtime, unit, start, stop):
             for piece in layout.overlaps(first + at, first + at + values.numel()):
@@ -131,11 +131,11 @@ def _elements(runtime: Runtime, wanted: Mapping[str, str]) -> Iterator[tuple[str
 
 
 def _own_range(runtime: Runtime, unit: Unit) -> tuple[int, int, int]:
-    """Where this rank's partition begins in the unit, and the part of it that this rank writes: [start, stop)."""
+    """Return where this rank's partition begins in the unit, and the part of it that this rank writes: start, stop."""
     numel = unit.layout.partition_numel(unit.placed.parts)
     if unit.placed.parts > 1:
         return unit.rank_in_parts * numel, 0, numel
-    # Every rank has everything: each writes a share.
+    # Every rank has the whole unit: each writes a share.
     group = runtime.groups.data
     return 0, numel * group.index // group.size, numel * (group.index + 1) // group.size
 

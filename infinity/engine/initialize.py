@@ -84,7 +84,7 @@ def initialize(
     configure_logging(ranks.rank, resolved.config.log_level)
     device = Device.detect(ranks.local_rank)
     spool = spool_of(list(model.parameters()))
-    # First of all: from here on what one rank raises ends the others too.
+    # First of all: from here on an error of one rank ends the others, too.
     groups = spool.groups if spool is not None else groups_of(resolved, ranks, device)
     with ExitStack() as undo, groups.telling():
         if spool is None:
@@ -124,13 +124,15 @@ def GatheredParameters(
 
 
 def state(param: nn.Parameter) -> ParameterState:
-    """A parameter's full master weight, moments and gradient, from any tier: properties that gather and scatter."""
+    """Return a parameter's full master weight, moments and gradient, as properties that gather on read and scatter on
+    assignment, from any tier.
+    """
     return ParameterState(param)
 
 
 @dataclass(slots=True)
 class _Trained:
-    """Parameter groups of the run, and what steps them."""
+    """The parameter groups of the run, and the optimizer that steps them."""
 
     groups: list[dict[str, Any]]
     optimizer: Chosen
@@ -173,7 +175,7 @@ def _checked(model: nn.Module | None) -> nn.Module:
 
 
 def _not_a_model(given: object) -> str:
-    """What a program passes instead, and what to pass."""
+    """Describe what the program passes instead of a model, and say what to pass."""
     if isinstance(given, (str, os.PathLike)):
         return (
             f"{os.fspath(given)!r}: load it first, with infinity.load_hf(folder, config) from a local Hugging Face "
@@ -202,7 +204,7 @@ def _resolve(source: ConfigSource, model: nn.Module, ranks: Ranks, optimizer: An
 
 
 def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | None, optimizer: Any) -> _Trained:
-    """Which parameters are trained, with which hyper-parameters."""
+    """Decide which parameters are trained, and with which hyper-parameters."""
     groups: list[dict[str, Any]]
     if chosen is None:
         groups = [{"params": [param for param in model.parameters() if param.requires_grad]}]
@@ -216,7 +218,7 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
             raise ConfigError(
                 f"optimizer must be a torch.optim class, factory or instance, got {type(optimizer).__name__}"
             )
-        # A scheduler that watches the program's own optimizer sees that it is stepped, by the engine.
+        # torch's schedulers warn unless their optimizer was stepped; the engine steps in its place.
         vars(optimizer)["_opt_called"] = True
         found = from_torch(optimizer)
     else:
@@ -255,7 +257,7 @@ def _loader(
 ) -> Loader | None:
     if data is None:
         return None
-    # Rank 0's, so that `torch.manual_seed` says the order whatever the other ranks were seeded with.
+    # Rank 0's, so that its `torch.manual_seed` alone decides the order.
     seed = exchange([float(torch.initial_seed() % 2**32)], groups.world, "seed of the data")
     given = config.config
     workers = Workers(
@@ -269,7 +271,7 @@ def _loader(
 
 
 def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
-    """The one line that says what was decided, defaults that people trip over included."""
+    """Return the line that says what was decided, with the defaults that often surprise."""
     clip, bound = config.clip_norm, config.clip_value
     autocast = config.config.torch_autocast
     precision = f"{config.compute_dtype}{f' under {autocast.dtype} autocast' if autocast.enabled else ''}"
@@ -285,11 +287,11 @@ def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
 
 
 def _rates(config: ResolvedConfig, trained: _Trained) -> str:
-    """The groups' learning rates, before a schedule changes them."""
+    """Return the groups' learning rates in words, before a schedule changes them."""
     own = trained.optimizer.defaults.get("lr")
     rates: list[Any] = list(dict.fromkeys(group.get("lr", own) for group in trained.groups))
     if None in rates:
         return ""
-    nobodys = trained.optimizer.groups is None and config.sources.get("optimizer.params.lr", "default") == "default"
-    default = " (default)" if nobodys and rates == [own] else ""
+    unset = trained.optimizer.groups is None and config.sources.get("optimizer.params.lr", "default") == "default"
+    default = " (default)" if unset and rates == [own] else ""
     return f" at {' and '.join(f'{float(rate):g}' for rate in rates)}{default}"

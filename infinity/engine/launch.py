@@ -1,6 +1,6 @@
-"""What a script says before it trains, in DeepSpeed's words: its process group, its command line, its arguments.
+"""DeepSpeed's ways to start a script: the process group, the command line, the arguments of `initialize`.
 
-Each is taken for what it means here, or refused with the next step.
+Each is translated into its meaning here, or refused with the next step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infinity.errors import ConfigError
 from infinity.memory.tiers.device import Device
 
 _NO_AXES = "pipeline and tensor axes arrive later; leave it out, data parallelism needs none"
-# Arguments of DeepSpeed's `initialize` that say what is not so here: the reason, and values that say nothing.
+# Arguments of DeepSpeed's `initialize` that have no meaning here: the reason, and values that are ignored.
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "mesh": (_NO_AXES, (None,)),
     "mesh_param": (_NO_AXES, (None,)),
@@ -29,10 +29,10 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 def init_distributed(dist_backend: str | None = None, timeout: timedelta | None = None) -> None:
-    """Open torch.distributed's group of all ranks, where none is open; without a launcher it has this rank alone.
+    """Open torch.distributed's group of all ranks, unless one is open; without a launcher it has this rank alone.
 
-    For scripts that ask for their rank, or communicate, before `initialize`, which opens what it needs by itself.
-    dist_backend: torch's name of one; default: gloo, and nccl for what lies on an accelerator.
+    For scripts that communicate or ask for their rank before `initialize`, which opens the groups that it needs itself.
+    dist_backend: torch's name of a back end; default: gloo, with nccl for tensors on an accelerator.
     """
     ranks = detect()
     accelerator = Device.detect(ranks.local_rank).collectives == "nccl"
@@ -48,7 +48,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def configuration_of(config: ConfigSource, config_params: ConfigSource, args: Any) -> ConfigSource:
-    """The configuration, from the one place of three where a script has put it."""
+    """Return the configuration from the one of three arguments that the script has used."""
     if isinstance(config, nn.Module):
         raise ConfigError(
             "initialize(args, model, ...): by position the model comes first here, and its configuration second; name "
@@ -70,7 +70,7 @@ def configuration_of(config: ConfigSource, config_params: ConfigSource, args: An
 
 
 def check_arguments(others: Mapping[str, Any], dist_init_required: bool | None, ranks: Ranks) -> None:
-    """Refuse what DeepSpeed's `initialize` would be told and this one cannot do."""
+    """Raise ConfigError for arguments of DeepSpeed's `initialize` that this one refuses, TypeError for unknown ones."""
     for name, value in others.items():
         if name not in _REFUSED:
             raise TypeError(f"initialize() got an unexpected keyword argument {name!r}")

@@ -219,7 +219,7 @@ class Load:
 
 
 def _client_state(folder: Path, manifest: Manifest) -> Any:
-    """What the program gave. Its tensors are read by the safetensors library, which trusts no header either."""
+    """Return the client state. The safetensors library reads its tensors, and checks their header."""
     try:
         tensors = load(manifest.client.read(folder)) if manifest.client is not None else {}
         return decode(manifest.client_state, tensors)
@@ -233,7 +233,7 @@ def _client_state(folder: Path, manifest: Manifest) -> Any:
 
 
 def _say_none(directory: Path, tag: str | None) -> None:
-    """CheckpointError where something was named that is not there; otherwise a warning."""
+    """Raise CheckpointError where a named checkpoint is missing; otherwise warn that there is none."""
     named = latest_tag(directory) if tag is None else tag
     there = ", ".join(path.name for path, _ in complete(directory)[:5])
     if named is not None:
@@ -244,7 +244,7 @@ def _say_none(directory: Path, tag: str | None) -> None:
         )  # fmt: skip
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(directory, "it is a file", "Name the folder that save_checkpoint() was given")
-    # Other programs keep a manifest.json, too.
+    # Other programs write a manifest.json, too.
     if (directory / MANIFEST).is_file() and any(identity_of(name) is not None for name in os.listdir(directory)):
         raise CheckpointError(
             directory, "it is a checkpoint itself", f"Load from {directory.parent} with tag={directory.name!r}"

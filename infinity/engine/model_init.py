@@ -1,4 +1,4 @@
-"""Building a model into its tiers: `infinity.Init`, and the spool that it and `infinity.load_hf` fill."""
+"""Building a model straight into its tiers: `infinity.Init`, and the spool that it and `infinity.load_hf` fill."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 class Init:
     """`with infinity.Init(config=config):` builds a model of any size straight into its tiers.
 
-    Values are those that an ordinary construction would give: constructors and initialisers run as they are. Parameters
-    beyond a window of 256 MB go to the NVMe folder that the configuration names; without one they stay in CPU memory.
+    Constructors and initialisers run unchanged, so the values equal those of an ordinary construction. Parameters
+    beyond a window of 256 MB go to the NVMe folder of the configuration; without one they stay in CPU memory.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Init:
 
 
 def open_spool(source: ConfigSource) -> DeferredInit:
-    """A spool for a model that is to be built, on the drives that the configuration names, with the process groups."""
+    """Return a spool for a model that will be built, on the configuration's drives, with the process groups."""
     config = load_config(source)
     ranks = detect()
     configure_logging(ranks.rank, config.log_level)
@@ -80,7 +80,7 @@ def open_spool(source: ConfigSource) -> DeferredInit:
 
 
 def groups_of(config: ResolvedConfig, ranks: Ranks, device: Device) -> ProcessGroups:
-    """The process groups, with the configuration's time limit."""
+    """Open the process groups, with the configuration's time limit."""
     return ProcessGroups(
         ranks, accelerator=device.collectives == "nccl", timeout_seconds=config.config.watchdog_seconds,
         cross_memory_attach=config.config.cross_memory_attach,

@@ -1,4 +1,4 @@
-"""Precision of a pass: what forward computes in, and what backward begins with."""
+"""Precision of a pass: the dtype that forward computes in, and the scaled loss that backward begins with."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from infinity.memory.partition import DTYPES
 
 
 def autocast(section: TorchAutocast, device: torch.device) -> AbstractContextManager[Any]:
-    """What `torch_autocast` asks for. torch's cache would keep a 16-bit copy of every weight to the end of forward."""
+    """Return the context that `torch_autocast` asks for, without torch's cache: it would keep a 16-bit copy of every
+    weight until the end of forward.
+    """
     if not section.enabled:
-        # The program may have an autocast of its own.
+        # The program may have opened an autocast itself.
         return nullcontext()
     return torch.autocast(device.type, DTYPES[section.dtype], cache_enabled=False)
 
 
 def scaled(loss: Tensor, factor: float) -> Tensor:
-    """The loss times a factor, in fp32 unless that is 1. StateError for anything but one element with a gradient."""
+    """Return the loss times a factor, in fp32 unless that is 1. StateError for anything but one element that requires a
+    gradient.
+    """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise StateError(
             f"engine.backward needs a loss of one element that requires a gradient, got {_not_a_loss(loss)}"
@@ -32,7 +36,7 @@ def scaled(loss: Tensor, factor: float) -> Tensor:
 
 
 def _not_a_loss(given: Any) -> str:
-    """What a program passes instead, without its values, and what to pass."""
+    """Describe what the program passes instead of a loss, without its values, and say what to pass."""
     kind = type(given).__name__
     if isinstance(given, Tensor):
         shape = f"a tensor of shape {tuple(given.shape)}"

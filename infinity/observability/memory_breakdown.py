@@ -1,7 +1,7 @@
-"""Where an engine's bytes are, told from what it holds: the report of `engine.memory()`, and what an error shows of it.
+"""Where an engine's bytes are: the report of `engine.memory()`, and the part of it that an error shows.
 
-The ledger knows tiers and kinds. Whose the bytes are is not booked a second time: it follows from the partitions, the
-units and the plan whenever somebody asks.
+The ledger books tiers and kinds. The owners of the bytes are not booked: each report derives them from the partitions,
+the units and the plan.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from infinity.zero.module_calls import ModuleCall
 from infinity.zero.parameter import is_released
 from infinity.zero.unit import Unit
 
-# What no unit owns: the free part of arenas, buffers that units use in turns.
+# Bytes that no unit owns: the free part of arenas, buffers that units use in turn.
 SHARED = "(shared)"
 
 Table = dict[str, dict[str, dict[str, int]]]
 
 
 class Breakdown:
-    """Reads what an engine holds; changes nothing."""
+    """Reads what an engine holds, and changes nothing."""
 
     def __init__(
         self, plan: Plan, ledger: Ledger, store: TieredStore, units: Sequence[Unit], device: Device
@@ -51,7 +51,7 @@ class Breakdown:
         }  # fmt: skip
 
     def report(self, *, by_unit: bool = False) -> MemoryReport:
-        """Everything as it is now."""
+        """Return the report of this moment."""
         in_process = (Tier.CPU,) if self._device.is_accelerator else (Tier.CPU, Tier.GPU)
         resident, mapped = resident_nbytes()
         process = Process(
@@ -62,7 +62,7 @@ class Breakdown:
         )
 
     def by_unit(self) -> Table:
-        """Tier -> kind -> unit -> bytes, now. Sums over units are the ledger's entries."""
+        """Return tier -> kind -> unit -> bytes of this moment. Sums over units equal the ledger's entries."""
         found: Counter[tuple[Tier, Kind, str]] = Counter()
         for partition, own in self._store.held():
             if own and (partition.on_drive or partition.buffer is not None):
@@ -84,14 +84,14 @@ class Breakdown:
         return table
 
     def tell_levels(self) -> None:
-        """Put what is held now into the recording that has just begun: from here on every change is told."""
+        """Put the present levels into the recording that has just begun; changes are recorded where they happen."""
         for (tier, kind), nbytes in self._ledger.now.items():
             trace.level(tier.value, kind.value, nbytes)
         for name, pool in self._store.pools().items():
             trace.level(POOLS, name, pool.used)
 
     def name(self, subject: object) -> str:
-        """What a recording speaks of, by the names of the units that it belongs to."""
+        """Return the name of a recording's subject: the units that it belongs to."""
         if isinstance(subject, ModuleCall):
             return ", ".join(unit.layout.name for unit in subject.units) or "the whole model"
         if isinstance(subject, Extent) and not isinstance(subject, ActivationExtent):
@@ -106,9 +106,9 @@ class Breakdown:
         return f"{key}: {self._plan.layouts[pieces[0].unit].name}{more}" if pieces else str(key)
 
     def explain(self, error: BaseException, what: str, advice: str) -> MemoryRefused | None:
-        """For an error that means that memory ran out in `what`: the same with the ledger; None for any other."""
+        """Return a MemoryRefused with the ledger, if `error` means that memory ran out in `what`; None for others."""
         if isinstance(error, TierMemoryError) or not is_refusal(error):
-            # The former has its numbers.
+            # A TierMemoryError has its numbers already.
             return None
         tier = Tier.GPU if self._device.is_accelerator and isinstance(error, torch.OutOfMemoryError) else Tier.CPU
         report = self.report()
@@ -118,7 +118,7 @@ class Breakdown:
         )  # fmt: skip
 
     def _owners(self, partition: Partition) -> Iterator[tuple[str, Kind, int]]:
-        """(unit, kind, bytes) of what a partition holds: a sub-group's states are its slices' units'."""
+        """Yield (unit, kind, bytes) of a partition; a sub-group's states belong to the units of its slices."""
         key = partition.key
         for section in partition.spec.sections:
             if key.kind is not Kind.STATES:
@@ -130,16 +130,18 @@ class Breakdown:
 
 
 def resident_nbytes() -> tuple[int, int]:
-    """Resident memory of this process, and the part of it that maps files or is shared (0 where nobody tells)."""
+    """Return this process's resident bytes, and the part that maps files or is shared (0 where the system does not
+    report it).
+    """
     memory = psutil.Process().memory_info()
     return int(memory.rss), int(getattr(memory, "shared", 0))
 
 
 def baseline_nbytes(model: nn.Module) -> int:
-    """Resident memory of this process without mapped files, and without the model's own parameters, which the engine is
-    about to take over.
+    """Return this process's resident bytes without mapped files, and without the model's parameters, which the engine
+    is about to move.
     """
-    # What torch loads with its first optimizer, some 70 MB, comes now and not as if it were the engine's.
+    # torch loads some 70 MB with its first optimizer: load them now, so that they are not counted as the engine's.
     torch.optim.SGD([nn.Parameter(torch.zeros(1, device="cpu"))])
     storages = {
         param.untyped_storage().data_ptr(): param.untyped_storage().nbytes()

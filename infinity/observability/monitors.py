@@ -27,7 +27,7 @@ from infinity.config.schema import Config
 from infinity.errors import ConfigError
 from infinity.log import warn_once
 
-# Steps whose rows may wait.
+# Most rows that wait to be written, and the default.
 _ROWS_MAX = 100
 _ROWS = 10
 
@@ -44,22 +44,22 @@ class Row(NamedTuple):
 
 
 class Monitor(Protocol):
-    """Where rows go. Both verbs may raise anything."""
+    """A destination of rows. Both methods may raise anything."""
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Put rows there for good, oldest first."""
+        """Write rows durably, oldest first."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """End it; no more rows come."""
 
 
 class Monitors:
-    """All that a configuration asks for. `add` a row a step; `close` writes what is left."""
+    """All monitors of a configuration. `add` a row at each step; `close` writes the rest."""
 
     def __init__(self, config: Config) -> None:
-        """ConfigError where one cannot be opened."""
+        """Open them; ConfigError where one cannot be opened."""
         self._open = {name: _opened(name, make) for name, make in _wanted(config).items()}
-        # Like `Row`, with the figures of the device still there: reading one would wait for it.
+        # As `Row`, with figures that may still be on the device: reading one would wait for it.
         self._pending: list[tuple[int, float, Mapping[str, float | Tensor]]] = []
         self._every = min(config.steps_per_print or _ROWS, _ROWS_MAX)
 
@@ -67,13 +67,13 @@ class Monitors:
         return bool(self._open)
 
     def add(self, samples: int, figures: Mapping[str, float | Tensor]) -> None:
-        """Take the figures, by tag, of a step that ends now; `samples`: what all ranks have trained on by then."""
+        """Add the figures, by tag, of a step that ends now. samples: number that all ranks have trained on by then."""
         self._pending.append((samples, time.time(), figures))
         if len(self._pending) >= self._every:
             self.flush()
 
     def flush(self) -> None:
-        """Write what has been collected."""
+        """Write the collected rows."""
         pending, self._pending = self._pending, []
         if pending:
             rows = [Row(samples, at, _read(figures)) for samples, at, figures in pending]
@@ -97,7 +97,7 @@ class Monitors:
 
 
 def check_installed(config: Config) -> None:
-    """ConfigError where a monitor needs a package that is not there: on every rank, before anything is built."""
+    """Raise ConfigError where a monitor's package is missing: on every rank, before anything is built."""
     for name, extra in (("tensorboard", "infinity-engine[tensorboard]"), ("wandb", "infinity-engine[wandb]")):
         if getattr(config, name).enabled and importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -107,7 +107,7 @@ def check_installed(config: Config) -> None:
 
 
 def mean_loss(losses: Sequence[Tensor]) -> Tensor:
-    """Of one step's micro-batches, each of one element; stays on its device."""
+    """Return the mean of one step's losses, each of one element, on their device."""
     return torch.stack([loss.reshape(()).float() for loss in losses]).mean()
 
 
@@ -116,7 +116,7 @@ def _read(figures: Mapping[str, float | Tensor]) -> dict[str, float]:
 
 
 class _Csv:
-    """A file a tag, as DeepSpeed names them: Train/Samples/lr -> Train_Samples_lr.csv, columns step and lr."""
+    """One file for each tag, named as DeepSpeed does: Train/Samples/lr -> Train_Samples_lr.csv, columns step and lr."""
 
     def __init__(self, section: CsvMonitor) -> None:
         self._folder = _folder(section)
@@ -142,7 +142,7 @@ class _Csv:
             else:
                 file.seek(end - 1)
                 if file.read(1) != b"\n":
-                    # A run that was killed in the middle of a row: the next one begins below it.
+                    # A run was killed in the middle of a row: begin a new line.
                     text.write("\r\n")
             csv.writer(text).writerows(rows)
             file.write(text.getvalue().encode())
@@ -166,7 +166,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """One row a call: `step` is the samples, and the time of the row (`_timestamp`) the end of the optimizer step."""
+    """One call for each row: `step` is the samples, the row's time (`_timestamp`) the end of the optimizer step."""
 
     def __init__(self, section: Wandb) -> None:
         module = importlib.import_module("wandb")

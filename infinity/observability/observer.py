@@ -1,6 +1,6 @@
 """What an engine shows while it runs: the memory breakdown, a timeline of one step, and errors that carry the ledger.
 
-It follows the loop's verbs from outside and never changes what they do.
+The engine calls it from the loop's verbs; it never changes what they do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from infinity.memory.refusal import MemoryRefused
 from infinity.observability.memory_breakdown import Breakdown
 from infinity.observability.timeline import Timeline
 
-# What holds after a phase that ended for lack of memory.
+# The advice after a phase that ended for lack of memory.
 _AFTER = {
     "forward": (
         "Nothing is lost: weights, states and the gradients of earlier micro-batches are as they were. Use a smaller "
@@ -30,7 +30,7 @@ _OTHERS = " The other ranks are told, and end."
 
 
 class Observer:
-    """One engine's."""
+    """The reports of one engine."""
 
     def __init__(self, breakdown: Breakdown, config: Config, *, rank: int, world_size: int) -> None:
         self._breakdown = breakdown
@@ -55,14 +55,16 @@ class Observer:
         return self._breakdown.explain(error, phase, after + ("" if self._alone else _OTHERS))
 
     def begin_step(self, step: int) -> None:
-        """A forward of optimizer step `step` (from 1 on) begins. The one that the configuration wants is recorded."""
+        """Note that a forward of optimizer step `step` (from 1 on) begins; start the recording that the configuration
+        asks for.
+        """
         wanted = self._config.timeline
         if wanted.path is not None and step == wanted.step and self._timed is None:
             self._timed = self.timeline(wanted.path)
             self._timed.start()
 
     def end_step(self, step: int) -> None:
-        """Optimizer step `step` is over."""
+        """Note that optimizer step `step` is over: end its recording, and log the breakdown where it is due."""
         timed = self._timed
         if timed is not None and timed.running:
             timed.stop()
@@ -72,6 +74,6 @@ class Observer:
             logger.info("memory of rank %d after step %d:\n%s", self._rank, step, self.report(by_unit=False))
 
     def close(self) -> None:
-        """End a recording whose step did not come to its end."""
+        """Abandon a recording whose step did not end."""
         if self._timed is not None:
             self._timed.abandon()

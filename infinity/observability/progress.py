@@ -1,11 +1,11 @@
-"""What a run says of itself on its way: a quiet line now and then, the breakdown of a step's time, rows for monitors.
+"""The progress of a run: a log line now and then, the breakdown of a step's time, rows for monitors.
 
     step 200: loss 2.314, lr 0.0003, gradient norm 0.81, 1.2e+04 tokens/s, 3 skipped; gpu 1.20 GB, nvme 14.20 GB;
     waiting 12% (NVMe read 8%, optimizer step 4%)
 
-Every `steps_per_print` optimizer steps there is a line, on rank 0; monitors get a row for every step. The loss is rank
-0's own, averaged over the micro-steps of the step. Tokens are counted where the model is called with `input_ids`, or
-with a table of whole numbers first; otherwise samples are.
+Rank 0 logs a line every `steps_per_print` optimizer steps; monitors get a row for every step. The loss is rank 0's own,
+averaged over the micro-steps of the step. Tokens are counted where the model is called with `input_ids`, or with a
+two-dimensional integer tensor as its first argument; otherwise samples are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from infinity.plan.types import Tier
 
 @dataclass
 class _Amount:
-    """What all ranks have trained on in a stretch of steps."""
+    """Samples and tokens that all ranks have trained on in a number of steps."""
 
     samples: int = 0
     tokens: int = 0
@@ -41,16 +41,16 @@ class _Amount:
         self.steps += 1
 
     def rate(self, seconds: float) -> tuple[float, str]:
-        """A second, and of what: tokens where they are known."""
+        """Return the amount per second, and its unit: tokens where they are known, otherwise samples."""
         amount, unit = (self.tokens, "tokens") if self.tokens else (self.samples, "samples")
         return amount / max(seconds, 1e-9), unit
 
 
 class StepProgress:
-    """Of one engine. Where the configuration asks for nothing it does nothing."""
+    """The progress of one engine. Does nothing where the configuration asks for nothing."""
 
     def __init__(self, config: Config, ledger: Ledger, *, rank: int, world_size: int) -> None:
-        """ConfigError where a monitor cannot be opened."""
+        """Open the monitors; ConfigError where one cannot be opened."""
         self._every = (config.steps_per_print or 0) if rank == 0 else 0
         self._breakdown = config.wall_clock_breakdown and rank == 0
         self._ledger = ledger
@@ -63,7 +63,7 @@ class StepProgress:
         self._amount = _Amount()
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A forward for training begins with these arguments."""
+        """Count the tokens of a forward that begins with these arguments."""
         ids = kwargs.get("input_ids", args[0] if args else None) if self._clock is not None else None
         if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
             self._tokens += ids.numel() * self._world_size
@@ -72,9 +72,10 @@ class StepProgress:
         self, step: int, samples: int, *, losses: Sequence[Tensor], lr: float, norm: float, scale: float | None,
         skipped: int,
     ) -> None:  # fmt: skip
-        """An optimizer step is over; `step` counts them and `samples` what all ranks have trained on since the start.
+        """Note the end of an optimizer step. step: its number. samples: number that all ranks have trained on since the
+        start.
 
-        The device is waited for only where a line is due, or monitors write.
+        Waits for the device only where a line is due, or monitors write.
         """
         if self._clock is None:
             return
@@ -104,14 +105,14 @@ class StepProgress:
         return self._latest
 
     def close(self) -> None:
-        """Write what monitors have not written yet, and count no longer."""
+        """Have the monitors write the rest, and stop the clock."""
         if self._clock is not None:
             self._clock.close()
         if self._monitors is not None:
             self._monitors.close()
 
     def _row(self, own: dict[str, float | Tensor], amount: _Amount, times: StepTimes) -> dict[str, float | Tensor]:
-        """The figures of a step by their tags."""
+        """Return the figures of a step by their tags."""
         rate, unit = amount.rate(times.seconds)
         row = {**own, f"{unit}_per_second": rate, "step_seconds": times.seconds}
         return {
@@ -121,7 +122,7 @@ class StepProgress:
         }
 
     def _say(self, step: int, losses: Sequence[Tensor], told: str, scale: float | None, skipped: int) -> None:
-        """The line, and the breakdown below it."""
+        """Log the line, and the breakdown of the time where the configuration asks for it."""
         assert self._clock is not None
         mean, amount = self._clock.mean(), self._amount
         rate, unit = amount.rate(mean.seconds * amount.steps)
@@ -140,7 +141,7 @@ class StepProgress:
 
 
 def _waiting(times: StepTimes) -> str:
-    """The share of the time that is waited, and for what."""
+    """Return in words the share of the time that was spent waiting, by cause."""
     total = max(times.seconds, 1e-9)
     causes = ", ".join(f"{cause} {spent / total:.0%}" for cause, spent in times.waits.items() if spent / total >= 0.005)
     return f"waiting {sum(times.waits.values()) / total:.0%}" + (f" ({causes})" if causes else "")

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: parts that add up to the time that passed.
+"""The time of a step in parts that add up to the time that passed.
 
     forward       the model, and what autograd records of it
     backward      the model's
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from infinity.observability import trace
 
 PARTS = ("forward", "backward", "gradient norm", "optimizer", "copy", "engine", "data", "program")
-# Smaller parts are printed together.
+# Smaller shares are printed together.
 _SHARE_SHOWN = 0.005
 _Label = tuple[str, str]
 
@@ -54,20 +54,20 @@ class WallClock:
         self._closed = False
 
     def lap(self) -> StepTimes:
-        """The step that ends now."""
+        """Return the times of the step that ends now."""
         now = self._tally.read()
         before, self._lap = self._lap, now
         self._laps += 1
         return _between(before, now, 1)
 
     def mean(self) -> StepTimes:
-        """Of the steps since the last call, which ended with the latest lap."""
+        """Return the mean times of the steps since the last call of this method, up to the latest lap."""
         before, self._stretch = self._stretch, self._lap
         laps, self._laps = max(self._laps, 1), 0
         return _between(before, self._lap, laps)
 
     def close(self) -> None:
-        """Count no longer."""
+        """Stop counting."""
         if not self._closed:
             self._closed = True
             trace.stop_tally()

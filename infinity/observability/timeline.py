@@ -1,4 +1,4 @@
-"""A timeline of one step or several: where the program waited, what moved meanwhile, what memory held.
+"""A timeline of one or more steps: where the program waited, what moved meanwhile, what memory held.
 
     with engine.timeline("step.html") as timeline:
         engine.backward(engine(**batch))
@@ -30,7 +30,7 @@ from infinity.plan import palette
 
 SUFFIXES = (".html", ".json")
 _PAGE = Path(__file__).with_suffix(".html")
-# What `Timeline.page` fills in.
+# The placeholder that `Timeline.page` fills in.
 _DATA, _PALETTE, _LIGHT, _DARK = "/*DATA*/null", "/*PALETTE*/null", "/*LIGHT*/", "/*DARK*/"
 _OPTIMIZER = "infinity-step"
 
@@ -58,7 +58,7 @@ class TimelineRow:
     flat: bool
 
     def rows(self) -> list[list[Bar]]:
-        """The bars in as few rows as it takes for none to overlap within its row."""
+        """Return the bars in the fewest rows in which none overlap."""
         rows: list[list[Bar]] = []
         for bar in sorted(self.bars, key=lambda bar: (bar.begin, -bar.end)):
             free = next((row for row in rows if row[-1].end <= bar.begin), None)
@@ -70,7 +70,7 @@ class TimelineRow:
 
     @property
     def busy(self) -> int:
-        """Nanoseconds in which anything of the lane was under way."""
+        """Nanoseconds in which at least one bar of the lane was under way."""
         total, until = 0, 0
         for bar in sorted(self.bars):
             total += max(bar.end - max(bar.begin, until), 0)
@@ -79,7 +79,7 @@ class TimelineRow:
 
 
 class Timeline:
-    """Records while its block runs; see the module's text. `path`: written when the block ends."""
+    """Records while its block runs. `path` is written when the block ends."""
 
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, rank: int = 0, describe: Callable[[Any], str] = str,
@@ -98,11 +98,11 @@ class Timeline:
 
     @property
     def running(self) -> bool:
-        """Whether it records now."""
+        """Whether it is recording."""
         return self._recording is not None
 
     def start(self) -> None:
-        """Begin to record. RuntimeError while another timeline does."""
+        """Begin to record. RuntimeError while another timeline is recording."""
         self._recording = trace.start_recording(self._describe)
         self._begin()
 
@@ -122,20 +122,22 @@ class Timeline:
             self.save(self.path)
 
     def abandon(self) -> None:
-        """End the recording without a result; nothing happens when there is none."""
+        """End the recording without a result; do nothing when there is none."""
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
 
     def lane(self, name: str) -> TimelineRow:
-        """A lane by its name; KeyError where nothing of the kind was recorded."""
+        """Return a lane by its name; KeyError where it recorded nothing."""
         for lane in self.lanes:
             if lane.name == name:
                 return lane
         raise KeyError(name)
 
     def summary(self) -> dict[str, Any]:
-        """Seconds of the program's lane by what it did, waits by cause, and bytes and rate of every lane that moves."""
+        """Return the seconds of the program's lane by activity, waits by cause, and bytes and rate of every lane of
+        transfers.
+        """
         times: dict[str, float] = dict.fromkeys((trace.COMPUTE, trace.COPY, trace.ENGINE, OUTSIDE), 0.0)
         waits: dict[str, float] = {}
         for bar in self.lanes[0].bars if self.lanes else ():
@@ -173,7 +175,7 @@ class Timeline:
     def chrome_trace(self) -> list[dict[str, Any]]:
         """Events of the Trace Event Format, times in us: a process a rank, a thread a row of a lane, bytes as counters.
 
-        Times of ranks on one node are of one clock: their files, put together, lie in line.
+        Ranks of one node share a clock, so their files can be merged.
         """
         pid, since = self.rank, self._origin / 1e3
         events: list[dict[str, Any]] = [_name("process_name", pid, 0, f"rank {self.rank}")]
@@ -200,7 +202,7 @@ class Timeline:
         target.write_text(text, encoding="utf-8")
 
     def page(self) -> str:
-        """The page: everything it needs is in it."""
+        """Return the page, which needs no other file."""
         data = json.dumps(
             {
                 "title": f"Timeline of rank {self.rank}", "line": str(self), "end": round(self.seconds * 1e6, 1),
@@ -217,7 +219,7 @@ class Timeline:
             },
             separators=(",", ":"),
         )  # fmt: skip
-        # Inside a script element only this sequence would end it.
+        # Only this sequence would end the script element.
         return _empty_page().replace(_DATA, data.replace("</", "<\\/"), 1)
 
     def __enter__(self) -> Timeline:
@@ -232,7 +234,7 @@ class Timeline:
 
 
 def _empty_page() -> str:
-    """The page in the palette's colours and words: all that is missing is the recording."""
+    """Return the page with the palette's colours and words, without a recording."""
     activities = palette.ACTIVITIES.items()
     words = {
         "activities": {name: [activity.label, activity.note] for name, activity in activities},
@@ -249,12 +251,12 @@ def _empty_page() -> str:
 
 
 def _lanes(recording: Recording) -> Iterable[TimelineRow]:
-    """The program first, then what runs beside it; the busiest transfers last."""
+    """Return the program's lane first, then those beside it, the busiest transfers last."""
     origin = recording.begin
     describe = recording.describe
     apart = {thread for thread, name in recording.threads.items() if name.startswith(trace.BESIDE)}
     behind = {thread for thread in apart if recording.threads[thread].startswith(_OPTIMIZER)}
-    # Backward of an accelerator runs on a thread of autograd's while the program waits for it: they are one lane.
+    # On an accelerator backward runs on one of autograd's threads while the program waits: they are one lane.
     program = [span for span in recording.spans if span.thread not in apart]
     beside = [span for span in recording.spans if span.thread in behind]
     yield TimelineRow("program", tuple(flatten(program, origin, recording.end, describe)), flat=True)
@@ -313,7 +315,9 @@ def flatten(spans: Iterable[Span], begin: int, end: int, describe: Callable[[Any
 
 
 def _said(span: Span, describe: Callable[[Any], str]) -> tuple[str, str, str, int]:
-    """What a span says of its own time. In forward and backward, what is neither waiting nor ours is the model's."""
+    """Return the activity of a span. Time in forward and backward that is neither waiting nor the engine's is the
+    model's.
+    """
     if span.what == trace.PHASE:
         return (trace.ENGINE if span.cause == "step" else trace.COMPUTE), span.cause, "", 0
     return span.what, span.cause, describe(span.subject), span.nbytes

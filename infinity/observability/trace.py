@@ -1,14 +1,15 @@
-"""What happens when, while somebody records it: spans of work and of waiting, transfers, and bytes held over time.
+"""A trace of the process: spans of work and of waiting, transfers, and bytes held over time.
 
-    recording = record.start()
-    with record.span(record.WAIT, "NVMe read", key, nbytes):
+    recording = trace.start_recording()
+    with trace.span(trace.WAIT, "NVMe read", key, nbytes):
         ...
     recording.stop()
 
-The calls stand where the work is done, and are next to free while nobody records. There is one recording at a time, of
-the whole process, as of any profiler. Times are `time.perf_counter_ns()`, which is the clock of the I/O queue, too.
+The calls stand where the work is done, and cost next to nothing without a recording. There is at most one recording in
+a process. Times are `time.perf_counter_ns()`, the clock of the I/O queue, too.
 
-Beside it there is a tally, which keeps no spans: only the nanoseconds that the program has spent in each kind of them.
+A time accumulator runs independently of recordings. It keeps no spans, only the nanoseconds that the program has spent
+in each kind of them.
 """
 
 from __future__ import annotations
@@ -19,23 +20,22 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-# What a thread does. The innermost span of a moment says it.
+# The activities of a thread. The innermost span of a moment counts.
 PHASE = "phase"
 COMPUTE = "compute"
 COPY = "copy"
 ENGINE = "engine"
 WAIT = "wait"
-# What the program does while no span of ours is open: its own loop, the data.
+# The program's activity outside all spans: its own loop, the data.
 OUTSIDE = "outside"
-# Threads whose names begin so run beside the program.
+# Threads with these name prefixes run beside the program.
 BESIDE = "infinity-"
-# Outside, and it is not known yet what comes next.
+# Outside, before it is known which phase comes next.
 _OPEN_ENDED = (OUTSIDE, "")
 
 
 class Span(NamedTuple):
-    """A thread did something from `begin` to `end` (ns); `cause` says what, or what it waited for, `subject` with
-    what."""
+    """An activity of a thread from `begin` to `end` (ns). cause: what it did or waited for. subject: its object."""
 
     thread: int
     what: str
@@ -47,21 +47,21 @@ class Span(NamedTuple):
 
 
 class AsyncSpan(NamedTuple):
-    """Something under way in a lane of its own, beside what threads do: a transfer, a module's forward or backward."""
+    """An operation in a lane of its own, beside the threads' spans: a transfer, a module's forward or backward."""
 
     lane: str
     subject: object
     begin: int
     end: int
     nbytes: int
-    # When it was asked for; `begin` where it began at once.
+    # When it was submitted; `begin` where it began at once.
     asked: int
-    # Whether it was over when the recording stopped.
+    # Whether it had ended when the recording stopped.
     over: bool
 
 
 class CounterEvent(NamedTuple):
-    """Bytes of one kind on one tier from a moment on."""
+    """The bytes of one kind on one tier from a moment on."""
 
     at: int
     tier: str
@@ -70,7 +70,7 @@ class CounterEvent(NamedTuple):
 
 
 class Timed(Protocol):
-    """A transfer that knows, once it is done, when its bytes began and ended to move (ns; began 0: never)."""
+    """A transfer that reports, once it is done, when its bytes began and ended to move (ns; began 0: never)."""
 
     def done(self) -> bool: ...
 
@@ -79,7 +79,7 @@ class Timed(Protocol):
 
 
 class Recording:
-    """What was recorded from `begin` to `end`. Threads append at any time; lists are read after `stop`."""
+    """The record from `begin` to `end`. Threads append at any time; lists are read after `stop`."""
 
     def __init__(self, describe: Callable[[Any], str] = str) -> None:
         self.describe = describe
@@ -95,7 +95,7 @@ class Recording:
         self.begin = time.perf_counter_ns()
 
     def stop(self) -> None:
-        """End the recording. What is still under way ends with it."""
+        """End the recording, and everything in it that is still under way."""
         global _recording
         if _recording is self:
             _recording = None
@@ -109,7 +109,7 @@ class Recording:
         for lane, subject, nbytes, asked, transfer in self._transfers:
             over = transfer.done()
             begin, end = transfer.moments if over else (asked, self.end)
-            # One that failed before its first byte never began.
+            # A transfer that failed before its first byte never began.
             begin = begin or asked
             self.flights.append(AsyncSpan(lane, subject, begin, max(min(end, self.end), begin), nbytes, asked, over))
         self._open.clear()
@@ -138,10 +138,10 @@ class Recording:
 
 
 class TimeAccumulator:
-    """Nanoseconds of the program, by (what, cause) of its spans. At each moment the innermost counts, so that they add
-    up to the time that has passed; what lies outside them is (OUTSIDE, the phase that came next).
+    """The program's nanoseconds by (what, cause) of its spans. At each moment the innermost counts, so that they add up
+    to the time that has passed; time outside all spans is (OUTSIDE, the phase that came next).
 
-    Backward of an accelerator runs on a thread of autograd's while the program waits for it: they count as one.
+    On an accelerator backward runs on one of autograd's threads while the program waits: they count as one.
     """
 
     def __init__(self) -> None:
@@ -150,15 +150,14 @@ class TimeAccumulator:
         self._at = time.perf_counter_ns()
 
     def read(self) -> dict[tuple[str, str], int]:
-        """What has been spent so far, up to now. It keeps its names: what lies outside and leads to no phase yet is the
-        program's.
+        """Return the nanoseconds so far. Time outside all spans that no phase has followed yet is the program's.
         """
         self._until(time.perf_counter_ns())
         self._end_outside("program")
         return dict(self._spent)
 
     def enter(self, span: _Open, now: int) -> None:
-        """A span of the program begins."""
+        """Begin a span of the program."""
         self._until(now)
         what, cause = span.label
         if what == PHASE and not self._open:
@@ -166,7 +165,7 @@ class TimeAccumulator:
         self._open.append(span)
 
     def leave(self, span: _Open, now: int) -> None:
-        """It ends."""
+        """End the innermost span."""
         self._until(now)
         self._open.remove(span)
 
@@ -185,7 +184,7 @@ _tally_users = 0
 
 
 def start_accumulator() -> TimeAccumulator:
-    """The tally of this process, which runs until everybody who has called this has called `stop_tally`."""
+    """Return the accumulator of this process; it runs until each call of this is matched by one of `stop_tally`."""
     global _tally, _tally_users
     _tally = _tally or TimeAccumulator()
     _tally_users += 1
@@ -193,7 +192,7 @@ def start_accumulator() -> TimeAccumulator:
 
 
 def stop_tally() -> None:
-    """One who has called `start_accumulator` needs it no more."""
+    """Release one call of `start_accumulator`; the last one stops the accumulator."""
     global _tally, _tally_users
     _tally_users -= 1
     if not _tally_users:
@@ -210,37 +209,37 @@ def start_recording(describe: Callable[[Any], str] = str) -> Recording:
 
 
 def active() -> bool:
-    """Whether somebody records: for what would cost something to say."""
+    """Return whether a recording runs, for callers whose arguments are costly to make."""
     return _recording is not None
 
 
 def span(what: str, cause: str, subject: object = "", nbytes: int = 0) -> _Open | _Nothing:
-    """A context manager around what this thread does, or waits for."""
+    """Return a context manager around an activity or a wait of this thread."""
     if _recording is None and _tally is None:
         return _NOTHING
     return _Open(_recording, _tally, what, cause, subject, nbytes)
 
 
 def begin_async(lane: str, subject: object, nbytes: int = 0) -> None:
-    """Something begins that ends elsewhere, with `end_async`."""
+    """Begin an operation that `end_async` ends, possibly elsewhere."""
     if _recording is not None:
         _recording.begin_async(lane, subject, nbytes)
 
 
 def end_async(lane: str, subject: object) -> None:
-    """What `begin_async` began is over; nothing happens when it was not recorded."""
+    """End an operation of `begin_async`; do nothing when it was not recorded."""
     if _recording is not None:
         _recording.end_async(lane, subject)
 
 
 def follow(lane: str, subject: object, nbytes: int, transfer: Timed) -> None:
-    """A transfer was submitted that keeps its own times."""
+    """Record a submitted transfer that keeps its own times."""
     if _recording is not None:
         _recording.follow(lane, subject, nbytes, transfer)
 
 
 def level(tier: str, kind: str, nbytes: int) -> None:
-    """From now on there are so many bytes of a kind on a tier."""
+    """Record the bytes of a kind on a tier from now on."""
     if _recording is not None:
         _recording.levels.append(CounterEvent(time.perf_counter_ns(), tier, kind, nbytes))
 
@@ -283,7 +282,7 @@ class _Open:
 
 
 class _Nothing:
-    """What stands in for a span while nobody records."""
+    """Stands in for a span without a recording."""
 
     __slots__ = ()
 
