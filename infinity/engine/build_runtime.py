@@ -12,15 +12,11 @@ from infinity.distributed.process_groups import ProcessGroups, Ranks
 from infinity.engine.preflight import checkpointed_blocks
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError
-from infinity.memory.activation_tier import ActivationTier
 from infinity.memory.ledger import Ledger
-from infinity.memory.queue_options import queue_options
+from infinity.memory.open_store import open_activation_tier, open_store
 from infinity.memory.store import TieredStore
-from infinity.memory.tiers.base import TierBackend
 from infinity.memory.tiers.device import Device
-from infinity.memory.tiers.nvme import NvmeTier
-from infinity.memory.tiers.pinned import HostMemory, mappings_of_their_own
-from infinity.memory.tiers.registry import backend_of
+from infinity.memory.tiers.pinned import mappings_of_their_own
 from infinity.observability.memory_breakdown import Breakdown
 from infinity.observability.observer import Observer
 from infinity.observability.progress import StepProgress
@@ -30,7 +26,6 @@ from infinity.optim.factory import Chosen
 from infinity.optim.loss_scaler import LossScaler
 from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
-from infinity.plan.types import Tier
 from infinity.zero import parameter, weight_tiles
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
@@ -53,7 +48,7 @@ def build_runtime(
     spool, ranks = spool_of(list(model.parameters())), groups.ranks
     if spool is not None:
         undo.callback(groups.close)
-    store = _store(config, plan, ranks, device, ledger)
+    store = open_store(config, plan, rank=ranks.rank, device=device, ledger=ledger)
     undo.callback(store.close)
     by_name = dict(model.named_parameters())
     units = [
@@ -115,16 +110,7 @@ def _checkpointing(
             f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
             "repeats: leave the key out, and call torch.utils.checkpoint in the model"
         )
-    tier, path = None, config.checkpoint_nvme_path
-    if config.checkpoint_tier != "gpu":
-        open_file = None
-        if path is not None:
-            options = queue_options(config, path)
-            open_file = lambda nbytes: NvmeTier.open(path, nbytes=nbytes, rank=ranks.rank, options=options)  # noqa: E731
-        tier = ActivationTier(
-            device, ledger=ledger, pin=section.offload.pin_memory, buffer_count=section.offload.buffer_count,
-            overlap=config.config.overlap, open_file=open_file,
-        )  # fmt: skip
+    tier = open_activation_tier(config, rank=ranks.rank, device=device, ledger=ledger)
     return Checkpointing(model, blocks, keep_ops=section.keep_ops, tier=tier)
 
 
@@ -138,30 +124,3 @@ def _stepper(
     return Stepper(
         plan, store, index=groups.data.index, method=optimizer.method, grad_bound=config.clip_value or math.inf
     )
-
-
-def _store(config: ResolvedConfig, plan: Plan, ranks: Ranks, device: Device, ledger: Ledger) -> TieredStore:
-    """Allocate the partitions' memory and, where the plan has extents, this rank's bytes on drives."""
-    backends: dict[Tier, TierBackend] = {}
-    sections = (config.zero.offload_param, config.zero.offload_optimizer)
-    pin = all(section is None or section.pin_memory for section in sections)
-    with ExitStack() as undo:
-        for tier in Tier:
-            if nbytes := plan.file_nbytes(tier):
-                folders = config.folders(tier.value)
-                assert folders is not None
-                options = queue_options(config, folders)
-                backends[tier] = backend_of(tier).open(folders, nbytes=nbytes, rank=ranks.rank, options=options)
-                undo.callback(backends[tier].close)
-        store = TieredStore(
-            plan.partitions,
-            device=device,
-            host=HostMemory(device, pin=pin, ledger=ledger),
-            ledger=ledger,
-            pools=plan.pools,
-            backends=backends,
-            rank=ranks.rank,
-            overlap=plan.policy.overlap,
-        )
-        undo.pop_all()
-    return store
