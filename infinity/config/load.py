@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -28,6 +28,7 @@ from infinity.config.section import (
     section_leaves,
     sections_of,
     spellings_of,
+    types_of,
 )
 from infinity.config.suggestions import unknown_key
 from infinity.config.untrusted import shortened
@@ -220,7 +221,7 @@ def _section(sections: tuple[type[Section], ...], value: Any, path: str, found: 
         return _NOTHING
     if len(sections) == 1:
         return _walk(sections[0], value, path, found)
-    by_type = {name: section for section in sections for name in get_args(section.model_fields["type"].annotation)}
+    by_type = {name: section for section in sections for name in types_of(section)}
     kind = value.get("type")
     if isinstance(kind, str) and kind in by_type:
         return _walk(by_type[kind], value, path, found)

@@ -7,9 +7,9 @@ program passes any other optimizer with an elementwise step to `initialize(optim
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from infinity.config.section import TYPE_NAMED, NoEffect, Refused, Section
+from infinity.config.section import TYPE_NAMED, NoEffect, Refused, Section, types_of
 from infinity.config.values import Betas, Flag, Positive, Unusable, Weight
 
 
@@ -51,10 +51,10 @@ class Optimizer(Section):
         kind = raw.get("type") if isinstance(raw, Mapping) else None
         if not isinstance(kind, str) or kind.lower() == "auto":
             return raw
-        names = {name.lower(): name for name in TYPES}
+        names = {name.lower(): name for name in _TYPES}
         if kind.lower() not in names:
             raise Unusable(
-                f'type {kind!r} is refused: the configuration knows {", ".join(TYPES)}. Set the type to "AdamW", or '
+                f'type {kind!r} is refused: the configuration knows {", ".join(_TYPES)}. Set the type to "AdamW", or '
                 "pass any elementwise torch.optim optimizer to initialize(optimizer=...)"
             )
         return {**raw, "type": names[kind.lower()]}
@@ -210,4 +210,4 @@ class Nadam(Optimizer):
 
 
 AnyOptimizer = Adam | Lion | Adagrad | Sgd | Rmsprop | Adamax | Nadam
-TYPES = ("AdamW", "Adam", "Lion", "Adagrad", "SGD", "RMSprop", "Adamax", "NAdam")
+_TYPES = tuple(name for section in get_args(AnyOptimizer) for name in types_of(section))

@@ -110,6 +110,11 @@ def sections_of(field: FieldInfo) -> tuple[type[Section], ...]:
     return tuple(classes(field.annotation))
 
 
+def types_of(section: type[Section]) -> tuple[str, ...]:
+    """Return the values of the `type` key that choose a section class."""
+    return get_args(section.model_fields["type"].annotation)
+
+
 def spellings_of(section: type[Section]) -> dict[str, str]:
     """Return accepted spelling -> field name, for every key of a section."""
     names = {name: name for name in section.model_fields}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Iterable
-from typing import get_args
 
-from infinity.config.section import Section, dotted, sections_of, spellings_of
+from infinity.config.section import Section, dotted, sections_of, spellings_of, types_of
 
 # A message lists the keys of a section that has at most this many.
 _LISTED_MAX = 16
@@ -70,7 +69,7 @@ def _types_with(schema: type[Section], path: list[str], types: tuple[str, ...]) 
     sections = sections_of(schema.model_fields[names[name]])
     if not rest:
         return [*types]
-    chosen = {section: get_args(section.model_fields["type"].annotation) for section in sections[1:] and sections}
+    chosen = {section: types_of(section) for section in sections[1:] and sections}
     found = [kind for section in sections for kind in _types_with(section, rest, chosen.get(section, types))]
     return list(dict.fromkeys(found))
 

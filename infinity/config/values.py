@@ -11,7 +11,7 @@ import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, PlainSerializer
 
@@ -81,15 +81,17 @@ def _real(*, maximum: float = math.inf, above: float = -math.inf, below: float =
     return convert
 
 
-def _one_of(*choices: str, synonyms: dict[str, str] | None = None) -> BeforeValidator:
-    known = {choice.lower(): choice for choice in choices} | (synonyms or {})
+def _one_of(literal: Any, synonyms: dict[str, str] | None = None) -> BeforeValidator:
+    """Return a validator of the choices of a Literal type, in any case of letters, and of `synonyms` of them."""
+    choices = get_args(literal)
+    known: dict[str, str] = {choice.lower(): choice for choice in choices} | (synonyms or {})
 
     def convert(value: Any) -> str:
         if not isinstance(value, str) or value.lower() not in known:
             raise ValueError(value)
         return known[value.lower()]
 
-    return BeforeValidator(ValueReader("one of " + ", ".join(f'"{choice}"' for choice in choices), convert))
+    return _expected("one of " + ", ".join(f'"{choice}"' for choice in choices), convert)
 
 
 def _text(accepts: Callable[[str], bool] = bool) -> Callable[[Any], str]:
@@ -184,20 +186,20 @@ def _device(value: Any) -> str:
     return value.lower()
 
 
-Half = Annotated[Literal["bf16", "fp16"], _one_of("bf16", "fp16", synonyms=_HALVES)]
-Dtype = Annotated[
-    Literal["fp32", "fp16", "bf16"],
-    _one_of(
-        "fp32", "fp16", "bf16",
-        synonyms={"float32": "fp32", "float": "fp32", "torch.float32": "fp32", **_HALVES},
-    ),
-]  # fmt: skip
+_Half = Literal["bf16", "fp16"]
+Half = Annotated[_Half, _one_of(_Half, _HALVES)]
+_Dtype = Literal["fp32", "fp16", "bf16"]
+_DTYPES = {"float32": "fp32", "float": "fp32", "torch.float32": "fp32", **_HALVES}
+Dtype = Annotated[_Dtype, _one_of(_Dtype, _DTYPES)]
 Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _whole(0, 3))]
-Device = Annotated[str, BeforeValidator(ValueReader('one of "none", "cpu", "nvme", "auto"', _device))]
-HomeDevice = Annotated[Literal["none", "cpu", "nvme"], _one_of("none", "cpu", "nvme")]
-ReduceOp = Annotated[Literal["mean", "sum"], _one_of("mean", "sum")]
-LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error", "critical"], _one_of("debug", "info", "warning", "error", "critical")
-]
-TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], _one_of("Ignore", "Warn", "Fail")]
-WarmupType = Annotated[Literal["log", "linear"], _one_of("log", "linear")]
+Device = Annotated[str, _expected('one of "none", "cpu", "nvme", "auto"', _device)]
+_HomeDevice = Literal["none", "cpu", "nvme"]
+HomeDevice = Annotated[_HomeDevice, _one_of(_HomeDevice)]
+_ReduceOp = Literal["mean", "sum"]
+ReduceOp = Annotated[_ReduceOp, _one_of(_ReduceOp)]
+_LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+LogLevel = Annotated[_LogLevel, _one_of(_LogLevel)]
+_TagValidation = Literal["Ignore", "Warn", "Fail"]
+TagValidation = Annotated[_TagValidation, _one_of(_TagValidation)]
+_WarmupType = Literal["log", "linear"]
+WarmupType = Annotated[_WarmupType, _one_of(_WarmupType)]
