@@ -76,18 +76,21 @@ def test_adam_has_the_bits_of_the_cpu(device: Device, storage: str, grad_dtype: 
     hypers = [replace(HYPER, lr=10.0 ** -(1 + index % 4), adamw=index % 2 == 0) for index in range(len(sizes))]
     pieces = [make_piece(n, storage, grad_dtype, hyper) for n, hyper in zip(sizes, hypers, strict=True)]
     above = [on_device(piece, device.torch, shift=index % 5) for index, piece in enumerate(pieces)]
-    twins = [on_device(piece, device.torch) for piece in pieces]
+    fallbacks = [on_device(piece, device.torch) for piece in pieces]
     for step in (1, 2):
         left_out = adam.adam_step(pieces, step=step, grad_scale=0.37)
         with no_host_stop():
             counted = kernels.adam_step(*table_of(above, step, 0.37), device.torch)
         assert int(counted) == left_out > 0
         # What runs on a device that the kernels do not run on.
-        for twin in twins:
-            reference.adam_step(twin, twin.hyper.constants(step=step, grad_scale=0.37))
-    for piece, ours, twin in zip(pieces, above, twins, strict=True):
+        for fallback in fallbacks:
+            reference.adam_step(fallback, fallback.hyper.constants(step=step, grad_scale=0.37))
+    for piece, ours, fallback in zip(pieces, above, fallbacks, strict=True):
         assert all(same(ours_state.cpu(), state) for ours_state, state in zip(states(ours), states(piece), strict=True))
-        assert all(same(twin_state.cpu(), state) for twin_state, state in zip(states(twin), states(piece), strict=True))
+        assert all(
+            same(fallback_state.cpu(), state)
+            for fallback_state, state in zip(states(fallback), states(piece), strict=True)
+        )
 
 
 @needs_nvcc

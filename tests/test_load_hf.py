@@ -224,8 +224,8 @@ def test_what_is_changed_before_initialize_is_kept(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.norm.weight.mul_(3)
         theirs.model.norm.weight.mul_(3)
-    twin = copy.deepcopy(model.model.layers[0])
-    assert torch.equal(twin.mlp.up_proj.weight, theirs.model.layers[0].mlp.up_proj.weight)
+    duplicate = copy.deepcopy(model.model.layers[0])
+    assert torch.equal(duplicate.mlp.up_proj.weight, theirs.model.layers[0].mlp.up_proj.weight)
     engine, *_ = infinity.initialize(model=model, config=settings)
     with engine:
         assert same(masters(model), theirs)

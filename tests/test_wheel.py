@@ -230,9 +230,9 @@ def test_a_wheel_without_libraries_gives_the_same_bits_without_a_compiler(wheel,
     for archive, folder in zip((wheel, bare_wheel), folders, strict=True):
         zipfile.ZipFile(archive).extractall(folder)
     native, digest = words_of(sys.executable, ADAM, folders[0])
-    twin, twin_digest = words_of(sys.executable, ADAM, folders[1], CXX="no-such-compiler")
-    assert (native, twin) == ("False", "True")
-    assert twin_digest == digest
+    fallback, fallback_digest = words_of(sys.executable, ADAM, folders[1], CXX="no-such-compiler")
+    assert (native, fallback) == ("False", "True")
+    assert fallback_digest == digest
 
 
 def test_the_native_build_takes_seconds_without_a_cuda_compiler(tmp_path):

@@ -283,7 +283,7 @@ def test_every_key_has_one_answer_and_a_meaning() -> None:
         assert field.description, dotted(path, name)
 
 
-def test_the_longer_name_has_its_short_twin() -> None:
+def test_the_longer_name_has_its_short_spelling() -> None:
     for path, _, name, field in ALL:
         if name.startswith("stage3_") and path == "zero_optimization":
             also = mark(field, Also)

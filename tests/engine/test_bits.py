@@ -30,7 +30,7 @@ def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Trains once and gives the hash. `use` says what to run the step with."""
 
     def run(
-        dtype: str, *, simd: str | None = None, threads: int | None = None, backend: str = "", twin: bool = False,
+        dtype: str, *, simd: str | None = None, threads: int | None = None, backend: str = "", fallback: bool = False,
         look: Any = None, **options: Any,
     ) -> str:  # fmt: skip
         with monkeypatch.context() as patch:
@@ -39,7 +39,7 @@ def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 patch.setattr(infinity.engine.build_runtime, "set_threads", lambda *_, **__: adam.set_threads(threads))
             if backend:
                 patch.setattr(aio, "BACKENDS", (backend,))
-            if twin:
+            if fallback:
                 patch.setattr(build, "load", lambda name: None)
             adam.set_simd(simd)
             try:
@@ -83,11 +83,11 @@ NVME = {"param": "nvme", "optimizer": "nvme"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_one_hash_for_instruction_sets_threads_and_the_twin(digest, dtype):
+def test_one_hash_for_instruction_sets_threads_and_the_fallback(digest, dtype):
     seen = {f"simd {name}": digest(dtype, simd=name) for name in adam.simds()}
     assert len(seen) >= 2, "a vector path and the scalar one"
     seen.update({f"{threads} threads": digest(dtype, threads=threads, **NVME) for threads in (1, 2, 3)})
-    seen["twin"] = digest(dtype, twin=True, **NVME)
+    seen["fallback"] = digest(dtype, fallback=True, **NVME)
     assert len(set(seen.values())) == 1, seen
 
 

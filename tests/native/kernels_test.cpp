@@ -29,23 +29,23 @@ namespace {
 constexpr uint64_t kSizes[] = {0, 1, 3, 4, 5, 1023, 1024, 1025, 4099, 20003};
 
 void steps(void* pool) {
-    std::vector<Arrays> ours, twins;
-    std::vector<Piece> our_pieces, twin_pieces;
+    std::vector<Arrays> ours, fallbacks;
+    std::vector<Piece> our_pieces, fallback_pieces;
     ours.reserve(120);
-    twins.reserve(120);
+    fallbacks.reserve(120);
     for (int index = 0; index < 120; ++index) {
         const uint64_t numel = kSizes[index % 10];
         const auto storage = static_cast<Storage>(index % 4);
         const auto dtype = static_cast<Dtype>(index % 3);
-        for (auto [arrays, pieces] : {std::pair{&ours, &our_pieces}, std::pair{&twins, &twin_pieces}}) {
+        for (auto [arrays, pieces] : {std::pair{&ours, &our_pieces}, std::pair{&fallbacks, &fallback_pieces}}) {
             arrays->push_back(make_arrays(numel, storage, dtype, static_cast<uint64_t>(index)));
             pieces->push_back(piece_of(arrays->back(), numel, storage, dtype, static_cast<Rule>(index % 2)));
         }
     }
-    uint64_t our_count = 0, twin_count = 0;
+    uint64_t our_count = 0, fallback_count = 0;
     CHECK(infinity_kernels_adam_step(0, nullptr, our_pieces.data(), our_pieces.size(), &our_count) == 0);
-    CHECK(infinity_adam_step(pool, kScalar, twin_pieces.data(), twin_pieces.size(), &twin_count) == 0);
-    CHECK(ours == twins && our_count == twin_count && our_count > 0);
+    CHECK(infinity_adam_step(pool, kScalar, fallback_pieces.data(), fallback_pieces.size(), &fallback_count) == 0);
+    CHECK(ours == fallbacks && our_count == fallback_count && our_count > 0);
 }
 
 void casts(void* pool) {
@@ -63,12 +63,13 @@ void casts(void* pool) {
             spans.push_back(Span{target_dtype < 0 ? sources.back().data() : targets.back().data(), numel, held});
         }
         std::vector<double> workspace(infinity_kernels_cast_workspace(casts.data(), casts.size()));
-        std::vector<double> sums(casts.size()), twin_sums(casts.size());
-        std::vector<uint64_t> counts(casts.size()), twin_counts(casts.size());
+        std::vector<double> sums(casts.size()), fallback_sums(casts.size());
+        std::vector<uint64_t> counts(casts.size()), fallback_counts(casts.size());
         CHECK(infinity_kernels_cast(0, nullptr, casts.data(), casts.size(), workspace.data(), sums.data(),
                                     counts.data()) == 0);
-        CHECK(infinity_adam_stats(pool, kScalar, spans.data(), spans.size(), twin_sums.data(), twin_counts.data()) == 0);
-        CHECK(sums == twin_sums && counts == twin_counts);
+        CHECK(infinity_adam_stats(pool, kScalar, spans.data(), spans.size(),
+                                  fallback_sums.data(), fallback_counts.data()) == 0);
+        CHECK(sums == fallback_sums && counts == fallback_counts);
     }
 }
 

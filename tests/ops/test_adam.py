@@ -73,21 +73,21 @@ def _state(piece: Piece) -> list[Tensor]:
 @native
 @pytest.mark.parametrize("storage", _STORAGES)
 @pytest.mark.parametrize("grad_dtype", _DTYPES)
-def test_every_path_gives_the_bits_of_the_twin(storage: str, grad_dtype: torch.dtype) -> None:
+def test_every_path_gives_the_bits_of_the_fallback(storage: str, grad_dtype: torch.dtype) -> None:
     for adamw, bias_correction, scale in itertools.product((True, False), (True, False), (1.0, 0.37)):
         hyper = AdamHyper(3e-3, 0.9, 0.95, 1e-8, 0.1, adamw=adamw, bias_correction=bias_correction)
-        twin = _piece(9_003, storage, grad_dtype, hyper)
+        fallback = _piece(9_003, storage, grad_dtype, hyper)
         for step in (1, 2):
-            nonfinite = adam_step([twin], step=step, grad_scale=scale, native=False)
+            nonfinite = adam_step([fallback], step=step, grad_scale=scale, native=False)
         # The edges hold one infinity, and more that are beyond fp16.
-        assert nonfinite == int((twin.grad.float() * scale).isfinite().logical_not().sum()) > 0
+        assert nonfinite == int((fallback.grad.float() * scale).isfinite().logical_not().sum()) > 0
         for simd in adam.simds():
             adam.set_simd(simd)
             piece = _piece(9_003, storage, grad_dtype, hyper)
             for step in (1, 2):
                 count = adam_step([piece], step=step, grad_scale=scale, native=True)
                 assert count == nonfinite
-            assert all(map(_same, _state(piece), _state(twin))), (simd, hyper, scale)
+            assert all(map(_same, _state(piece), _state(fallback))), (simd, hyper, scale)
 
 
 @native
@@ -102,10 +102,10 @@ def test_an_element_does_not_depend_on_its_place(storage: str, simd: str) -> Non
         at = slice(shift, shift + numel)
         cut = [None if t is None else t[at] for t in (whole.remainder, whole.master)]
         tensors = [t[at] for t in (whole.param, whole.grad, whole.exp_avg, whole.exp_avg_sq)]
-        twin = Piece(*[t.clone() for t in tensors], *[None if t is None else t.clone() for t in cut], hyper=_HYPER)
+        fallback = Piece(*[t.clone() for t in tensors], *[None if t is None else t.clone() for t in cut], hyper=_HYPER)
         adam_step([Piece(*tensors, *cut, hyper=_HYPER)], step=5, grad_scale=1.0, native=True)
-        adam_step([twin], step=5, grad_scale=1.0, native=False)
-        for changed, old, expected in zip(_state(whole), before, _state(twin), strict=True):
+        adam_step([fallback], step=5, grad_scale=1.0, native=False)
+        for changed, old, expected in zip(_state(whole), before, _state(fallback), strict=True):
             assert _same(changed[at], expected), (numel, shift)
             assert _same(changed[:shift], old[:shift]) and _same(changed[at.stop :], old[at.stop :])
 
@@ -168,11 +168,11 @@ def test_split_loses_no_bit_of_any_float(use_native: bool) -> None:
 
 @native
 @pytest.mark.parametrize("simd", adam.simds())
-def test_split_and_join_agree_with_their_twins(simd: str) -> None:
+def test_split_and_join_agree_with_their_fallbacks(simd: str) -> None:
     adam.set_simd(simd)
     values = _wide_floats()
-    parts, twins = split(values, native=True), split(values, native=False)
-    assert all(map(torch.equal, map(_bits, parts), map(_bits, twins)))
+    parts, fallbacks = split(values, native=True), split(values, native=False)
+    assert all(map(torch.equal, map(_bits, parts), map(_bits, fallbacks)))
     assert _bits(join(*parts, native=True)).equal(_bits(join(*parts, native=False)))
 
 
@@ -266,14 +266,14 @@ def test_threads_start_late_and_are_given_back() -> None:
 @native
 def test_a_forked_child_steps_too() -> None:
     adam.set_threads(2)
-    piece, twin = _piece(100_000, "plain", torch.float32), _piece(100_000, "plain", torch.float32)
+    piece, fallback = _piece(100_000, "plain", torch.float32), _piece(100_000, "plain", torch.float32)
     adam_step([piece], step=1, grad_scale=1.0, native=True)
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         # Only our own threads: torch's do not survive a fork.
-        adam_step([twin], step=1, grad_scale=1.0, native=True)
-        os.write(write_end, twin.param.numpy().tobytes()[:1024])
+        adam_step([fallback], step=1, grad_scale=1.0, native=True)
+        os.write(write_end, fallback.param.numpy().tobytes()[:1024])
         os._exit(0)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as pipe:

@@ -14,7 +14,7 @@ from infinity.ops.adam import AdamHyper, Piece, adam_step, join, split
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORAGES = ("plain", "split", "master_half", "master_bfloat")
-_PATHS = ("twin", *adam.simds())
+_PATHS = ("fallback", *adam.simds())
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +25,9 @@ def _defaults() -> Iterator[None]:
 
 
 def _step(path: str, piece: Piece, *, step: int = 3, grad_scale: float = 1.0) -> int:
-    if path != "twin":
+    if path != "fallback":
         adam.set_simd(path)
-    return adam_step([piece], step=step, grad_scale=grad_scale, native=path != "twin")
+    return adam_step([piece], step=step, grad_scale=grad_scale, native=path != "fallback")
 
 
 def _piece(storage: str, grad: Tensor, *, adamw: bool = True) -> Piece:
@@ -64,7 +64,7 @@ def test_an_element_without_a_finite_gradient_keeps_every_bit(storage: str, path
         piece, finite = _piece(storage, grad, adamw=adamw), _piece(storage, clean, adamw=adamw)
         before = [state.clone() for state in _states(piece)]
         assert _step(path, piece) == int(bad.sum())
-        assert _step("twin", finite) == 0
+        assert _step("fallback", finite) == 0
         for state, old, expected in zip(_states(piece), before, _states(finite), strict=True):
             assert state.equal(torch.where(bad, old, expected)), (dtype, adamw, share)
 

@@ -40,7 +40,7 @@ def test_published_values(data: bytes, expected: int) -> None:
 
 @pytest.mark.skipif(build.load("aio") is None, reason="no native library here")
 @pytest.mark.parametrize("way", [0, 1, 2])
-def test_native_code_agrees_with_the_twin(way: int) -> None:
+def test_native_code_agrees_with_the_fallback(way: int) -> None:
     for data, expected in _PUBLISHED:
         assert _native(data, 0, way) == expected
     pool = torch.randint(256, (800_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()

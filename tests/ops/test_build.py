@@ -34,7 +34,7 @@ def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, env=settings, timeout=220, check=False)
 
 
-def test_without_native_code_the_twins_run() -> None:
+def test_without_native_code_the_fallbacks_run() -> None:
     reply = _run([sys.executable, "-c", _STEP], INFINITY_NATIVE="0")
     assert reply.stdout.startswith("reference python 0.96837"), reply.stderr
     assert "WARNING" not in reply.stderr
@@ -86,7 +86,7 @@ def test_without_a_device_nvcc_is_never_asked_for_anything(tmp_path: Path) -> No
 
 
 @needs_compiler
-def test_a_device_without_nvcc_gets_the_twin_and_one_line() -> None:
+def test_a_device_without_nvcc_gets_the_fallback_and_one_line() -> None:
     script = """
 import logging
 logging.basicConfig(format="%(levelname)s %(message)s")

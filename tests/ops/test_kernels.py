@@ -73,11 +73,11 @@ def test_adam_has_the_bits_of_the_cpu(on_host: None, storage: str, grad_dtype: t
     cases = itertools.product((True, False), (5003, 37), (0, 1, 3))
     for adamw, numel, shift in cases:
         hyper = AdamHyper(3e-3, 0.9, 0.95, 1e-8, 0.1, adamw=adamw)
-        ours, twin = (make_piece(numel, storage, grad_dtype, hyper, shift) for _ in range(2))
+        ours, fallback = (make_piece(numel, storage, grad_dtype, hyper, shift) for _ in range(2))
         for step in (1, 2):
             left_out = kernels.adam_step(*table_of([ours], step, 0.37), CPU)
-            assert int(left_out) == adam.adam_step([twin], step=step, grad_scale=0.37) > 0
-        assert all(map(same, states(ours), states(twin))), (hyper, numel, shift)
+            assert int(left_out) == adam.adam_step([fallback], step=step, grad_scale=0.37) > 0
+        assert all(map(same, states(ours), states(fallback))), (hyper, numel, shift)
 
 
 @needs_compiler
@@ -85,13 +85,13 @@ def test_any_number_of_pieces_is_stepped_by_one_call(on_host: None) -> None:
     # More than one launch takes, some empty, of every storage and gradient.
     sizes = [(index * 517) % 2600 if index % 5 else 0 for index in range(75)]
     hypers = [AdamHyper(10.0 ** -(i % 4), 0.9, 0.99, 1e-6, 0.01, adamw=i % 2 == 0) for i in range(75)]
-    ours, twins = (
+    ours, fallbacks = (
         [make_piece(n, STORAGES[i % 4], DTYPES[i % 3], hypers[i], i % 2) for i, n in enumerate(sizes)] for _ in range(2)
     )
     left_out = kernels.adam_step(*table_of(ours, 7, 0.5), CPU)
-    assert int(left_out) == adam.adam_step(twins, step=7, grad_scale=0.5)
-    for our, twin in zip(ours, twins, strict=True):
-        assert all(map(same, states(our), states(twin)))
+    assert int(left_out) == adam.adam_step(fallbacks, step=7, grad_scale=0.5)
+    for our, fallback in zip(ours, fallbacks, strict=True):
+        assert all(map(same, states(our), states(fallback)))
     assert int(kernels.adam_step(*table_of([], 1, 1.0), CPU)) == 0
 
 
@@ -149,8 +149,8 @@ def test_a_cast_may_be_done_in_place(on_host: None) -> None:
     assert float(stats.sum_of_squares) == adam.grad_stats([expected])[0].sum_of_squares
 
 
-def test_the_twin_of_a_cast_gives_the_same() -> None:
-    # On the CPU the door itself takes the twin.
+def test_the_fallback_of_a_cast_gives_the_same() -> None:
+    # On the CPU the door itself takes the fallback.
     source = values(5000, torch.Generator().manual_seed(4))
     target = torch.empty(5000, dtype=torch.bfloat16)
     stats = kernels.cast_stats([source, source], [target, source.clone()], 0.5)
@@ -250,7 +250,7 @@ print({library.infinity_kernels_error(code).decode() for code in codes})
     assert "CUDA driver" in reply.stdout or "no CUDA-capable device" in reply.stdout
 
 
-def test_a_device_without_a_library_has_the_twin_and_one_warning(monkeypatch, caplog) -> None:
+def test_a_device_without_a_library_has_the_fallback_and_one_warning(monkeypatch, caplog) -> None:
     def refuse(name: str, sources: Path) -> Path:
         raise ExtensionError("no nvcc: install the CUDA toolkit, or name nvcc in NVCC")
 

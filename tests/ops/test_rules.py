@@ -25,16 +25,16 @@ def _defaults() -> Iterator[None]:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rule", sorted(HYPERS))
-def test_every_instruction_set_gives_the_twins_bits(isa: str, rule: str) -> None:
+def test_every_instruction_set_gives_the_fallbacks_bits(isa: str, rule: str) -> None:
     if isa != "reference":
         adam.set_simd(isa)
     made = [make_piece(997, storage, dtype, HYPERS[rule], shift=1) for storage in STORAGES for dtype in DTYPES]
-    twins = copy.deepcopy(made)
+    fallbacks = copy.deepcopy(made)
     for step, bound in ((1, math.inf), (2, 0.5)):
         left_out = adam_step(made, step=step, grad_scale=0.37, grad_bound=bound)
-        assert left_out == adam_step(twins, step=step, grad_scale=0.37, grad_bound=bound, native=False) > 0
-    for piece, twin in zip(made, twins, strict=True):
-        assert all(map(same, states(piece), states(twin)))
+        assert left_out == adam_step(fallbacks, step=step, grad_scale=0.37, grad_bound=bound, native=False) > 0
+    for piece, fallback in zip(made, fallbacks, strict=True):
+        assert all(map(same, states(piece), states(fallback)))
 
 
 def _paper_lion(weight: Tensor, grads: list[Tensor], hyper: LionHyper) -> Tensor:

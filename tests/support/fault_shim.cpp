@@ -172,7 +172,7 @@ ssize_t pwrite64(int fd, const void* buffer, size_t nbytes, off_t offset) {
     return faulty_write(fd, buffer, nbytes, offset);
 }
 
-// The twin passes one buffer a call: the vector calls serve the first.
+// The Python fallback passes one buffer a call, so the vector calls serve only the first.
 ssize_t preadv(int fd, const iovec* parts, int, off_t offset) {
     return faulty_read(fd, parts->iov_base, parts->iov_len, offset);
 }
