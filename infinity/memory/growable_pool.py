@@ -15,17 +15,17 @@ from torch import Tensor
 
 from infinity.memory.ledger import Ledger
 from infinity.memory.pool import Arena, piece_nbytes
-from infinity.memory.tiers.nvme import NvmeTier
+from infinity.memory.tiers.base import TierBackend
 from infinity.memory.tiers.pinned import HostMemory
 from infinity.plan.types import Kind, Tier
 
 
 @dataclass(slots=True, eq=False)
 class PoolBlock:
-    """A range of bytes and who has which of it. `nvme`: the file that they lie in; then the arena has no memory."""
+    """A range of bytes and who has which of it. `file`: the file that they lie in; then the arena has no memory."""
 
     arena: Arena
-    nvme: NvmeTier | None = None
+    file: TierBackend | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -122,8 +122,8 @@ class GrowablePool:
             self._ledger.add(self._tier, Kind.POOL, taken - slab.arena.nbytes)
             slab.arena.close()
             try:
-                if slab.nvme is not None:
-                    slab.nvme.close()
+                if slab.file is not None:
+                    slab.file.close()
             except BaseException as error:
                 failure = failure or error
         if failure is not None:
@@ -144,13 +144,13 @@ def host_pool(host: HostMemory, *, ledger: Ledger, holds_values: bool) -> Growab
     )  # fmt: skip
 
 
-def file_pool(open_file: Callable[[int], NvmeTier], *, ledger: Ledger) -> GrowablePool:
+def file_pool(open_file: Callable[[int], TierBackend], *, ledger: Ledger) -> GrowablePool:
     """Slabs that are swap files; `open_file` makes one of so many bytes."""
 
     def make(nbytes: int) -> PoolBlock:
-        nvme = open_file(nbytes)
+        file = open_file(nbytes)
         # An arena of places: nothing is ever read or written in a tensor without memory.
-        return PoolBlock(Arena("checkpoints", torch.empty(nbytes, dtype=torch.uint8, device="meta")), nvme)
+        return PoolBlock(Arena("checkpoints", torch.empty(nbytes, dtype=torch.uint8, device="meta")), file)
 
     return GrowablePool(
         Tier.NVME, make, ledger=ledger, holds_values=True, owner="activation checkpoints", least_nbytes=FILE_NBYTES

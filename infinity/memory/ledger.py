@@ -49,6 +49,10 @@ class Ledger:
             self.peak[entry] = max(self.peak.get(entry, 0), held)
             self.most[tier] = max(self.most.get(tier, 0), total)
 
+    def pin(self, nbytes: int) -> None:
+        """Book `nbytes` more (or fewer, when negative) of page-locked CPU memory."""
+        self.pinned_nbytes += nbytes
+
     def total(self, tier: Tier) -> int:
         """Bytes held on one tier now."""
         return self._totals[tier]

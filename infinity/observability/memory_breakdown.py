@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from infinity.errors import TierMemoryError
-from infinity.memory.activation_tier import ActivationExtent
 from infinity.memory.buffers import POOLS
 from infinity.memory.ledger import Ledger
 from infinity.memory.memory_report import MemoryReport, Process
 from infinity.memory.partition import Partition
 from infinity.memory.refusal import MemoryRefused, is_refusal
+from infinity.memory.saved_tensor import ActivationExtent
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.observability import trace

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from infinity.errors import StateError, TierMemoryError, TransferError
 from infinity.memory import growable_pool
-from infinity.memory.activation_tier import ActivationTier, SavedTensor
+from infinity.memory.activation_tier import ActivationTier
 from infinity.memory.ledger import Ledger
+from infinity.memory.saved_tensor import SavedTensor
 from infinity.memory.tiers.device import Device
 from infinity.ops.transfer import Transfer
 from infinity.plan.capacity import Capacity

@@ -120,7 +120,7 @@ class HostMemory:
             if reason is not None:
                 self._unregister(done)
                 return reason
-            self._ledger.pinned_nbytes += chunk[1]
+            self._ledger.pin(chunk[1])
             done.append(chunk)
         self._pinned[buffer.data_ptr()] = done
         return None
@@ -128,4 +128,4 @@ class HostMemory:
     def _unregister(self, chunks: list[tuple[int, int]]) -> None:
         for pointer, nbytes in chunks:
             self._device.unregister(pointer)
-            self._ledger.pinned_nbytes -= nbytes
+            self._ledger.pin(-nbytes)
