@@ -2,11 +2,11 @@
 
 Collectives of a group have numbers and names, so that the watchdog knows where each rank is.
 
-[Note: tags] gloo ends the process when a message is longer than the buffer that waits for it. Ranks that submit
-different collectives must therefore never exchange their bytes. Every message carries a tag, made of what its
-collective is: number, name and size. A message only meets the receive of the same tag, so diverged ranks wait instead,
-the watchdog compares their names, and all raise. Nothing is sent for it. Collectives whose messages gloo makes itself
-begin with a meeting (`collectives`), which is one tagged message of no meaning.
+[Note: tags] gloo ends the process if a message is longer than the buffer that waits for it. Ranks that submit different
+collectives must therefore never exchange their bytes. Every message carries a tag, computed from its collective's
+number, name and size, and only meets a receive of the same tag. So ranks that differ wait instead, the watchdog
+compares the names, and all ranks raise; no extra message is sent. A collective whose messages gloo makes itself begins
+with a barrier of tagged, empty messages (`collectives`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from infinity.distributed.hang_detection.watchdog import Watchdog
 from infinity.errors import StateError
 from infinity.ops.transfer import WorkTransfer
 
-# Of a tag's 31 bits, those that say what the collective is; the ones above say which of its messages it is.
+# Of a tag's 31 bits, those that identify the collective; the ones above tell its messages apart.
 _SAID_BITS = 28
 # Kinds of message. Tags of other uses (`abort`) are smaller than each.
 DATA, MEETING, PLACE, TAKEN = (kind << _SAID_BITS for kind in (1, 2, 3, 4))
@@ -64,8 +64,10 @@ class AxisGroup:
     def start(
         self, name: str, submit: Callable[[int], Any], keep: Sequence[Tensor], *, nbytes: int
     ) -> CollectiveTransfer:
-        """Submit a collective of `nbytes`, the same on every rank. `submit` takes the tag of its messages, to which the
-        kind of message is added ([Note: tags]), and returns a work.
+        """Submit a collective; returns at once. StateError if the group has no process group.
+
+        submit: takes the tag of the collective's messages, to which each adds its kind ([Note: tags]); returns a work.
+        keep: the tensors that must live until it is over. nbytes: the same on every rank.
         """
         if self.process_group is None:
             raise StateError(f"{name}: the {self.axis} group has no process group: it is closed, or has one rank only")
@@ -79,7 +81,7 @@ class AxisGroup:
         return CollectiveTransfer(self, work, keep, number, name)
 
     def wait(self, work: Any, number: int, name: str) -> None:
-        """Wait for a work. Where the group's device is no CPU, the host only enqueues the wait."""
+        """Wait for a work. If the group's device is not the CPU, the host only enqueues the wait."""
         watchdog = self.watchdog
         if watchdog is None:
             work.wait()

@@ -1,13 +1,13 @@
-"""Ranks of one host read each other's memory, so that what they exchange passes no socket.
+"""Exchanges between ranks of one host without sockets: each rank copies from the others' memory.
 
-gloo sends through the loopback interface: bytes are copied into the kernel and out again in packets, by a thread of its
-own on each side. Where two ranks run on one host the kernel can copy from one process into the other at once
-(process_vm_readv, "cross memory attach" in MPI libraries; man 2 process_vm_readv), at a third of the processor time.
+gloo sends through the loopback interface: a thread on each side copies bytes into the kernel and out again in packets.
+For two ranks of one host the kernel can copy from one process into the other directly (process_vm_readv, "cross memory
+attach" in MPI libraries; man 2 process_vm_readv), at a third of the processor time.
 
-A rank says where its bytes lie, each of the others copies what it needs, and says that it has. Only these two messages
-go through gloo, so that a rank that fails or ends is noticed as ever. The kernel asks for the same user and, where Yama
-restricts debuggers (/proc/sys/kernel/yama/ptrace_scope 1), for a permission that is given to what has the same parent
-process, such as torchrun. Whether it works is tried at the start; where it does not, bytes go through gloo.
+A rank tells the others where its bytes lie; each copies what it needs and confirms. Only these two messages go through
+gloo, so a rank that fails or ends is noticed as before. The kernel requires the same user. If Yama restricts debuggers
+(/proc/sys/kernel/yama/ptrace_scope 1) it also requires a permission, which a rank grants to processes with the same
+parent, such as torchrun. A trial at the start decides; if it fails, bytes go through gloo.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from infinity.log import logger
 
-# Smaller rows go through gloo: one message is sooner there than two.
+# Smaller rows go through gloo: there one message is faster than two.
 SMALLEST_NBYTES = 256 << 10
 # The watchdog ends a wait of this thread by breaking the group.
 _FOR_EVER = timedelta(days=365)
@@ -54,8 +54,9 @@ if _readv is not None:
 
 
 def copy_from(pid: int, source: int, target: int, nbytes: int) -> None:
-    """Copy `nbytes` at address `source` of process `pid` to address `target` of this one. OSError where the kernel
-    refuses. Python's lock is free meanwhile.
+    """Copy `nbytes` at address `source` of process `pid` to address `target` of this one.
+
+    Releases Python's lock meanwhile. OSError if the kernel refuses.
     """
     if _readv is None:
         raise OSError("this system has no process_vm_readv")
@@ -70,7 +71,7 @@ def copy_from(pid: int, source: int, target: int, nbytes: int) -> None:
 
 
 class Introduction:
-    """What a rank tells others so that they can try to read its memory, and what it makes of theirs."""
+    """What a rank tells others so that they can try to read its memory, and its trial of theirs."""
 
     def __init__(self, *, wanted: bool) -> None:
         self._secret = ctypes.create_string_buffer(os.urandom(_SECRET_NBYTES), _SECRET_NBYTES)
@@ -84,13 +85,14 @@ class Introduction:
 
     @property
     def said(self) -> tuple[str, int, int, str]:
-        """To be told to every rank: host, process, address of a secret, and the secret."""
+        """What to tell every rank: host, process, address of a secret, and the secret."""
         secret = "" if self.reason else self._secret.raw.hex()
         return self._host, os.getpid(), ctypes.addressof(self._secret), secret
 
     def readable(self, said: Sequence[Any]) -> int | None:
-        """The process that has introduced itself so, where its memory can be read from here. Ranks in containers of one
-        host may know different processes by one number: a secret tells.
+        """Return the process that has introduced itself so, if its memory can be read from here; else None.
+
+        In containers of one host a process number may mean different processes, so the secret is compared.
         """
         host, pid, address, secret = said
         if self.reason or not secret or host != self._host:
@@ -108,20 +110,20 @@ class Introduction:
 
 
 def _permit_siblings() -> None:
-    """Under Yama's scope 1, let processes with this one's parent read its memory. Scopes 2 and 3 permit nothing."""
+    """Let processes with this one's parent read its memory, if Yama's scope is 1; scopes 2 and 3 permit nothing."""
     with contextlib.suppress(OSError, ValueError):
         if int(_YAMA.read_text()) == 1:
             _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def acquaint(introductions: Sequence[Sequence[Any]], rank: int, mine: Introduction) -> dict[int, int]:
-    """Rank and process of each other rank whose memory can be read from here."""
+    """Return the process of each other rank whose memory can be read from here, by rank."""
     found = {other: mine.readable(said) for other, said in enumerate(introductions) if other != rank}
     return {other: pid for other, pid in found.items() if pid is not None}
 
 
 def log_transport(pids: Mapping[int, int], reasons: Sequence[str]) -> None:
-    """Say how ranks of this host exchange bytes."""
+    """Log how ranks of this host exchange bytes."""
     if pids:
         logger.info("gathers and reductions: from the memory of %d other rank(s) of this host", len(pids))
     elif reason := next(filter(None, reasons), ""):
@@ -130,13 +132,13 @@ def log_transport(pids: Mapping[int, int], reasons: Sequence[str]) -> None:
 
 @dataclass(slots=True)
 class _Row:
-    """What one other rank has for this one, and what it needs from here."""
+    """The exchange with one other rank."""
 
     member: int
     pid: int
     row: Tensor
-    # Where the other one's bytes lie and how many they are, once `coming` is over; `taken` is over when it has copied
-    # this rank's.
+    # Address and number of the other rank's bytes, once `coming` is over. `taken` is over once it has copied this
+    # rank's.
     place: Tensor
     coming: Any
     taken: Any
@@ -144,7 +146,7 @@ class _Row:
 
 
 class Swap:
-    """Rows on their way, like a work of torch.distributed."""
+    """Rows in flight, with the interface of torch.distributed's works."""
 
     def __init__(self, members: Any, limit_seconds: float, *, place_tag: int, taken_tag: int) -> None:
         self._members = members
@@ -155,7 +157,7 @@ class Swap:
         self._error: BaseException | None = None
 
     def add(self, member: int, pid: int, row: Tensor, part: Tensor) -> None:
-        """Tell a member where its `part` lies, and expect to hear where this rank's `row` does."""
+        """Tell a member where its `part` lies, and receive where this rank's `row` lies."""
         group, theirs = self._members, torch.zeros(2, dtype=torch.int64, device="cpu")
         mine = torch.tensor([part.data_ptr(), part.nbytes], device="cpu")
         self._rows.append(
@@ -168,7 +170,7 @@ class Swap:
         )  # fmt: skip
 
     def run(self) -> None:
-        """Copy, on the reader's thread."""
+        """Copy all rows; called on the reader's thread."""
         try:
             telling: list[Any] = []
             for row in self._rows:
@@ -200,14 +202,13 @@ class Swap:
 
 
 class RowCopier:
-    """A thread that copies rows from other ranks' memory, in the order in which a group's collectives were started:
-    it is the same on every rank, so that ranks wait for each other in no circle.
+    """A thread that copies rows from other ranks' memory, in the order in which a group's collectives were started.
+
+    That order is the same on every rank, so ranks never wait for each other in a circle.
     """
 
     def __init__(self, members: Any, pids: Mapping[int, int], limit_seconds: float) -> None:
-        """pids: the processes of the group's members whose memory can be read, by their ranks in the group; they can
-        read this one's.
-        """
+        """members: torch's process group. pids: by index in it, the processes that can read each other's memory."""
         self.pids = dict(pids)
         self._members = members
         self._limit_seconds = limit_seconds
@@ -215,15 +216,16 @@ class RowCopier:
         self._thread: threading.Thread | None = None
 
     def reads(self, member: int, row: Tensor) -> bool:
-        """Whether a row from a member is copied from its memory; the member says the same of a row of this size."""
+        """Return whether a row of a member is copied from its memory; the member decides the same for this size."""
         return member in self.pids and row.nbytes >= SMALLEST_NBYTES
 
     def swap(
         self, rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, others: Sequence[int], *,
         place_tag: int, taken_tag: int,
     ) -> Swap:  # fmt: skip
-        """Begin to copy `rows[other]` from each of the others, and to let it copy `parts[other]`. The tags are those of
-        the two messages about it.
+        """Begin to copy `rows[other]` from each of the others, and let it copy `parts[other]`.
+
+        place_tag, taken_tag: the tags of the two messages of each exchange.
         """
         swap = Swap(self._members, self._limit_seconds, place_tag=place_tag, taken_tag=taken_tag)
         for other in others:
@@ -235,7 +237,7 @@ class RowCopier:
         return swap
 
     def close(self) -> None:
-        """End the thread, which may be in a wait that only the end of the group ends."""
+        """End the thread. Waits only a moment: the thread may be in a wait that ends with the group."""
         self._jobs.put(None)
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)

@@ -1,8 +1,7 @@
-"""The collectives that ZeRO needs, by one name in every supported torch, on flat tensors of the group's device.
+"""The collectives that ZeRO needs, under one name for every supported torch, on flat tensors of the group's device.
 
-Each has a name for whoever waits for it, such as "gather of layers.1"; the same number of a group's collectives must
-have the same name and size on every rank. Where it has not, gloo's ranks wait and the watchdog tells: [Note: tags] in
-`axis_group`.
+Each call has a name that errors show, such as "gather of layers.1". The n-th collective of a group must have the same
+name and size on every rank. If it has not, gloo's ranks wait until the watchdog raises: [Note: tags] in `axis_group`.
 
 torch 2.13 renamed the two single-tensor collectives and warns about the old names; 2.11 has the old names only.
 """
@@ -22,12 +21,12 @@ from infinity.observability import trace
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# Elements of a sum that are added up at a time: two or more rows of them stay in a core's cache.
+# Elements that are summed at a time, so that two or more rows of them stay in a core's cache.
 _SUM_NUMEL = 1 << 16
 
 
 class _Works:
-    """Several works that are one."""
+    """Several works, waited for as one."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -41,11 +40,11 @@ class _Works:
 
 
 def all_gather(full: Tensor, partition: Tensor, group: AxisGroup, name: str = "gather") -> CollectiveTransfer:
-    """Gather every rank's partition [numel / ranks] into `full` [numel]; returns at once. `partition` may lie at its
-    place in `full`.
+    """Gather every member's partition [numel / size] into `full` [numel]; returns at once.
 
-    gloo's own passes partitions round a ring, step by step, on one thread: here every rank sends its own to each other
-    one, which took a third of the time; ranks of one host read it from each other's memory (see `cma_transport`).
+    `partition` may be the view of its place in `full`. With gloo every rank sends its partition to each other rank,
+    instead of round a ring on one thread as gloo's own does; that took a third of the time. Ranks of one host read it
+    from each other's memory (see `cma_transport`).
     """
     members = group.process_group
     if not _is_gloo(members) or not partition.numel():
@@ -68,8 +67,9 @@ def _send_to_all(full: Tensor, partition: Tensor, group: AxisGroup, tag: int) ->
 
 
 def _swap(rows: Sequence[Tensor] | Tensor, parts: Sequence[Tensor] | Tensor, group: AxisGroup, tag: int) -> _Works:
-    """Receive a row from each other rank and send it its part. Nearest neighbours first, so that not everybody sends to
-    the same rank at once.
+    """Receive a row from each other rank and send it its part.
+
+    Each rank begins with its next neighbour, so that not all send to the same rank at once.
     """
     members, reader = group.process_group, group.reader
     others = [(group.index + step) % group.size for step in range(1, group.size)]
@@ -87,23 +87,24 @@ def _is_gloo(members: Any) -> bool:
 
 
 class Reduction(Protocol):
-    """A sum over ranks in flight, of which this rank gets its slice."""
+    """A sum over ranks in flight; this rank gets its slice of it."""
 
     def done(self) -> bool: ...
 
     def wait(self) -> None: ...
 
     def sums(self) -> Iterator[tuple[int, Tensor]]:
-        """After `wait`, once: this rank's slice of the sum in pieces, each with the index of its first element in the
-        slice. A piece holds until the next one is asked for.
+        """Yield this rank's slice of the sum in pieces, each with the index of its first element in the slice.
+
+        Call it once, after `wait`. A piece is valid until the next one is asked for.
         """
 
     def leave_in(self, target: Tensor) -> None:
-        """After `wait`, instead of `sums`: put this rank's slice of the sum into `target`, in its dtype."""
+        """Write this rank's slice of the sum into `target`, in its dtype. Call it after `wait`, instead of `sums`."""
 
 
 class _Moving:
-    """What every reduction waits for."""
+    """The transfer that every reduction waits for."""
 
     def __init__(self, moving: CollectiveTransfer) -> None:
         self._moving = moving
@@ -116,7 +117,7 @@ class _Moving:
 
 
 class _Summed(_Moving):
-    """The backend leaves the sum in one tensor."""
+    """A reduction whose sum the backend leaves in one tensor."""
 
     def __init__(self, moving: CollectiveTransfer, mine: Tensor) -> None:
         super().__init__(moving)
@@ -131,7 +132,7 @@ class _Summed(_Moving):
 
 
 class _Exchanged(_Moving):
-    """Ranks have sent each other slices: `rows` are those for this rank, in the order of ranks, its own among them."""
+    """A reduction for which ranks exchange slices; `rows` are those for this rank, its own included, by rank."""
 
     def __init__(self, moving: CollectiveTransfer, rows: Sequence[Tensor]) -> None:
         super().__init__(moving)
@@ -144,7 +145,7 @@ class _Exchanged(_Moving):
 
     def leave_in(self, target: Tensor) -> None:
         if len(self._rows) == 2 and target.dtype == self._rows[0].dtype:
-            # Read and written once.
+            # One pass over the memory instead of two.
             rows, self._rows = self._rows, ()
             torch.add(*rows, out=target)
             return
@@ -153,7 +154,7 @@ class _Exchanged(_Moving):
 
 
 def _add_up(rows: Sequence[Tensor]) -> Tensor:
-    """The sum of two or more rows, in their order; in fp32 and rounded once where they are shorter."""
+    """Return the sum of two or more rows, in their order; shorter types are summed in fp32 and rounded once."""
     first, second, *others = rows
     if not others:
         return first + second
@@ -167,15 +168,16 @@ def reduce_scatter(
     full: Tensor, *, group: AxisGroup, mine: Tensor | None = None, workspace: Tensor | None = None,
     name: str = "reduction",
 ) -> Reduction:  # fmt: skip
-    """Sum `full` [numel] over ranks, of which this rank gets its slice [numel / ranks]; returns at once.
+    """Sum `full` [numel] over the group; this rank gets its slice [numel / size]. Returns at once.
 
-    `full` is left as it is; it and what else is given must not change until the sums have been taken.
+    `full` is not changed. The caller must not change any of the tensors until it has taken the sums.
 
-    mine: where a backend with a reduction of its own leaves the slice. workspace: [numel - numel / ranks], where gloo
-    receives the slices of other ranks. Each is made here when it is needed and absent.
+    mine: [numel / size]; a backend with a reduction of its own (NCCL) leaves the slice there.
+    workspace: [numel - numel / size]; gloo receives the slices of other ranks there.
+    Each is allocated if it is needed and absent.
 
-    gloo's own runs an all-reduce of everything inside, twice the bytes and a copy: here ranks exchange slices, and each
-    adds up those that it has received, in the order of ranks, by pieces that a cache holds.
+    gloo's own reduce-scatter runs an all-reduce of everything: twice the bytes, and a copy. Here ranks exchange slices,
+    and each sums those that it has received, in the order of ranks, in pieces that fit a cache.
     """
     members = group.process_group
     ranks = group.size
@@ -198,7 +200,7 @@ def reduce_scatter(
 
 
 class _AfterMeeting:
-    """A collective of gloo's own, which begins when somebody waits for it and all ranks have met."""
+    """A collective of gloo's own. It begins in `wait`, once all ranks have met: see [Note: tags] in `axis_group`."""
 
     def __init__(self, submit: Callable[[], Any], group: AxisGroup, tag: int) -> None:
         self._submit = submit
@@ -213,9 +215,10 @@ class _AfterMeeting:
 
 
 def _meet(group: AxisGroup, tag: int) -> None:
-    """Return once every rank has come here with this tag. In each round a rank hears from one that is twice as far away
-    as in the last, and so of all that this one has heard of: log2(ranks) rounds (dissemination barrier; Hensgen,
-    Finkel and Manber, 1988).
+    """Return once every rank has called this with the same tag: a barrier.
+
+    Dissemination barrier (Hensgen, Finkel and Manber, 1988): in each of log2(size) rounds a rank hears from one that is
+    twice as far away as in the round before, and so of all ranks that this one has heard of.
     """
     members, index, size = group.process_group, group.index, group.size
     distance, nothing = 1, torch.zeros(1, dtype=torch.uint8, device="cpu")
@@ -227,7 +230,7 @@ def _meet(group: AxisGroup, tag: int) -> None:
 
 
 def _whole(tensor: Tensor, submit: Callable[[], Any], group: AxisGroup, name: str) -> CollectiveTransfer:
-    """Submit a collective of the backend's own on one tensor, the same on every rank."""
+    """Submit a collective of the backend's own on one tensor."""
     gloo = _is_gloo(group.process_group)
     return group.start(
         name, lambda tag: _AfterMeeting(submit, group, tag) if gloo else submit(), keep=(tensor,), nbytes=tensor.nbytes
@@ -235,7 +238,7 @@ def _whole(tensor: Tensor, submit: Callable[[], Any], group: AxisGroup, name: st
 
 
 def all_reduce(tensor: Tensor, group: AxisGroup, name: str = "sum") -> CollectiveTransfer:
-    """Sum `tensor` over ranks in place. Where gloo does it, that happens in `wait`: wait for one before the next."""
+    """Sum `tensor` over the group, in place. gloo sums in `wait`, so wait for one before you start the next."""
     members = group.process_group
     return _whole(
         tensor, lambda: dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=members, async_op=True), group, name
@@ -243,7 +246,7 @@ def all_reduce(tensor: Tensor, group: AxisGroup, name: str = "sum") -> Collectiv
 
 
 def broadcast(tensor: Tensor, group: AxisGroup, source: int = 0, name: str = "broadcast") -> None:
-    """Make every rank's `tensor` that of the group's member `source`."""
+    """Copy the `tensor` of the group's member `source` (an index in the group) to every member. Blocks."""
     members = group.process_group
     _whole(tensor, lambda: dist.broadcast(tensor, group_src=source, group=members, async_op=True), group, name).wait()
 
@@ -251,7 +254,7 @@ def broadcast(tensor: Tensor, group: AxisGroup, source: int = 0, name: str = "br
 def exchange(
     values: list[float], group: AxisGroup, name: str = "exchange of numbers"
 ) -> list[list[float]]:
-    """Every rank's list of numbers (same length everywhere, float64), by rank. Blocks; meant for small decisions."""
+    """Return every member's list of numbers (float64, of one length), by index. Blocks; meant for small decisions."""
     if group.process_group is None:
         return [values]
     mine = torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -262,7 +265,7 @@ def exchange(
 
 
 def exchange_texts(text: str, group: AxisGroup, name: str = "exchange of texts") -> list[str]:
-    """Every rank's text, of any length, by rank. Blocks."""
+    """Return every member's text, of any length, by index. Blocks."""
     mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
     sizes = [int(row[0]) for row in exchange([float(mine.numel())], group, name)]
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
@@ -274,5 +277,5 @@ def exchange_texts(text: str, group: AxisGroup, name: str = "exchange of texts")
 
 
 def exchange_values(value: Any, group: AxisGroup, name: str = "exchange of values") -> list[Any]:
-    """Every rank's value (JSON: tuples come back as lists, keys as strings), by rank. Blocks."""
+    """Return every member's value, by index. Blocks. As JSON: tuples come back as lists, keys as strings."""
     return [json.loads(text) for text in exchange_texts(json.dumps(value), group, name)]

@@ -1,8 +1,8 @@
-"""Do all ranks mean the same? Asked at the beginning (the model and its plan) and at every step (what was gathered).
+"""Checks that all ranks do the same: of the model and its plan at the start, of the collectives at every step.
 
-Where the backend compares nothing itself (gloo does: [Note: tags] in `axis_group`), two ranks that gather different
-units of one size do not hang: each gets halves of both. So every step compares a digest of all that was submitted
-before it changes a weight.
+gloo never mixes different collectives ([Note: tags] in `axis_group`). With another backend, two ranks that gather
+different units of one size do not hang: each gets parts of both. So every step compares a digest of all that was
+submitted before it changes a weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHOWN_MAX = 64
 
 
 def agree_on_plan(plan: Plan, group: AxisGroup) -> None:
-    """Raise DesyncError on every rank unless all have the same plan of the same parameters, in the same order."""
+    """Raise DesyncError on every rank unless all have the same plan of the same parameters in one order. Collective."""
     if group.process_group is None:
         return
     heard = exchange_texts(plan.fingerprint(), group, "exchange of plans")
@@ -48,7 +48,10 @@ def agree_on_plan(plan: Plan, group: AxisGroup) -> None:
 
 
 def agree_on_numbers(values: list[float], group: AxisGroup, name: str) -> list[list[float]]:
-    """`exchange`, with the digests of what was submitted before: one collective for both."""
+    """Return every rank's numbers, by rank, as `exchange` does; DesyncError if ranks have submitted different things.
+
+    Compares the digests of what was submitted before in the same collective.
+    """
     mine = group.watchdog.log.digests() if group.watchdog is not None else []
     rows = exchange([*values, *mine], group, name)
     _agree_on_history([row[len(values) :] for row in rows], group)
@@ -56,13 +59,13 @@ def agree_on_numbers(values: list[float], group: AxisGroup, name: str) -> list[l
 
 
 def on_any_rank(mine: Sequence[bool], group: AxisGroup, name: str) -> list[bool]:
-    """Element-wise 'on any rank' of a list of flags that has the same length on every rank."""
+    """Return for each flag whether it is true on any rank. The list has one length on every rank. Collective."""
     rows = exchange([float(flag) for flag in mine], group, name)
     return [any(row[index] for row in rows) for index in range(len(mine))]
 
 
 def _agree_on_history(rows: Sequence[Sequence[float]], group: AxisGroup) -> None:
-    """Raise DesyncError on every rank unless all have submitted the same. `rows`: every rank's digests."""
+    """Raise DesyncError on every rank unless their digests (`rows`, by rank) are equal. Collective."""
     if group.watchdog is None or all(list(row) == list(rows[0]) for row in rows):
         return
     told = []

@@ -1,9 +1,7 @@
-"""Who this rank is, and the process groups it needs.
+"""This rank's place among all ranks, and the process groups of the axes that it lies on.
 
-World size 1 needs no launcher, no environment variables and no process group. With more ranks (torchrun, or a group
-that the program has opened itself) gathers and reductions run in groups of their own, so that their mutual order is
-free, and small decisions are exchanged through a CPU group that never waits for the device. A watchdog looks after
-all three.
+World size 1 needs no launcher, no environment variables and no process group. More ranks come from torchrun, or from a
+process group that the program has opened itself. One watchdog looks after all groups.
 """
 
 from __future__ import annotations
@@ -31,7 +29,10 @@ from infinity.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among all: what names files and log lines. Code that communicates is given an `AxisGroup`."""
+    """This process among all, for names of files and log lines. Code that communicates is given an `AxisGroup`.
+
+    local_rank, local_size: the same among the ranks of this node.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -40,7 +41,10 @@ class Ranks:
 
 
 def detect() -> Ranks:
-    """Read an open process group, or the environment that torchrun sets; without both this is the only rank."""
+    """Read the open process group, else torchrun's environment; with neither, this is the only rank.
+
+    ConfigError if WORLD_SIZE is set without an address to meet at.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -60,9 +64,9 @@ def detect() -> Ranks:
 def open_group(
     ranks: Ranks, *, accelerator: bool, timeout: timedelta | None = None, backend: str | None = None
 ) -> None:
-    """Open torch.distributed's group of all ranks, where none is open; without a `timeout`, torch's own counts.
+    """Open torch.distributed's group of all ranks unless one is open; `timeout` defaults to torch's own.
 
-    It stays open for the next engine: ranks that close at different times would meet each other's old store.
+    It stays open until the process ends: ranks that closed it at different times would meet each other's old store.
     """
     if dist.is_initialized():
         return
@@ -71,7 +75,7 @@ def open_group(
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timeout,
-        # One rank alone needs nobody to meet.
+        # One rank alone needs no address to meet at.
         store=dist.HashStore() if ranks.world_size == 1 else None,
     )
     atexit.register(_end, os.getpid())
@@ -80,9 +84,9 @@ def open_group(
 class ProcessGroups:
     """The groups of the axes that this rank lies on.
 
-    world: every rank, through a process group on the CPU that never waits for the device: small decisions.
-    data: the ranks that share the partitions of a unit; gathers. reduction: the same ranks in a process group of its
-    own, so that reductions and gathers have no order among each other.
+    world: every rank, for small decisions; its process group is on the CPU and never waits for the device.
+    data: the ranks that share the partitions of a unit, for gathers.
+    reduction: the same ranks with a process group of their own, so that reductions and gathers may overtake each other.
 
     At world size 1 no group has a process group, and there is no watchdog.
     """
@@ -90,7 +94,12 @@ class ProcessGroups:
     def __init__(
         self, ranks: Ranks, *, accelerator: bool, timeout_seconds: float, cross_memory_attach: bool = True
     ) -> None:
-        """cross_memory_attach: off an accelerator ranks of one host may read each other's memory (`cma_transport`)."""
+        """Open the process groups. Collective.
+
+        accelerator: whether tensors lie on an accelerator (NCCL), not on the CPU (gloo).
+        timeout_seconds: how long a rank may let others wait before the watchdog ends the job.
+        cross_memory_attach: without an accelerator, ranks of one host read each other's memory (`cma_transport`).
+        """
         self.ranks = ranks
         self._process = os.getpid()
         self.watchdog: Watchdog | None = None
@@ -115,13 +124,13 @@ class ProcessGroups:
             self._meet(Introduction(wanted=cross_memory_attach), timeout.total_seconds())
 
     def _meet(self, mine: Introduction, limit_seconds: float) -> None:
-        """Find the ranks of this host that can read each other's memory, and have all groups use it."""
+        """Find the ranks of this host that can read each other's memory; all groups use it from then on."""
 
         def tell(said: Any) -> list[Any]:
             return collectives.exchange_values(said, self.world, "introduction of ranks")
 
         found = acquaint(tell(mine.said), self.world.index, mine)
-        # Whom each can read, and what kept it from reading the others of its host.
+        # Which ranks each can read, and the reason if it can read none.
         answers = tell([sorted(found), mine.reason])
         mutual = {other: pid for other, pid in found.items() if self.world.index in answers[other][0]}
         log_transport(mutual, [reason for _, reason in answers])
@@ -130,12 +139,12 @@ class ProcessGroups:
                 group.read_memory_of(mutual, limit_seconds)
 
     def mailbox(self, topic: str) -> StoreMailbox:
-        """A place where ranks leave notes for each other outside of the collectives; a topic names one for good."""
+        """Return a topic for notes that ranks leave for each other outside of the collectives. Use a topic once."""
         return StoreMailbox(self._notes, topic, group=self.world, timeout_seconds=self._timeout_seconds)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """What is raised in the block is told to the ranks that wait for this one, should it not go on."""
+        """If the block raises, tell the ranks that wait for this one, unless this one goes on."""
         try:
             yield
         except BaseException as error:
@@ -143,17 +152,17 @@ class ProcessGroups:
             raise
 
     def failed(self, error: BaseException) -> None:
-        """As `telling`, for an error that has been caught. An error of a forked child is not this rank's."""
+        """Do the same for an error that was caught. An error of a forked child does not count as this rank's."""
         if self.watchdog is not None and os.getpid() == self._process:
             self.watchdog.failed(error)
 
     def check(self) -> None:
-        """Raise DesyncError when the ranks can no longer go on together."""
+        """Raise DesyncError if the ranks can no longer go on together."""
         if self.watchdog is not None:
             self.watchdog.end.check()
 
     def close(self) -> None:
-        """Destroy these groups. The program's own group stays open, or ends with the process."""
+        """Destroy these groups; idempotent. The program's own group stays open until the process ends."""
         if self.watchdog is None:
             return
         process_exit.close(self.watchdog)
@@ -172,7 +181,7 @@ def _end(owner: int) -> None:
 
 
 def _after_fork() -> None:
-    # Groups are the parent's, and so are the threads that their destructors wait for: a child keeps them to its end.
+    # The groups' destructors wait for threads that only the parent has, so a child must never run them.
     for group in list(_world.pg_map):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 

@@ -60,7 +60,7 @@ def build_runtime(
     ]
     Materializer(
         units, plan=plan, store=store, groups=groups, spool=spool,
-        moments_start=optimizer.method.start,
+        moments_start=optimizer.rule.start,
     ).run()
     if spool is not None:
         spool.close()
@@ -122,5 +122,5 @@ def _stepper(
     cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
     set_threads(thread_count(len(cores), ranks.local_size), cores)
     return Stepper(
-        plan, store, index=groups.data.index, method=optimizer.method, grad_bound=config.clip_value or math.inf
+        plan, store, index=groups.data.index, rule=optimizer.rule, grad_bound=config.clip_value or math.inf
     )

@@ -1,3 +1,4 @@
-"""The optimizer path: reads GRAD partitions, writes PARAM partitions, sub-group by sub-group. Knows no ranks, no
-modules.
+"""The optimizer: it reads GRAD partitions and writes PARAM partitions, one sub-group at a time.
+
+It knows neither modules nor the other ranks.
 """

@@ -6,9 +6,10 @@ import math
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
-    """What gradients of global norm `norm` are multiplied by so that it is at most `clip_norm`; 0 means no clipping.
+    """Return the factor that brings gradients of global norm `norm` to at most `clip_norm` (0: no clipping).
 
-    The formula is torch.nn.utils.clip_grad_norm_'s: clip_norm / (norm + 1e-6), at most 1.
+    The formula is that of torch.nn.utils.clip_grad_norm_: clip_norm / (norm + 1e-6), at most 1. A norm that is not
+    finite clips nothing.
     """
     if clip_norm <= 0.0 or not math.isfinite(norm):
         return 1.0

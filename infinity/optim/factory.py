@@ -1,4 +1,4 @@
-"""Which method steps the parameters, with which hyper-parameters: from torch's optimizer, or from a name."""
+"""Choosing the update rule and its hyper-parameters: from a torch optimizer, or from a name in the configuration."""
 
 from __future__ import annotations
 
@@ -10,30 +10,34 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.optim import update_rules
-from infinity.optim.torch_rule import TorchMethod
+from infinity.optim.torch_rule import TorchRule
 from infinity.optim.update_rules import UpdateRule
 from infinity.plan.optimizer_states import OptimizerSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """`groups` are None where the program brought no optimizer; `name` is for people."""
+    """An update rule with its defaults.
+
+    name: as log lines show it, such as "AdamW". groups: the parameter groups of the program's own optimizer, if it has
+    brought one.
+    """
 
     name: str
-    method: UpdateRule
+    rule: UpdateRule
     defaults: dict[str, Any]
     groups: list[dict[str, Any]] | None = None
 
     @property
     def spec(self) -> OptimizerSpec:
         """What the plan has to know of it."""
-        return OptimizerSpec(self.method.moments, self.method.guarded)
+        return OptimizerSpec(self.rule.moments, self.rule.guarded)
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> Chosen:
-    """The method of an instance that has not stepped; ConfigError for one that cannot run on partitions."""
+    """Choose the rule of an instance that has not stepped; ConfigError if it cannot run on partitions."""
     kind = type(optimizer)
-    native = update_rules.native_method_of(optimizer)
+    native = update_rules.native_rule_of(optimizer)
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ConfigError("the optimizer has stepped already; pass it to initialize() before its first step")
     if optimizer.state and native is None:
@@ -41,23 +45,23 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Chosen:
             f"optimizer {kind.__name__} makes its states when it is constructed, for whole parameters; pass one that "
             "makes them in its first step, as torch's do"
         )
-    chosen = native if native is not None else TorchMethod(optimizer)
-    # The very dictionaries: what a scheduler of the given optimizer writes there is read here.
+    chosen = native if native is not None else TorchRule(optimizer)
+    # The very dictionaries, not copies: a scheduler of the given optimizer writes to them.
     return Chosen(kind.__name__, chosen, dict(optimizer.defaults), optimizer.param_groups)
 
 
 def from_name(name: str, params: Mapping[str, Any]) -> Chosen:
-    """The method of one of the configuration's types. `params` are its hyper-parameters, complete."""
+    """Choose the rule of one of the configuration's types. params: all its hyper-parameters."""
     if name == "Lion":
         return Chosen(name, update_rules.lion(), dict(params))
     template = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **params)
     template.state.clear()
-    native = update_rules.native_method_of(template)
-    return Chosen(name, native if native is not None else TorchMethod(template), dict(template.defaults))
+    native = update_rules.native_rule_of(template)
+    return Chosen(name, native if native is not None else TorchRule(template), dict(template.defaults))
 
 
 def adam_from_params(params: Mapping[str, Any], *, decoupled: bool) -> Chosen:
-    """Adam by DeepSpeed's hyper-parameters."""
+    """Choose Adam's rule, or AdamW's if `decoupled`, with DeepSpeed's hyper-parameters."""
     defaults = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay")}
     chosen = update_rules.adam(decoupled=decoupled, bias_correction=params["bias_correction"])
     return Chosen("AdamW" if decoupled else "Adam", chosen, defaults)

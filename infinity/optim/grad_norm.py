@@ -1,6 +1,6 @@
-"""Sums of squares of gradients, and how many of their elements are not finite: by unit, of all, and by parameter.
+"""The norms of gradients (as sums of squares), and how many elements are not finite: by unit, in all, by parameter.
 
-They are summed by unit in a fixed tree, so that their bits depend on neither placement nor threads nor on when each
+Each unit is summed in a fixed tree, so that the bits of a sum depend on neither placement nor threads nor on when a
 unit was measured.
 """
 
@@ -97,7 +97,7 @@ class Norms:
 
 
 def _stats(tensors: Sequence[Tensor]) -> list[GradStats]:
-    """`grad_stats` of gradients that may have different homes (a `ratio` below 1, "auto"), by one call a home."""
+    """Measure gradients with one call a device: they may have different homes (a `ratio` below 1, "auto")."""
     homes: dict[bool, list[int]] = {}
     for index, tensor in enumerate(tensors):
         homes.setdefault(tensor.is_cpu, []).append(index)

@@ -1,8 +1,8 @@
 """The loss scale of fp16 training.
 
 Small gradients vanish in fp16, so the loss is multiplied by a scale and the gradients are divided by it again. A
-dynamic scale doubles after `loss_scale_window` good steps in a row and halves at an overflow, but only once
-`hysteresis` overflows have been borne: one odd batch should not cost precision for a thousand steps.
+dynamic scale doubles after `loss_scale_window` good steps in a row. It halves at the `hysteresis`-th overflow; earlier
+ones only skip their step, so that one odd batch does not cost precision for a thousand steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FACTOR = 2.0
 
 @dataclass(kw_only=True)
 class LossScaler:
-    """`scale` is what the loss is multiplied by; `update` is told after each step whether it overflowed.
+    """The scale that the loss is multiplied by; call `update` after each step.
 
     The arguments are the keys of the `fp16` section. A `loss_scale` other than 0 is a fixed scale.
     """
@@ -29,14 +29,14 @@ class LossScaler:
     min_loss_scale: float = 1.0
 
     scale: float = field(init=False)
-    # Overflows that lower the scale, counting the one that does; back to `hysteresis` when the scale doubles.
+    # Overflows until the scale halves, that one included; back to `hysteresis` when the scale doubles.
     _patience: int = field(init=False)
-    # Since the last overflow.
+    # Steps since the last overflow.
     _good_steps: int = field(init=False, default=0)
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> LossScaler:
-        """From the keys of a whole `fp16` section."""
+        """Make a scaler from a whole `fp16` section, whose other keys are ignored."""
         own = {each.name for each in fields(cls) if each.init}
         return cls(**{key: value for key, value in section.items() if key in own})
 
@@ -50,11 +50,11 @@ class LossScaler:
 
     @property
     def at_minimum(self) -> bool:
-        """Whether an overflow now can no longer be answered by a lower scale."""
+        """Whether the scale cannot fall any further."""
         return self.scale <= self.min_loss_scale or not self.dynamic
 
     def update(self, overflow: bool) -> None:
-        """Settles the scale of the next step."""
+        """Adapt the scale for the next step. overflow: whether this step's gradients were not finite."""
         if not self.dynamic:
             return
         if overflow:

@@ -1,8 +1,7 @@
-"""Skipped steps in a row: when patience ends.
+"""Counting skipped steps in a row, so that a diverged model raises instead of skipping for ever.
 
-A gradient that is not finite skips its step. One odd batch is borne; a model that has diverged would skip for ever. In
-fp16 overflows are how a dynamic scale finds its place, so they only count once it has found it (a step was taken), or
-can fall no further.
+A step is skipped if a gradient is not finite. In fp16 a dynamic loss scale finds its value by overflowing, so such
+skips count only after the first step that was taken, or once the scale cannot fall any further.
 """
 
 from __future__ import annotations
@@ -17,16 +16,19 @@ from infinity.optim.loss_scaler import LossScaler
 
 @dataclass(kw_only=True)
 class Skips:
-    """`in_a_row` counts skipped steps that the loss scale does not explain; `limit` of them are too many (0: never)."""
+    """The skipped steps in a row that the loss scale does not explain.
+
+    limit: that many are too many; 0 for no limit.
+    """
 
     limit: int
     scaler: LossScaler | None = None
     in_a_row: int = field(init=False, default=0)
-    # Whether a step was ever taken: then the first search for a scale is over.
+    # Whether a step was ever taken, so that the first search for a scale is over.
     _settled: bool = field(init=False, default=False)
 
     def update(self, skipped: bool) -> None:
-        """A step was skipped or taken. Called before the scale reacts to it."""
+        """Count a step that was skipped or taken. Call it before the loss scaler is updated."""
         if not skipped:
             self.in_a_row, self._settled = 0, True
         elif self.scaler is None or self.scaler.at_minimum or self._settled:
@@ -44,8 +46,10 @@ class Skips:
         self._settled = bool(state["settled"])
 
     def error(self, step: int, origin: str, saved: str) -> NonFiniteError:
-        """What to raise when they are too many, the latest being `step`, because of the gradient of `origin`. `saved`:
-        a sentence about what became of the weights.
+        """Return the error to raise once too many steps were skipped.
+
+        step: the latest skipped step. origin: the name of the parameter whose gradient was not finite. saved: a
+        sentence that says whether a checkpoint was saved.
         """
         way_out = ", or use bf16" if self.scaler is not None else ""
         return NonFiniteError(

@@ -1,7 +1,7 @@
-"""One optimizer step as a value: what every sub-group of it is stepped with, taken when the step begins.
+"""One optimizer step as a value: the hyper-parameters and step counts that every sub-group is stepped with.
 
-The parameters of the program's groups may change while the step goes on behind it (a scheduler sets the next learning
-rate); what was taken does not.
+They are copied when the step begins, because the program may change its parameter groups while the step goes on behind
+it: a scheduler sets the next learning rate.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from infinity.plan.layout import Slice, UnitLayout
 
 
 class Segment(NamedTuple):
-    """A stretch of a slice that is stepped at once: same parameter group, same step count. `name` is the parameter's
-    where stretches of several are not joined.
+    """A range of a slice that is stepped at once: one parameter group, one step count.
+
+    name: the parameter's, if the rule does not step several parameters at once; else empty.
     """
 
     start: int
@@ -27,35 +28,41 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """One step. By parameter group: `hyper`. By unit index: which parameters have a gradient, and their step counts."""
+    """What all sub-groups of one step share.
+
+    hyper: by parameter group. grad_scale: multiplies every gradient.
+    arrived, steps: by unit index, which parameters have a gradient, and the step count of each.
+    """
 
     hyper: tuple[Any, ...]
     grad_scale: float
     arrived: Mapping[int, Sequence[bool]]
     steps: Mapping[int, Sequence[int]]
 
-    def runs(self, layout: UnitLayout, piece: Slice, first: int, *, joins: bool) -> list[Segment]:
-        """Cut a slice, whose first element is `first` of the unit, where the parameter group or the step count
-        changes (without `joins`: at every parameter), and leave out what had no gradient.
+    def segments(self, layout: UnitLayout, piece: Slice, first: int, *, joins: bool) -> list[Segment]:
+        """Cut a slice into segments; leave out parameters without a gradient.
 
-        The padding between two parameters of a run is stepped with them: it is zero and stays zero.
+        first: the slice's first element, counted in the unit. joins: cut only where the parameter group or the step
+        count changes, not at every parameter; the padding between two parameters is then stepped with them, and stays
+        zero.
         """
         arrived, steps = self.arrived[layout.index], self.steps[layout.index]
         if joins and all(arrived) and len(set(steps)) == 1 and len({slot.group for slot in layout.slots}) == 1:
-            # By far the most frequent case, padding at the end included.
+            # By far the most frequent case; padding at the end is included.
             return [Segment(0, piece.numel, layout.slots[0].group, steps[0])]
         by_name = {slot.name: (flag, step) for slot, flag, step in zip(layout.slots, arrived, steps, strict=True)}
-        runs: list[Segment] = []
+        segments: list[Segment] = []
         joined = False
         for overlap in layout.overlaps(first, first + piece.numel):
             has_grad, step = by_name[overlap.slot.name]
             if not has_grad:
                 joined = False
                 continue
-            if joins and joined and (runs[-1].group, runs[-1].step) == (overlap.slot.group, step):
-                runs[-1] = runs[-1]._replace(numel=overlap.range_start + overlap.numel - runs[-1].start)
+            if joins and joined and (segments[-1].group, segments[-1].step) == (overlap.slot.group, step):
+                stop = overlap.range_start + overlap.numel
+                segments[-1] = segments[-1]._replace(numel=stop - segments[-1].start)
             else:
                 name = "" if joins else overlap.slot.name
-                runs.append(Segment(overlap.range_start, overlap.numel, overlap.slot.group, step, name))
+                segments.append(Segment(overlap.range_start, overlap.numel, overlap.slot.group, step, name))
             joined = True
-        return runs
+        return segments

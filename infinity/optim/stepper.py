@@ -97,18 +97,18 @@ class Stepper:
     """
 
     def __init__(
-        self, plan: Plan, store: TieredStore, *, index: int, method: UpdateRule, grad_bound: float = math.inf
+        self, plan: Plan, store: TieredStore, *, index: int, rule: UpdateRule, grad_bound: float = math.inf
     ) -> None:
         self._plan = plan
         self._store = store
-        self._rule = method
+        self._rule = rule
         # Steps that each parameter has taken: one without a gradient is not stepped, as in torch.
         self.steps: dict[str, int] = {
             slot.name: 0 for layout in plan.layouts if layout.trainable for slot in layout.slots
         }
         parts = plan.step_parts()
         self._visible, self._hidden = parts.visible, parts.hidden
-        self._updater = SubGroupUpdater(plan, store, method, index=index, grad_bound=grad_bound)
+        self._updater = SubGroupUpdater(plan, store, rule, index=index, grad_bound=grad_bound)
         self._worker = StepWorker(store)
         self._norms = Norms(plan, store, index=index)
         self._state = StepperState.IDLE
@@ -142,7 +142,7 @@ class Stepper:
         return self._rule.parameter_scalars(self.steps)
 
     def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take back what `parameter_scalars()` of all ranks have given; `steps` are already those of that time."""
+        """Take back what `parameter_scalars()` of all ranks has returned; `steps` are already those of that time."""
         self._rule.load_parameter_scalars(singles, self.steps)
 
     def _move(self, to: StepperState) -> None:

@@ -66,21 +66,23 @@ class SubGroupUpdater:
                 layout = self._plan.layouts[piece.unit]
                 parts = self._plan.placement.units[piece.unit].parts
                 first = layout.partition_start(parts, self._index) + piece.start
-                for run in context.runs(layout, piece, first, joins=self._rule.joins):
-                    span = slice(run.start, run.start + run.numel)
-                    slices.append(self._slice(states, at, local[span], local_grad[span], run, context.hyper[run.group]))
+                for segment in context.segments(layout, piece, first, joins=self._rule.joins):
+                    span, hyper = slice(segment.start, segment.start + segment.numel), context.hyper[segment.group]
+                    slices.append(self._slice(states, at, local[span], local_grad[span], segment, hyper))
                 at += piece.numel
             with trace.span(trace.COMPUTE, "optimizer", states.key, states.spec.nbytes):
                 self._rule.step(slices, grad_scale=context.grad_scale, grad_bound=self._grad_bound)
                 for home, local in copies:
                     home.copy_(local)
 
-    def _slice(self, states: Partition, at: int, param: Tensor, grad: Tensor, run: Segment, hyper: object) -> StepSlice:
-        """One stretch with its states, which begin at element `at` of the sub-group's states."""
-        span = slice(at + run.start, at + run.start + run.numel)
+    def _slice(
+        self, states: Partition, at: int, param: Tensor, grad: Tensor, segment: Segment, hyper: object
+    ) -> StepSlice:
+        """Return a segment with its states. at: where the states of the segment's slice begin in the sub-group's."""
+        span = slice(at + segment.start, at + segment.start + segment.numel)
         kinds = {section.kind for section in states.spec.sections}
         return StepSlice(
-            run, hyper, param, grad, [states.view(kind)[span] for kind in self._rule.moments],
+            segment, hyper, param, grad, [states.view(kind)[span] for kind in self._rule.moments],
             remainder=states.view(Kind.REMAINDER)[span] if Kind.REMAINDER in kinds else None,
             master=states.view(Kind.MASTER)[span] if Kind.MASTER in kinds else None,
         )  # fmt: skip

@@ -1,11 +1,11 @@
-"""Any elementwise optimizer of torch's kind, unchanged, on flat stretches of partitions.
+"""Any elementwise torch optimizer, unchanged, on flat segments of partitions.
 
-A stretch becomes an fp32 parameter of its own: the master weight, with the states that the store keeps put where the
-optimizer looks for them. Single values of a parameter (a step count, a product of momenta) stay here, by parameter and
-step, so that every stretch of it starts from the same ones. Before its first step a stretch has no state, and takes
-what the optimizer makes.
+A segment becomes an fp32 parameter of its own: the master weight. The states that the store keeps are put where the
+optimizer looks for them. Scalars of a parameter (a step count, a product of momenta) stay here, by parameter and step,
+so that every segment of it starts from the same ones. Before its first step a segment has no state; the optimizer makes
+it.
 
-That the result does not depend on where parameters are cut is tried out on a small tensor when the engine is built.
+A probe on a small tensor checks, when the engine is built, that the result does not depend on where parameters are cut.
 """
 
 from __future__ import annotations
@@ -24,69 +24,66 @@ from infinity.ops.adam import join, split
 from infinity.optim.update_rules import StepSlice
 from infinity.plan.optimizer_states import kinds_of
 
-# Elements that are stepped at once: bounds the fp32 copies.
+# Elements that are stepped at once; this bounds the fp32 copies.
 _CHUNK_NUMEL = 1 << 21
 _PROBE_STEPS = 3
 
 
-class TorchMethod:
-    """Steps cuts with `template`, an instance that has not stepped. See `method.Method`."""
+class TorchRule:
+    """An `UpdateRule` that steps slices with clones of `template`, an instance that has not stepped."""
 
     joins = False
     guarded = False
     start = 0.0
 
     def __init__(self, template: torch.optim.Optimizer) -> None:
-        """ConfigError where the optimizer is not elementwise, with what was seen."""
+        """Probe the optimizer; ConfigError if it is not elementwise, with the numbers."""
         self._template = template
         self._names = _probe(template)
         self.moments = kinds_of(self._names)
-        # (parameter, step) -> the values that are single.
-        self._singles: dict[tuple[str, int], dict[str, Any]] = {}
+        # By (parameter, step).
+        self._scalars: dict[tuple[str, int], dict[str, Any]] = {}
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """See Method."""
         return {key: copy.copy(value) for key, value in group.items() if key != "params"}
 
-    def step(self, cuts: Sequence[StepSlice], *, grad_scale: float, grad_bound: float) -> None:
-        """See Method."""
-        for cut in cuts:
-            for begin in range(0, cut.run.numel, _CHUNK_NUMEL):
-                self._step(cut, slice(begin, min(begin + _CHUNK_NUMEL, cut.run.numel)), grad_scale, grad_bound)
+    def step(self, slices: Sequence[StepSlice], *, grad_scale: float, grad_bound: float) -> None:
+        for each in slices:
+            for begin in range(0, each.segment.numel, _CHUNK_NUMEL):
+                chunk = slice(begin, min(begin + _CHUNK_NUMEL, each.segment.numel))
+                self._step(each, chunk, grad_scale, grad_bound)
 
     def parameter_scalars(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """See Method."""
-        return {name: values for (name, step), values in self._singles.items() if steps[name] == step}
+        return {name: values for (name, step), values in self._scalars.items() if steps[name] == step}
 
-    def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
-        """See Method."""
-        self._singles = {(name, steps[name]): dict(values) for name, values in singles.items()}
+    def load_parameter_scalars(self, scalars: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
+        self._scalars = {(name, steps[name]): dict(values) for name, values in scalars.items()}
 
-    def _step(self, cut: StepSlice, at: slice, grad_scale: float, grad_bound: float) -> None:
-        run = cut.run
-        param = torch.nn.Parameter(_load(cut, at))
-        param.grad = (cut.grad[at].float() * grad_scale).clamp_(-grad_bound, grad_bound)
-        optimizer = _clone(self._template, cut.hyper, [param])
-        if run.step > 1:
-            singles = self._singles[run.name, run.step - 1]
-            kept = dict(zip(self._names, (moment[at] for moment in cut.moments), strict=True))
-            optimizer.state[param] = {**copy.deepcopy(singles), **kept}
+    def _step(self, piece: StepSlice, at: slice, grad_scale: float, grad_bound: float) -> None:
+        segment = piece.segment
+        param = torch.nn.Parameter(_load(piece, at))
+        param.grad = (piece.grad[at].float() * grad_scale).clamp_(-grad_bound, grad_bound)
+        optimizer = _clone(self._template, piece.hyper, [param])
+        if segment.step > 1:
+            scalars = self._scalars[segment.name, segment.step - 1]
+            kept = dict(zip(self._names, (moment[at] for moment in piece.moments), strict=True))
+            optimizer.state[param] = {**copy.deepcopy(scalars), **kept}
         with torch.no_grad():
             _call_step(optimizer)
             state = optimizer.state[param]
-            for name, moment in zip(self._names, cut.moments, strict=True):
+            for name, moment in zip(self._names, piece.moments, strict=True):
                 if state[name].data_ptr() != moment[at].data_ptr():
                     moment[at].copy_(state[name])
-            _store(cut, at, param.detach())
-        self._singles[run.name, run.step] = {
+            _store(piece, at, param.detach())
+        self._scalars[segment.name, segment.step] = {
             name: copy.deepcopy(value) for name, value in state.items() if name not in self._names
         }
-        # Another stretch of this step starts where the one before it did; nobody asks for what is older.
-        self._singles.pop((run.name, run.step - 2), None)
+        # Other segments of this step start from the scalars of the step before; older ones are not needed.
+        self._scalars.pop((segment.name, segment.step - 2), None)
 
 
 def _call_step(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer of torch's. Its counters of steps belong on the CPU, whatever the program's default device."""
+    """Step a torch optimizer, with its step counters on the CPU whatever the program's default device is."""
     elsewhere = torch.get_default_device().type != "cpu"
     with torch.device("cpu") if elsewhere else nullcontext():
         type(optimizer).step(optimizer)
@@ -95,7 +92,7 @@ def _call_step(optimizer: torch.optim.Optimizer) -> None:
 def _clone(
     template: torch.optim.Optimizer, hyper: Mapping[str, Any], params: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options on other parameters, without state and without the program's hooks."""
+    """Return an optimizer of the same class and options on other parameters, without state or the program's hooks."""
     clone = copy.copy(template)
     own = vars(clone)
     hooks = [name for name, value in own.items() if name.endswith("_hooks") and isinstance(value, OrderedDict)]
@@ -104,26 +101,27 @@ def _clone(
     return clone
 
 
-def _load(cut: StepSlice, at: slice) -> Tensor:
-    """The fp32 master weights of a stretch: the partition's own memory, or a copy."""
-    if cut.master is not None:
-        return cut.master[at]
-    if cut.remainder is None:
-        return cut.param[at]
-    return join(cut.param[at].cpu(), cut.remainder[at].cpu()).to(cut.param.device)
+def _load(piece: StepSlice, at: slice) -> Tensor:
+    """Return the fp32 master weights of a chunk: the partition's own memory, or a copy."""
+    if piece.master is not None:
+        return piece.master[at]
+    if piece.remainder is None:
+        return piece.param[at]
+    return join(piece.param[at].cpu(), piece.remainder[at].cpu()).to(piece.param.device)
 
 
-def _store(cut: StepSlice, at: slice, weight: Tensor) -> None:
-    if cut.remainder is not None:
+def _store(piece: StepSlice, at: slice, weight: Tensor) -> None:
+    """Write the stepped master weights [numel] (fp32) of a chunk back."""
+    if piece.remainder is not None:
         rounded, remainder = split(weight.cpu())
-        cut.param[at].copy_(rounded)
-        cut.remainder[at].copy_(remainder)
-    elif cut.master is not None:
-        cut.param[at].copy_(weight)
+        piece.param[at].copy_(rounded)
+        piece.remainder[at].copy_(remainder)
+    elif piece.master is not None:
+        piece.param[at].copy_(weight)
 
 
 def _probe(template: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Names of the states that have a value for each element; ConfigError where the optimizer is not elementwise."""
+    """Return the names of the states that have one value an element; ConfigError if it is not elementwise."""
     kind = type(template).__name__
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(8, 6, generator=generator, device="cpu")

@@ -1,7 +1,7 @@
-"""How sub-groups are stepped: by a native rule, one fused pass, or by any elementwise optimizer of torch's.
+"""Update rules: a native one, which is one fused pass, or any elementwise optimizer of torch's (`torch_rule`).
 
-A `StepSlice` is a stretch of one sub-group with all that a step reads and writes there. The stepper cuts them and knows
-no optimizer; a rule steps them and knows neither tiers nor units.
+A `StepSlice` is a segment of one sub-group with everything that a step reads and writes there. The updater makes slices
+and knows no optimizer; a rule steps slices and knows neither tiers nor units.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from infinity.plan.types import ADAM_MOMENTS, Kind
 
 @dataclass(frozen=True, slots=True)
 class StepSlice:
-    """Flat tensors [numel] of one device. `moments` in the order of the method's; `remainder` and `master` as in a
-    `Piece`.
+    """Flat tensors [numel] of one device.
+
+    moments: fp32, in the order of the rule's. remainder, master: as in `infinity.ops.adam.Piece`.
     """
 
-    run: Segment
+    segment: Segment
     hyper: Any
     param: Tensor
     grad: Tensor
@@ -34,31 +35,31 @@ class StepSlice:
 
 
 class UpdateRule(Protocol):
-    """See the module's text."""
+    """Steps slices; reads hyper-parameters from a parameter group."""
 
-    # What it keeps of an element, and where those values start.
+    # What the rule keeps of an element, and the first value of that.
     moments: tuple[Kind, ...]
     start: float
-    # Whether one call steps stretches of several parameters at once.
+    # Whether one slice may hold several parameters.
     joins: bool
-    # Whether it leaves elements alone whose gradient is not finite: such a step may begin before all are known.
+    # Whether elements whose gradient is not finite are left unchanged: then a step may begin before all are known.
     guarded: bool
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
-        """A parameter group's hyper-parameters as they are now."""
+        """Return a parameter group's hyper-parameters as they are now."""
 
-    def step(self, cuts: Sequence[StepSlice], *, grad_scale: float, grad_bound: float) -> None:
-        """Step every cut in place; gradients are multiplied by `grad_scale`, and then none is above `grad_bound`."""
+    def step(self, slices: Sequence[StepSlice], *, grad_scale: float, grad_bound: float) -> None:
+        """Step every slice in place. Each gradient is multiplied by `grad_scale`, then clamped to +-`grad_bound`."""
 
     def parameter_scalars(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """What it keeps of a parameter in one value, by name, after as many `steps` of each."""
+        """Return what the rule keeps of a parameter in one value, by name. steps: the step count of each."""
 
-    def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
-        """Take back what `parameter_scalars` gave."""
+    def load_parameter_scalars(self, scalars: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
+        """Take back what `parameter_scalars` returned."""
 
 
 class NativeRule:
-    """One of the rules of `infinity.ops.rules`: a fused pass over each cut."""
+    """One of the rules of `infinity.ops.rules`: a fused pass over each slice."""
 
     joins = True
     guarded = True
@@ -71,30 +72,28 @@ class NativeRule:
         self._hyper = hyper
 
     def hyper(self, group: Mapping[str, Any]) -> Hyper:
-        """See Method."""
         return self._hyper(group)
 
-    def step(self, cuts: Sequence[StepSlice], *, grad_scale: float, grad_bound: float) -> None:
-        """See Method."""
+    def step(self, slices: Sequence[StepSlice], *, grad_scale: float, grad_bound: float) -> None:
         by_step: dict[int, list[Piece]] = {}
-        for cut in cuts:
-            first, second = (*cut.moments, None)[:2]
+        for each in slices:
+            first, second = (*each.moments, None)[:2]
             assert first is not None
-            piece = Piece(cut.param, cut.grad, first, second, cut.remainder, cut.master, hyper=cut.hyper)
-            by_step.setdefault(cut.run.step, []).append(piece)
+            piece = Piece(each.param, each.grad, first, second, each.remainder, each.master, hyper=each.hyper)
+            by_step.setdefault(each.segment.step, []).append(piece)
         for step, pieces in by_step.items():
             adam_step(pieces, step=step, grad_scale=grad_scale, grad_bound=grad_bound)
 
     def parameter_scalars(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """See Method: the number of steps is all that a rule needs."""
+        """Return nothing: a native rule needs the step count only."""
         return {}
 
-    def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
-        """See Method."""
+    def load_parameter_scalars(self, scalars: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int]) -> None:
+        """Do nothing."""
 
 
 def adam(*, decoupled: bool, bias_correction: bool = True) -> NativeRule:
-    """Adam, or AdamW where `decoupled`."""
+    """Return Adam's rule, or AdamW's if `decoupled`."""
     return NativeRule(
         ADAM_MOMENTS,
         lambda group: AdamHyper(
@@ -106,7 +105,7 @@ def adam(*, decoupled: bool, bias_correction: bool = True) -> NativeRule:
 
 
 def lion() -> NativeRule:
-    """Lion, decoupled decay."""
+    """Return Lion's rule, with decoupled weight decay."""
     return NativeRule(
         (Kind.EXP_AVG,),
         lambda group: LionHyper(
@@ -117,7 +116,7 @@ def lion() -> NativeRule:
 
 
 def adagrad(start: float = 0.0) -> NativeRule:
-    """Adagrad whose sums begin at `start`."""
+    """Return Adagrad's rule; its sums begin at `start`."""
     return NativeRule(
         (Kind.SUM,),
         lambda group: AdagradHyper(
@@ -129,7 +128,7 @@ def adagrad(start: float = 0.0) -> NativeRule:
 
 
 def momentum() -> NativeRule:
-    """SGD with a momentum buffer."""
+    """Return the rule of SGD with a momentum buffer."""
     return NativeRule(
         (Kind.MOMENTUM_BUFFER,),
         lambda group: MomentumHyper(
@@ -139,8 +138,8 @@ def momentum() -> NativeRule:
     )  # fmt: skip
 
 
-def native_method_of(optimizer: torch.optim.Optimizer) -> NativeRule | None:
-    """The native method with the arithmetic of a torch optimizer; None where there is none."""
+def native_rule_of(optimizer: torch.optim.Optimizer) -> NativeRule | None:
+    """Return the native rule with the arithmetic of a torch optimizer; None if there is none."""
     groups = optimizer.param_groups
     if any(group.get(key) for group in groups for key in ("amsgrad", "maximize", "differentiable")):
         return None

@@ -1,1 +1,1 @@
-"""Ranks that wait for each other without an end are found, told apart, and ended."""
+"""Hang detection: find ranks that wait for each other without an end, say why, and end the job."""

@@ -1,4 +1,4 @@
-"""Breaking a process group, so that whatever waits in it raises: here, and on the ranks that are connected."""
+"""Breaking a process group, so that every wait in it raises, here and on the ranks that are connected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAG = 0x1F1F
 
 
 def abort(group: Any) -> None:
-    """Break one group for good. From any thread; whatever goes wrong, it is not in use any more."""
+    """Break a group for good. Callable from any thread; errors are ignored, because the group is given up anyway."""
     with contextlib.suppress(Exception):
         if dist.get_backend(group) == "gloo":
             _sever_gloo(group)
@@ -23,7 +23,7 @@ def abort(group: Any) -> None:
 
 
 def _sever_gloo(group: Any) -> None:
-    """Wait a moment for what nobody sends: when the time is over, gloo closes the connections to all of the group."""
+    """Wait a moment for a message that no rank sends: when that times out, gloo closes all the group's connections."""
     for peer in dist.get_process_group_ranks(group):
         if peer != dist.get_rank():
             try:
@@ -31,6 +31,6 @@ def _sever_gloo(group: Any) -> None:
                 assert receiving is not None
                 receiving.wait(timedelta(milliseconds=1))
             except RuntimeError as error:
-                # Anything else: the connection to this one is closed already.
+                # Any other error means that the connection to this peer is closed already.
                 if "Timed out" in str(error):
                     return

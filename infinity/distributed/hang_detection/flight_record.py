@@ -1,8 +1,8 @@
-"""Where every rank is, and what follows from it. Pure: positions in, a verdict out.
+"""The position of every rank among the collectives, and comparisons of positions. Pure.
 
-Every rank numbers the collectives that it submits, by group. The one numbered n of a group has to be the same on every
-rank: ranks whose names of it differ have parted. A rank waits for those that have not submitted what it waits for;
-where ranks wait for each other in a circle, nobody will ever come.
+Every rank numbers the collectives that it submits, by group. Collective n of a group must be the same on every rank; if
+its names differ, the ranks have parted. A rank waits for the ranks that have not submitted what it waits for; ranks
+that wait for each other in a circle wait for ever.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-# Names of collectives that a position carries, of each group; the latest.
+# How many of a group's latest collectives a position carries.
 NAMES_MAX = 64
 ADVICE = (
     "At stage 3 every rank has to use the same modules in the same order. A module that chooses by its data (a mixture "
@@ -22,7 +22,7 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A collective that the host waits for: its group, its number there, its name, since when (the rank's clock)."""
+    """A collective that the host waits for. `group` is its channel, `began` is in seconds of the rank's clock."""
 
     group: int
     number: int
@@ -32,7 +32,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """One rank at one moment."""
+    """One rank at one moment, as it reports itself."""
 
     rank: int
     # Grows with every report: a sign of life.
@@ -45,7 +45,7 @@ class Position:
     names: tuple[tuple[tuple[int, str], ...], ...] = ()
     # The latest collective of any group.
     latest: str = ""
-    # Where the program's own code is: file, line, function.
+    # Where the training thread is in the program's own code: file, line, function.
     where: str = ""
     # Traceback of what the engine raised there, until the rank goes on.
     failure: str = ""
@@ -72,13 +72,14 @@ Positions = Mapping[int, Position]
 
 
 def missing(positions: Positions, wait: Wait) -> list[int]:
-    """Ranks that have not submitted what somebody waits for."""
+    """Return the ranks that have not submitted what the rank with this wait waits for."""
     return [rank for rank, other in positions.items() if other.counts[wait.group] < wait.number]
 
 
 def parted(positions: Positions) -> str:
-    """The first collective of some group that is not the same one on two ranks, as a line a rank; empty if there is
-    none among those that the positions know.
+    """Describe the first collective that is not the same on two ranks, a line a rank; empty if there is none.
+
+    Compares only the collectives that the positions carry.
     """
     for group in range(max((len(position.names) for position in positions.values()), default=0)):
         known = {rank: dict(position.names[group]) for rank, position in positions.items() if position.names}
@@ -91,7 +92,7 @@ def parted(positions: Positions) -> str:
 
 
 def circle(positions: Positions) -> set[int]:
-    """Ranks that wait for ranks that wait, round and round, and those that wait for them."""
+    """Return the ranks that wait for each other in a circle, and the ranks that wait for those."""
     waits = {rank: position.wait for rank, position in positions.items() if position.wait is not None}
     lacking = {rank: set(missing(positions, wait)) for rank, wait in waits.items() if wait is not None}
     stuck = {rank for rank, others in lacking.items() if others}
@@ -103,13 +104,14 @@ def circle(positions: Positions) -> set[int]:
 
 
 def positions_table(positions: Positions) -> str:
-    """One line a rank."""
+    """Describe the positions, a line a rank."""
     return "\n".join(f"  {positions[rank].describe()}" for rank in sorted(positions))
 
 
 def first_difference(histories: Sequence[Mapping[int, str]]) -> tuple[int, list[str]] | None:
-    """Of every rank's latest collectives (number and name): the first number at which the ranks part, and what it is on
-    each; None where all that can be compared is equal.
+    """Return the first number at which the ranks' histories differ, and its name on each rank; None if they agree.
+
+    histories: by rank, the latest collectives, name by number. Only numbers that every history may hold are compared.
     """
     if not all(histories):
         return None

@@ -1,8 +1,8 @@
-"""Notes that ranks leave for each other outside of the collectives: for threads that work behind the program.
+"""Notes that ranks leave for each other outside of the collectives, for threads that work behind the program.
 
-A collective of theirs would have to come at the same place among the program's on every rank. Notes go through the
-key-value store of the process group instead, and are waited for by looking again and again: nothing that the watchdog
-or another thread asks of the store waits meanwhile.
+A collective of such a thread would need the same place among the program's collectives on every rank. Notes go through
+the process group's key-value store instead. A reader polls, so that requests of the watchdog and of other threads to
+the store never wait behind it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 from infinity.distributed.axis_group import AxisGroup
 
-# Between two looks at the store.
+# Between two polls of the store.
 _LOOK_SECONDS = 0.05
-# Every rank's watchdog reports to the store all the time; one that is silent for so long has ended.
+# A rank whose watchdog has not reported to the store for so long has ended.
 _SILENT_SECONDS = 60.0
 _NEWS = "news"
-# Of the time limit, between two signs of life.
+# Between two signs of life, as a share of the time limit.
 _SAID_SHARE = 0.05
 
 
 class StoreMailbox:
-    """One topic's notes. `notes`: the store, None where this rank is the only one; then it reads its own."""
+    """One topic's notes. `notes` is the store; None if this rank is the only one, which then reads its own notes."""
 
     def __init__(self, notes: Any, topic: str, *, group: AxisGroup, timeout_seconds: float) -> None:
         self._notes = notes
@@ -35,29 +35,27 @@ class StoreMailbox:
         self._said = -math.inf
 
     def post(self, name: str, text: str) -> None:
-        """Leave a note, once for each name."""
+        """Leave a note. Use a name once."""
         self._own[name] = text
         if self._notes is not None:
             self._notes.set(self._key(name, self._group.index), text or " ")
         self.alive()
 
     def alive(self) -> None:
-        """Say that something moves on this rank: whoever waits for it goes on waiting. May be called as often as one
-        likes; most calls do nothing.
-        """
+        """Tell readers that this rank makes progress, so that they go on waiting. Cheap: most calls do nothing."""
         now = time.monotonic()
         if self._notes is not None and now - self._said >= self._timeout_seconds * _SAID_SHARE:
             self._said = now
             self._notes.add(f"{self._topic}/{_NEWS}", 1)
 
     def collect(self, name: str, check: Callable[[], None]) -> list[str]:
-        """The notes of all ranks, by rank. See `read`."""
+        """Wait for the notes of all ranks; return them by rank. See `read`."""
         return [self.read(name, rank, check) for rank in range(self._group.size)]
 
     def read(self, name: str, rank: int, check: Callable[[], None]) -> str:
-        """Another rank's note, once it is there. `check` is called meanwhile, and ends the wait by raising.
+        """Wait for a rank's note and return it. `check` is called at every poll and may end the wait by raising.
 
-        TimeoutError where no rank has moved for the time limit, or the other rank gives no sign of life.
+        TimeoutError if no rank has made progress for the time limit, or if that rank gives no sign of life.
         """
         if rank == self._group.index:
             return self._own[name]
@@ -80,7 +78,7 @@ class StoreMailbox:
         return str(self._notes.get(key).decode()).strip()
 
     def _report(self, rank: int) -> bytes:
-        """What a rank's watchdog has reported last, with the number of the report."""
+        """Return a rank's latest position report, which differs from every earlier one by its number."""
         key = f"at/{rank}"
         return bytes(self._notes.get(key)) if self._notes.check([key]) else b""
 

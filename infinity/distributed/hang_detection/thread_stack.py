@@ -1,10 +1,10 @@
-"""Where a thread is in the program's own code, asked by another thread.
+"""Finding where a thread is in the program's own code, from another thread.
 
-[Note: frames of other threads] No thread touches another one's frames. A frame from `sys._current_frames` was seen to
-be freed under the reader's hands (CPython 3.11.7: once in some 1e4 looks the process died of it), and faulthandler's
-dump of all threads to stumble over a thread that is just being made. So the thread is sent a signal, whose handler is
-faulthandler's: in C, it prints the Python stack of the thread that it interrupts, which may as well wait inside a
-library, and system calls go on. It is sent to a rank that others wait for in vain, and then seldom.
+[Note: frames of other threads] No thread reads another one's frames. Reading `sys._current_frames` crashed the process
+once in some 1e4 times, because a frame was freed meanwhile (CPython 3.11.7), and faulthandler's dump of all threads
+crashed on a thread that was being created. So the thread is sent a signal with faulthandler's handler. In C, that
+prints the Python stack of the thread that it interrupts, even inside a library, and system calls are restarted. The
+signal is sent seldom, and only to a rank that others wait for in vain.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from typing import BinaryIO
 
 import torch
 
-# Real-time signals are nobody else's; where there are none, nobody is asked.
+# Real-time signals are free for a program to use; without them no thread is asked.
 _SIGNAL: int | None = signal.SIGRTMIN + 10 if hasattr(signal, "SIGRTMIN") else None
-# How long a thread may take to answer. One that is inside the kernel for longer does not.
+# How long a thread may take to answer; one that stays inside the kernel does not answer.
 _ANSWER_SECONDS, _LOOK_SECONDS = 0.3, 0.002
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OWN_FOLDERS = (_PACKAGE + os.sep, os.path.dirname(torch.__file__))
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\n')
 _asking = threading.Lock()
-# What the handler writes to. Open for the process's life: a signal may arrive late, and has to find its handler.
+# The file that the handler writes to. It stays open for the process's life, because a signal may arrive late.
 _answers: list[BinaryIO] = []
 
 
 def here() -> str:
-    """File, line and function of the innermost frame of this thread that is neither ours, nor torch's or Python's own;
-    empty where there is none.
+    """Return file, line and function of this thread's innermost frame outside of infinity, torch and Python itself.
+
+    Empty if there is none.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None and _is_machinery(frame.f_code.co_filename):
@@ -47,8 +48,9 @@ def here() -> str:
 
 
 def where(thread_id: int) -> str:
-    """The same of another living thread of Python's (`threading.get_ident()`), which is interrupted for it; empty also
-    where it does not answer within 0.3 s. See [Note: frames of other threads].
+    """Return the same of another living Python thread, by its `threading.get_ident()`; the thread is interrupted.
+
+    Empty also if the thread does not answer within 0.3 s. See [Note: frames of other threads].
     """
     if thread_id == threading.get_ident():
         return here()
@@ -64,7 +66,7 @@ def where(thread_id: int) -> str:
 
 
 def innermost(stack: str) -> str:
-    """The same in what faulthandler prints of one thread, the most recent call first."""
+    """Return the same from faulthandler's text of one thread, the most recent call first."""
     for line in stack.splitlines(keepends=True):
         frame = _FRAME.fullmatch(line)
         if frame and not _is_machinery(frame[1]):
@@ -73,7 +75,7 @@ def innermost(stack: str) -> str:
 
 
 def _listen() -> bool:
-    """Install the handler, once in a process; False where that cannot be."""
+    """Install the handler, once in a process; return False if that is not possible."""
     if _SIGNAL is None or signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return False
     try:
@@ -86,7 +88,7 @@ def _listen() -> bool:
 
 
 def _read(answer: int) -> str:
-    """Wait until the stack is printed: until the program's own code is in it, or no more comes."""
+    """Wait until the stack is printed as far as the program's own code, or until no more comes; return that place."""
     until, nbytes = time.monotonic() + _ANSWER_SECONDS, 0
     while time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
@@ -99,5 +101,5 @@ def _read(answer: int) -> str:
 
 
 def _is_machinery(path: str) -> bool:
-    """Whether a file is ours, torch's or Python's own, and so says nothing about the program."""
+    """Return whether a file is part of infinity, torch or Python itself, so that it says nothing about the program."""
     return path.startswith((*_OWN_FOLDERS, "<frozen")) or (path.startswith(_STDLIB) and "site-packages" not in path)
