@@ -1,4 +1,4 @@
-"""The I/O back ends that work here."""
+"""The I/O back ends that work on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infinity.ops.aio import BACKENDS, Queue
 
 
 def works(backend: str) -> bool:
-    """Whether a queue can be made on it."""
+    """Return whether a queue can be opened on a back end."""
     try:
         Queue(backend).close()
     except ExtensionError:

@@ -33,17 +33,17 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 # The checkout, however it is installed here.
 OURS = {"infinity", "infinity-engine"}
-# How an error names the extra that would help.
+# How an error message names the missing extra.
 EXTRA = re.compile(r"infinity-engine\[(\w+)\]")
 
 
 def canonical(name: str) -> str:
-    """A distribution's name as the index compares it."""
+    """Return a distribution's name in the normal form of the package index."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def project() -> dict[str, Any]:
-    """The table `project` of pyproject.toml."""
+    """Return the table `project` of pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -64,7 +64,7 @@ def declared(*extras: str, everywhere: bool = False) -> list[Requirement]:
 
 
 def closure(requirements: Iterable[Requirement]) -> set[str]:
-    """Names of the distributions that pip would install; LookupError where one that is needed is not here."""
+    """Return the names of the distributions that pip would install; raise LookupError if one is not installed."""
     wanted = [(canonical(each.name), "", each) for each in requirements]
     wanted += [(canonical(each.name), extra, each) for _, _, each in [*wanted] for extra in sorted(each.extras)]
     seen: set[tuple[str, str]] = set()
@@ -84,7 +84,7 @@ def closure(requirements: Iterable[Requirement]) -> set[str]:
 
 
 def modules_of(distribution: metadata.Distribution) -> set[str]:
-    """The top-level modules and packages that a distribution installs."""
+    """Return the top-level modules and packages that a distribution installs."""
     found = set()
     for file in distribution.files or ():
         name = file.parts[0] if len(file.parts) > 1 else inspect.getmodulename(file.name)
@@ -94,7 +94,7 @@ def modules_of(distribution: metadata.Distribution) -> set[str]:
 
 
 class DeclaredOnly:
-    """`PathFinder` without some distributions: a meta path finder in its place."""
+    """A meta path finder that replaces `PathFinder` and hides some distributions."""
 
     def __init__(self, allowed: set[str]) -> None:
         self._allowed = allowed | OURS
@@ -104,15 +104,15 @@ class DeclaredOnly:
         self.refused = others - kept
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """None for what is refused: no other finder knows it."""
+        """Return None for a hidden module, which no other finder knows."""
         return None if name.partition(".")[0] in self.refused else PathFinder.find_spec(name, path, target)
 
     def find_distributions(self, context: Any) -> Iterator[metadata.Distribution]:
-        """What `importlib.metadata` may see."""
+        """Yield the distributions that `importlib.metadata` may see."""
         return (each for each in metadata.MetadataPathFinder.find_distributions(context) if self._knows(each))
 
     def invalidate_caches(self) -> None:
-        """As the import system asks of a finder."""
+        """Clear the caches of `PathFinder`."""
         PathFinder.invalidate_caches()
 
     def _knows(self, distribution: metadata.Distribution) -> bool:
@@ -120,7 +120,7 @@ class DeclaredOnly:
 
 
 def check_told(reply: subprocess.CompletedProcess[str]) -> dict:
-    """Hold that `bare_run` did all it should, in whatever environment; return its report."""
+    """Assert that `bare_run` succeeded in any environment; return its report."""
     assert reply.returncode == 0, reply.stderr[-3000:]
     told = json.loads(reply.stdout.splitlines()[-1])
     assert len(told["losses"]) == 4

@@ -38,7 +38,7 @@ class Regression(nn.Module):
 
 
 def config(folder: Path) -> dict[str, object]:
-    """Parameters and optimizer states on NVMe; whatever is written lies in a folder."""
+    """Return a configuration with parameters and optimizer states on NVMe; all files are written to a folder."""
     drive = {"device": "nvme", "nvme_path": str(folder / "drive")}
     return {
         "train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -49,7 +49,7 @@ def config(folder: Path) -> dict[str, object]:
 
 
 def train(folder: Path) -> list[float]:
-    """Three steps, a checkpoint, and one more step after it was loaded into another engine; the losses."""
+    """Train three steps, save, load into another engine and train one more step; return the losses."""
     torch.manual_seed(0)
     x, y = torch.randn(8, 16).bfloat16(), torch.randn(8, 4).bfloat16()
     losses: list[float] = []
@@ -69,7 +69,7 @@ def train(folder: Path) -> list[float]:
 
 
 def answer(*words: str) -> int:
-    """The exit code of a command; what it prints goes to standard error."""
+    """Run a command with its output on standard error; return its exit code."""
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         try:
             code = main(words)
@@ -80,7 +80,7 @@ def answer(*words: str) -> int:
 
 
 def commands(folder: Path) -> dict[str, int]:
-    """The exit code of every command's help, and of those that need no minute."""
+    """Return the exit code of every command's help and of every fast command."""
     os.chdir(folder)
     Path("ds.json").write_text(json.dumps(config(folder)))
     asked = [[*words, "--help"] for words in HELP]
@@ -92,7 +92,7 @@ def commands(folder: Path) -> dict[str, int]:
 
 
 def refusals() -> dict[str, str]:
-    """Modules of ours that cannot be loaded, and what they say."""
+    """Return the modules of infinity that cannot be imported, with their errors."""
     found = {}
     for package in (infinity, estimators):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as plain tensors: for comparing one with another."""
+"""The contents of a checkpoint as plain tensors, to compare checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.memory.partition import DTYPES
 
 
 def contents(directory: Path, tag: str | None = None) -> dict[tuple[str, str], Tensor]:
-    """Every tensor of every kind, flat, by (tensor, kind). All of it has been verified."""
+    """Verify a checkpoint and return (tensor, kind) -> flat tensor."""
     folder = find(directory, tag)
     assert folder is not None, f"no checkpoint {tag} in {directory}"
     manifest = read_manifest(folder)
@@ -30,7 +30,7 @@ def contents(directory: Path, tag: str | None = None) -> dict[tuple[str, str], T
 
 
 def assert_same(first: dict[tuple[str, str], Tensor], second: dict[tuple[str, str], Tensor]) -> None:
-    """Bit by bit."""
+    """Assert that two checkpoints have the same bits."""
     assert first.keys() == second.keys()
     for key, values in first.items():
         assert torch.equal(values.view(torch.uint8), second[key].view(torch.uint8)), f"{key} differs"

@@ -1,7 +1,7 @@
-"""Seconds of a processor that mean the same on a slow machine: a limit of "2 s" is one of a usual core.
+"""Processor seconds that are comparable between machines: a limit of "2 s" is 2 s of a typical core.
 
-What a test's work took is divided by how slow this machine is just then, which a piece of fixed work before and behind
-it tells: clock rates, generations of processors and neighbours on the same core differ by a factor of three.
+The time of a test is divided by the machine's current slowness, which fixed work before and after the test measures.
+Clock rates, processor generations and neighbours on the same core differ by a factor of three.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# What `_fixed_work` takes on the core that limits are set for, with nobody else on it.
+# Seconds of `_fixed_work` on the idle core that the limits are set for.
 _USUAL_SECONDS = 0.05
 
 
 @dataclass(slots=True)
 class Taken:
-    """`seconds` of a usual core, once the block has ended."""
+    """A measurement; `seconds` of a typical core is set once the block has ended."""
 
     seconds: float = float("nan")
 
 
 @contextmanager
 def usual_seconds(*, children: bool = False) -> Iterator[Taken]:
-    """Measure a block in processor seconds of a usual core: this process's, or those of processes that end in it.
+    """Measure a block in processor seconds of a typical core: this process's, or those of processes that end in it.
 
     A machine faster than the usual one counts as one: a limit is never harder than it says.
     """
@@ -45,7 +45,7 @@ def _processor_seconds(children: bool) -> float:
 
 
 def _fixed_work() -> float:
-    """Seconds of the processor for what an interpreter and a compiler do most: calls, look-ups, small objects."""
+    """Return processor seconds of typical interpreter and compiler work: calls, look-ups, small objects."""
     began = time.thread_time()
     found: dict[int, tuple[int, int]] = {}
     for number in range(300_000):

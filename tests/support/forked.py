@@ -13,13 +13,13 @@ from typing import Any
 
 
 def in_child(act: Callable[[], Any], *, seconds: float = 20.0) -> Any:
-    """What `act` returns in a child; what it raises is raised here.
+    """Call `act` in a forked child, which ends by `os._exit`; return its value or raise its exception here.
 
-    AssertionError where the child ends otherwise or does not answer in `seconds`. It ends by `os._exit`.
+    Raises AssertionError if the child ends otherwise or does not answer within `seconds`.
     """
     receiving, sending = os.pipe()
     with warnings.catch_warnings():
-        # Of a process with threads.
+        # Python warns about a fork of a process with threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:

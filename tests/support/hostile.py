@@ -26,7 +26,7 @@ OTHERS = (
     {"nbytes": -1, "name": "../x", "crc32c": 0},
 )  # fmt: skip
 VALUES = (*NAMES, *NUMBERS, *OTHERS)
-# How a value is written that JSON has not, or that is not what it seems: these texts replace a marker.
+# Texts that replace a marker in JSON: values outside of JSON, or misleading ones.
 MARKER = "a marker of the mutation"
 TEXTS = (
     "NaN", "Infinity", "-Infinity", "1e999", "-0", "9" * 5000, "[" * 3000 + "]" * 3000, '{"a":' * 400 + "1" + "}" * 400,
@@ -35,7 +35,7 @@ TEXTS = (
 
 
 def mutated(value: Any, chance: random.Random) -> bytes:
-    """The JSON text of a value with one to three mutations."""
+    """Return the JSON text of a value with one to three mutations."""
     changed = copy.deepcopy(value)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         changed = _mutate(changed, chance)
@@ -47,7 +47,7 @@ def mutated(value: Any, chance: random.Random) -> bytes:
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
-    """Bytes with bits flipped, cut short, repeated or replaced."""
+    """Return bytes with flipped bits, truncated, repeated or replaced."""
     out = bytearray(data)
     kind = chance.randrange(5)
     at = chance.randrange(len(out))
@@ -67,12 +67,12 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
 
 
 def sealed(text: bytes) -> bytes:
-    """A metadata file with a checksum that fits, whatever the body is."""
+    """Return a metadata file with the right checksum for any body."""
     return b'{"body":' + text + b',"crc32c":%d}\n' % checksum(text)
 
 
 def headed(text: bytes, data: bytes, chance: random.Random | None = None) -> bytes:
-    """A safetensors file with this header; with `chance` its length is sometimes another."""
+    """Return a safetensors file with this header; with `chance` the header's length is sometimes wrong."""
     length = len(text)
     if chance is not None and chance.random() < 0.1:
         length = chance.choice((0, 1, length - 1, length + 1, length + len(data) + 1, 2**31, 2**63, 2**64 - 1))
@@ -80,7 +80,7 @@ def headed(text: bytes, data: bytes, chance: random.Random | None = None) -> byt
 
 
 def _mutate(value: Any, chance: random.Random) -> Any:
-    """One change, somewhere in a value: a walk from the root that may stop at each step."""
+    """Return a value with one change at a random place, found by a walk from the root."""
     if not isinstance(value, dict | list) or not value or chance.random() < 0.15:
         return _other(value, chance)
     key = chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
@@ -123,7 +123,7 @@ _CHANGES: tuple[Callable[[Any, Any, random.Random], None], ...] = (_replace, _re
 
 
 def _other(value: Any, chance: random.Random) -> Any:
-    """Another value in the place of one, mostly of another type or size."""
+    """Return a replacement of a value, mostly of another type or size."""
     if type(value) is int and chance.random() < 0.4:
         return chance.choice((-value, value + 1, value - 1, value * 2, value * 10**25, float(value), str(value),
                               value + 4096))  # fmt: skip

@@ -12,7 +12,7 @@ from infinity.ops.transfer import Transfer
 
 
 class Late:
-    """A copy that is over for the device, and not for the host."""
+    """A copy that is over for the device but not for the host."""
 
     def __init__(self) -> None:
         self.known = False
@@ -21,11 +21,11 @@ class Late:
         return self.known
 
     def wait(self) -> None:
-        """The device waits, and not the host."""
+        """Make the device wait, not the host."""
 
 
 def copies_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on every copy of every device is."""
+    """Make every later copy of every device late."""
     copy, arrived = Device.copy, Device.arrived
 
     def begin(self: Device, *tensors: object) -> Late:

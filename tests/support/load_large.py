@@ -70,7 +70,7 @@ def build(rank: int, world_size: int, how: str, folder: str, drive: str) -> dict
         with infinity.Init(config=settings(drive)):
             model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA))
     for name, param in model.named_parameters():
-        # Gradients of everything would take as much memory as the parameters.
+        # Gradients of all parameters would take as much memory as the parameters.
         param.requires_grad_("norm" in name)
     engine, *_ = infinity.initialize(model=model, config=settings(drive))
     seconds = time.perf_counter() - began
@@ -92,7 +92,7 @@ def anonymous_nbytes() -> int:
 
 
 def peak_nbytes() -> int:
-    """The highest resident size of this process, without what it shares now (libraries)."""
+    """Return the peak resident size of this process in bytes, without the memory that it shares now (libraries)."""
     status = Path("/proc/self/status").read_text()
     high = int(status.split("VmHWM:")[1].split()[0]) * 1024
     return high - int(psutil.Process().memory_info().shared)

@@ -1,4 +1,4 @@
-"""A hard memory limit for a child process tree: a version-1 control group where one can be made, else RLIMIT_DATA."""
+"""A hard memory limit for a child process tree: a version-1 control group if possible, else RLIMIT_DATA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTROLLER = Path("/sys/fs/cgroup/memory")
 
 @dataclass
 class Limited:
-    """What a limited run did. `peak` is the control group's highest use in bytes, None under RLIMIT_DATA."""
+    """The result of a limited run. `peak` is the control group's peak in bytes, None under RLIMIT_DATA."""
 
     returncode: int
     stdout: str
@@ -37,7 +37,7 @@ def run_limited(command: Sequence[str], *, limit_nbytes: int, timeout: float, en
 
 @dataclass(frozen=True)
 class _Group:
-    """Moves the process that calls it into a control group."""
+    """A function that moves its calling process into a control group."""
 
     group: Path
 
@@ -47,8 +47,9 @@ class _Group:
 
 @contextlib.contextmanager
 def limited(limit_nbytes: int | None) -> Iterator[tuple[Callable[[], None], str]]:
-    """What a child calls before it begins (`preexec_fn`), to be killed or refused memory beyond the limit (None: no
-    limit), and by what: "control group", "RLIMIT_DATA", "nothing".
+    """Yield a `preexec_fn` that limits a child's memory, and its mechanism: "control group", "RLIMIT_DATA", "nothing".
+
+    limit_nbytes: bytes beyond which the child is killed or refused memory; None: no limit.
     """
     if limit_nbytes is None:
         yield (lambda: None), "nothing"
@@ -65,7 +66,7 @@ def limited(limit_nbytes: int | None) -> Iterator[tuple[Callable[[], None], str]
 
 
 def leave() -> None:
-    """This process is limited no longer; what it has taken stays charged."""
+    """Remove the limit of this process; its memory stays charged."""
     if (_CONTROLLER / "cgroup.procs").exists() and os.access(_CONTROLLER / "cgroup.procs", os.W_OK):
         (_CONTROLLER / "cgroup.procs").write_text(str(os.getpid()))
     with contextlib.suppress(ValueError, OSError):

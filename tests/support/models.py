@@ -1,4 +1,4 @@
-"""Tiny models and data: everything a parity test trains, in well under a second a step."""
+"""Tiny models and data for parity tests; a step takes well under a second."""
 
 from __future__ import annotations
 

@@ -28,12 +28,12 @@ from tests.support.models import VOCABULARY, Block, RMSNorm, token_batch
 
 ADAM = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-4, "weight_decay": 0.05}
 STEPS = 10
-# So small that it always bites: the norms of these models lie between 0.3 and 10.
+# Small enough to always clip: the norms of these models lie between 0.3 and 10.
 CLIP = 0.05
 
 
 class SmallModel(nn.Module):
-    """A transformer with all that is awkward: tied weights, a frozen layer, parameters of one and of no element."""
+    """A transformer with difficult parameters: tied weights, a frozen layer, parameters of one and of no element."""
 
     def __init__(self, dim: int = 16, layers: int = 2) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ class SmallModel(nn.Module):
 
 
 class Case:
-    """What is trained. Subclasses change one thing each. `call` is the engine, or the plain module."""
+    """A training case; each subclass changes one thing. `call` is the engine or the plain module."""
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
         return SmallModel()
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Matrices decay, everything else does not."""
+        """Return groups in which only matrices have weight decay."""
         trained = [param for param in model.parameters() if param.requires_grad]
         return [
             {"params": [param for param in trained if param.ndim > 1]},
@@ -74,20 +74,20 @@ class Case:
         ]
 
     def losses(self, call: nn.Module, rank: int, micro: int) -> Iterable[Tensor]:
-        """The losses of one micro-step; each has its own backward."""
+        """Return the losses of one micro-step; each has its own backward."""
         yield call(**token_batch(rank, micro, positions=8))
 
     def after_step(self, call: nn.Module, step: int, access: Access) -> list[Tensor]:
-        """What a program does between two steps; returns values that must agree."""
+        """Act between two steps; return values that must agree between runs."""
         return []
 
     def before_step(self, call: nn.Module, micro: int, access: Access) -> list[Tensor]:
-        """The same between a backward and its step."""
+        """Act between a backward and its step; return values that must agree between runs."""
         return []
 
 
 class SplitBackward(Case):
-    """Every micro-step has two losses, and backward is called for each."""
+    """A case whose micro-steps have two losses, with a backward for each."""
 
     def losses(self, call: nn.Module, rank: int, micro: int) -> Iterable[Tensor]:
         batch = token_batch(rank, micro, positions=8)
@@ -97,7 +97,7 @@ class SplitBackward(Case):
 
 @dataclass
 class Result:
-    """What a run leaves: weights and moments by name, the norm of each step, and the values that the case looked at."""
+    """The result of a run: weights and moments by name, the norm of each step, and the values of the case."""
 
     master: dict[str, Tensor] = field(default_factory=dict)
     exp_avg: dict[str, Tensor] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Result:
     seen: list[Tensor] = field(default_factory=list)
     # Hash over everything of the run, 16-bit parameters included.
     digest: str = ""
-    # Units given back during training, and those that could have been.
+    # Units released during training, and those that could have been.
     releases: int = 0
     cut_units: int = 0
     mismatches: int = 0
@@ -142,7 +142,7 @@ class Access:
 
 
 class Tiered(Access):
-    """The engine's: from any tier and rank."""
+    """Access through the engine, to any tier and rank."""
 
     def __init__(self) -> None:
         pass
@@ -186,7 +186,7 @@ def settings(
         "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}}, **top,
     }  # fmt: skip
     if dtype != "fp32":
-        # A scale that never overflows here: every step counts.
+        # A scale that never overflows in these cases, so no step is skipped.
         config[dtype] = {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})}
     return config
 
@@ -270,7 +270,7 @@ def _train(case: Case, engine: Engine, rank: int, steps: int, backward: Any, loo
 
 
 def count_releases(engine: Engine, result: Result) -> None:
-    """Note in `result` how often the engine gives a gathered unit back."""
+    """Count in `result` how often the engine releases a gathered unit."""
     result.cut_units = sum(not unit.placed.whole and unit.layout.numel > 0 for unit in engine.units)
 
     def counted(unit: Any, release: Callable[..., None]) -> Callable[..., None]:
@@ -321,12 +321,12 @@ def difference(result: Result, expected: Result) -> tuple[float, float, float]:
 
 def _apart(value: Tensor, other: Tensor) -> float:
     assert value.shape == other.shape
-    # A NaN is far from everything.
+    # A NaN differs from every value.
     return float((value - other).abs().max().nan_to_num(math.inf)) if value.numel() else 0.0
 
 
 def swap_files(nvme: Path | str) -> list[Path]:
-    """The engines' files in a folder that need not exist."""
+    """Return the engines' files in a folder that need not exist."""
     folder = Path(nvme)
     return sorted(folder.iterdir()) if folder.exists() else []
 

@@ -1,4 +1,4 @@
-"""What README.md, CONTRIBUTING.md and docs/*.md show in fences, and what a block of Python is given before it runs.
+"""The fences of README.md, CONTRIBUTING.md and docs/*.md, and the names that a Python block gets before it runs.
 
 The blocks of a page run in one namespace, which has `infinity` and `torch`, and in one folder of their own. An HTML
 comment on the line above the fence, which a reader of the rendered page does not see, says more:
@@ -46,10 +46,10 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Block:
-    """One fence: its language, its text, and what the comment above it says."""
+    """A fence with its language, its text and the comment above it."""
 
     page: str
-    # Of the first line inside the fence, from 1.
+    # Number of the first line inside the fence, from 1.
     line: int
     language: str
     text: str
@@ -62,7 +62,7 @@ class Block:
 
 
 def blocks(page: str, text: str) -> Iterator[Block]:
-    """The fences of a page, in their order."""
+    """Yield the fences of a page in order."""
     for fence in _FENCE.finditer(text):
         above = text[: fence.start()]
         remark = _REMARK.search(above)
@@ -75,7 +75,7 @@ def blocks(page: str, text: str) -> Iterator[Block]:
 
 
 def shown(page: str) -> list[Block]:
-    """The fences of one of our pages."""
+    """Return the fences of one page of this project."""
     return [*blocks(page, (ROOT / page).read_text(encoding="utf-8"))]
 
 
@@ -97,7 +97,7 @@ def dataset() -> list[dict[str, Tensor]]:
 
 
 def evaluate(engine: Engine) -> float:
-    """A loss on data that nothing was trained on."""
+    """Return a loss on data that no block trains on."""
     with torch.no_grad():
         return float(engine(**token_batch(1, 0)))
 
@@ -162,7 +162,7 @@ def prepare(folder: Path) -> None:
 
 
 def give(block: Block, names: dict[str, Any]) -> None:
-    """Make what the comment above a block names."""
+    """Make the names that the comment above a block lists."""
     for name in block.given:
         Given(names).make(name, {**CONFIG, **json.loads(block.config)})
 
@@ -172,7 +172,7 @@ def run(block: Block, names: dict[str, Any]) -> None:
     before, grouped = engines(), dist.is_initialized()
     try:
         give(block, names)
-        # An error shows the line of the page.
+        # Keep line numbers, so that an error shows the line of the page.
         code = compile("\n" * (block.line - 1) + block.text, str(ROOT / block.page), "exec")
         exec(code, names)
     finally:
@@ -185,6 +185,6 @@ def run(block: Block, names: dict[str, Any]) -> None:
 
 
 def engines() -> list[Engine]:
-    """All of this process."""
-    # Not isinstance: it asks every object for its class, and some of torch's warn when they are asked.
+    """Return all engines of this process."""
+    # Not isinstance, because it reads every object's __class__, at which some of torch's objects warn.
     return [found for found in gc.get_objects() if type(found) is Engine]

@@ -12,11 +12,11 @@ from infinity.ops.adam import AdagradHyper, AdamHyper, Hyper, LionHyper, Momentu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STORAGES = ("plain", "split", "master_half", "master_bfloat")
-# Zeros, denormals, halfway cases of bf16 and fp16, what rounds to infinity, and what is not finite.
+# Zeros, denormals, halfway cases of bf16 and fp16, values that round to infinity, and non-finite values.
 EDGES = [0.0, -0.0, 1e-45, -1e-40, 6e-8, 2.9802322e-8, 1.00390625, -1.01171875, 1.00048828125, 65519.0, 65520.0,
          3.3895314e38, 3.3961775e38, float("inf"), float("-inf"), float("nan")]  # fmt: skip
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, adamw=True)
-# One of every rule, and of every way in which it reads its constants.
+# Every rule, with every way in which it reads its constants.
 HYPERS: dict[str, Hyper] = {
     "adamw": HYPER,
     "adam": AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, adamw=False),
@@ -28,7 +28,7 @@ HYPERS: dict[str, Hyper] = {
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of one dtype have the same bits; the bits of a NaN are not defined."""
+    """Return whether two tensors of one dtype have the same bits; the payload of a NaN does not count."""
     integers = torch.int32 if left.element_size() == 4 else torch.int16
     equal = left.view(integers) == right.view(integers)
     if left.is_floating_point():
@@ -45,13 +45,13 @@ def values(numel: int, generator: torch.Generator, spread: float = 5.0) -> Tenso
 
 
 def states(piece: Piece) -> list[Tensor]:
-    """What a step changes."""
+    """Return the tensors that a step changes."""
     tensors = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.remainder, piece.master)
     return [tensor for tensor in tensors if tensor is not None]
 
 
 def make_piece(numel: int, storage: str, grad_dtype: torch.dtype, hyper: Hyper = HYPER, shift: int = 0) -> Piece:
-    """A piece whose tensors start `shift` elements into their memory."""
+    """Return a piece whose tensors start `shift` elements into their memory."""
     generator = torch.Generator().manual_seed(numel)
     weight, grad = values(numel, generator).nan_to_num(1.0), values(numel, generator, 3.0).to(grad_dtype)
     first, second = values(numel, generator).nan_to_num(0.5), values(numel, generator).nan_to_num(0.25).abs()
@@ -71,7 +71,7 @@ def make_piece(numel: int, storage: str, grad_dtype: torch.dtype, hyper: Hyper =
 
 
 def on_device(piece: Piece, device: torch.device, shift: int = 0) -> Piece:
-    """A copy on a device, `shift` elements into its memory."""
+    """Return a copy on a device, `shift` elements into its memory."""
 
     def placed(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
@@ -86,7 +86,7 @@ def on_device(piece: Piece, device: torch.device, shift: int = 0) -> Piece:
 
 
 def table_of(pieces: list[Piece], step: int, grad_scale: float) -> tuple[bytes, int]:
-    """The C structures that one call of the kernels steps, and their number."""
+    """Return the array of C structures for one call of the kernels, and its length."""
     tails = {}
     for piece in pieces:
         constants = piece.hyper.constants(step=step, grad_scale=grad_scale)

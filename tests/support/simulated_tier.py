@@ -22,12 +22,12 @@ from infinity.errors import TransferError
 from infinity.memory.tiers.base import Folders, QueueOptions, TierBackend
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent
 
-# What a buffer holds while it is being filled.
+# The content of a buffer while it is being filled.
 GARBAGE = 0xA5
 
 
 class Misuse(AssertionError):
-    """The tier was used in a way that loses data."""
+    """Report a use of the tier that loses data."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class SimulatedTransfer:
         self.over = False
 
     def done(self) -> bool:
-        """Whether it is complete, well or not. A poll."""
+        """Return whether it is complete, with or without an error; counts as a poll."""
         with self._tier.lock:
             self._tier.poll()
             return self.over
 
     def wait(self) -> None:
-        """Complete it; TransferError where the tier was told that it fails, or for the first `late` times."""
+        """Complete it; raise TransferError if it is set to fail, and for the first `late` times."""
         with self._tier.lock:
             if self.late:
                 self.late -= 1
@@ -101,7 +101,7 @@ class SimulatedTier(TierBackend):
         self.flying: list[SimulatedTransfer] = []
         self.requests: list[Asked] = []
         self.faults = faults
-        # How many waits of the requests to come are too short.
+        # Number of waits of later requests that end too early.
         self.late = 0
         self.closed = False
         # The store waits for transfers without its own lock.
@@ -119,7 +119,7 @@ class SimulatedTier(TierBackend):
         return self.content.numel()
 
     def read(self, extent: Extent, buffer: Tensor, *, priority: int = 0) -> SimulatedTransfer:
-        """Fill `buffer` from an extent, later. In what order is chance, whatever the priority."""
+        """Fill `buffer` from an extent later; the order is random and ignores the priority."""
         with self.lock:
             return self._submit(extent, buffer, is_write=False)
 
@@ -129,7 +129,7 @@ class SimulatedTier(TierBackend):
             return self._submit(extent, buffer, is_write=True)
 
     def close(self) -> None:
-        """Complete what is in flight; nothing may come after that."""
+        """Complete the requests in flight; no request may follow."""
         with self.lock:
             for transfer in self.flying[:]:
                 transfer.finish()
@@ -143,7 +143,7 @@ class SimulatedTier(TierBackend):
                 transfer.finish()
 
     def forget(self, transfer: SimulatedTransfer) -> None:
-        """A request is over."""
+        """Note that a request is over."""
         self.flying.remove(transfer)
 
     def _submit(self, extent: Extent, buffer: Tensor, *, is_write: bool) -> SimulatedTransfer:

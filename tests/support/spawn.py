@@ -26,22 +26,22 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("spawn")
-# How long ranks that were told to end may take before they are killed.
+# Seconds between the request to end and the kill of a rank.
 _EXIT_SECONDS = 5.0
 
 
 class RankError(AssertionError):
-    """A rank failed: its number and its traceback."""
+    """Report a failed rank with its number and its traceback."""
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 110) -> list[Any]:
-    """`fn(rank, world_size, *args)` in `world_size` fresh processes; their values in rank order."""
+    """Call `fn(rank, world_size, *args)` in `world_size` fresh processes; return the values in rank order."""
     with RankPool(world_size) as pool:
         return pool.run(fn, *args, timeout=timeout)
 
 
 class RankPool:
-    """`world_size` processes that execute one function after the other. After a failure they are replaced."""
+    """A pool of `world_size` processes that run one function after another and are replaced after a failure."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -54,8 +54,8 @@ class RankPool:
         self.close()
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 110) -> list[Any]:
-        """`fn(rank, world_size, *args)` on every rank; their values in rank order."""
-        # Pickled here, so that a function that cannot travel is this caller's error.
+        """Call `fn(rank, world_size, *args)` on every rank; return the values in rank order."""
+        # Pickled here, so that a function that cannot be pickled raises in the caller.
         task = pickle.dumps((fn, args))
         if not all(process.is_alive() for process, _ in self._ranks):
             self._kill()
@@ -71,7 +71,7 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """End the processes: asked first, killed when they do not listen."""
+        """End the processes; kill those that do not end on request."""
         for _, pipe in self._ranks:
             try:
                 pipe.send(None)
@@ -124,8 +124,8 @@ class RankPool:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int) -> None:
-    """A rank's life: tasks from the pipe, answers into it, until the other end is closed."""
-    # A crash of native code is told with its place.
+    """Serve tasks from the pipe as a rank until the other end is closed."""
+    # Print the stack of a crash in native code.
     faulthandler.enable()
     environment = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
@@ -153,7 +153,7 @@ def _serve(pipe: Connection, rank: int, world_size: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """A rank that waits for another one inside a collective would not notice that the test run was killed."""
+    """End this rank when the test run is killed, which it would not notice inside a collective."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -161,7 +161,7 @@ def _end_with_parent() -> None:
 
 
 def _destroy_process_group() -> None:
-    """Close what the function left open: the next call meets at another port."""
+    """Close the process groups that the function left open, because the next call uses another port."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

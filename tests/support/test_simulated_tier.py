@@ -1,4 +1,4 @@
-"""Claims about the simulated tier itself: it is late, it reorders, and it notices misuse."""
+"""Claims about the simulated tier: it delays, it reorders, and it detects misuse."""
 
 from __future__ import annotations
 

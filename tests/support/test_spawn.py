@@ -1,4 +1,4 @@
-"""Claims about the tests' own processes: values come back in order, failures come back whole, nothing stays behind."""
+"""Claims about the tests' processes: values return in order, failures with their traceback, no process remains."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Stack(nn.Module):
 
 
 def train(budget: int, folder: str, *, width: int, layers: int, steps: int) -> dict[str, Any]:
-    """Train a few steps; what it printed is made of this."""
+    """Train a few steps and return the facts to print."""
     device = {"device": "auto", "nvme_path": folder}
     config = {
         "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "gradient_clipping": 1.0, "log_level": "error",
@@ -71,12 +71,12 @@ def train(budget: int, folder: str, *, width: int, layers: int, steps: int) -> d
 
 
 def peak_nbytes() -> int:
-    """The most resident memory since `forget_peak`."""
+    """Return the peak resident memory in bytes since `forget_peak`."""
     return _status("VmHWM")
 
 
 def forget_peak() -> int:
-    """Begin to watch, and return what is resident now."""
+    """Reset the peak and return the resident memory in bytes."""
     trim()
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
@@ -89,7 +89,7 @@ def _status(name: str) -> int:
 
 def main(budget: int, folder: str) -> None:
     torch.set_num_threads(1)
-    # What the libraries take once, whatever is trained: their code, threads and rings.
+    # Memory that the libraries take once: their code, threads and rings.
     train(10**9, folder, width=64, layers=2, steps=1)
     before = forget_peak()
     result = train(budget, folder, width=1024, layers=14, steps=2)
