@@ -125,14 +125,15 @@ def read(name: str) -> Topic:
 
 def _units(raw: dict[str, Any]) -> dict[str, Any]:
     rows, table = [], []
+    timed = {"step": "a step", "cpu": "a step, CPU time", "initialize": "`initialize`"}
     for name, cases in raw["cases"].items():
         small, large = min(map(int, cases)), max(map(int, cases))
-        for key, text in (("step", "a step"), ("initialize", "`initialize`")):
+        for key, text in timed.items():
             ratio = (cases[str(large)][key] / large) / (cases[str(small)][key] / small)
             what = f"{name}: cost of a unit in {text}, {large:,} units / {small:,}"
             rows.append({"what": what, "figures": [round(ratio, 2)], "limit": f"<= {raw['limit']:g}"})
         table += [
-            [f"{name}, {int(count):,} units", *(round(case[key] / int(count) * 1e6) for key in ("step", "initialize"))]
+            [f"{name}, {int(count):,} units", *(round(case[key] / int(count) * 1e6) for key in timed)]
             for count, case in cases.items()
         ]
     date, _, machine = raw["machine"].partition(", ")
@@ -141,7 +142,7 @@ def _units(raw: dict[str, Any]) -> dict[str, Any]:
         "claim": "A unit costs at most 1.3 times as much in a model of 3,200 units as in one of 200, in a step and in "
                  "`initialize`.",
         "machine": re.sub(r"-fc-\S+", "", machine), "rows": rows, "table": table,
-        "columns": ["tiny layers, stage 3, everything on NVMe", "step, us a unit", "initialize, us a unit"],
+        "columns": ["tiny layers, everything on NVMe, us a unit", "step", "CPU time of a step", "initialize"],
         "how": f"Medians of {raw['rounds']} rounds.",
     }  # fmt: skip
 

@@ -307,11 +307,12 @@ def test_a_figure_is_judged_by_its_limit():
 
 
 def test_what_benchmarks_units_writes_becomes_a_topic():
-    cases = {str(count): {"step": count * 1e-4, "cpu": 0.0, "initialize": count * 3e-4} for count in (200, 3200)}
+    seconds = {"step": 1e-4, "cpu": 2e-4, "initialize": 3e-4}
+    cases = {str(count): {key: count * value for key, value in seconds.items()} for count in (200, 3200)}
     raw = {"machine": "2026-11-25, 2 cores", "limit": 1.3, "rounds": 9, "cases": {"kept": cases}}
     made = make_benchmarks.ADAPTERS["units"](raw)
-    assert [row["figures"] for row in made["rows"]] == [[1.0], [1.0]]
-    assert made["table"][0] == ["kept, 200 units", 100, 300]
+    assert [row["figures"] for row in made["rows"]] == [[1.0], [1.0], [1.0]]
+    assert made["table"][0] == ["kept, 200 units", 100, 200, 300]
 
 
 @pytest.mark.slow
