@@ -19,11 +19,11 @@ def test_released_units_of_resized_storages_train_the_same_bits(tmp_path, monkey
     expected = train(Case(), config, steps=3)
     made: list[ElasticBuffer] = []
 
-    def elastic(self: Device, numel: int, dtype: torch.dtype) -> ElasticBuffer:
+    def resizable(self: Device, numel: int, dtype: torch.dtype) -> ElasticBuffer:
         made.append(ElasticBuffer(numel, dtype, self.torch, mapped=False))
         return made[-1]
 
-    monkeypatch.setattr(Device, "elastic", elastic)
+    monkeypatch.setattr(Device, "resizable", resizable)
     found = train(Case(), config, steps=3)
     assert (found.digest, found.releases) == (expected.digest, expected.releases)
     assert found.releases and made
