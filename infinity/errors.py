@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return the first `most` names for a message, with the number of further ones."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 class InfinityError(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from infinity.checkpoint.format import BUFFER, TensorInfo
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, listed
 from infinity.log import logger
 from infinity.plan.types import FLOATING_DTYPES
 
@@ -60,7 +60,7 @@ def match(
 def report_mismatch(found: Match, path: object, *, strict: bool) -> None:
     """Raise CheckpointError with every mismatch. strict=False: missing and unexpected tensors are a warning only."""
     lines = [
-        f"{kind}: {_shorten(names)}"
+        f"{kind}: {listed(names, _SHOWN_MAX)}"
         for kind, names in (
             ("missing in the checkpoint", [_suggest(name, found.unexpected) for name in found.missing]),
             ("not in the model", [_suggest(name, found.missing) for name in found.unexpected]),
@@ -88,8 +88,3 @@ def _convertible(saved: str, wanted: str) -> bool:
 def _suggest(name: str, others: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, others, n=1, cutoff=0.6)
     return f"{name} (did you mean {near[0]}?)" if near else name
-
-
-def _shorten(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN_MAX
-    return ", ".join(names[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")

@@ -13,7 +13,7 @@ from pathlib import Path
 from infinity.checkpoint.extract import description_of
 from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import BLOCK_NBYTES, MANIFEST, FileExtent, FileInfo, Manifest, RankIndex, inside
-from infinity.errors import CheckpointError, TransferError
+from infinity.errors import CheckpointError, TransferError, listed
 from infinity.ops.checksum import checksum
 
 # Most tensors that one finding names.
@@ -33,8 +33,7 @@ class Damage:
     def __str__(self) -> str:
         place = f"{self.file}: " if self.file else ""
         where = f"{self.nbytes:,} bytes at offset {self.offset:,} " if self.offset >= 0 else ""
-        more = len(self.tensors) - _SHOWN_MAX
-        names = ", ".join(self.tensors[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+        names = listed(self.tensors, _SHOWN_MAX)
         return f"{place}{where}{self.what}{f'; they hold {names}' if names and self.offset >= 0 else ''}"
 
 
@@ -61,7 +60,7 @@ def verify(
             if found != nbytes:
                 there = "it is missing" if found is None else f"it has {found:,} bytes"
                 names = _names(index, name, 0, nbytes)
-                yield Damage(name, -1, 0, names, f"{there} instead of {nbytes:,}; it holds {_few(names)}")
+                yield Damage(name, -1, 0, names, f"{there} instead of {nbytes:,}; it holds {listed(names, _SHOWN_MAX)}")
             else:
                 present[name] = nbytes
         kept = [extent for extent in index.extents if extent.file in present]
@@ -120,11 +119,6 @@ def _names(index: RankIndex, file: str, begin: int, end: int) -> tuple[str, ...]
         if extent.file == file and at < end and at + array.nbytes > begin:
             found[f"{array.tensor} ({array.kind})"] = None
     return tuple(found)
-
-
-def _few(names: tuple[str, ...]) -> str:
-    more = len(names) - _SHOWN_MAX
-    return ", ".join(names[:_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
 def _gaps(folder: Path, manifest: Manifest, indexes: list[RankIndex]) -> Iterator[Damage]:

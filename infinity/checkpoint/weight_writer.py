@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from infinity.checkpoint.format import sync_folder
 from infinity.errors import ConfigError, StateError, TransferError
 from infinity.memory.partition import DTYPES
 from infinity.plan.types import DTYPE_NBYTES, SAFETENSORS_NAMES
@@ -234,14 +235,14 @@ def publish_folder(made: Path, folder: Path) -> None:
     In a folder that has files, the weights of an earlier export are removed first and the index is written last, so a
     reader in between finds no model, never half of one. Files of other names stay.
     """
-    _sync_folder(made)
+    sync_folder(made)
     try:
         os.rename(made, folder)
     except OSError as error:
         if not folder.is_dir():
             raise _failed("rename", folder, 0, 0, error) from error
         _replace(made, folder)
-    _sync_folder(folder.resolve().parent)
+    sync_folder(folder.resolve().parent)
 
 
 def _replace(made: Path, folder: Path) -> None:
@@ -259,15 +260,7 @@ def _replace(made: Path, folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(made / name, folder / name)
     shutil.rmtree(made)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)
 
 
 def _failed(operation: str, path: Path, offset: int, nbytes: int, error: OSError) -> TransferError:

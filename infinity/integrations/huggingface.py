@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.distributed.collectives import exchange
 from infinity.engine.model_init import ConfigSource, open_spool
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, listed
 from infinity.log import logger
 from infinity.zero import parameter
 from infinity.zero.deferred_init import DeferredInit, WeightSource
@@ -227,7 +227,7 @@ def _names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
 
 def _report(model: nn.Module, folder: Path, found: _Found, *, strict: bool) -> None:
     kinds = {"Missing": found.missing, "Unexpected": found.unexpected, "Size mismatch for": found.mismatched}
-    lines = [f"{kind}: {_shorten(names)}" for kind, names in kinds.items() if names]
+    lines = [f"{kind}: {listed(names, _NAMES_SHOWN_MAX)}" for kind, names in kinds.items() if names]
     if not lines:
         return
     text = f"{type(model).__name__} and {folder} do not match.\n  " + "\n  ".join(lines)
@@ -236,11 +236,6 @@ def _report(model: nn.Module, folder: Path, found: _Found, *, strict: bool) -> N
         raise ConfigError(f"load_hf: {text}{advice}")
     then = "What is missing gets the model's own initial values" if found.missing else "What is unexpected is not read"
     logger.warning("%s\n  %s.", text, then)
-
-
-def _shorten(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN_MAX
-    return ", ".join(names[:_NAMES_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
 def _adopt(model: Any, spool: DeferredInit, found: _Found) -> None:
@@ -315,7 +310,8 @@ class _Conversion:
         try:
             made = converter.convert(self._name, model=self._model, config=self._model.config)
         except Exception as error:
-            stored = _shorten([tensor.name for tensors in self.sources.values() for tensor in tensors])
+            names = [tensor.name for tensors in self.sources.values() for tensor in tensors]
+            stored = listed(names, _NAMES_SHOWN_MAX)
             raise ConfigError(
                 f"load_hf: transformers could not make {self._name} of what is stored ({stored}): {error}"
             ) from error
