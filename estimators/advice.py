@@ -1,4 +1,4 @@
-"""What a friend with this machine would train with: the most tokens a second that fit it and do not wear its drive out.
+"""The fastest configurations that fit a machine and do not wear its drive out.
 
 `search` finds placements for one batch; here micro-batches grow as far as they fit, and are accumulated up to a batch
 that is still usual. Of what lasts long enough, the three fastest that differ are shown, with what each costs.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from estimators.search import Choice, Wish, fitting, search
-from infinity.plan.types import Kind, Tier
+from infinity.plan.types import Kind
 
 # Training at so many hours a day, a drive has to last so many days.
 HOURS_A_DAY = 8
@@ -87,21 +87,13 @@ def _grown(wish: Wish) -> Iterator[Choice]:
             return
 
 
-def places(choice: Choice, *kinds: Kind) -> tuple[Tier, ...]:
-    """The tiers on which what lies between two steps is, a hundredth of it at least."""
-    at_rest = choice.estimate.shown(choice.estimate.at_rest)
-    held = {tier: sum(at_rest[tier].get(kind, 0) for kind in kinds) for tier in choice.estimate.tiers}
-    total = sum(held.values())
-    return tuple(tier for tier, nbytes in held.items() if nbytes and nbytes >= total / 100)
-
-
 def _different(choices: Sequence[Choice]) -> Iterator[Choice]:
     """Of choices that say the same in the table but for batches and what they gather, the first."""
     seen = set()
     for choice in choices:
         work, steps = choice.estimate.work, choice.estimate.accumulation
         computed = work.checkpointing, work.tiled_loss, steps > 1
-        kind = places(choice, *PARAMETERS), places(choice, *STATES), computed
+        kind = *(tuple(choice.estimate.homes(*kinds)) for kinds in (PARAMETERS, STATES)), computed
         if kind not in seen:
             seen.add(kind)
             yield choice

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(json.dumps(data, indent=2) if args.json else folded(text, _width()), flush=True)
     except BrokenPipeError:
-        # Whoever read has seen enough; nothing more may be flushed at the end.
+        # The reader has closed the pipe: nothing more may be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0 if fits else 1
@@ -171,7 +171,7 @@ def _compared(args: argparse.Namespace, wish: Wish) -> list[tuple[str, Estimate]
 
 
 def _compared_model(args: argparse.Namespace, rows: Sequence[tuple[str, Estimate]]) -> str:
-    """What is compared; ConfigError where the rows are different work and nobody has asked for that."""
+    """The title of a comparison. Raises ConfigError if the rows are different work and --mixed is not given."""
     title = headline(rows[0][1])[0]
     if not args.compare:
         return title

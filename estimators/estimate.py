@@ -1,9 +1,9 @@
-"""An estimate *is* a plan for a model that is not built, and what follows from it: bytes by phase, time, wear.
+"""Estimate a training run: the plan of a model that is not built, its bytes by phase, its time and the drive's wear.
 
     estimate("llama-3.1-8b", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, ranks=8)
 
-Nothing is computed here that the engine does not decide in the same way: the tree is that of transformers, the rules
-and the request are made by the engine's own functions, which is asked the engine's `PlanInputs`.
+The estimate is made from the engine's own `PlanInputs`, with the module tree that transformers would build, so that the
+plan is the one that the engine would execute.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from infinity.simulator.phases import Phase, at_rest, bytes_by_phase
 from infinity.simulator.step_time import StepTime, predict
 from infinity.simulator.traffic import Link, Traffic, traffic
 
-# Tokens of a sequence where nobody says how long it is, as far as the model takes so many.
+# Tokens of a sequence by default, if the model takes so many.
 SEQUENCE = 4096
 RANKS_PER_NODE = 8
 # `infinity.Init` holds so much of a model that is being built; the rest is in its tiers already.
@@ -58,7 +58,10 @@ class Workload:
     def of(
         cls, model: Described, batch: int, sequence: int | None, *, checkpointing: bool, tiled_loss: bool
     ) -> Workload:
-        """With a sequence as long as the model takes, up to 4096, where nobody says. ConfigError for a longer one."""
+        """By default with sequences of `SEQUENCE` tokens, or of the most that the model takes.
+
+        Raises ConfigError if the model takes only shorter sequences than given.
+        """
         most = model.positions_max
         if sequence is not None and most is not None and sequence > most:
             raise ConfigError(f"{model.name} takes sequences of at most {most:,} tokens, not {sequence:,}")
@@ -77,7 +80,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a training run will hold and do. Bytes are one rank's; what follows is worked out when it is asked for."""
+    """What a training run holds and does. Bytes are those of one rank. Values are computed on demand."""
 
     model: Described
     config: ResolvedConfig
@@ -131,6 +134,19 @@ class Estimate:
         near, far = table[Tier.GPU], table[Tier.CPU]
         memory = {kind: near.get(kind, 0) + far.get(kind, 0) for kind in Kind if kind in near or kind in far}
         return {Tier.CPU: memory, Tier.NVME: table[Tier.NVME]}
+
+    @cached_property
+    def columns(self) -> Mapping[str, Table]:
+        """The tables that people are shown, by name: at rest, and of each phase."""
+        tables = {"at rest": self.at_rest, **{phase.value: table for phase, table in self.phases.items()}}
+        return {name: self.shown(table) for name, table in tables.items()}
+
+    def homes(self, *kinds: Kind) -> dict[Tier, float]:
+        """The tiers of these kinds between two steps, with their shares; tiers below a hundredth are left out."""
+        table = self.columns["at rest"]
+        held = {tier: sum(table[tier].get(kind, 0) for kind in kinds) for tier in self.tiers}
+        total = sum(held.values())
+        return {tier: nbytes / total for tier, nbytes in held.items() if nbytes and nbytes >= total / 100}
 
     def peak(self, tier: Tier) -> int:
         """The most bytes that any phase holds on one of `tiers`, and no less than what the plan reserves there."""

@@ -1,6 +1,6 @@
 """What is to be sized: a preset, a config.json, its values, or a module; all become the tree that a plan is made from.
 
-A module is walked by its attributes, so that no torch is imported for it: who has one has imported torch.
+A module is walked by duck typing, so that this package imports no torch.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _name(path: Path) -> str:
 def _read(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.exists() and os.sep not in str(path) and file.suffix != ".json":
-        # Nobody has such a file: it was meant as a name.
+        # Such a path is no file: it was meant as a name.
         return preset(str(path))
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

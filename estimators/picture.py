@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from estimators.estimate import Estimate, Table
+from estimators.estimate import Estimate
 from estimators.report import folded, headline, tier_name
 from infinity.config.units import format_bytes
 from infinity.plan.palette import INK, KINDS, PAPER, RULE
@@ -42,8 +42,7 @@ class _Panel:
 
 def picture(found: Estimate) -> str:
     """The SVG of one estimate."""
-    columns: dict[str, Table] = {"at rest": found.at_rest, **{p.value: table for p, table in found.phases.items()}}
-    columns = {name: found.shown(table) for name, table in columns.items()}
+    columns = found.columns
     tiers = [tier for tier in found.tiers if any(table[tier] for table in columns.values())]
     width = (_WIDTH - 2 * _MARGIN - (len(tiers) - 1) * _GAP) / max(len(tiers), 1)
     kinds = [kind for kind in _COLOURS if any(table[tier].get(kind) for table in columns.values() for tier in tiers)]

@@ -15,12 +15,11 @@ from estimators.advice import (
     STATES,
     Advice,
     days_of_training,
-    places,
     tokens_a_second,
 )
-from estimators.estimate import Estimate, Table
+from estimators.estimate import Estimate
 from estimators.node import CONTEXT_NBYTES, DRIVE_SHARE, PROCESS_NBYTES, SYSTEM_NBYTES
-from estimators.search import Choice, Near
+from estimators.search import NAMES, Choice, Near
 from infinity.config.units import format_bytes
 from infinity.plan import palette
 from infinity.plan.reserve import GAPS
@@ -30,7 +29,6 @@ from infinity.simulator.traffic import Link
 
 WIDTH = 100
 TIERS = {tier: palette.TIERS[tier.value] for tier in Tier}
-SHORT = {Tier.GPU: "GPU", Tier.CPU: "CPU", Tier.NVME: "NVMe"}
 _PLACES = {Tier.GPU: "on the GPU", Tier.CPU: "in CPU memory", Tier.NVME: "on NVMe"}
 _UNIT = re.compile(r"(\d) ([kMGT]?B\b|%|s\b|ms\b|days\b|min\b)")
 
@@ -117,8 +115,7 @@ def headline(found: Estimate) -> list[str]:
 
 def tables(found: Estimate) -> list[str]:
     """A table for each tier that holds anything: kinds by phases, in GB."""
-    columns: dict[str, Table] = {"at rest": found.at_rest, **{p.value: t for p, t in found.phases.items()}}
-    columns = {name: found.shown(table) for name, table in columns.items()}
+    columns = found.columns
     rows: list[list[str]] = []
     for tier in found.tiers:
         kinds = [kind for kind in Kind if any(table[tier].get(kind) for table in columns.values())]
@@ -211,7 +208,7 @@ def advised(advice: Advice) -> str:
     rows = [[*head, *names, "drive lasts"]]
     for choice in advice.choices:
         found, days = choice.estimate, days_of_training(choice)
-        homes = ("+".join(tier_name(found, t, short=True) for t in places(choice, *k)) for k in (PARAMETERS, STATES))
+        homes = ("+".join(tier_name(found, t, short=True) for t in found.homes(*k)) for k in (PARAMETERS, STATES))
         held = (format_bytes(found.peak(tier)) if found.peak(tier) else "-" for tier in near)
         computed = [found.work.checkpointing, *([found.work.tiled_loss] if tiled else [])]
         batch, again = f"{found.work.batch} x {found.accumulation}", ["yes" if each else "no" for each in computed]
@@ -387,11 +384,9 @@ def _list(label: str, parts: Sequence[str]) -> list[str]:
 
 def _where(found: Estimate, *kinds: Kind) -> str:
     """The tiers of what lies between two steps, with shares where it is divided."""
-    at_rest = found.shown(found.at_rest)
-    held = {tier: sum(at_rest[tier].get(kind, 0) for kind in kinds) for tier in found.tiers}
-    total = sum(held.values())
-    shares = {tier: round(100 * nbytes / total) for tier, nbytes in held.items() if total and nbytes >= total / 100}
-    names = [_place(found, tier) + (f" ({share} %)" if len(shares) > 1 else "") for tier, share in shares.items()]
+    shares = found.homes(*kinds)
+    apart = len(shares) > 1
+    names = [_place(found, tier) + (f" ({round(100 * share)} %)" if apart else "") for tier, share in shares.items()]
     return " and ".join(names) or _place(found, found.tiers[0])
 
 
@@ -399,7 +394,7 @@ def tier_name(found: Estimate, tier: Tier, *, short: bool = False) -> str:
     """A tier's name; memory is memory where ranks compute on the CPU."""
     if tier.addressable and not found.machine.accelerator:
         return "memory"
-    return SHORT[tier] if short else TIERS[tier]
+    return NAMES[tier] if short else TIERS[tier]
 
 
 def _place(found: Estimate, tier: Tier) -> str:

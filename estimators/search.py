@@ -20,7 +20,7 @@ from estimators.estimate import RANKS_PER_NODE, Estimate, estimate
 from estimators.model import described
 from estimators.node import Machine
 from estimators.presets import PRESETS, family
-from infinity.config.resolve import changed
+from infinity.config.resolve import changed, nested
 from infinity.errors import ConfigError
 from infinity.plan.capacity import Capacity
 from infinity.plan.types import SAVE_BLOCK_NBYTES, SAVE_BLOCKS, Tier
@@ -104,14 +104,7 @@ class Near:
     @property
     def keys(self) -> dict[str, Any]:
         """The differences as they stand in a file."""
-        tree: dict[str, Any] = {}
-        for path, value in self.changes.items():
-            *sections, key = path.split(".")
-            place = tree
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[key] = value
-        return tree
+        return nested(self.changes)
 
 
 @dataclass(frozen=True)
@@ -186,7 +179,7 @@ class Wish:
         return LR if described(self.model).lora is None else LORA_LR
 
     def check(self) -> None:
-        """ConfigError where a search would find room that nobody has said to be there."""
+        """Raise ConfigError if the memory of the accelerator or of the node is not given."""
         machine, missing = self.machine, []
         if machine.accelerator and machine.gpu_nbytes is None:
             missing.append("memory of each rank's accelerator (--gpu 24GB, or --no-gpu where ranks compute on the CPU)")
@@ -436,7 +429,7 @@ def _candidates(wish: Wish, *, sparing: bool = False) -> Iterator[dict[str, Any]
     numels = wish.numels
     for stage, param, states in (*_WHOLE, *_PLACEMENTS) if ranks > 1 else _PLACEMENTS:
         needed = _states_nbytes(numels, ranks, wish.dtype, (stage, param, states), wish.machine)
-        # A drive that nobody has named is not there.
+        # A tier without a limit counts as absent: a drive has to be named.
         if any(nbytes and (limits.of(tier) or 0) < nbytes for tier, nbytes in needed.items()):
             continue
         shares = (None, *_LIVE_SHARES) if stage == 3 and limits.gpu is not None else (None,)

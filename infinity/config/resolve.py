@@ -406,6 +406,18 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted path as they stand in a configuration file."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, key = path.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    return tree
+
+
 def changed(config: ResolvedConfig, values: Mapping[str, Any]) -> ResolvedConfig:
     """Return `config` with other values at some dotted paths; a missing offload section is added with its defaults."""
     made = config.config

@@ -1,4 +1,4 @@
-"""What a rank may use of each tier, and by how much a plan exceeds it."""
+"""Limits: how many bytes a rank may use on each tier, and by how much a plan exceeds them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from infinity.config.machine import Memory
 from infinity.config.units import Share, format_bytes
 from infinity.plan.types import Kind, Tier
 
-# What placement by budget fills of memory that no limit was given for: the rest is left to activations, and to others.
+# Placement by budget fills this share of memory without a configured limit. The rest is for activations and for other
+# processes.
 BUDGET_SHARE = Share(0.75)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Bytes that a rank may use on each tier; None where nobody asked, or nothing is known."""
+    """Bytes that a rank may use on each tier; None where there is no limit, or it is not known."""
 
     gpu: int | None = None
     cpu: int | None = None
@@ -38,13 +39,13 @@ class Capacity:
         return getattr(self, tier.value, tier.capacity)
 
     def of(self, tier: Tier) -> int | None:
-        """What one tier may hold when the others hold nothing."""
+        """The limit of one tier if the others are empty."""
         own = self.own(tier)
         shared = None if tier.on_drive else self.process
         return min((limit for limit in (own, shared) if limit is not None), default=None)
 
     def room(self, tier: Tier, held: Mapping[Tier, int]) -> int | None:
-        """What one tier may take beside what all tiers hold, at least 0; None where there is no limit."""
+        """Bytes that one tier may still take while all tiers hold `held`; at least 0, None without a limit."""
         own = self.own(tier)
         room = None if own is None else own - held[tier]
         if self.process is not None and tier.addressable:
@@ -53,7 +54,7 @@ class Capacity:
         return room if room is None or room > 0 else 0
 
     def left(self, charged: Mapping[Tier, int]) -> Capacity:
-        """What remains beside what is charged to the tiers already; at least 0."""
+        """The limits minus the bytes charged to each tier; at least 0."""
 
         def rest(limit: int | None, nbytes: int) -> int | None:
             return None if limit is None else max(limit - nbytes, 0)
@@ -90,11 +91,11 @@ def within(
     limits: Memory, free: Capacity, *, ranks: int, accelerator: bool, by_budget: bool,
     reserved: Mapping[Tier, int] = {},
 ) -> Capacity:  # fmt: skip
-    """What one of a node's `ranks` ranks may use of what is free for it, within the configured limits.
+    """Return the limits of one of a node's `ranks` ranks: what is free, within the configured limits.
 
-    free: the rank's own part; without an accelerator both memory tiers are its `process`. by_budget: whether the plan
-    fills what it is given: where no limit is configured, it leaves room then. reserved: bytes that are free and that
-    something else will take; a configured limit is the engine's own and is not lessened by them.
+    free: bytes that are free for this rank; without an accelerator both memory tiers are its `process`. by_budget:
+    whether the plan fills what it is given; where no limit is configured, it then leaves `BUDGET_SHARE` free. reserved:
+    free bytes that activations and the process itself will take; they do not reduce a configured limit.
     """
     return _within(limits, free, ranks, accelerator, by_budget).least(free.left(reserved))
 

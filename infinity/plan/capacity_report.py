@@ -1,8 +1,7 @@
-"""A plan that does not fit is refused: what is too much where, and the nearest configuration that does fit.
+"""Refuse a plan that does not fit: say by how much, and name the nearest configuration that fits.
 
-Nothing here is a guess. Each suggestion is a plan that was made for the same model and machine with the changed keys,
-and that fits; where no change of keys helps, more ranks are tried; where those do not help either, the smallest plan
-says what hardware would have to have. The estimator asks the same questions before there is a model.
+Every suggestion was planned for the same model and machine with the changed keys, and fits. If no change of keys helps,
+more ranks are tried. If those do not help either, the smallest plan says what the hardware needs.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infinity.config.resolve import ResolvedConfig, changed
+from infinity.config.resolve import ResolvedConfig, changed, nested
 from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity, excesses
@@ -27,7 +26,7 @@ _ZERO = "zero_optimization"
 _PARAM, _OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
 _LIVE, _AHEAD = f"{_ZERO}.stage3_max_live_parameters", f"{_ZERO}.stage3_prefetch_bucket_size"
 _GROUP = f"{_ZERO}.sub_group_size"
-# Stands for a drive that nobody has named: how much room it needs is said when the plan is made.
+# Stands for a drive in a suggestion when the configuration names none; the plan says how much room it needs.
 _SOME_DRIVE = ("a folder on a drive",)
 # Live parameters, in elements, of the tighter choices: they also bound the size of a unit, which is a quarter of it.
 _LIVE_NUMELS = (200_000_000, 40_000_000, 8_000_000)
@@ -46,20 +45,13 @@ class Fit:
 
     def as_json(self) -> str:
         """The keys to change, as they stand in a configuration file."""
-        tree: dict[str, Any] = {}
-        for path, value in self.changes.items():
-            *sections, key = path.split(".")
-            place = tree
-            for section in sections:
-                place = place.setdefault(section, {})
-            if value == _SOME_DRIVE:
-                value = f"{_SOME_DRIVE[0]} with {format_bytes(self.plan.nvme_nbytes)} free for each rank"
-            place[key] = value
-        return json.dumps(tree)
+        drive = f"{_SOME_DRIVE[0]} with {format_bytes(self.plan.nvme_nbytes)} free for each rank"
+        values = {path: drive if value == _SOME_DRIVE else value for path, value in self.changes.items()}
+        return json.dumps(nested(values))
 
 
 def refuse(question: PlanInputs, plan: Plan, rank: int = 0) -> None:
-    """Raise CapacityError with the whole account when `plan`, the question's own, does not fit. Touches nothing."""
+    """Raise CapacityError with a table of tiers, kinds and limits if `plan`, made from `question`, does not fit."""
     if question.fits(plan):
         return
     lines = list(excesses(plan.bytes_by_tier(), question.limits))[:1] or [_initial(question, plan)]
@@ -85,14 +77,14 @@ def refuse(question: PlanInputs, plan: Plan, rank: int = 0) -> None:
 
 
 def fits_without_activations(question: PlanInputs, plan: Plan) -> bool:
-    """Whether there would be room for a plan if no activations were set aside."""
+    """Whether a plan would fit if no memory were set aside for activations."""
     held = plan.nbytes_by_tier()
     held[Tier.GPU] -= question.reserve.activation_nbytes
     return question.limits.fits(held)
 
 
 def _initial(question: PlanInputs, plan: Plan) -> str:
-    """What is too much while partitions are made: the model as it was built lies beside them."""
+    """Explain that partitions and the model that they are made from do not fit side by side."""
     free = question.free.host
     text = (
         f"needs {format_bytes(question.reserve.initial_nbytes(plan))} of memory while the partitions are made from "
@@ -122,8 +114,8 @@ def account(plan: Plan, capacity: Capacity) -> str:
 
 
 def nearest_fit(question: PlanInputs) -> Fit | None:
-    """The first of an ordered list of changes whose plan fits: fewest keys first, and of those the fastest tiers; then
-    the same on more ranks. None when nothing of it fits.
+    """Return the first change that fits: fewest keys first, then the fastest tiers, then more ranks. None: no change
+    that was tried fits.
     """
     choices = [(keys, changed(question.config, keys)) for keys in _changes(question.config, _group_numel(question))]
     choices = [(keys, config) for keys, config in choices if not _hopeless(replace(question, config=config))]
@@ -136,8 +128,8 @@ def nearest_fit(question: PlanInputs) -> Fit | None:
 
 
 def _more_ranks(question: PlanInputs) -> Fit | None:
-    """More nodes like these, with the configuration as it is, or else with budgets deciding: a few numbers of them from
-    the least that could be enough on, so that what is found is near the fewest.
+    """Try more nodes like these, with the configuration as it is and then with homes found by budgets. Three numbers of
+    ranks are tried, from the fewest that could be enough.
     """
     for keys in ({}, _different(question.config, _by_budget(question.config)) or None):
         if keys is None:
@@ -152,7 +144,7 @@ def _more_ranks(question: PlanInputs) -> Fit | None:
 
 
 def _enough(question: PlanInputs) -> list[int]:
-    """How many times the ranks to try: what could just do, and more."""
+    """Factors to multiply the ranks by: the smallest that could be enough, and larger ones."""
     numbers = range(2, _TIMES_MAX)
 
     def could_do(times: int) -> bool:
@@ -252,7 +244,7 @@ def _drive(config: ResolvedConfig) -> tuple[str, ...]:
 
 
 def _different(config: ResolvedConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the keys whose value is another one now; bounds are only ever lowered."""
+    """The keys whose present value differs; bounds are only lowered."""
     different = {}
     for path, value in keys.items():
         place: Any = config.config
@@ -265,7 +257,7 @@ def _different(config: ResolvedConfig, keys: Mapping[str, Any]) -> dict[str, Any
 
 
 def _hopeless(question: PlanInputs) -> bool:
-    """Whether what must lie somewhere is too much already: known without a plan."""
+    """Whether the bytes that any plan has to place exceed the limits. Needs no plan."""
     request, limits, dp = question.request, question.limits, question.topology.dp
     numel, trained = question.numels
     trained //= dp if request.stage else 1

@@ -1,12 +1,11 @@
-"""Bounds lowered until a plan fits: of what only bounds memory, as far as nobody chose it.
+"""Lower bounds that the configuration does not set until a plan fits.
 
-How much is gathered at once, read ahead, kept for its next use or stepped at a time decides how fast a run is, never
-what it computes. What does decide that is left alone: units and tiles are cut by the bounds that were asked for, for a
-gradient's norm is summed unit by unit, and its bits must not depend on the machine's memory.
+Only bounds that change speed and never results are lowered: how much is gathered at once, read ahead, kept for its next
+use or stepped at a time. Units and tiles keep the bounds that were asked for, because gradient norms are summed unit by
+unit and their bits must not depend on the machine's memory.
 
-What is gathered at once is lowered first, and raised again as far as there is room: units that were released are
-gathered again in backward. Where even the least of it is too much, smaller sub-groups and less ahead come to it, a step
-at a time.
+The bound of gathered bytes is lowered first and then raised as far as there is room. If the lowest is not enough,
+smaller sub-groups and shorter prefetches are tried step by step.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ def fitted(
     """The plan that was asked for where it fits, else the first with lowered bounds that does. Where none does, the
     smallest of them, or the one that was asked for where not even its values fit: for the caller to refuse.
 
-    chosen: fields of `KEYS` that somebody chose, and that stay. fits_at_rest: whether there is room for what a plan
-    holds whatever its bounds are. raised: whether to look for more than the smallest. A plan whose homes a budget finds
-    bounds itself by what the tiers may hold, and is made several times for that: one more is enough.
+    chosen: fields of `KEYS` that the configuration sets; they stay. fits_at_rest: whether the bytes that a plan holds
+    under any bounds fit. raised: whether to search for the largest bounds that fit. A plan whose homes budgets find is
+    bounded by the limits already and costs several plans itself, so that one more is enough.
     """
     plan = plan_of(request)
     if fits(plan) or not fits_at_rest(plan):
@@ -70,7 +69,7 @@ def _steps(request: PlanRequest, chosen: frozenset[str]) -> Iterator[PlanRequest
 
 
 def _lower(request: PlanRequest, chosen: frozenset[str], **values: Any) -> PlanRequest:
-    """The request with those of the values (numbers of elements) that nobody chose otherwise."""
+    """The request with these values (numbers of elements), except for the chosen ones."""
     return replace(request, **{name: value for name, value in values.items() if name not in chosen})
 
 

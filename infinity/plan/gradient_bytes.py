@@ -1,7 +1,7 @@
-"""Whole gradients on the device: how many bytes of them backward leaves behind, and what their reduction works in.
+"""Whole gradients on the device: the bytes that autograd leaves on parameters, and the scratch of their reduction.
 
-Autograd leaves a gradient on each parameter; a unit's are taken when the last module call that used it has run
-backward. Until then they are nobody's but torch's, and as large as the unit.
+Autograd leaves a gradient on each parameter. The engine takes a unit's gradients once the last module call that used
+the unit has run backward; until then they are as large as the unit.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ def left_nbytes(
 
     wire: see `Plan.wire_in_backward`.
 
-    A unit that several modules need (tied weights) has its gradients from the first to the last of them, and at each
-    but the first two more: the one that has just come, and the sum, which autograd puts into memory of its own.
+    A unit that several modules need (tied weights) has gradients from its first module to its last. At each module but
+    the first it takes twice more: the new gradient, and the sum that autograd allocates. A gradient that is sent from
+    where it lies stays until the next unit's gradients have come.
 
-    One that travels from where it lies is there until the next unit's have come.
-
-    In the process's own memory, what a unit of other shapes left before stays in the C library's heap, where it serves
-    gradients of the same shapes again, but not larger ones.
+    In the process's own memory, freed gradients of other shapes stay in the C library's heap, which reuses them only
+    for the same shapes.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infinity.errors import ConfigError
 
-# Bytes that a drive of a terabyte is rated to take in its life, where nobody has said: 600 TB a TB of capacity is what
+# Bytes that a drive is assumed to take in its life for each byte of capacity: 600 TB a TB is what
 # makers of consumer drives promise (0.33 drive writes a day for five years); data-centre drives take 1 to 3 a day.
 ASSUMED_WRITES_A_BYTE = 600.0
 
@@ -39,7 +39,7 @@ class Drive(_Record):
     file_system: str = ""
     model: str = ""
     capacity_nbytes: int = 0
-    # Bytes that the maker promises it can take (TBW); None where nobody has said.
+    # Bytes that the maker promises it can take (TBW); None: not known.
     endurance_nbytes: int | None = None
 
 
@@ -79,14 +79,14 @@ class HardwareProfile(_Record):
     down_rate: float | None = None
     # Bytes copied a second within the accelerator's memory; None where there is none.
     device_copy_rate: float | None = None
-    # Bytes a second that a rank sends to others; None where nobody has said.
+    # Bytes a second that a rank sends to others; None: not known.
     network_rate: float | None = None
     # Names of the numbers above that were not measured.
     assumptions: tuple[str, ...] = ()
 
 
 def assumed(accelerator: bool) -> HardwareProfile:
-    """The rates of a machine that nobody has measured, with an accelerator or without."""
+    """The assumed rates of a machine that was not measured, with an accelerator or without."""
     return ASSUMED if accelerator else ASSUMED_CPU
 
 

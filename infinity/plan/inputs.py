@@ -1,6 +1,7 @@
-"""From a resolved configuration to what a plan is asked for: plain numbers, tiers and dtype names.
+"""The inputs of a plan: a model, a resolved configuration, a topology and the limits of the machine.
 
-The engine and the estimator ask the same `PlanInputs`, so that an estimate is the plan of the same run.
+The engine and the estimator make the same `PlanInputs`, so that an estimate is the plan of the run. A setting is
+renamed once on its way, in `PlanInputs.request`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ UNBOUNDED = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """All that a plan is made of, so that the same can be asked of another configuration or of more ranks."""
+    """Everything that a plan is made of. `replace` asks for the plan of another configuration or of more ranks."""
 
     # The model's tree, and the classes of modules that it wants whole.
     node: ModuleNode
@@ -32,7 +33,7 @@ class PlanInputs:
     topology: Topology
     # Whether the device has memory of its own.
     accelerator: bool
-    # What the tiers may hold, and what budgets fill of it: less, where nobody gave a limit (None: all of it).
+    # The limits of the tiers, and those for placement by budget: lower where no limit is configured (None: the same).
     capacity: Capacity
     budget: Capacity | None = None
     blocks: tuple[str, ...] = ()
@@ -51,7 +52,7 @@ class PlanInputs:
 
     @property
     def limits(self) -> Capacity:
-        """What holds for this configuration."""
+        """The limits of this configuration."""
         return self.budget if self._by_budget and self.budget is not None else self.capacity
 
     @property
@@ -59,8 +60,9 @@ class PlanInputs:
         return "auto" in (self.config.param_tier, self.config.optimizer_tier)
 
     def plan(self, *, raised: bool = True) -> Plan:
-        """The plan of this model, configuration and machine, with its bounds lowered where it does not fit; whether it
-        fits then or not. raised: lowered no further than it has to be, which takes a dozen plans.
+        """Make the plan; lower its bounds if it does not fit. It may still not fit: see `fits`.
+
+        raised: lower bounds no further than needed, which makes a dozen plans.
         """
         spec = find_units(self.node, self.rules)
 
@@ -111,7 +113,7 @@ class PlanInputs:
         )  # fmt: skip
 
     def fits(self, plan: Plan) -> bool:
-        """Whether there is room for a plan of this question, and for making its partitions from the model."""
+        """Whether a plan fits the limits, and the memory in which its partitions are made from the model."""
         if not self.limits.fits(plan.nbytes_by_tier()):
             return False
         return self.free.host is None or self.reserve.initial_nbytes(plan) <= self.free.host
@@ -122,8 +124,8 @@ class PlanInputs:
 
 
 def _tile_bounds(config: ResolvedConfig) -> tuple[int, int]:
-    """Elements of the largest weight that is gathered whole, and of a tile of any other. Wherever parameters live:
-    their place must not change how a layer is computed.
+    """Elements of the largest weight that is gathered whole, and of a tile of a larger one. Both are independent of
+    the parameters' tier, because placement must not change how a layer is computed.
     """
     zero = config.zero
     if config.stage < 3 or zero.tile_parameters == 0:

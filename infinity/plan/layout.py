@@ -93,11 +93,11 @@ class UnitLayout:
         return self.numel // parts
 
     def partition_start(self, parts: int, rank: int) -> int:
-        """The element at which a rank's partition begins; `rank` does not count where everybody has the whole."""
+        """The element at which a rank's partition begins; 0 on every rank if the unit is not partitioned."""
         return rank * self.partition_numel(parts) if parts > 1 else 0
 
     def overlaps(self, start: int, stop: int) -> Iterator[Overlap]:
-        """The pieces of parameters that lie in the flat range [start, stop), in order; padding is left out."""
+        """The parts of parameters in the flat range [start, stop), in order, without padding."""
         for slot in self.slots:
             first, last = max(start, slot.offset), min(stop, slot.offset + slot.numel)
             if first < last:

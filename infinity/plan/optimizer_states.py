@@ -1,4 +1,4 @@
-"""What each type of optimizer keeps of an element beside its master weight: fp32 values, by torch's names."""
+"""Optimizer states of an element beside its master weight, by type of optimizer: fp32 values with torch's names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from infinity.config.optimizer import Adagrad, Adam, Adamax, AnyOptimizer, Lion,
 from infinity.errors import ConfigError
 from infinity.plan.types import ADAM_MOMENTS, Kind
 
-# For states of optimizers that nobody has named here.
+# For states of optimizers that this module does not know.
 _NAMELESS = (Kind.STATE_1, Kind.STATE_2, Kind.STATE_3, Kind.STATE_4)
 
 

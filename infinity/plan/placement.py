@@ -100,7 +100,7 @@ def _place_unit(
 ) -> UnitPlacement:
     """`param`: its home where it is free to have one; `states`: the tiers of its states."""
     if not layout.trainable:
-        # Nobody steps a frozen unit: when it stays whole, no rank needs a slice of its own.
+        # A frozen unit is never stepped. If it stays whole, no rank needs a slice of its own.
         parts = 1 if whole else dp
         param = Tier.GPU if whole else param
     else:

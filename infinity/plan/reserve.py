@@ -1,8 +1,7 @@
-"""What a training process takes in memory beside its plan: counted before the first step, and said where it matters.
+"""Memory that a training process takes beside its plan, counted before the first step.
 
-The plan knows the engine's bytes. A process also has what it had before the engine, what torch and our libraries add
-with their first steps, and activations. None of it is the engine's to place, all of it is memory, and whoever leaves it
-out is killed by the kernel in the first backward.
+A plan counts the bytes that the engine places. A process also has the memory from before the engine, what torch and our
+libraries add in their first steps, and activations. A plan that left them out would be killed in the first backward.
 """
 
 from __future__ import annotations
@@ -49,19 +48,17 @@ class Reserve:
     model_nbytes_max: int | None = 0
 
     def by_tier(self) -> dict[Tier, int]:
-        """What of it is to come, where it will lie."""
+        """Bytes that are still to come, by the tier that takes them."""
         on_device = self.activation_nbytes + self.gaps_nbytes
         return {Tier.GPU: on_device, Tier.CPU: self.overhead_nbytes + self.heap_nbytes + self.checkpoint_nbytes}
 
     def initial_nbytes(self, plan: Plan) -> int:
-        """CPU memory at the busiest moment of filling the partitions, what is left of the model included."""
+        """CPU memory at the peak of filling the partitions, with what is left of the model."""
         most = initial_nbytes(plan, model_dtype=self.model_dtype, model_nbytes_max=self.model_nbytes_max)
         return most + self.overhead_nbytes
 
     def peak_nbytes(self, plan: Plan) -> int:
-        """The most memory that this process will have at once by the plan, of what maps no file: on a machine with an
-        accelerator without what lies there.
-        """
+        """The peak of this process's anonymous memory by the plan. An accelerator's memory is not counted."""
         accelerator, beside = plan.request.accelerator, self.by_tier()
         training = in_process(plan.bytes_by_tier(), accelerator=accelerator)
         training += beside[Tier.CPU] + (0 if accelerator else beside[Tier.GPU])

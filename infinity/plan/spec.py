@@ -24,7 +24,7 @@ _DTYPE_NAMES = {theirs: name for name, theirs in TORCH_NAMES.items()}
 _DATA_DEPENDENT = re.compile(r"(moe|mixtureofexperts|experts?)(block|layer|mlp|mixer)?$", re.IGNORECASE)
 # Class names of what such a module chooses from: several of one class below a module make that module data-dependent.
 _EXPERT = re.compile(r"expert(block|layer|mlp|mixer)?$", re.IGNORECASE)
-# Nobody calls these: a hook on one would never run, so that no unit can stand on them.
+# Containers have no forward: a hook on one would never run, so no unit is hooked to them.
 _CONTAINERS = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
 
 
@@ -127,7 +127,7 @@ class UnitRules:
     def is_leaf(self, node: ModuleNode) -> bool:
         """Whether `node` must stay one unit because its forward chooses parameters by the data."""
         if node.is_container:
-            # Whoever calls its members is the one.
+            # The module that calls its members is the leaf.
             return False
         lists = [child for child in node.children.values() if child.is_container]
         experts = [child.class_name for child in node.called() if _EXPERT.search(child.class_name)]
@@ -279,7 +279,9 @@ def _has_blocks(node: ModuleNode, rules: UnitRules) -> bool:
 
 
 def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str], rules: UnitRules) -> ModelSpec:
-    """Group parameters by (owner, trainable, dtype); merge small left-overs into the root; find who needs each unit."""
+    """Group parameters by (owner, trainable, dtype); merge small left-overs into the root; find the modules that need
+    each unit.
+    """
     specs = root.all_params()
     homes = _homes(root, specs, owners, blocks, rules)
     groups: dict[tuple[str, bool, str], list[ParamSpec]] = {}

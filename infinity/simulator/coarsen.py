@@ -1,7 +1,6 @@
-"""A plan with a coarser grain: neighbours that live in the same places taken together, so that a rehearsal is short.
+"""Coarsen a plan for the simulator: merge neighbours with the same homes, so that a simulation is short.
 
-Bytes, homes and order stay; what is lost is how finely reads, steps and gathers follow each other, which hundreds of
-units do not need.
+Bytes, homes and order stay. Reads, steps and gathers interleave less finely, which hundreds of units do not need.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _UNITS_MAX, _GROUPS_MAX = 96, 128
 
 @dataclass(frozen=True)
 class Coarsened:
-    """A plan to rehearse, and which of the real plan's units, and how many of its sub-groups, one of it stands for."""
+    """A plan to simulate, the real units in each of its units, and the number of real sub-groups in one of its own."""
 
     plan: Plan
     units: tuple[tuple[int, ...], ...]

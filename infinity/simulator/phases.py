@@ -1,10 +1,10 @@
-"""What each phase of training holds at its peak, by tier and kind: derived from the plan alone, moment by moment.
+"""Bytes that each phase of training holds at its peak, by tier and kind, from the plan alone.
 
-`Plan.bytes_by_tier` bounds them all; here is what really lies in memory. A phase is followed through its moments (a
-sub-group filled, a unit used, a unit saved) and its busiest is returned. Where the device has no memory of its own the
-busiest is that of all memory together, for there is one memory; with an accelerator each tier has its own.
+`Plan.bytes_by_tier` is a bound for all phases; this module follows each phase through its moments (a sub-group filled,
+a unit used, a unit saved) and returns the busiest. With an accelerator each tier has a busiest moment of its own;
+without one there is one memory, and the moment with the most of it counts.
 
-What a process pays once, whatever it trains, is in no phase: see `OVERHEAD_NBYTES`.
+The constant overhead of a process is in no phase: see `OVERHEAD_NBYTES`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OVERHEAD_WITH_CUDA_NBYTES = 256 << 20
 
 
 class Phase(Enum):
-    """What a training run is doing."""
+    """Parts of a training run."""
 
     # From the built model to filled partitions.
     INITIALISE = "initialise"
@@ -59,9 +59,9 @@ def bytes_by_phase(
     """Bytes by tier and kind at each phase's busiest moment, of any rank, in the steady state.
 
     activation_nbytes: what autograd keeps and computes with at its peak (see `estimators.activations`).
-    model_dtype, model_nbytes_max: what the model is built in, and how much of it lies in memory at a time (None: all),
-    beside the parameter being worked on. offloaded: checkpoints among the activations that lie on another tier; their
-    space is kept from the first step on.
+    model_dtype, model_nbytes_max: the dtype that the model is built in, and the bytes of it in memory at a time (None:
+    all), beside the parameter in work. offloaded: activation checkpoints on another tier; their space stays allocated
+    from the first step on.
     """
     if offloaded is not None:
         activation_nbytes -= offloaded.freed_nbytes
@@ -89,7 +89,7 @@ def at_rest(plan: Plan) -> Table:
 
 
 def state_dict_nbytes(plan: Plan) -> int:
-    """CPU memory that `state_dict()` takes on rank 0, beside what is there at rest: the whole model."""
+    """CPU memory that `state_dict()` adds on rank 0: the whole model."""
     return sum(slot.numel * DTYPE_NBYTES[layout.dtype] for layout in plan.layouts for slot in layout.slots)
 
 
@@ -128,7 +128,7 @@ class _Gathered:
 
 
 def _in_parts(nbytes: int) -> int:
-    """What of a unit's memory can go to another one."""
+    """The part of a unit's memory that other units can take: whole large pages."""
     return nbytes // HUGE_PAGE * HUGE_PAGE
 
 
@@ -165,15 +165,15 @@ def _saving(plan: Plan, rest: Table) -> Table:
 
 
 def _forward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: int) -> Iterator[Table]:
-    """Activations grow with each use, and are all there at the last."""
+    """Activations grow with each use and are complete at the last."""
     count = len(plan.schedule) // 2
     for position in range(count):
         yield _in_pass(rest, gathered, position, activation_nbytes * (position + 1) // count)
 
 
 def _backward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: int) -> Iterator[Table]:
-    """Gradients come, and what forward kept goes use by use, taken as equal parts. In the process's own memory it does
-    not go: the C library keeps it for the next forward, as an accelerator's allocator does with its own.
+    """Gradients come, and activations go in equal parts, use by use. In the process's own memory they stay: the C
+    library keeps them for the next forward.
     """
     begin = len(plan.schedule) // 2
     trace = plan.schedule.trace[begin:]

@@ -48,7 +48,7 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class SimulatedStep:
     """One warm step: its seconds, the work of each resource (seconds or bytes), and the drive's bytes."""
 
     seconds: float
@@ -57,9 +57,9 @@ class Rehearsed:
     written_nbytes: int
 
 
-def rehearse(
+def simulate_step(
     plan: Plan, speeds: Speeds, *, accumulation: int, offloaded: OffloadedCheckpoints | None = None
-) -> Rehearsed:
+) -> SimulatedStep:
     """Simulate a few steps and report the last.
 
     accumulation: micro-batches a step. offloaded: activation checkpoints on another tier.
@@ -291,12 +291,12 @@ class _Simulation:
         # At the beginning of each step: the time, the work of each resource, and the bytes read and written.
         self._marks: list[tuple[float, dict[Resource, float], int, int]] = []
 
-    def run(self) -> Rehearsed:
+    def run(self) -> SimulatedStep:
         self._resources.begin(self._program())
         self._resources.begin(self._optimizer.run())
         self._resources.run(lambda: len(self._marks) > _WARM_STEPS + 1)
         (began, work_before, read_before, written_before), (ended, work, read, written) = self._marks[-2:]
-        return Rehearsed(
+        return SimulatedStep(
             seconds=ended - began, work={resource: work[resource] - work_before[resource] for resource in Resource},
             read_nbytes=read - read_before, written_nbytes=written - written_before,
         )  # fmt: skip

@@ -1,10 +1,9 @@
 """How long a step takes, what bounds it, and what it does to the drive: a plan's work at a machine's rates.
 
-The step is rehearsed along the plan (see `infinity.simulator.simulate`). What bounds it is asked of the rehearsal as
-well: the resource whose rate, if it were a quarter higher, would shorten the step the most. Computation is counted in
-floating-point operations, 2 a parameter and token forward and 4 backward (2 of a frozen one), and attention or
-recomputation where the caller adds it. Tables are left out, for they are looked up; one that is the head as well counts
-there.
+The step is simulated along the plan (see `infinity.simulator.simulate`). It is bound by the resource that would shorten
+it the most if its rate were a quarter higher. Computation is counted in floating-point operations: 2 a parameter and
+token forward and 4 backward (2 of a frozen parameter), and attention or recomputation where the caller adds it.
+Embedding tables are looked up and do not count, unless they serve as the head too.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.types import DTYPE_NBYTES
 from infinity.simulator.coarsen import Coarsened, coarsen
 from infinity.simulator.resources import Resource
-from infinity.simulator.simulate import Rehearsed, Speeds, rehearse
+from infinity.simulator.simulate import SimulatedStep, Speeds, simulate_step
 
 # Host time of hooks and coordinator for a unit's use, and of a sub-group's step: measured, see docs/benchmarks.md.
 _USE_SECONDS = 50e-6
@@ -38,7 +37,7 @@ _DAY_S = 86400.0
 
 
 class Bound(Enum):
-    """What a step waits for most."""
+    """The resource that a step waits for most."""
 
     COMPUTE = "compute"
     NVME_READ = "NVMe reads"
@@ -119,20 +118,20 @@ def predict(
 
     tokens: of one micro-batch and rank. flops: operations of one micro-batch's forward and backward on this rank;
     by default 6 a parameter and token, 4 of a frozen one, embeddings left out.
-    briefly: for who compares many plans: one rehearsal instead of two dozen; `gains` and `tokens_to_hide` are left out,
+    briefly: for comparing many plans: one simulation instead of two dozen; `gains` and `tokens_to_hide` are left out,
     and what would take longest alone counts as the bound. offloaded: checkpoints of activations on another tier.
     """
     profile = profile or assumed(plan.request.accelerator)
-    rehearsed = coarsen(plan)
-    machine = _Machine.of(plan, rehearsed, profile, tokens, flops)
-    case = _Case(plan, rehearsed, machine, accumulation, offloaded)
-    base = case.rehearse()
+    coarse = coarsen(plan)
+    machine = _Machine.of(plan, coarse, profile, tokens, flops)
+    case = _Case(plan, coarse, machine, accumulation, offloaded)
+    base = case.simulate()
     parts = {bound: machine.seconds(bound, base, plan, accumulation) for bound in Bound}
     gains: dict[Bound, float] = {}
     for bound, taken in sorted(parts.items(), key=lambda item: -item[1]):
         # No more than what is cut from its own work can be gained.
         if not briefly and (not gains or max(gains.values()) < taken * (1 - 1 / _FASTER)):
-            gains[bound] = base.seconds - replace(case, machine=machine.faster(bound)).rehearse().seconds
+            gains[bound] = base.seconds - replace(case, machine=machine.faster(bound)).simulate().seconds
     drives = profile.drives or ASSUMED.drives
     rated = [drive.endurance_nbytes or int(drive.capacity_nbytes * ASSUMED_WRITES_A_BYTE) for drive in drives]
     written = base.written_nbytes * plan.topology.local_size
@@ -156,18 +155,18 @@ class _Machine:
 
     @classmethod
     def of(
-        cls, plan: Plan, rehearsed: Coarsened, profile: HardwareProfile, tokens: int, flops: float | None
+        cls, plan: Plan, coarse: Coarsened, profile: HardwareProfile, tokens: int, flops: float | None
     ) -> _Machine:
         request, sharers = plan.request, plan.topology.local_size
         drives = profile.drives or ASSUMED.drives
         compute = _compute(profile, request.compute_dtype)
         slower = 1 if request.accelerator else sharers
         each = _compute_seconds(plan, compute, tokens, flops)
-        seconds = [slower * sum(each[unit] for unit in units) for units in rehearsed.units]
+        seconds = [slower * sum(each[unit] for unit in units) for units in coarse.units]
         # Backward of a frozen weight has the gradient of its input to compute and no other.
         share = [1 / 3 if layout.trainable else 1 / 2 for layout in plan.layouts]
-        forward = [slower * sum(each[unit] * share[unit] for unit in units) for units in rehearsed.units]
-        uses = len(plan.schedule) / max(len(rehearsed.plan.schedule), 1)
+        forward = [slower * sum(each[unit] * share[unit] for unit in units) for units in coarse.units]
+        uses = len(plan.schedule) / max(len(coarse.plan.schedule), 1)
         # Of the step's streams, what a copy of the same bytes would take: 28 bytes a parameter, and half is read.
         width = DTYPE_NBYTES[request.compute_dtype]
         streams = 16 + 3 * width + (4 if width == 2 else 0)
@@ -187,7 +186,7 @@ class _Machine:
                 copy_seconds=sharers / profile.copy_rate,
                 adam_seconds=_by_dtype(profile.adam_seconds, request.compute_dtype) * sharers,
                 norm_seconds=_by_dtype(profile.norm_seconds, request.compute_dtype) * sharers,
-                device_adam_seconds=on_device, group_seconds=_GROUP_SECONDS * rehearsed.groups_in_one,
+                device_adam_seconds=on_device, group_seconds=_GROUP_SECONDS * coarse.groups_in_one,
                 use_seconds=_USE_SECONDS * uses,
             ),
             compute_seconds=sum(seconds),
@@ -208,25 +207,25 @@ class _Machine:
                 norm_seconds=speeds.norm_seconds / factor,
             )  # fmt: skip
             return _Machine(speeds, self.compute_seconds)
-        lane = _LANES[bound]
-        rates = {**speeds.rates, lane: speeds.rates[lane] * factor}
+        resource = _RESOURCES[bound]
+        rates = {**speeds.rates, resource: speeds.rates[resource] * factor}
         reads, writes = speeds.mixed_rates
         mixed = (
-            reads * (factor if lane is Resource.READ else 1), writes * (factor if lane is Resource.WRITE else 1)
+            reads * (factor if resource is Resource.READ else 1), writes * (factor if resource is Resource.WRITE else 1)
         )  # fmt: skip
         return _Machine(replace(speeds, rates=rates, mixed_rates=mixed), self.compute_seconds)
 
-    def seconds(self, bound: Bound, found: Rehearsed, plan: Plan, accumulation: int) -> float:
+    def seconds(self, bound: Bound, found: SimulatedStep, plan: Plan, accumulation: int) -> float:
         """What a resource has to do in a step, in seconds without sharing."""
         if bound is Bound.COMPUTE:
             return self.compute_seconds * accumulation
         if bound is Bound.MEMORY:
             host = found.work[Resource.CORES]
             return max(0.0, host - (0.0 if plan.request.accelerator else self.compute_seconds * accumulation))
-        return found.work[_LANES[bound]] / self.speeds.rates[_LANES[bound]]
+        return found.work[_RESOURCES[bound]] / self.speeds.rates[_RESOURCES[bound]]
 
 
-_LANES = {
+_RESOURCES = {
     Bound.NVME_READ: Resource.READ, Bound.NVME_WRITE: Resource.WRITE, Bound.UP: Resource.UP, Bound.DOWN: Resource.DOWN,
     Bound.NETWORK: Resource.NETWORK,
 }  # fmt: skip
@@ -240,8 +239,8 @@ class _Case:
     accumulation: int
     offloaded: OffloadedCheckpoints | None
 
-    def rehearse(self) -> Rehearsed:
-        return rehearse(
+    def simulate(self) -> SimulatedStep:
+        return simulate_step(
             self.coarsened.plan, self.machine.speeds, accumulation=self.accumulation,
             offloaded=self.offloaded,
         )  # fmt: skip
@@ -278,7 +277,7 @@ class _Case:
         """The seconds of a step over those with drives that cost nothing."""
         machine = _Machine.of(self.plan, self.coarsened, profile, tokens, flops)
         free = machine.faster(Bound.NVME_READ, float("inf")).faster(Bound.NVME_WRITE, float("inf"))
-        return replace(self, machine=machine).rehearse().seconds / replace(self, machine=free).rehearse().seconds
+        return replace(self, machine=machine).simulate().seconds / replace(self, machine=free).simulate().seconds
 
 
 def _compute_seconds(plan: Plan, compute: Compute, tokens: int, flops: float | None) -> list[float]:
@@ -327,7 +326,7 @@ def _by_dtype(values: Mapping[str, float], dtype: str) -> float:
 
 
 def _assumptions(plan: Plan, profile: HardwareProfile) -> tuple[str, ...]:
-    """What a prediction rests on that nobody has measured, as far as this plan uses it."""
+    """The assumptions of a prediction: rates that this plan uses and that were not measured."""
     found = [name for name in profile.assumptions if name != "network_rate"]
     if plan.topology.dp > 1 and "network_rate" in profile.assumptions:
         found.append(f"network_rate {(profile.network_rate or 0) / 1e9:g} GB/s")

@@ -158,7 +158,7 @@ class _Count:
             if not layout.trainable:
                 continue
             if ranks > 1:
-                # A sum of which everybody keeps everything takes twice the bytes of one of which each keeps a part.
+                # An all-reduce sends twice the bytes of a reduce-scatter.
                 whole = layout.numel * self._wire * (ranks - 1) // ranks * (2 if placed.parts == 1 else 1)
                 self.add(Link.NETWORK, Kind.GRAD, whole * (1 if late else accumulation))
             kept = layout.numel // placed.parts
