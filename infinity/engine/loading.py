@@ -165,7 +165,7 @@ class Load:
         filling = Filling(
             plan=runtime.plan, index=runtime.groups.data.index, names=found.match.source,
             moments=found.manifest is not None and options.optimizer and not options.module_only,
-            start=runtime.stepper.start,
+            start=runtime.stepper.rule.start,
         )  # fmt: skip
 
         def job() -> None:

@@ -93,7 +93,7 @@ class Runtime:
     @property
     def skips_nonfinite(self) -> bool:
         """Whether a gradient that is not finite skips the whole step, or (on request) leaves its own elements out."""
-        return self.config.checks_gradients or not self.stepper.guarded
+        return self.config.checks_gradients or not self.stepper.rule.guarded
 
     def own_parameters(self) -> None:
         """Have every parameter of the module name this runtime as the one that trains it."""

@@ -101,7 +101,7 @@ class Stepper:
     ) -> None:
         self._plan = plan
         self._store = store
-        self._rule = rule
+        self.rule = rule
         # Steps that each parameter has taken: one without a gradient is not stepped, as in torch.
         self.steps: dict[str, int] = {
             slot.name: 0 for layout in plan.layouts if layout.trainable for slot in layout.slots
@@ -124,26 +124,16 @@ class Stepper:
                 self._groups_of.setdefault(piece.unit, []).append(group)
         store.keep(*(Key(Kind.STATES, index) for index in plan.kept()))
 
-    @property
-    def guarded(self) -> bool:
-        """Whether elements are left alone whose gradient is not finite."""
-        return self._rule.guarded
-
-    @property
-    def start(self) -> float:
-        """The first value of what the optimizer keeps of an element."""
-        return self._rule.start
-
     def parameter_scalars(self) -> dict[str, dict[str, Any]]:
         """Return what the optimizer keeps of a parameter in one value, by name, for those that this rank steps."""
-        if not self._rule.joins:
+        if not self.rule.joins:
             # A step that goes on changes them.
             self.finish()
-        return self._rule.parameter_scalars(self.steps)
+        return self.rule.parameter_scalars(self.steps)
 
     def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]]) -> None:
         """Take back what `parameter_scalars()` of all ranks has returned; `steps` are already those of that time."""
-        self._rule.load_parameter_scalars(singles, self.steps)
+        self.rule.load_parameter_scalars(singles, self.steps)
 
     def _move(self, to: StepperState) -> None:
         """Change the state. StateError if that move makes no sense."""
@@ -159,7 +149,7 @@ class Stepper:
         if self._groups_of and self._early is None and self._hasty < _HASTY_MAX:
             reservation = Reservation(pending=True)
             behind = StepPass(self._hidden, self._store, self._updater, reservation)
-            self._early = _EarlyStep(behind, reservation, tuple(map(self._rule.hyper, groups)), grad_scale)
+            self._early = _EarlyStep(behind, reservation, tuple(map(self.rule.hyper, groups)), grad_scale)
 
     def on_accumulated(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
         """Note that a unit's gradients have been accumulated.
@@ -253,7 +243,7 @@ class Stepper:
         """
         self._move(StepperState.STEPPING)
         try:
-            hyper = tuple(map(self._rule.hyper, groups))
+            hyper = tuple(map(self.rule.hyper, groups))
             self._step(StepContext(hyper, grad_scale, arrived, self._count(arrived)))
         finally:
             self._move(StepperState.IDLE)
