@@ -89,7 +89,7 @@ def build_runtime(
     undo.callback(compiled.close)
     place = {"rank": ranks.rank, "world_size": ranks.world_size}
     observer = Observer(Breakdown(plan, ledger, store, units, device), config.config, **place)
-    progress = StepProgress(config.config, ledger, **place)
+    progress = StepProgress(config.config, ledger, accelerator=device.is_accelerator, **place)
     undo.callback(progress.close)
     return Runtime(
         module=model, config=config, plan=plan, device=device, groups=groups, ledger=ledger, store=store, units=units,

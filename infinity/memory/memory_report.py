@@ -1,4 +1,4 @@
-"""What `engine.memory()` returns: where this rank's bytes are, as data that prints as a table."""
+"""The result of `engine.memory()`: this rank's bytes by tier and kind, as data that prints as a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from infinity.memory.ledger import Ledger, mb
 from infinity.plan.types import Kind, Tier
 
-# Units of a report in print: the largest, and one line for the rest.
+# Units that a printed report lists, the largest first; one more line sums the rest.
 _UNITS_SHOWN = 10
 
 
@@ -24,7 +24,7 @@ class PoolUse:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What is known of this process beside the ledger.
+    """Measurements of this process that the ledger does not have.
 
     resident: resident memory now; mapped: the part of it that maps files, which are mostly the code of libraries.
     in_process: the tiers whose bytes are part of it. device: bytes that torch has allocated on the accelerator,
@@ -69,7 +69,7 @@ class MemoryReport:
         cls, ledger: Ledger, process: Process, *, pools: Mapping[str, PoolUse] | None = None,
         by_unit: dict[str, dict[str, dict[str, int]]] | None = None,
     ) -> MemoryReport:  # fmt: skip
-        """A report of the ledger as it is now."""
+        """Make a report of the ledger's present numbers."""
 
         def table(entries: dict[tuple[Tier, Kind], int]) -> dict[str, dict[str, int]]:
             return {
@@ -93,14 +93,18 @@ class MemoryReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{'tier':<6}{'kind':<12}{'now':>14}{'peak':>14}{'limit':>14}"]
+        # Without an accelerator the device's memory is the process's.
+        names = {tier: "device (cpu)" if tier == "gpu" and self.activations is None else tier for tier in self.peak}
+        width = max(map(len, names.values())) + 2
+        lines = [f"{'tier':<{width}}{'kind':<12}{'now':>14}{'peak':>14}{'limit':>14}"]
         for tier, kinds in self.peak.items():
+            name = f"{names[tier]:<{width}}"
             for kind, peak in sorted(kinds.items(), key=lambda item: -item[1]):
-                lines.append(f"{tier:<6}{kind:<12}{mb(self.now[tier].get(kind, 0)):>14}{mb(peak):>14}")
+                lines.append(f"{name}{kind:<12}{mb(self.now[tier].get(kind, 0)):>14}{mb(peak):>14}")
             if kinds:
                 limit = self.limits[tier]
                 total = f"{mb(sum(self.now[tier].values())):>14}{mb(self.most[tier]):>14}"
-                lines.append(f"{tier:<6}{'in all':<12}{total}{'none' if limit is None else mb(limit):>14}")
+                lines.append(f"{name}{'in all':<12}{total}{'none' if limit is None else mb(limit):>14}")
         for name, pool in self.pools.items():
             lines.append(f"pool {name}: {mb(pool.used)} in use, {mb(pool.most)} at most, {mb(pool.reserved)} reserved")
         if self.activations is not None:
@@ -109,9 +113,9 @@ class MemoryReport:
             f"resident {mb(self.resident)}: {mb(self.mapped)} files and code, {mb(self.baseline)} before the engine, "
             f"{mb(self.unaccounted)} not accounted for; pinned {mb(self.pinned)}"
         )
-        return "\n".join([*lines, *self._unit_lines()])
+        return "\n".join([*lines, *self._unit_lines(names)])
 
-    def _unit_lines(self) -> list[str]:
+    def _unit_lines(self, names: Mapping[str, str]) -> list[str]:
         lines = []
         for tier, kinds in (self.by_unit or {}).items():
             totals: dict[str, int] = {}
@@ -121,7 +125,7 @@ class MemoryReport:
             ranked = sorted(totals.items(), key=lambda item: -item[1])
             for unit, nbytes in ranked[:_UNITS_SHOWN]:
                 parts = ", ".join(f"{kind} {mb(held[unit])}" for kind, held in kinds.items() if held.get(unit))
-                lines.append(f"{tier:<6}{unit}: {mb(nbytes)} ({parts})")
+                lines.append(f"{names[tier]:<6}{unit}: {mb(nbytes)} ({parts})")
             if rest := ranked[_UNITS_SHOWN:]:
-                lines.append(f"{tier:<6}{len(rest)} more units: {mb(sum(nbytes for _, nbytes in rest))}")
+                lines.append(f"{names[tier]:<6}{len(rest)} more units: {mb(sum(nbytes for _, nbytes in rest))}")
         return lines

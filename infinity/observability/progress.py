@@ -10,6 +10,7 @@ two-dimensional integer tensor as its first argument; otherwise samples are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from infinity.memory.ledger import Ledger
 from infinity.observability import trace
 from infinity.observability.monitors import Monitors, mean_loss
 from infinity.observability.step_timing import StepTimes, WallClock
-from infinity.plan.types import Tier
+from infinity.plan.types import Tier, memory_names
 
 
 @dataclass
@@ -49,11 +50,12 @@ class _Amount:
 class StepProgress:
     """The progress of one engine. Does nothing where the configuration asks for nothing."""
 
-    def __init__(self, config: Config, ledger: Ledger, *, rank: int, world_size: int) -> None:
+    def __init__(self, config: Config, ledger: Ledger, *, accelerator: bool, rank: int, world_size: int) -> None:
         """Open the monitors; ConfigError where one cannot be opened."""
         self._every = (config.steps_per_print or 0) if rank == 0 else 0
         self._breakdown = config.wall_clock_breakdown and rank == 0
         self._ledger = ledger
+        self._accelerator = accelerator
         self._world_size = world_size
         self._monitors = Monitors(config) if rank == 0 else None
         timed = self._every or self._monitors or config.wall_clock_breakdown
@@ -133,7 +135,10 @@ class StepProgress:
             parts.append(f"loss scale {scale:g}")
         if skipped:
             parts.append(f"{skipped} skipped")
-        held = ", ".join(f"{tier.value} {format_bytes(self._ledger.total(tier))}" for tier in Tier)
+        nbytes: Counter[str] = Counter()
+        for tier, name in memory_names(accelerator=self._accelerator).items():
+            nbytes[name] += self._ledger.total(tier)
+        held = ", ".join(f"{name} {format_bytes(size)}" for name, size in nbytes.items())
         logger.info("step %d: %s; %s; %s", step, ", ".join(parts), held, _waiting(mean))
         if self._breakdown:
             logger.info("time of a step, mean of %d: %s", amount.steps, mean)

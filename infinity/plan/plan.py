@@ -38,6 +38,7 @@ from infinity.plan.types import (
     PartitionSpec,
     Tier,
     align_up,
+    memory_names,
 )  # fmt: skip
 
 # The smallest sub-group that a budget cuts such states into.
@@ -147,13 +148,14 @@ class Plan:
 
     def homes(self, kind: Kind) -> str:
         """Where PARAM, GRAD or STATES partitions live, in words: "gpu", or "gpu 31 %, cpu 69 %" of their bytes."""
-        nbytes = dict.fromkeys(Tier, 0)
+        names = memory_names(accelerator=self.request.accelerator)
+        nbytes = dict.fromkeys(names.values(), 0)
         for spec in self.partitions:
             if spec.key.kind is kind:
-                nbytes[spec.home] += spec.nbytes
-        held = {tier.value: size for tier, size in nbytes.items() if size}
+                nbytes[names[spec.home]] += spec.nbytes
+        held = {name: size for name, size in nbytes.items() if size}
         if len(held) <= 1:
-            return next(iter(held), "gpu")
+            return next(iter(held), names[Tier.GPU])
         return ", ".join(f"{name} {100 * size / sum(held.values()):.0f} %" for name, size in held.items())
 
     def file_nbytes(self, tier: Tier) -> int:
@@ -238,9 +240,14 @@ class Plan:
             f"gradients ({request.grad_dtype}) on {self.homes(Kind.GRAD)}; "
             f"{sum(placed.whole for placed in units)} units stay gathered",
         ]
-        for tier, kinds in self.bytes_by_tier().items():
+        names = memory_names(accelerator=request.accelerator)
+        held: dict[str, Counter[Kind]] = {name: Counter() for name in names.values()}
+        for tier, table in self.bytes_by_tier().items():
+            held[names[tier]].update(table)
+        width = max(map(len, held))
+        for name, kinds in held.items():
             parts = ", ".join(f"{kind.label} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
-            lines.append(f"  {tier.value:<5} {format_bytes(sum(kinds.values())):>10}  {parts}")
+            lines.append(f"  {name:<{width}} {format_bytes(kinds.total()):>10}  {parts}")
         lines += tiles_in_words(self.layouts, self.placement, request.live_numel)
         lines.append(
             f"fetch schedule: {len(self.schedule)} uses a step, at most {format_bytes(self.schedule.peak_nbytes)} "

@@ -117,6 +117,14 @@ for _name, _tier in (
     setattr(Tier, _name, Tier.register(_tier))
 
 
+def memory_names(*, accelerator: bool) -> dict[Tier, str]:
+    """Return the name of the memory behind each tier, for tables and messages.
+
+    Without an accelerator the tiers in memory are one, the process's: they share the name "device (cpu)".
+    """
+    return {tier: tier.value if accelerator or tier.on_drive else "device (cpu)" for tier in Tier}
+
+
 class Kind(Enum):
     """What bytes are."""
 

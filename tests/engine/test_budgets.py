@@ -80,7 +80,7 @@ def test_one_kind_on_three_tiers_gives_the_bits_of_one(gpu, cpu, tmp_path):
         seen.append(split(engine))
         held = engine.plan.nbytes_by_tier()
         assert held[Tier.GPU] <= gpu and held[Tier.CPU] <= cpu
-        assert "gpu" in engine.plan.explain() and "nvme" in engine.plan.homes(Kind.STATES)
+        assert "device (cpu)" in engine.plan.explain() and "nvme" in engine.plan.homes(Kind.STATES)
         assert len(swap_files(tmp_path)) == 1
 
     result = train(Case(), by_budget(tmp_path, gpu=gpu, cpu=cpu), look=look)
