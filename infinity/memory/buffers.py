@@ -1,6 +1,6 @@
-"""Where partitions' buffers come from and go back to: memory of their own at a GPU or CPU home, arenas for NVMe.
+"""The buffers of partitions: memory of their own on an addressable tier, a piece of an arena for a tier of drives.
 
-Every buffer that is handed out is booked in the ledger until it is returned. The store's lock guards all of it.
+The ledger books every buffer from `take` to `give`. The store's lock guards all methods.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ POOLS = "pools"
 
 
 class Buffers:
-    """Hands out buffers and takes them back."""
+    """The arenas, and the memory of addressable homes."""
 
     def __init__(self, *, device: Device, host: HostMemory, ledger: Ledger, pools: Pools) -> None:
         # What allocates memory, by addressable tier.
         self._memory: dict[Tier, MemoryBackend] = {Tier.GPU: device, Tier.CPU: host}
         self._ledger = ledger
-        # Buffers that somebody else owns: aliased views of whole units, not booked and not freed here.
+        # Partitions whose buffers are views of whole units, which book and free them.
         self._adopted: set[Key] = set()
         self.arenas: dict[str, Arena] = {}
         for name, nbytes in (("param", pools.param_nbytes), ("states", pools.states_nbytes)):
@@ -41,17 +41,17 @@ class Buffers:
                     self.arenas[name] = Arena(name, host.allocate(nbytes))
 
     def adopt(self, key: Key) -> None:
-        """The partition's buffer is somebody else's."""
+        """Note that a unit owns the partition's buffer."""
         self._adopted.add(key)
 
     def adopted(self, key: Key) -> bool:
-        """Whether the partition's buffer is somebody else's."""
+        """Whether a unit owns the partition's buffer."""
         return key in self._adopted
 
     def take(self, partition: Partition) -> Tensor | None:
-        """A buffer for a partition; None where its arena has no free range that is long enough.
+        """Return a buffer for a partition; None if its arena has no free range that is long enough.
 
-        TierMemoryError where a GPU or CPU home's limit, or the system, refuses memory.
+        Raises TierMemoryError where the limit of an addressable home, or the system, refuses memory.
         """
         if not partition.on_drive:
             return self._allocate(partition)
@@ -64,7 +64,7 @@ class Buffers:
         return buffer
 
     def give(self, partition: Partition, buffer: Tensor) -> None:
-        """Return a buffer to where `take` had it from."""
+        """Return a buffer that `take` handed out."""
         if partition.key in self._adopted:
             self._adopted.discard(partition.key)
         elif partition.on_drive:

@@ -1,6 +1,6 @@
-"""What the machine has: free bytes of each tier for one rank, before anything is allocated.
+"""Free bytes of each tier for one rank, before the engine allocates anything.
 
-`infinity.plan.capacity.within` puts it together with the configured limits; docs/memory.md says the rules.
+`infinity.plan.capacity.within` combines them with the configured limits; docs/memory.md states the rules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from infinity.plan.free_memory import free_cpu_nbytes
 def free_for_rank(
     *, ranks: int, device_free_nbytes: int | None, own_nbytes: int, nvme_free_nbytes: int | None
 ) -> Capacity:
-    """What is free on each tier for one of `ranks` ranks of this node.
+    """Return the free bytes of each tier for one of `ranks` ranks of this node.
 
     device_free_nbytes: of this rank's accelerator; None without one, when both memory tiers are the process's own.
     own_nbytes: of the model's own memory, which is given back while its partitions are made. nvme_free_nbytes: of the
@@ -32,18 +32,19 @@ def free_for_rank(
 
 
 def lockable_nbytes() -> int | None:
-    """How much memory this process may pin by its limit; None where there is none. It never makes a plan fail: what
-    cannot be pinned stays pageable, and is copied more slowly.
+    """Return the bytes that this process may pin by its limit; None without a limit.
+
+    It never makes a plan fail: memory that cannot be pinned stays pageable, and is copied more slowly.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def free_nvme_nbytes(directory: Folders, weights: Sequence[float] = ()) -> int:
-    """Bytes that the drives of `directory`, which need not exist yet, can take between them; what killed processes
-    left there is removed first.
+    """Return the bytes that the drives of `directory` can take together, after removing files of killed processes.
 
-    weights: the shares of several directories. Without them any division is taken for possible: the sum.
+    The folders need not exist yet. weights: the shares of several directories; without them any division is possible,
+    and the result is the sum.
     """
     free: dict[int, int] = {}
     shares: dict[int, float] = {}

@@ -1,8 +1,8 @@
-"""Space that grows with the first step and is then reused: for bytes that no plan can know, because the batch decides.
+"""Space that grows during the first step and is then reused, for bytes that depend on the batch and not on the plan.
 
-A slab is a buffer in CPU memory, or a swap file of its own. When no slab has room, another is added; once everything
-has been returned and more was needed than ever before, one slab of just that size takes the place of all. What is out
-is booked as activations, what is reserved and not out as a pool.
+A block is a buffer in CPU memory, or a file of its own. When no block has room, another is added. Once all pieces have
+been returned and more was needed than ever before, one block of that size replaces all others. The ledger books pieces
+that are out as activations, and reserved bytes that are not out as a pool.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.plan.types import Kind, Tier
 
 @dataclass(slots=True, eq=False)
 class PoolBlock:
-    """A range of bytes and who has which of it. `file`: the file that they lie in; then the arena has no memory."""
+    """A range of bytes and the pieces of it that are out. file: where the bytes lie; the arena then has no memory."""
 
     arena: Arena
     file: TierBackend | None = None
@@ -30,7 +30,7 @@ class PoolBlock:
 
 @dataclass(slots=True, eq=False)
 class PoolBuffer:
-    """Bytes of one slab. In CPU memory `memory` is uint8, [nbytes], on a page; in a file it has only its place."""
+    """Bytes of one block. In CPU memory `memory` is uint8, [nbytes], on a page; of a file it is only the place."""
 
     block: PoolBlock
     memory: Tensor
@@ -47,7 +47,7 @@ class PoolBuffer:
 
 
 class GrowablePool:
-    """Hands out pieces and takes them back. `holds_values`: pieces are where values live, not only pass through."""
+    """Hands out pieces and takes them back. holds_values: values live in the pieces and do not only pass through."""
 
     def __init__(
         self, tier: Tier, make: Callable[[int], PoolBlock], *, ledger: Ledger, holds_values: bool, owner: str,

@@ -1,8 +1,8 @@
-"""Where every byte is: tier x kind -> bytes now and at most, and what a tier may hold.
+"""The ledger: bytes now and at most by tier and kind, and the limits of tiers.
 
-Whoever takes or returns a buffer books it here: the store for partitions and pools, units for whole parameters, the
-gradients for whole gradients. `taking` stands around an allocation and keeps the tier's limit; what the system itself
-refuses becomes the same error with the same numbers (see `infinity.memory.refusal`).
+The owner of a buffer books it here: the store partitions and pools, units whole parameters, and the gradients whole
+gradients. `taking` stands around an allocation and enforces the tier's limit. A refusal by the system becomes the same
+error with the same numbers (see `infinity.memory.refusal`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _OWNERS = 5
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts what the engine holds. `now` and `peak` are keyed by (tier, kind), `most` by tier, in bytes.
+    """Bytes that the engine holds. `now` and `peak` are keyed by (tier, kind), `most` by tier.
 
-    limits: what this rank may hold on each tier. baseline_nbytes: what was resident before there was an engine, without
-    the model and without mapped files; predicted_nbytes: the most that this process was said to take, counted so.
+    limits: bytes that this rank may hold on each tier. baseline_nbytes: resident memory before there was an engine,
+    without the model and mapped files. predicted_nbytes: the plan's peak of the process, counted in the same way.
     """
 
     limits: Capacity = field(default_factory=Capacity)
@@ -62,10 +62,10 @@ class Ledger:
         return self.limits.room(tier, self._totals)
 
     def taking(self, tier: Tier, kinds: Mapping[Kind, int], owner: str) -> _Taking:
-        """A context manager that books what its block allocates for `owner`, once it has.
+        """Return a context manager that books what its block allocates for `owner`, after the block.
 
-        TierMemoryError where that goes beyond the tier's limit, before the block; MemoryRefused where the system
-        refuses. Then nothing is booked.
+        Raises TierMemoryError before the block if the tier's limit would be exceeded, and MemoryRefused if the system
+        refuses the allocation. Then nothing is booked.
         """
         asked = sum(kinds.values())
         room = self.room(tier)

@@ -1,6 +1,6 @@
-"""fp32 masters as they lie in partitions: PARAM alone, PARAM with REMAINDER (the split master), or MASTER beside PARAM.
+"""The fp32 masters in partitions: PARAM alone, PARAM with REMAINDER (the split master), or MASTER beside PARAM.
 
-`store_masters` and `load_masters` are inverse to the bit for every finite value.
+`load_masters` returns what `store_masters` stored, to the bit, for every finite value.
 """
 
 from __future__ import annotations

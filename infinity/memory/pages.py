@@ -1,11 +1,11 @@
-"""CPU memory by the page: mappings of exact size, in large pages where the kernel has them.
+"""Mappings of CPU memory of exact size, in large pages where the kernel has them.
 
-[Note: forks] A fork copies every page that a driver or an io_uring has pinned, at once, and every other page as soon as
-either process writes it: a data loader's workers would cost the engine's memory once more. An engine's memory is
-therefore not inherited. Its mappings are wiped in a child (MADV_WIPEONFORK, Linux 4.14), which keeps their addresses
-taken: a mapping that were missing there (MADV_DONTFORK) would leave a hole for the child's own allocations, and freeing
-the inherited objects would unmap those. The child's pages are protected as well, so that a stray tensor into them ends
-it instead of reading zeros; parameters are made to say what is wrong (`Unit.disown`).
+[Note: forks] A fork copies every page that a driver or an io_uring has pinned at once, and every other page when either
+process writes it, so a data loader's workers would cost the engine's memory once more. Therefore a child does not
+inherit the engine's memory: its mappings are wiped there (MADV_WIPEONFORK, Linux 4.14). Wiping keeps the addresses
+taken. A mapping left out of the child (MADV_DONTFORK) would free them for the child's own allocations, which freeing
+the inherited objects would then unmap. The child's pages are also protected, so that a stray access ends the child
+instead of reading zeros; parameters raise an error that says what is wrong (`Unit.disown`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _private: WeakKeyDictionary[mmap.mmap, int] = WeakKeyDictionary()
 
 
 def mapping(nbytes: int, *, inherited: bool = True) -> mmap.mmap:
-    """Zeroed private memory of at least `nbytes` bytes that is nobody else's, not yet touched.
+    """Map zeroed private memory of at least `nbytes` bytes, not yet touched.
 
     inherited: whether a forked child has its content. See [Note: forks].
     """
@@ -55,7 +55,7 @@ def page_aligned(nbytes: int, *, inherited: bool = True) -> Tensor:
 
 
 def let_inherit(tensor: Tensor) -> None:
-    """From now on a forked child has the content of the mapping that `tensor` lies in, whatever `mapping` was told."""
+    """Let forked children inherit the content of the mapping that `tensor` lies in, from now on."""
     if not tensor.is_cpu:
         return
     for region, address in list(_private.items()):

@@ -1,28 +1,28 @@
-"""One partition of this rank and its state machine: what memory holds, what NVMe holds, who uses it.
+"""One partition of this rank and its state machine: what memory holds, what the drive holds, and who leases it.
 
-| state    | memory holds | NVMe holds           | leases                       | left by                   |
+| state    | memory holds | the drive holds      | leases                       | left by                   |
 |----------|--------------|----------------------|------------------------------|---------------------------|
 | ABSENT   | nothing      | nothing trusted      | none                         | materialize               |
-| RESIDENT | the value    | the same (NVMe home) | many readers or one writer   | write, drop, discard      |
+| RESIDENT | the value    | the same, if any     | many readers or one writer   | write, drop, discard      |
 | DIRTY    | the value    | an older one, or none| many readers or one writer   | flush, discard            |
 | WRITING  | the value    | being written        | readers only                 | complete, error           |
 | SPILLED  | nothing      | the value            | none                         | fetch, discard            |
 | READING  | being filled | the value            | none (callers wait)          | complete, error           |
 | FAILED   | untrusted    | untrusted            | readers that began before    | discard, then materialize |
 
-A move that starts a transfer takes a function that submits it, and calls it only when the move is legal. A transfer
-that fails because it is late is still in flight: the state stays, and the buffer is not free.
+A move that starts a transfer takes a function that submits it, and calls it only if the move is legal. A transfer that
+fails because it is late is still in flight: the state stays, and the buffer is not free.
 
-[Note: slots] A partition that a step in backward may change has two places on NVMe. While the value in memory, or in
-the second place, is *pending*, the first place holds the committed one, which is not written: `commit` makes the places
-change roles, `forget` goes back to the committed value, from wherever the pending one is. At most one version is
-pending, and a version becomes pending only where the committed one is on NVMe.
+[Note: slots] A partition that a step in backward may change has two extents on its drive. While the value in memory, or
+in the second extent, is *pending*, the first extent holds the committed value and is not written. `commit` exchanges
+the extents' roles; `forget` returns to the committed value, wherever the pending one is. At most one version is
+pending, and a version becomes pending only if the committed one is on the drive.
 
 [Note: zero tails] Moments begin as zero, and most of a model's states are moments. So a value may be zero from some
-byte on (`prefix_nbytes`): what is behind is neither written nor read until somebody writes to it, and in memory it
-becomes zero when the buffer is first lent. A value that is zero from its first byte on takes no transfer at all.
+byte on (`prefix_nbytes`). The tail behind that byte is neither written nor read until a writer fills it; in memory it
+is zeroed when the buffer is first lent. A value that is zero from its first byte on takes no transfer at all.
 
-A partition whose home is GPU or CPU is ABSENT or RESIDENT only. Invariants, in `check`: (1) a value that exists is in
+A partition whose home is addressable is ABSENT or RESIDENT only. Invariants, in `check`: (1) a value that exists is in
 at least one place; (3) no drop, flush or discard under a writer, no drop or discard under readers; (4) READING or
 WRITING exactly when a transfer is set; (5) SPILLED has no buffer. The store holds (2), one buffer one partition, and
 (6), the ledger equals the sum over partitions. An illegal move raises `StateError` with partition, rank, state and
@@ -67,12 +67,12 @@ _NVME_MOVES = {
     (State.READING, State.RESIDENT), (State.READING, State.FAILED),
     (State.FAILED, State.ABSENT), (State.FAILED, State.SPILLED),
 }  # fmt: skip
-# A failed one may have given its buffer back.
+# A failed partition may have given its buffer back.
 _HAS_BUFFER = {State.RESIDENT, State.DIRTY, State.WRITING, State.READING}
 
 
 class Partition:
-    """Guards every move of one slice. `buffer` is uint8, [spec.nbytes], while memory holds the value."""
+    """One slice, every move of which it checks. `buffer` is uint8, [spec.nbytes], while memory holds the value."""
 
     __slots__ = (
         "_prefixes", "_turned", "_views", "buffer", "pending", "rank", "readers", "spec", "state", "transfer", "unset",
@@ -87,11 +87,11 @@ class Partition:
         self.transfer: Transfer | None = None
         self.readers = 0
         self.writer = False
-        # Whether the value is one that may still be forgotten, and whether the spare extent has the committed one.
+        # Whether the value may still be forgotten, and whether the spare extent has the committed value.
         self.pending = self._turned = False
-        # From which byte on the value is zero, by extent; of the value in memory where that is newer.
+        # The byte from which on the value is zero, by extent; where memory has a newer value, of that one.
         self._prefixes = [spec.nbytes, spec.nbytes]
-        # Whether memory does not have those zeros yet.
+        # Whether those zeros are still missing in memory.
         self.unset = False
         # Made at the first use of a buffer.
         self._views: dict[Kind, Tensor] = {}
@@ -111,12 +111,12 @@ class Partition:
 
     @property
     def extent(self) -> Extent | None:
-        """Where the value is on NVMe, or goes to: see [Note: slots]."""
+        """The place on the drive that holds the value, or will: see [Note: slots]."""
         return self.spec.spare if self._turned is not self.pending else self.spec.extent
 
     @property
     def prefix_nbytes(self) -> int:
-        """How much of its extent the value takes: behind that it is zero. See [Note: zero tails]."""
+        """Bytes of the extent before the zeros. See [Note: zero tails]."""
         return self._prefixes[self._turned is not self.pending]
 
     @property
@@ -125,7 +125,7 @@ class Partition:
 
     @property
     def absent(self) -> bool:
-        """Whether it has no buffer, and takes one to be used."""
+        """Whether it needs a buffer before it can be used."""
         return self.state in (State.ABSENT, State.SPILLED)
 
     def view(self, kind: Kind) -> Tensor:
@@ -136,17 +136,17 @@ class Partition:
         return view
 
     def materialize(self, buffer: Tensor, *, prefix_nbytes: int | None = None) -> None:
-        """Give an absent partition a buffer whose content is its new value, or the first `prefix_nbytes` of it: all
-        behind is zero, whatever the buffer has there.
+        """Give an absent partition a buffer whose content is its new value, or the first `prefix_nbytes` bytes of it;
+        the rest of the value is zero, whatever the buffer holds there.
         """
-        # RESIDENT -> DIRTY is a legal move, too, but a writer's.
+        # RESIDENT -> DIRTY is legal, too, but only for a writer.
         self._forbid(self.state is not State.ABSENT, "materialize")
         self._move(State.DIRTY if self.on_drive else State.RESIDENT, "materialize")
         self.buffer = buffer
         self._set_prefix(prefix_nbytes)
 
     def fill(self) -> None:
-        """Give memory the zeros that the value has: before it is lent."""
+        """Zero the tail in memory, before the buffer is lent. See [Note: zero tails]."""
         if self.unset:
             assert self.buffer is not None
             self.buffer[self.prefix_nbytes :].zero_()
@@ -158,7 +158,7 @@ class Partition:
         self.unset = nbytes < self.spec.nbytes
 
     def begin_fetch(self, buffer: Tensor, submit: Callable[[], Transfer]) -> None:
-        """Fill `buffer` from NVMe. When `submit` raises nothing has changed."""
+        """Fill `buffer` from the drive. Nothing has changed if `submit` raises."""
         self._allow(State.READING, "fetch")
         self.transfer = submit()
         self.buffer = buffer
@@ -166,7 +166,7 @@ class Partition:
         self._move(State.READING, "fetch")
 
     def begin_flush(self, submit: Callable[[], Transfer]) -> None:
-        """Write the buffer to NVMe. When `submit` raises nothing has changed."""
+        """Write the buffer to the drive. Nothing has changed if `submit` raises."""
         self._forbid(self.writer, "flush")
         self._allow(State.WRITING, "flush")
         self.transfer = submit()
@@ -184,7 +184,7 @@ class Partition:
         self.arrive()
 
     def arrive(self, error: BaseException | None = None) -> None:
-        """The transfer's wait has returned, or raised `error`: one that is late stays in flight."""
+        """End the transfer, whose wait has returned or raised `error`. A late transfer stays in flight."""
         if self.transfer is None:
             raise self.error("complete")
         if error is None:
@@ -195,14 +195,14 @@ class Partition:
             self._move(State.FAILED, "fail")
 
     def drop(self) -> Tensor:
-        """Free a clean buffer: the value stays on NVMe. Returns the buffer."""
-        # Others become SPILLED by being forgotten.
+        """Free a clean buffer and return it; the value stays on the drive."""
+        # From other states a partition becomes SPILLED by `forget` only.
         self._forbid(self.leased or self.state is not State.RESIDENT, "drop")
         self._move(State.SPILLED, "drop")
         return self._take_buffer()
 
     def discard(self) -> Tensor | None:
-        """Lose the value. Returns the buffer, if there was one."""
+        """Lose the value; return the buffer, if there was one."""
         self._forbid(self.leased or self.pending, "discard")
         if self.state is State.ABSENT:
             return None
@@ -210,22 +210,26 @@ class Partition:
         return self._take_buffer() if self.buffer is not None else None
 
     def surrender(self) -> Tensor | None:
-        """Free the buffer of a failed partition, once nobody reads it. Returns the buffer, if there was one."""
+        """Free the buffer of a failed partition that has no lease; return it, if there was one."""
         if self.state is not State.FAILED or self.leased or self.buffer is None:
             return None
         return self._take_buffer()
 
     def begin_read(self) -> None:
+        """Add a reader."""
         if self.state not in (State.RESIDENT, State.DIRTY, State.WRITING) or self.writer:
             raise self.error("read")
         self.readers += 1
 
     def end_read(self) -> None:
+        """Remove a reader."""
         self.readers -= 1
 
     def begin_write(self, *, pending: bool = False, starts: bool = False) -> None:
-        """pending: the value that is written may be forgotten; the one before it must be on NVMe. starts: the writer
-        fills what `materialize` was told, and nothing behind it.
+        """Let one writer change the value.
+
+        pending: the new value may be forgotten; the one before it must be on the drive. starts: the writer fills the
+        bytes that `materialize` was told, and none behind them.
         """
         if self.state not in (State.RESIDENT, State.DIRTY) or self.leased:
             raise self.error("write")
@@ -241,14 +245,15 @@ class Partition:
         self.writer = True
 
     def end_write(self) -> None:
+        """End the writer's lease."""
         self.writer = False
 
     def commit(self) -> None:
-        """The pending value is the value from now on, whoever is using it."""
+        """Make the pending value the committed one, also under leases."""
         self._turned, self.pending = self._turned is not self.pending, False
 
     def forget(self) -> Tensor | None:
-        """Go back to the committed value, on NVMe. Returns the buffer, if there was one."""
+        """Go back to the committed value on the drive; return the buffer, if there was one."""
         self._forbid(self.leased or self.transfer is not None, "forget a pending version")
         if not self.pending:
             return None
@@ -258,7 +263,7 @@ class Partition:
         return self._take_buffer() if self.buffer is not None else None
 
     def check(self) -> None:
-        """Raise StateError when an invariant of the table does not hold."""
+        """Raise StateError if an invariant of the table does not hold."""
         broken = [
             (self.buffer is not None) != (self.state in _HAS_BUFFER) and self.state is not State.FAILED,
             (self.transfer is not None) != (self.state in (State.READING, State.WRITING)),

@@ -1,4 +1,4 @@
-"""A bounded arena: one buffer of a size fixed by the plan, handed out in pieces. It never grows."""
+"""A bounded arena: one buffer of a size that the plan fixes, handed out in pieces."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ class Arena:
         self._free[first:last] = [(begin, end - begin)]
 
     def close(self) -> None:
-        """Let go of the buffer; pieces that are still referenced keep it alive until they go."""
+        """Drop the reference to the buffer; pieces that are still referenced keep it alive."""
         self._buffer = None

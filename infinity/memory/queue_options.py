@@ -1,4 +1,4 @@
-"""How the drives are used: what the configuration says, else what a profile has measured, else the defaults."""
+"""The options of the drives' queues: from the configuration, else from a measured profile, else the defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.plan.hardware import Drive, HardwareProfile, load_profile
 
 
 def queue_options(config: ResolvedConfig, directories: Sequence[str]) -> QueueOptions:
-    """Options of the queues for `directories`; ConfigError where the profile that is named cannot be read."""
+    """Return the options for `directories`; raise ConfigError where the named profile cannot be read."""
     aio, defaults = config.config.aio, QueueOptions()
     threads = aio.intra_op_parallelism or defaults.threads
     options = QueueOptions(
@@ -38,7 +38,7 @@ def queue_options(config: ResolvedConfig, directories: Sequence[str]) -> QueueOp
 
 
 def check_drives(config: ResolvedConfig) -> None:
-    """ConfigError where swap files cannot be made in a folder that the configuration names, with its key."""
+    """Raise ConfigError, with the key, where a folder that the configuration names can hold no swap file."""
     zero = "zero_optimization"
     for key, directories in (
         (f"{zero}.offload_optimizer.nvme_path", config.optimizer_nvme_path),
@@ -50,7 +50,7 @@ def check_drives(config: ResolvedConfig) -> None:
 
 
 def _drives(profile: HardwareProfile, directories: Sequence[str]) -> list[Drive]:
-    """The profile's drive behind each directory; none where one was not measured."""
+    """Return the profile's drive behind each directory; an empty list if one of them was not measured."""
     found = []
     for directory in directories:
         device = _device(directory)

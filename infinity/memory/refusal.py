@@ -1,8 +1,8 @@
-"""When the system, or the accelerator's allocator, refuses memory: one error, whoever was asked.
+"""One error for memory that the system or the accelerator's allocator refuses.
 
-The C library, the kernel and torch each say it in their own way. `MemoryRefused` is what all of it becomes: it has the
-numbers, and is caught as `TierMemoryError`, as `MemoryError`, and as the `torch.OutOfMemoryError` (a RuntimeError)
-that a program written for torch expects.
+The C library, the kernel and torch raise different exceptions. All become `MemoryRefused`, which carries the ledger's
+numbers and is caught as `TierMemoryError`, as `MemoryError`, and as the `torch.OutOfMemoryError` (a RuntimeError) that
+programs written for torch expect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "Cann
 
 
 class MemoryRefused(TierMemoryError, torch.OutOfMemoryError):
-    """Memory was refused by the system; what it said is the cause."""
+    """The system refused memory; its own exception is the cause."""
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -1,12 +1,12 @@
-"""A flat tensor whose memory can be given back and taken again while views of it live on.
+"""A flat tensor whose memory can be given back and taken again while views of it stay valid.
 
-On an accelerator its storage is resized, which its caching allocator makes cheap. In CPU memory it is a mapping of its
-own: given back by the page, at once and wholly, where the C library would keep it in a heap among what others hold.
-While it has no bytes the mapping is read-only, so that it counts neither as committed nor against RLIMIT_DATA; reading
-it then gives zeros.
+On an accelerator its storage is resized, which the caching allocator makes cheap. In CPU memory it is a mapping of its
+own, whose pages go back to the system at once; the C library would keep them in a fragmented heap. While the buffer has
+no bytes the mapping is read-only, so that it counts neither as committed nor against RLIMIT_DATA; reading it then gives
+zeros.
 
-Fresh pages are slow: each is a fault and is cleared, and in a virtual machine that has given what it did not use back
-to its host, the host finds one, too. So the pages that one buffer gives up may go to the next: `SparePages`.
+Fresh pages are slow: each costs a fault and is cleared, and in a virtual machine that has returned unused memory to its
+host, the host must find one, too. So pages that one buffer gives up may go to the next: see `SparePages`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _PARTS_MAX = 8192
 
 
 class SparePages:
-    """Pages without an owner, in parts of HUGE_PAGE bytes that lie where their last owner had them.
+    """Pages without an owner, in parts of HUGE_PAGE bytes at the addresses of their last owner.
 
-    A part moves to its next owner's addresses, its content with it (mremap with MREMAP_DONTUNMAP, Linux 5.7); where the
-    kernel does not do that, or would need too many mappings, there are none.
+    A part moves to its next owner's addresses with its content (mremap with MREMAP_DONTUNMAP, Linux 5.7). Where the
+    kernel refuses, or would need too many mappings, no pages are kept.
     """
 
     def __init__(self) -> None:
-        # By address, with what they lie in, which so stays mapped; the latest to come is the first to go.
+        # By address, with the mapping that they lie in, which so stays mapped. The part added last is used first.
         self._parts: dict[int, mmap.mmap] = {}
         # Addresses to which parts have moved.
         self._targets: set[int] = set()
@@ -50,13 +50,13 @@ class SparePages:
         return len(self._parts) * HUGE_PAGE
 
     def put(self, address: int, nbytes: int, region: mmap.mmap) -> bool:
-        """The owner of a range of `region`, a multiple of HUGE_PAGE, gives its pages up; whether they are taken."""
+        """Take over the pages of a range of `region`, a multiple of HUGE_PAGE; return whether they are kept."""
         if self._usable:
             self._parts.update(dict.fromkeys(range(address, address + nbytes, HUGE_PAGE), region))
         return self._usable
 
     def fill(self, address: int, nbytes: int) -> None:
-        """Move pages into a range whose own are gone, or are among these; what is left of it has none."""
+        """Move pages into a range that has given up its own, as far as there are spare pages."""
         targets = range(address, address + nbytes, HUGE_PAGE)
         missing = [target for target in targets if target not in self._parts]
         for target in targets:
@@ -71,7 +71,7 @@ class SparePages:
                 self.trim(0)
 
     def trim(self, nbytes_max: int) -> None:
-        """Give pages back to the system, those that have been spare for longest first."""
+        """Return pages to the system, the longest spare first, until at most `nbytes_max` bytes are left."""
         while self.nbytes > max(nbytes_max, 0):
             part = next(iter(self._parts))
             del self._parts[part]
@@ -104,7 +104,7 @@ class ElasticBuffer:
         self._spare = spare
         self._nbytes = numel * dtype.itemsize
         self._region: mmap.mmap | None = None
-        # What of it can be had from spare pages, from its beginning on.
+        # The part of it, from its beginning on, that spare pages can fill.
         self._parts_nbytes = self._nbytes // HUGE_PAGE * HUGE_PAGE
         if self.mapped and self._nbytes:
             self._region = mapping(self._nbytes + (HUGE_PAGE if self._parts_nbytes else 0), inherited=False)
@@ -122,7 +122,7 @@ class ElasticBuffer:
             self.tensor.untyped_storage().resize_(0)
 
     def take(self) -> None:
-        """Give it bytes, whose content is not defined. MemoryError where the system refuses."""
+        """Give it bytes with undefined content; raise MemoryError where the system refuses."""
         if self.has_bytes:
             return
         if self._region is None:
@@ -134,7 +134,7 @@ class ElasticBuffer:
         self.has_bytes = True
 
     def free(self, *, to_spare: bool = False) -> None:
-        """Give its bytes back, or make its pages spare. Nothing may read or write them until the next `take`."""
+        """Return its bytes, or make its pages spare. No reader or writer may use them until the next `take`."""
         if not self.has_bytes:
             return
         if self._region is None:

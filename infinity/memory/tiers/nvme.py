@@ -1,23 +1,22 @@
 """The NVMe tier: one preallocated swap file a rank and drive, moved through asynchronous queues.
 
-A file's name is unique, its owner holds a lock on it for as long as it lives, and it is unlinked on close. A file
-whose lock is free belongs to a process that was killed: the next start on the same directory removes it. Creation and
-removal happen under a lock on the directory, so that nobody takes a file for stale between its creation and its first
-lock.
+A file's name is unique; its process holds a lock on it while it exists, and unlinks it on close. A file whose lock is
+free belongs to a process that was killed: the next start on the same directory removes it. Creation and removal happen
+under a lock on the directory, so that no other process takes a file for stale between its creation and its first lock.
 
-Several drives share the tier's bytes by their bandwidth (see `infinity.memory.tiers.striping`); each has a queue of its
-own, so that a slow one never holds up the others.
+Several drives share the tier's bytes by their bandwidth (see `infinity.memory.tiers.striping`). Each drive has its own
+queue, so that a slow drive does not delay the others.
 
-What a drive gives back is not trusted. Of every piece that is written the CRC-32C of a sample (one line of each page;
-on request of all bytes) is kept in memory, by drive, offset and length, and every read of the piece must give the same.
+Bytes that a drive returns are checked. For every piece that is written, memory keeps the CRC-32C of a sample (one line
+of each page; on request all bytes), by drive, offset and length, and every read of the piece must give the same.
 
-[Note: swapped bytes] The number in memory is identity and generation at once, so that extents need no header. It is of
-this process: the file of another process or of an earlier run is never opened (names are unique, files are made anew,
-and no partition is read that this process has not written), and bytes that somebody else writes into ours differ. It
-is of this place: a write that went elsewhere leaves older bytes here and foreign ones there. It is of the latest write:
-older bytes differ in each page of which the sampled line has changed, and a step changes every element of the states
-that it steps. A difference in the sampled lines of a piece goes unseen once in 2**32. What only all bytes find is a
-bit that flips outside the lines; drives have codes of their own against that.
+[Note: swapped bytes] The checksum in memory identifies both the extent and its generation, so that extents need no
+header. It belongs to this process: the file of another process or of an earlier run is never opened (names are unique,
+files are made anew, and no partition is read that this process has not written), and bytes that another program writes
+into our file differ. It belongs to this place: a misdirected write leaves older bytes here and foreign ones there. It
+belongs to the latest write: older bytes differ in each page whose sampled line has changed, and a step changes every
+element of the states that it steps. A difference in the sampled lines of a piece is missed once in 2**32. A bit that
+flips outside the sampled lines is found only by checking all bytes; drives have their own codes against that.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _NAME_ANOTHER = "Name a folder on a drive that this process may write to"
 
 
 class SwapFile:
-    """One file on one drive, locked for as long as it lives and then removed, and the queue that moves its bytes."""
+    """One file on one drive, locked while it exists and then removed, and the queue that moves its bytes."""
 
     def __init__(self, directory: Path, *, nbytes: int, rank: int, queue: Queue) -> None:
         """Create and reserve it, under the directory's lock; TransferError when the drive has no room."""
@@ -183,7 +182,7 @@ class NvmeTier(TierBackend):
         return sum(drive.queue.ahead_nbytes for drive in self._drives)
 
     def register(self, buffer: Tensor) -> bool:
-        """Make a long-lived buffer known to the kernel, until `close`: transfers in it cost less. False: not taken."""
+        """Register a long-lived buffer with the kernel until `close`: transfers in it cost less. False: refused."""
         return all([drive.queue.register(buffer) for drive in self._drives])
 
     def read(self, extent: Extent, buffer: Tensor, *, priority: int = 0) -> Transfer:
@@ -198,7 +197,7 @@ class NvmeTier(TierBackend):
         return self._submit(extent, buffer, write=True, priority=priority)
 
     def close(self) -> None:
-        """Stop the queues and remove the files; raises the first failure that nobody has seen."""
+        """Stop the queues and remove the files; raise the first failure that no caller has seen."""
         with ExitStack() as stack:
             for drive in reversed(self._drives):
                 stack.callback(drive.close)
@@ -240,13 +239,13 @@ class NvmeTier(TierBackend):
             return request
         nbytes, written = self._written.get(key, (0, None))
         if isinstance(written, Request) and written.done():
-            # Unknown after a failure; else the number is all that is kept.
+            # The checksum is unknown after a failure; otherwise it replaces the request.
             written = written.checksum
             if written is None:
                 del self._written[key]
             else:
                 self._written[key] = nbytes, written
-        # A part of what was written has no checksum of its own.
+        # A part of a written piece has no checksum of its own.
         expected = written if isinstance(written, int) and nbytes == piece.nbytes else None
         return drive.queue.read(
             drive.file, piece.offset, part, priority=priority, expected=expected, sampled=self._sampled
@@ -286,8 +285,9 @@ def swap_folders(directory: Folders) -> list[Path]:
 
 
 def check_usable(directory: Folders, key: str) -> None:
-    """ConfigError, which names the configuration's `key`, where a folder can hold no swap file. It need not exist yet,
-    and nothing is made.
+    """Raise ConfigError, naming the configuration's `key`, where a folder can hold no swap file.
+
+    The folder need not exist yet, and nothing is created.
     """
     for path in swap_folders(directory):
         at = path.absolute()
@@ -313,7 +313,7 @@ def _make(path: Path) -> None:
 
 
 def _check_room(directories: Sequence[Path], needs: Sequence[int], purpose: str) -> None:
-    """CapacityError where a drive is too small for what its directories need of it, with all the numbers."""
+    """Raise CapacityError, with all the numbers, where a drive has less free than its directories need."""
     needed: dict[int, int] = {}
     for path, nbytes in zip(directories, needs, strict=True):
         device = path.stat().st_dev
@@ -331,16 +331,16 @@ def _check_room(directories: Sequence[Path], needs: Sequence[int], purpose: str)
 
 
 def clean(directory: Path) -> list[Path]:
-    """Remove swap files that killed processes left in `directory`; returns their paths."""
+    """Remove swap files that killed processes left in `directory`; return their paths."""
     with _directory_lock(directory):
         return remove_stale(directory)
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Remove swap files whose owner is gone; returns their paths. Call it under the directory's lock."""
+    """Remove swap files whose owner has ended; return their paths. Call it under the directory's lock."""
     removed = []
     for path in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
-        # What cannot be opened or removed is not ours: another user's, or no file at all.
+        # A path that cannot be opened or removed belongs to another user, or is no file.
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -373,7 +373,7 @@ def _directory_lock(directory: Path) -> Iterator[None]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Take the exclusive lock if nobody has it. False also on a file system without locks: then nothing is stale."""
+    """Take the exclusive lock if it is free. False also on a file system without locks: no file is stale there."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

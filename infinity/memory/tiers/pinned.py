@@ -1,10 +1,9 @@
-"""CPU memory of exact size: own anonymous mappings, page-aligned, pinned for the accelerator when there is one.
+"""The CPU tier: anonymous mappings of exact size, page-aligned, pinned for the accelerator when there is one.
 
-`Tensor.pin_memory()` rounds up to powers of two and copies; a mapping of our own that is registered with the driver
-takes what the plan says. A driver that does not take a buffer in one piece is asked to take it in chunks; a buffer is
-pinned whole or not at all, for a copy may not cross the border. Where that fails too (locked-memory limit, driver),
-this buffer and those after it stay pageable, with one warning that names the limit: copies are slower, results the
-same.
+`Tensor.pin_memory()` rounds up to powers of two and copies; a mapping that we register with the driver takes the bytes
+that the plan says. If the driver refuses a whole buffer, it is registered in chunks. A buffer is pinned whole or not at
+all, because a copy may not cross the border of pinned memory. If that fails too (locked-memory limit, driver), this
+buffer and those after it stay pageable, with one warning that names the limit: copies are slower, results the same.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from infinity.memory.pages import page_aligned
 from infinity.memory.tiers.device import Device
 from infinity.plan.gradient_bytes import HEAP_PIECE_NBYTES_MAX
 
-# What a driver is asked to pin at a time once it has refused a whole buffer.
+# Bytes of a chunk, once the driver has refused a whole buffer.
 _CHUNK_NBYTES = 256 << 20
 # Parameters of mallopt(3) by their numbers in <malloc.h>: what lies in a mapping of its own, and when the top of the
 # heap goes back to the system. The values that hold while a model is built, and those while it is trained. Left to
@@ -35,7 +34,7 @@ _TRAINING = {_MMAP_THRESHOLD: HEAP_PIECE_NBYTES_MAX, _TRIM_THRESHOLD: 64 << 20}
 
 
 def trim() -> None:
-    """Give back to the system what the C library holds free, after a phase that used much memory for a short time."""
+    """Return free memory of the C library to the system, after a phase that used much memory for a short time."""
     with contextlib.suppress(OSError, AttributeError):
         # glibc only; other C libraries return memory by themselves.
         ctypes.CDLL(None).malloc_trim(0)
@@ -73,7 +72,7 @@ class HostMemory:
         self._device = device
         self._pin = pin and device.is_accelerator
         self._ledger = ledger
-        # Of each pinned buffer, by address: the registrations (address, bytes) that cover it.
+        # The registrations (address, bytes) that cover each pinned buffer, by its address.
         self._pinned: dict[int, list[tuple[int, int]]] = {}
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -112,7 +111,7 @@ class HostMemory:
         )
 
     def _register_by(self, buffer: Tensor, chunk_nbytes: int) -> str | None:
-        """Pin the whole buffer, `chunk_nbytes` at a time, or nothing of it; returns the reason of a refusal."""
+        """Pin the whole buffer, `chunk_nbytes` at a time, or nothing of it; return the reason of a refusal."""
         done: list[tuple[int, int]] = []
         for offset in range(0, buffer.numel(), chunk_nbytes):
             chunk = buffer.data_ptr() + offset, min(chunk_nbytes, buffer.numel() - offset)

@@ -1,7 +1,7 @@
-"""How the bytes of one tier lie on several drives: by weights, so that all drives finish together.
+"""The layout of one tier's bytes on several drives, by weights, so that all drives finish together.
 
-The tier's bytes are taken in periods. Each period is cut into one piece a drive, long as the drive's weight says, and
-a drive's pieces lie one behind the other in its file. The last period, which is shorter, is cut in the same
+The tier's bytes are divided into periods. Each period is cut into one piece a drive, in proportion to the drives'
+weights, and a drive's pieces lie one behind the other in its file. The last period is shorter and cut in the same
 proportion, so that the files together have exactly the tier's bytes.
 """
 
@@ -18,11 +18,11 @@ from infinity.memory.pages import page_aligned
 from infinity.ops.aio import File, Queue
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent
 
-# Of a period, for each drive: long enough for large requests, short enough for every extent to lie on all drives.
+# Mean length of a piece: long enough for large requests, short enough for every extent to lie on all drives.
 _PIECE_NBYTES = 4 << 20
-# What a drive reads and writes at opening, twice, to be measured.
+# Bytes that a measurement writes to a drive and reads from it, twice.
 PROBE_NBYTES = 64 << 20
-# Drives whose rates differ by less are taken for equal: so far a measurement of a fraction of a second may err.
+# Drives whose rates differ by less count as equal: a measurement of a fraction of a second errs by as much.
 _EQUAL_WITHIN = 0.15
 
 
@@ -61,7 +61,7 @@ class Stripes:
         )
 
     def pieces(self, extent: Extent) -> Iterator[Stripe]:
-        """Where an extent lies, in the order of its bytes."""
+        """The pieces of an extent, in the order of its bytes."""
         if len(self._cuts) == 2:
             yield Stripe(0, extent.offset, 0, extent.nbytes)
             return
@@ -78,16 +78,16 @@ class Stripes:
             at += nbytes
 
     def _cut(self, nbytes: int) -> list[int]:
-        """Where the drives' pieces of a period of `nbytes` begin, and its end."""
+        """The beginnings of the drives' pieces in a period of `nbytes`, and its end."""
         inner = [int(nbytes * share) // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT for share in self._shares[:-1]]
         return [*inner, nbytes]
 
 
 @lru_cache
 def measured_weights(directories: tuple[Path, ...], depth: int, timeout_seconds: float) -> tuple[float, ...]:
-    """The drives' rates over a short mix of writes and reads, in bytes a second; equal where they are nearly so.
+    """Measure the drives' rates over a short mix of writes and reads, in bytes a second; nearly equal ones as equal.
 
-    Measured once a process: the same folders give the same weights. TransferError where a drive fails.
+    Measured once a process, so that the same folders give the same weights. Raises TransferError where a drive fails.
     """
     rates = []
     for directory in directories:
@@ -97,7 +97,7 @@ def measured_weights(directories: tuple[Path, ...], depth: int, timeout_seconds:
 
 
 def even(rates: Sequence[float]) -> tuple[float, ...]:
-    """Rates as weights: equal where they are nearly so."""
+    """Return rates as weights, nearly equal ones as equal."""
     if min(rates) >= (1 - _EQUAL_WITHIN) * max(rates):
         return (1.0,) * len(rates)
     return tuple(rates)
@@ -106,7 +106,7 @@ def even(rates: Sequence[float]) -> tuple[float, ...]:
 def _rate(directory: Path, queue: Queue) -> float:
     path = directory / f".infinity-probe-{time.monotonic_ns()}"
     with File.create(path, PROBE_NBYTES) as file:
-        # Whatever happens now, nothing is left.
+        # Unlinked at once, so that an error leaves no file.
         path.unlink()
         buffer = page_aligned(PROBE_NBYTES // 4)
 
@@ -117,6 +117,6 @@ def _rate(directory: Path, queue: Queue) -> float:
                 request.wait()
             return time.perf_counter() - started
 
-        # The first pass gives the file its blocks.
+        # The first pass allocates the file's blocks.
         pass_over(True)
         return 2 * PROBE_NBYTES / (pass_over(True) + pass_over(False))
