@@ -40,6 +40,18 @@ from infinity.zero.coordinator import Coordinator
 from infinity.zero.unit import Unit
 
 
+def _counter(name: str, what: str) -> Any:
+    """Return a property for a counter of the run; the program may set it."""
+
+    def get(engine: Engine) -> int:
+        return int(getattr(engine._counters, name))
+
+    def put(engine: Engine, value: int) -> None:
+        setattr(engine._counters, name, value)
+
+    return property(get, put, doc=what)
+
+
 class Engine(nn.Module):
     """Trains a module whose parameters, gradients and optimizer states live on the tiers of a plan.
 
@@ -276,24 +288,10 @@ class Engine(nn.Module):
     def local_rank(self) -> int:
         return self.groups.ranks.local_rank
 
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps of the run, skipped ones included."""
-        return self._counters.global_steps
-
-    @property
-    def micro_steps(self) -> int:
-        """Calls of `step()`."""
-        return self._counters.micro_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Samples that all ranks have trained on."""
-        return self._counters.global_samples
-
-    @property
-    def skipped_steps(self) -> int:
-        return self._counters.skipped_steps
+    global_steps: int = _counter("global_steps", "Optimizer steps of the run, skipped ones included.")
+    micro_steps: int = _counter("micro_steps", "Calls of `step()`.")
+    global_samples: int = _counter("global_samples", "Samples that all ranks have trained on.")
+    skipped_steps: int = _counter("skipped_steps", "Optimizer steps that were skipped.")
 
     @property
     def loss_scale(self) -> float:
