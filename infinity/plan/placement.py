@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.plan.layout import SubGroup, UnitLayout
+from infinity.plan.persistent_units import whole_units
 from infinity.plan.request import PlanRequest
 from infinity.plan.types import Tier
 
@@ -50,29 +51,6 @@ class Placement:
     states: tuple[Tier, ...]
     # Whether gradients stay whole on the device until the accumulation boundary (stages 0 and 1 with several ranks).
     grad_whole: bool
-
-
-def always_whole(layouts: Sequence[UnitLayout], request: PlanRequest) -> frozenset[int]:
-    """Indices of the units that stay gathered wherever their partitions live: all below stage 3, small ones at it."""
-    if request.stage < 3:
-        return frozenset(layout.index for layout in layouts)
-    persistent_numel = 0
-    small = []
-    for layout in layouts:
-        fits = persistent_numel + layout.numel <= request.persistent_total_numel
-        # Tiles are small because the whole is not.
-        if fits and not layout.is_tile and layout.numel < max(request.persistence_numel, 1):
-            persistent_numel += layout.numel
-            small.append(layout.index)
-    return frozenset(small)
-
-
-def whole_units(
-    layouts: Sequence[UnitLayout], request: PlanRequest, dp: int, params: Sequence[Tier]
-) -> frozenset[int]:
-    """Indices of the units that stay gathered for good: also those whose only partition lies on the device."""
-    lucky = (layout.index for layout in layouts if dp == 1 and params[layout.index].on_device)
-    return always_whole(layouts, request).union(lucky)
 
 
 def place(

@@ -21,7 +21,8 @@ from infinity.plan.execution_policy import ExecutionPolicy, make_policy
 from infinity.plan.gradient_bytes import Scratch, left_nbytes, make_scratch
 from infinity.plan.layout import Slice, SubGroup, UnitLayout, cut_sub_groups, make_layouts
 from infinity.plan.partitions import fetch_nbytes_by_unit, make_partitions, states_kinds
-from infinity.plan.placement import Homes, Placement, always_whole, place, whole_units
+from infinity.plan.persistent_units import always_whole, whole_units
+from infinity.plan.placement import Homes, Placement, place
 from infinity.plan.placement_search import search_placement
 from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, UnitAccess, make_schedule
 from infinity.plan.request import PlanRequest

@@ -17,7 +17,6 @@ from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.filling import Table, add_nbytes, copy_table, in_process, initialise
 from infinity.plan.gradient_bytes import left_nbytes
 from infinity.plan.plan import Plan
-from infinity.plan.retention import UnitMemory
 from infinity.plan.types import (
     DTYPE_NBYTES,
     EXTENT_ALIGNMENT,
@@ -28,6 +27,7 @@ from infinity.plan.types import (
     Tier,
     align_up,
 )
+from infinity.plan.unit_memory import UnitMemory
 
 # Resident memory that the first steps of any model add to a process: pages of torch's and our own libraries as they are
 # first used, Python modules loaded late, threads' stacks, connections, I/O queues, tables of the C library's heap.

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from infinity.memory.resizable_buffer import SparePages
 from infinity.memory.store import TieredStore
 from infinity.plan.plan import Plan
-from infinity.plan.retention import UnitMemory
+from infinity.plan.unit_memory import UnitMemory
 from infinity.zero.unit import GatherState, Unit
 
 

@@ -14,7 +14,8 @@ import pytest
 from infinity.errors import CapacityError
 from infinity.plan.capacity import Capacity
 from infinity.plan.layout import cut_sub_groups, make_layouts
-from infinity.plan.placement import Homes, UnitPlacement, always_whole, place
+from infinity.plan.persistent_units import always_whole
+from infinity.plan.placement import Homes, UnitPlacement, place
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ModuleNode, ParamSpec, UnitRules, UnitSpec, find_units

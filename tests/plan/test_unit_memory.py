@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infinity.plan.eviction_order import EvictionOrder
-from infinity.plan.retention import Room, UnitMemory
+from infinity.plan.unit_memory import Room, UnitMemory
 
 
 def test_the_unit_released_longest_ago_gives_its_memory_up_first():
