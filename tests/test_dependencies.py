@@ -90,6 +90,7 @@ def undeclared(folder: str) -> Iterator[str]:
     """Imports of a folder that nothing declares for it."""
     extras = {
         "examples": ("examples",), "benchmarks": ("dev", "examples"), "tests": ("dev", "examples", "tensorboard"),
+        "docs": ("docs",),
     }  # fmt: skip
     known = {*sys.stdlib_module_names, *FOLDERS, *provided(*extras.get(folder, ()))}
     if folder == "benchmarks":

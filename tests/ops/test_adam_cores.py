@@ -79,7 +79,7 @@ def test_ranks_share_the_cores_without_overlap(ranks: int, monkeypatch: pytest.M
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     assert [cores.share_of_cores(index, 6) for index in range(6)] == [[4], [5], [6], [7], [4], [5]]
-    with pytest.raises(ValueError, match="is none of"):
+    with pytest.raises(ValueError, match="is not among"):
         cores.share_of_cores(ranks, ranks)
 
 
