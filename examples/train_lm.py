@@ -234,7 +234,8 @@ def train(engine: Any, loader: Any, args: argparse.Namespace, quiet: bool) -> li
             loss_sum += loss.item()
         losses.append(loss_sum / accumulation)
         speed = tokens / (time.perf_counter() - began)
-        tiers = " ".join(f"{tier} {nbytes / 1e6:.0f}" for tier, nbytes in tier_nbytes(engine).items())
+        names = {"gpu": "gpu" if engine.device.type == "cuda" else f"device ({engine.device.type})"}
+        tiers = " ".join(f"{names.get(tier, tier)} {nbytes / 1e6:.0f}" for tier, nbytes in tier_nbytes(engine).items())
         progress.set_postfix_str(f"loss {losses[-1]:.3f} nats/byte, {speed:,.0f} tokens/s, MB on {tiers}")
     return losses
 
