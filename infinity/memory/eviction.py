@@ -44,7 +44,10 @@ _RANKS = {State.RESIDENT: Rank.CLEAN, State.WRITING: Rank.WRITING}
 
 
 class Eviction:
-    """The partitions whose buffers lie in arenas, in the order of giving them up. The store's lock guards it."""
+    """The partitions whose buffers lie in arenas, in the order of giving them up. The store's lock guards it.
+
+    A partition at home in memory has no buffer in an arena: nothing is recorded of it.
+    """
 
     def __init__(self) -> None:
         self._orders = {name: EvictionOrder[Partition](len(Rank)) for name in ("param", "states")}
@@ -56,11 +59,16 @@ class Eviction:
 
     def use(self, partition: Partition) -> None:
         """Record a use: the partition is the last of its rank and no longer awaited."""
+        if not partition.on_drive:
+            return
         self._count += 1
         self._uses[partition.key] = self._count
         self._awaited.discard(partition.key)
-        self._order(partition).remove(partition)
-        self.update(partition)
+        rank = self._rank(partition)
+        if rank is None:
+            self._order(partition).remove(partition)
+        else:
+            self._order(partition).use(partition, rank)
 
     def last_use(self, partition: Partition) -> int:
         """The number of a partition's last use: the lowest was used longest ago."""
@@ -82,18 +90,14 @@ class Eviction:
 
     def update(self, partition: Partition) -> None:
         """Put a partition in the rank of its present state, or take it out where it has no buffer in an arena."""
-        key = partition.key
-        if partition.buffer is None or not partition.arena_nbytes:
-            self._order(partition).remove(partition)
-            self._awaited.discard(key)
+        if not partition.on_drive:
             return
-        rank = _RANKS.get(partition.state, Rank.DIRTY)
-        awaited = key in self._awaited
-        if key in self._kept:
-            rank = Rank.KEPT_AWAITED if awaited else Rank.KEPT
-        elif awaited:
-            rank = Rank.AWAITED
-        self._order(partition).move(partition, rank)
+        rank = self._rank(partition)
+        if rank is None:
+            self._order(partition).remove(partition)
+            self._awaited.discard(partition.key)
+        else:
+            self._order(partition).move(partition, rank)
 
     def queue(self, arena: str, rank: Rank) -> Iterator[Partition]:
         """The partitions of one rank in the order in which they go."""
@@ -114,6 +118,15 @@ class Eviction:
         assert (rank is not None) == inside, f"{partition.key} is in the wrong queue"
         if rank is not None and rank < Rank.AWAITED:
             assert rank == _RANKS.get(partition.state, Rank.DIRTY), f"{partition.key} is {partition.state} in {rank}"
+
+    def _rank(self, partition: Partition) -> Rank | None:
+        """The rank of a partition's present state; None where it has no buffer in an arena."""
+        if partition.buffer is None or not partition.arena_nbytes:
+            return None
+        awaited = partition.key in self._awaited
+        if partition.key in self._kept:
+            return Rank.KEPT_AWAITED if awaited else Rank.KEPT
+        return Rank.AWAITED if awaited else _RANKS.get(partition.state, Rank.DIRTY)
 
     def _order(self, partition: Partition) -> EvictionOrder[Partition]:
         return self._orders[arena_name(partition.key)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 
 from infinity.errors import of_another_process
 
@@ -17,10 +18,7 @@ class ProcessLock(threading.Condition):
     def __init__(self) -> None:
         super().__init__(threading.Lock())
         self._owner = os.getpid()
-
-    def __enter__(self) -> bool:
-        self.check_process("use partitions")
-        return super().__enter__()
+        _locks.add(self)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -31,3 +29,21 @@ class ProcessLock(threading.Condition):
         """Raise StateError in a forked child, which cannot do what `verb` says."""
         if self.is_elsewhere:
             raise of_another_process(verb, self._owner)
+
+
+class _ForkedLock(ProcessLock):
+    """What every `ProcessLock` becomes in a forked child: each lease enters it many times, so entering asks nothing."""
+
+    def __enter__(self) -> bool:
+        raise of_another_process("use partitions", self._owner)
+
+
+_locks: weakref.WeakSet[ProcessLock] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for lock in list(_locks):
+        lock.__class__ = _ForkedLock
+
+
+os.register_at_fork(after_in_child=_after_fork)

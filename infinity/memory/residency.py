@@ -184,8 +184,9 @@ class Residency:
         self.eviction.clear()
 
     def _give(self, partition: Partition, buffer: Tensor | None) -> None:
-        self.eviction.update(partition)
+        """Return the buffer that a partition gave up, if it had one."""
         if buffer is not None:
+            self.eviction.update(partition)
             self.buffers.give(partition, buffer)
 
 
