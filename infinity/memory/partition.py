@@ -75,13 +75,15 @@ class Partition:
     """One slice, every move of which it checks. `buffer` is uint8, [spec.nbytes], while memory holds the value."""
 
     __slots__ = (
-        "_prefixes", "_turned", "_views", "buffer", "pending", "rank", "readers", "spec", "state", "transfer", "unset",
-        "writer",
+        "_prefixes", "_turned", "_views", "buffer", "on_drive", "pending", "rank", "readers", "spec", "state",
+        "transfer", "unset", "writer",
     )  # fmt: skip
 
     def __init__(self, spec: PartitionSpec, rank: int = 0) -> None:
         self.spec = spec
         self.rank = rank
+        # Asked several times at each use.
+        self.on_drive = spec.home.on_drive
         self.state = State.ABSENT
         self.buffer: Tensor | None = None
         self.transfer: Transfer | None = None
@@ -99,10 +101,6 @@ class Partition:
     @property
     def key(self) -> Key:
         return self.spec.key
-
-    @property
-    def on_drive(self) -> bool:
-        return self.spec.home.on_drive
 
     @property
     def arena_nbytes(self) -> int:

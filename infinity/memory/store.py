@@ -313,11 +313,11 @@ class TieredStore:
         """Return a buffer, after waiting for transfers and other parties' leases where the arena is full; None if the
         partition has one, or another party has brought it meanwhile.
         """
-        arena = arena_name(partition.key)
         while partition.absent:
             buffer = self._take_now(partition)
             if buffer is not None:
                 return buffer
+            arena = arena_name(partition.key)
             if not partition.absent or self._make_room(arena):
                 continue
             if self.access.others_are_stuck(by):
