@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +22,9 @@ import infinity
 from infinity.memory.ledger import Ledger
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import HostMemory
-from infinity.ops import adam, build, kernels, reference
+from infinity.ops import adam, build, kernels
 from infinity.ops.adam import Piece
-from tests.support.pieces import DTYPES, HYPER, STORAGES, make_piece, on_device, same, states, table_of, values
+from tests.support.pieces import DTYPES, HYPERS, STORAGES, make_piece, on_device, same, states, table_of, values
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,29 +69,47 @@ def test_the_kernels_run_here(device: Device) -> None:
 
 
 @needs_nvcc
+@pytest.mark.parametrize("rule", HYPERS)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
-def test_adam_has_the_bits_of_the_cpu(device: Device, storage: str, grad_dtype: torch.dtype) -> None:
-    # More pieces than a launch takes, of all alignments, some empty.
+def test_every_rule_has_the_bits_of_the_cpu(device: Device, rule: str, storage: str, grad_dtype: torch.dtype) -> None:
+    # More pieces than a launch takes, of all alignments, some empty, with several learning rates.
     sizes = [(index * 1237) % 9001 if index % 5 else 0 for index in range(70)] + [3_000_017]
-    hypers = [replace(HYPER, lr=10.0 ** -(1 + index % 4), adamw=index % 2 == 0) for index in range(len(sizes))]
+    hypers = [replace(HYPERS[rule], lr=10.0 ** -(1 + index % 4)) for index in range(len(sizes))]
     pieces = [make_piece(n, storage, grad_dtype, hyper) for n, hyper in zip(sizes, hypers, strict=True)]
     above = [on_device(piece, device.torch, shift=index % 5) for index, piece in enumerate(pieces)]
     fallbacks = [on_device(piece, device.torch) for piece in pieces]
-    for step in (1, 2):
-        left_out = adam.adam_step(pieces, step=step, grad_scale=0.37)
+    for step, bound in ((1, math.inf), (2, 0.25)):
+        left_out = adam.adam_step(pieces, step=step, grad_scale=0.37, grad_bound=bound)
         with no_host_stop():
-            counted = kernels.adam_step(*table_of(above, step, 0.37), device.torch)
-        assert int(counted) == left_out > 0
-        # What runs on a device that the kernels do not run on.
-        for fallback in fallbacks:
-            reference.adam_step(fallback, fallback.hyper.constants(step=step, grad_scale=0.37))
-    for piece, ours, fallback in zip(pieces, above, fallbacks, strict=True):
-        assert all(same(ours_state.cpu(), state) for ours_state, state in zip(states(ours), states(piece), strict=True))
-        assert all(
-            same(fallback_state.cpu(), state)
-            for fallback_state, state in zip(states(fallback), states(piece), strict=True)
+            counts = [
+                adam.adam_step(above, step=step, grad_scale=0.37, grad_bound=bound),
+                # What steps the pieces of a device that the kernels do not run on.
+                adam.adam_step(fallbacks, step=step, grad_scale=0.37, grad_bound=bound, native=False),
+            ]
+        assert [int(count) for count in counts] == [left_out, left_out]
+        assert left_out > 0
+    for piece, *others in zip(pieces, above, fallbacks, strict=True):
+        for other in others:
+            assert all(map(same, [state.cpu() for state in states(other)], states(piece)))
+
+
+@needs_nvcc
+def test_pieces_of_all_rules_are_stepped_by_one_call(device: Device) -> None:
+    kinds = list(HYPERS.values())
+    pieces = [
+        make_piece(
+            (index * 517) % 2600, STORAGES[index % 4], DTYPES[index % 3], kinds[(index + index // 12) % len(kinds)]
         )
+        for index in range(150)
+    ]
+    above = [on_device(piece, device.torch, shift=index % 5) for index, piece in enumerate(pieces)]
+    left_out = adam.adam_step(pieces, step=3, grad_scale=0.5)
+    with no_host_stop():
+        counted = adam.adam_step(above, step=3, grad_scale=0.5)
+    assert int(counted) == left_out > 0
+    for piece, other in zip(pieces, above, strict=True):
+        assert all(map(same, [state.cpu() for state in states(other)], states(piece)))
 
 
 @needs_nvcc
@@ -115,15 +134,17 @@ def test_casts_and_norms_have_the_bits_of_the_cpu(
 
 
 @needs_nvcc
-def test_adam_runs_near_the_memorys_bandwidth(device: Device) -> None:
-    """fp32: 28 bytes an element. Half of what a copy of the device reaches is a floor, not a goal."""
-    numel = 64 << 20
-    tensors = [torch.rand(numel, device=device.torch) for _ in range(4)]
-    table = table_of([Piece(*tensors, hyper=HYPER)], 1, 1.0)
-    adam_s = _seconds(lambda: kernels.adam_step(*table, device.torch))
+@pytest.mark.parametrize("rule", HYPERS)
+def test_a_step_runs_near_the_memorys_bandwidth(device: Device, rule: str) -> None:
+    """fp32: 28 bytes an element with two states, 20 with one. Half of what a copy of the device reaches is a floor."""
+    numel, hyper = 64 << 20, HYPERS[rule]
+    tensors = [torch.rand(numel, device=device.torch) for _ in range(4 if hyper.rule.two_states else 3)]
+    nbytes = (28 if hyper.rule.two_states else 20) * numel
+    table = table_of([Piece(*tensors, hyper=hyper)], 1, 1.0)
+    step_s = _seconds(lambda: kernels.adam_step(*table, device.torch))
     copy_s = _seconds(lambda: tensors[0].copy_(tensors[1]))
-    ratio = (28 * numel / adam_s) / (8 * numel / copy_s)
-    assert ratio > 0.5, f"{28 * numel / adam_s / 1e9:.0f} GB/s, a copy {8 * numel / copy_s / 1e9:.0f} GB/s"
+    ratio = (nbytes / step_s) / (8 * numel / copy_s)
+    assert ratio > 0.5, f"{nbytes / step_s / 1e9:.0f} GB/s, a copy {8 * numel / copy_s / 1e9:.0f} GB/s"
 
 
 def test_a_copy_does_not_stop_the_host_and_orders_itself(device: Device, pinned: HostMemory) -> None:

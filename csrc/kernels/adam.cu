@@ -1,7 +1,8 @@
-// Adam and AdamW on the device: csrc/adam/arithmetic.inl over a grid, with the same bits as on the CPU.
+// Every update rule on the device: csrc/adam/arithmetic.inl over a grid, with the same bits as on the CPU.
 //
 // A launch steps up to kPiecesMax pieces, which are cut into tiles, one for each block of threads. Aligned arrays are
-// accessed in vectors; the end of a piece and unaligned arrays element by element, with the same arithmetic.
+// accessed in vectors; the end of a piece and unaligned arrays element by element, with the same arithmetic. Rules with
+// two states and rules with one have a kernel each, so that neither pays for the other's registers.
 
 #include "grid.cuh"
 #include "vec.inl"
@@ -11,7 +12,8 @@
 namespace infinity::adam {
 namespace {
 
-struct AdamKernel {
+template <bool with_two_states>
+struct StepKernel {
     static constexpr int kThreads = 256;
     static constexpr uint32_t kTileNumel = kThreads * kPack;
     static constexpr int kPiecesMax = 32;
@@ -26,10 +28,15 @@ struct AdamKernel {
         const Piece& piece = pieces[run];
         const uint64_t begin = static_cast<uint64_t>(block - tiles.first[run]) * kTileNumel;
         each_thread<kThreads>([&](int thread) {
-            const int left_out = piece.rule == kAdamW ? step_dtype<kAdamWForm>(piece, begin, thread)
-                                                      : step_dtype<kAdamForm>(piece, begin, thread);
+            const int left_out = step_rule(piece, begin, thread);
             if (left_out) add_to_count(nonfinite, static_cast<uint64_t>(left_out));
         });
+    }
+
+    INFINITY_FN static int step_rule(const Piece& piece, uint64_t begin, int thread) {
+        if constexpr (!with_two_states) return step_dtype<kOneState>(piece, begin, thread);
+        return piece.rule == kAdamW ? step_dtype<kAdamWForm>(piece, begin, thread)
+                                    : step_dtype<kAdamForm>(piece, begin, thread);
     }
 
     template <Form form>
@@ -74,7 +81,7 @@ struct AdamKernel {
 
     template <Dtype grad_dtype, Storage storage, Form form>
     INFINITY_FN static int step_one(const Piece& piece, uint64_t index, const Constants& constants) {
-        const Pointers at = pointers<grad_dtype, storage>(piece, index);
+        const Pointers at = pointers<grad_dtype, storage, form>(piece, index);
         if (nonfinite_lanes<grad_dtype>(at.grad, constants)) return 1;
         step_lanes<grad_dtype, storage, form>(at, constants);
         return 0;
@@ -84,7 +91,7 @@ struct AdamKernel {
     template <Dtype grad_dtype, Storage storage, Form form>
     INFINITY_FN static int step_pack(const Piece& piece, uint64_t index, const Constants& constants) {
         constexpr uint64_t grad_nbytes = dtype_nbytes<grad_dtype>();
-        const Pointers at = pointers<grad_dtype, storage>(piece, index);
+        const Pointers at = pointers<grad_dtype, storage, form>(piece, index);
         alignas(16) char grad[kPack * 4];
         move_pack<grad_nbytes>(grad, at.grad);
         int left_out = 0;
@@ -106,7 +113,7 @@ struct AdamKernel {
         // The rounded copy of a master is only written.
         if constexpr (storage < kMasterHalf) move_pack<param_nbytes<storage>()>(param, at.param);
         move_pack<4>(exp_avg, at.exp_avg);
-        move_pack<4>(exp_avg_sq, at.exp_avg_sq);
+        if constexpr (two_states<form>()) move_pack<4>(exp_avg_sq, at.exp_avg_sq);
         if constexpr (storage == kSplit) move_pack<2>(remainder, at.remainder);
         if constexpr (storage >= kMasterHalf) move_pack<4>(master, at.master);
         INFINITY_UNROLL
@@ -117,22 +124,44 @@ struct AdamKernel {
         }
         move_pack<param_nbytes<storage>()>(at.param, param);
         move_pack<4>(at.exp_avg, exp_avg);
-        move_pack<4>(at.exp_avg_sq, exp_avg_sq);
+        if constexpr (two_states<form>()) move_pack<4>(at.exp_avg_sq, exp_avg_sq);
         if constexpr (storage == kSplit) move_pack<2>(at.remainder, remainder);
         if constexpr (storage >= kMasterHalf) move_pack<4>(at.master, master);
         return 0;
     }
 
-    template <Dtype grad_dtype, Storage storage>
+    template <Dtype grad_dtype, Storage storage, Form form>
     INFINITY_FN static Pointers pointers(const Piece& piece, uint64_t index) {
         return Pointers{static_cast<char*>(piece.param) + index * param_nbytes<storage>(),
                         static_cast<const char*>(piece.grad) + index * dtype_nbytes<grad_dtype>(),
                         piece.exp_avg + index,
-                        piece.exp_avg_sq + index,
+                        two_states<form>() ? piece.exp_avg_sq + index : nullptr,
                         storage == kSplit ? piece.remainder + index : nullptr,
                         storage >= kMasterHalf ? piece.master + index : nullptr};
     }
 };
+
+// Launches the pieces whose rule keeps two states, or those whose rule keeps one. Returns 0 or an error code.
+template <bool with_two_states>
+int32_t launch_steps(const Piece* pieces, uint64_t count, uint64_t* nonfinite, void* stream) {
+    using Kernel = StepKernel<with_two_states>;
+    Kernel kernel{};
+    kernel.nonfinite = nonfinite;
+    for (uint64_t done = 0; done < count;) {
+        uint32_t tiles = 0;
+        int run = 0;
+        for (; run < Kernel::kPiecesMax && done < count; ++done) {
+            const Piece& piece = pieces[done];
+            if ((piece.rule == kAdam || piece.rule == kAdamW) != with_two_states) continue;
+            kernel.pieces[run] = piece;
+            kernel.tiles.first[run++] = tiles;
+            tiles += static_cast<uint32_t>(ceil_div(piece.numel, Kernel::kTileNumel));
+        }
+        kernel.tiles.first[run] = tiles;
+        if (const int32_t error = launch(kernel, tiles, stream)) return error;
+    }
+    return 0;
+}
 
 }  // namespace
 }  // namespace infinity::adam
@@ -140,25 +169,13 @@ struct AdamKernel {
 using namespace infinity::adam;
 
 // Returns 0 if `device` can step pieces, else an error code.
-INFINITY_EXPORT int32_t infinity_kernels_runs_on(int32_t device) { return runs_on<AdamKernel>(device); }
+INFINITY_EXPORT int32_t infinity_kernels_runs_on(int32_t device) { return runs_on<StepKernel<true>>(device); }
 
 // Steps pieces on `device` and `stream` without waiting. Adds to `nonfinite`, on the device, the number of elements
 // that keep their state because their gradient is not finite. Returns 0 or an error code.
 INFINITY_EXPORT int32_t infinity_kernels_adam_step(int32_t device, void* stream, const Piece* pieces, uint64_t count,
                                                    uint64_t* nonfinite) {
     if (const int32_t error = use_device(device)) return error;
-    AdamKernel kernel{};
-    kernel.nonfinite = nonfinite;
-    for (uint64_t done = 0; done < count;) {
-        uint32_t tiles = 0;
-        int run = 0;
-        for (; run < AdamKernel::kPiecesMax && done < count; ++run, ++done) {
-            kernel.pieces[run] = pieces[done];
-            kernel.tiles.first[run] = tiles;
-            tiles += static_cast<uint32_t>(ceil_div(pieces[done].numel, AdamKernel::kTileNumel));
-        }
-        kernel.tiles.first[run] = tiles;
-        if (const int32_t error = launch(kernel, tiles, stream)) return error;
-    }
-    return 0;
+    if (const int32_t error = launch_steps<true>(pieces, count, nonfinite, stream)) return error;
+    return launch_steps<false>(pieces, count, nonfinite, stream);
 }

@@ -78,6 +78,11 @@ int32_t runs_on(int32_t device) {
 }
 
 inline int32_t use_device(int32_t device) { return static_cast<int32_t>(cudaSetDevice(device)); }
+inline int32_t driver_version() {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}
+inline int32_t runtime_version() { return CUDART_VERSION; }
 inline const char* error_text(int32_t code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 
 }  // namespace

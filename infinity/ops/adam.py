@@ -85,8 +85,8 @@ def adam_step(
         native: None uses native code if available, False the Python fallback, True requires native code.
 
     Returns:
-        The number of elements with a non-finite scaled gradient, over all pieces. For pieces on a CUDA device it is a
-        tensor there (int64 []), so that the host does not wait.
+        The number of elements with a non-finite scaled gradient, over all pieces. For pieces on a device other than the
+        CPU it is a tensor there (int64 []), so that the host does not wait.
 
     Raises:
         ValueError: the tensors of a piece do not fit each other; nothing has been written.
@@ -103,11 +103,11 @@ def adam_step(
     elsewhere = {piece.param.device for piece in pieces if not piece.param.is_cpu}
     if len(elsewhere) == 1 and native is not False and all(not piece.param.is_cpu for piece in pieces):
         (device,) = elsewhere
-        # The CUDA kernel implements Adam and AdamW; the Python fallback implements every rule on every device.
-        if kernels.available(device) and all(piece.hyper.rule.two_states for piece in pieces):
+        if kernels.available(device):
             return kernels.adam_step(table, len(pieces), device)
     if elsewhere or not _runtime.uses_native(native):
-        return sum(reference.adam_step(piece, constants[id(piece.hyper)]) for piece in pieces)
+        left_out = sum(reference.adam_step(piece, constants[id(piece.hyper)]) for piece in pieces)
+        return left_out if elsewhere else int(left_out)
     nonfinite = ctypes.c_uint64()
     _runtime.call("infinity_adam_step", table, ctypes.c_uint64(len(pieces)), ctypes.byref(nonfinite))
     return nonfinite.value

@@ -1,8 +1,8 @@
-"""Kernels for tensors on a CUDA device: Adam, and cast, scale and norm in one pass. No call makes the host wait.
+"""Kernels for tensors on a CUDA device: the step of every rule, and cast, scale and norm in one pass.
 
-The kernels give the same bits as the CPU code: Adam uses the same source (csrc/adam/arithmetic.inl), and the norm adds
-in the same order. If the library cannot be built or does not run on a device, one warning is logged and the Python
-fallbacks, which accept CUDA tensors, give the same results.
+No kernel makes the host wait. They give the same bits as the CPU code: the step uses the same source
+(csrc/adam/arithmetic.inl), and the norm adds in the same order. If the library cannot be built or does not run on a
+device, one warning is logged and the Python fallbacks, which accept CUDA tensors, give the same results.
 
     if kernels.available(device):
         skipped = kernels.adam_step(table, count, device)      # a tensor: reading it waits for the device
@@ -25,6 +25,8 @@ from infinity.ops import build, reference
 from infinity.ops.tensor_arguments import DTYPE_CODES, FLOATS, address, check_tensor
 
 _NO_TARGET = -1
+# cudaErrorInsufficientDriver, cudaErrorNoKernelImageForDevice, cudaErrorUnsupportedPtxVersion
+_INSUFFICIENT_DRIVER, _NO_KERNEL_IMAGE, _UNSUPPORTED_PTX = 35, 209, 222
 
 _log = logging.getLogger("infinity")
 
@@ -51,7 +53,7 @@ def adam_step(table: bytes, count: int, device: torch.device) -> Tensor:
     """Step pieces on the current stream of `device`; needs `available(device)`.
 
     Arguments:
-        table: an array of `count` struct Piece of csrc/adam/types.h.
+        table: an array of `count` struct Piece of csrc/adam/types.h, of any rules.
         device: the CUDA device of all pieces.
 
     Returns:
@@ -121,14 +123,16 @@ def _record(source: Tensor, target: Tensor | None, scale: float) -> _CastC:
 
 
 def _reference(pairs: Sequence[tuple[Tensor, Tensor | None]], scale: float) -> DeviceStats:
-    """Return the result of `cast_stats`, computed in torch."""
+    """Return the result of `cast_stats`, computed in torch; the host waits once, for the blocks of all tensors."""
     device = pairs[0][0].device
     factor = ctypes.c_float(scale).value
-    found = []
+    blocks = []
     for source, target in pairs:
         if target is not None:
             target.copy_(source.float() * factor)
-        found.append(reference.grad_stats((source if target is None else target).cpu()))
+        blocks.append(reference.block_sums(source if target is None else target))
+    there = torch.cat(blocks).cpu()
+    found = [reference.stats_of(part.tolist()) for part in there.split([each.numel() for each in blocks])]
     sums, counts = zip(*found, strict=True)
     return DeviceStats(
         torch.tensor(sums, dtype=torch.float64, device=device), torch.tensor(counts, dtype=torch.int64, device=device)
@@ -146,12 +150,32 @@ def _reason(index: int) -> str | None:
         return None
     reason = _text(code)
     _log.warning(
-        "the CUDA kernels do not run on device %d, the slower Python fallbacks give the same results: %s. "
-        "They need a driver as new as the CUDA toolkit that built them.",
+        "the CUDA kernels do not run on device %d, the slower Python fallbacks give the same results: %s.%s",
         index,
         reason,
+        _remedy(code),
     )
     return reason
+
+
+def _remedy(code: int) -> str:
+    """Return a sentence that says what to do about an error of the first call, or "" if only its text can tell."""
+    if code == _NO_KERNEL_IMAGE:
+        return " They have code for compute capability 7.5 and later."
+    if code not in (_INSUFFICIENT_DRIVER, _UNSUPPORTED_PTX):
+        return ""
+    driver, toolkit = _handle().infinity_kernels_driver_version(), _handle().infinity_kernels_runtime_version()
+    if not driver:
+        return " No driver is installed."
+    return (
+        f" They were built with CUDA {_version(toolkit)}, and the driver runs CUDA {_version(driver)} at most: update "
+        "the driver, or build them with an older toolkit, whose nvcc NVCC names or CUDA_HOME contains (a wheel holds "
+        "those of the machine that made it: install from source)."
+    )
+
+
+def _version(code: int) -> str:
+    return f"{code // 1000}.{code % 1000 // 10}"
 
 
 def _index(device: torch.device) -> int:

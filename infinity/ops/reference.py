@@ -22,27 +22,28 @@ _BLOCK_NUMEL = 4096
 _SUM_LANES = 16
 
 
-def adam_step(piece: Piece, constants: StepConstants) -> int:
-    """Step a checked piece in place, as step_lanes of csrc/adam/arithmetic.inl does.
+def adam_step(piece: Piece, constants: StepConstants) -> Tensor:
+    """Step a checked piece in place, as step_lanes of csrc/adam/arithmetic.inl does; the host does not wait.
 
-    Elements whose scaled gradient is not finite keep every bit of their state; return their number.
+    Elements whose scaled gradient is not finite keep every bit of their state; return their number (int64 [], on the
+    piece's device).
     """
-    nonfinite_count = 0
+    nonfinite_count = torch.zeros((), dtype=torch.int64, device=piece.param.device)
     for at in _chunks(piece.param.numel()):
         weight = _load_weight(piece, at)
         grad = piece.grad.view(-1)[at].float() * constants.grad_scale
         finite = grad.isfinite()
         grad = grad.clamp(-constants.grad_bound, constants.grad_bound)
-        (left_out,) = (~finite).nonzero(as_tuple=True)
-        kept = [state[at][left_out] for state in _states(piece)]
+        states = [state[at] for state in _states(piece)]
+        kept = [state.clone() for state in states]
         if piece.hyper.rule in (Rule.ADAMW, Rule.LION):
             weight = weight * constants.decay
         else:
             grad = fma(constants.weight_decay, weight, grad)
         _store_weight(piece, at, _stepped(piece, at, weight, grad, constants))
-        for state, old in zip(_states(piece), kept, strict=True):
-            state[at][left_out] = old
-        nonfinite_count += left_out.numel()
+        for state, old in zip(states, kept, strict=True):
+            torch.where(finite, state, old, out=state)
+        nonfinite_count += (~finite).sum()
     return nonfinite_count
 
 
@@ -56,7 +57,7 @@ def _stepped(piece: Piece, at: slice, weight: Tensor, grad: Tensor, constants: S
     state.copy_(fma(constants.one_minus_beta1, grad - state, grad if from_grad else state))
     squares.copy_(fma(grad * constants.one_minus_beta2, grad, squares * constants.beta2))
     # Divide by a tensor, because an accelerator divides by a number through multiplication with its reciprocal.
-    denominator = _root(squares) / squares.new_tensor(constants.sqrt_bias_correction2) + constants.eps
+    denominator = _root(squares) / squares.new_full((), constants.sqrt_bias_correction2) + constants.eps
     return weight + (state * constants.minus_step_size) / denominator
 
 
@@ -81,12 +82,21 @@ def _root(squares: Tensor) -> Tensor:
 
 
 def grad_stats(tensor: Tensor) -> tuple[float, int]:
-    """Return (sum of squares of the finite elements in fp64, number of the others), as sum_block of kernel.inl does."""
-    total, nonfinite = 0.0, 0
+    """Return (sum of squares of the finite elements in fp64, number of the others), as kernel.inl does."""
+    return stats_of(block_sums(tensor).tolist())
+
+
+def block_sums(tensor: Tensor) -> Tensor:
+    """Return the number of non-finite elements, then each block's sum of squares of the others: fp64 [1 + blocks].
+
+    It lies on the tensor's device, and the host does not wait for it.
+    """
+    nonfinite = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    parts = [nonfinite.view(1)]
     for at in _chunks(tensor.numel()):
         values = tensor.view(-1)[at].double()
         finite = values.isfinite()
-        nonfinite += int(finite.numel() - finite.sum())
+        nonfinite += (~finite).sum()
         values = torch.where(finite, values, 0.0)
         values = torch.nn.functional.pad(values, (0, -values.numel() % _BLOCK_NUMEL))
         squares = values.view(-1, _BLOCK_NUMEL // _SUM_LANES, _SUM_LANES).square_()
@@ -95,9 +105,17 @@ def grad_stats(tensor: Tensor) -> tuple[float, int]:
             lanes += squares[:, row]
         while lanes.shape[1] > 1:
             lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
-        for block in lanes.flatten().tolist():
-            total += block
-    return total, nonfinite
+        parts.append(lanes.flatten())
+    # A count is exact in fp64.
+    return torch.cat([part.double() for part in parts])
+
+
+def stats_of(sums: list[float]) -> tuple[float, int]:
+    """Return (sum of squares, number of non-finite elements) of a tensor from its `block_sums`, added in order."""
+    total = 0.0
+    for block in sums[1:]:
+        total += block
+    return total, int(sums[0])
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +135,10 @@ def round_ties_away(values: Tensor) -> Tensor:
 
 def fma(a: Tensor | float, b: Tensor | float, c: Tensor) -> Tensor:
     """Return a * b + c, rounded once to fp32. Tensors are fp32, and floats must be fp32 values."""
-    first, second = (torch.as_tensor(factor, dtype=torch.float64, device=c.device) for factor in (a, b))
+    first, second = (
+        factor.double() if isinstance(factor, Tensor) else torch.full((), factor, dtype=torch.float64, device=c.device)
+        for factor in (a, b)
+    )
     product, addend = first * second, c.double()
     total = product + addend
     # TwoSum (Knuth): total + error is the exact sum.

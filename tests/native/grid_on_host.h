@@ -78,6 +78,8 @@ int32_t runs_on(int32_t) {
 }
 
 inline int32_t use_device(int32_t) { return 0; }
+inline int32_t driver_version() { return 0; }
+inline int32_t runtime_version() { return 0; }
 inline const char* error_text(int32_t) { return "no error"; }
 
 }  // namespace

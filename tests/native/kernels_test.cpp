@@ -31,15 +31,18 @@ constexpr uint64_t kSizes[] = {0, 1, 3, 4, 5, 1023, 1024, 1025, 4099, 20003};
 void steps(void* pool) {
     std::vector<Arrays> ours, fallbacks;
     std::vector<Piece> our_pieces, fallback_pieces;
-    ours.reserve(120);
-    fallbacks.reserve(120);
-    for (int index = 0; index < 120; ++index) {
+    constexpr int kPieces = 300;
+    ours.reserve(kPieces);
+    fallbacks.reserve(kPieces);
+    for (int index = 0; index < kPieces; ++index) {
         const uint64_t numel = kSizes[index % 10];
         const auto storage = static_cast<Storage>(index % 4);
         const auto dtype = static_cast<Dtype>(index % 3);
+        // Every rule with every storage, gradient and size.
+        const auto rule = static_cast<Rule>(index / 60);
         for (auto [arrays, pieces] : {std::pair{&ours, &our_pieces}, std::pair{&fallbacks, &fallback_pieces}}) {
             arrays->push_back(make_arrays(numel, storage, dtype, static_cast<uint64_t>(index)));
-            pieces->push_back(piece_of(arrays->back(), numel, storage, dtype, static_cast<Rule>(index % 2)));
+            pieces->push_back(piece_of(arrays->back(), numel, storage, dtype, rule));
         }
     }
     uint64_t our_count = 0, fallback_count = 0;
@@ -81,6 +84,6 @@ int main(int argument_count, char** arguments) {
     steps(pool);
     casts(pool);
     infinity_adam_pool_delete(pool);
-    std::printf("kernels: 120 pieces, 360 casts: bits of the CPU, within their arrays\n");
+    std::printf("kernels: 300 pieces of five rules, 360 casts: bits of the CPU, within their arrays\n");
     return 0;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -85,10 +86,11 @@ def on_device(piece: Piece, device: torch.device, shift: int = 0) -> Piece:
     )
 
 
-def table_of(pieces: list[Piece], step: int, grad_scale: float) -> tuple[bytes, int]:
+def table_of(pieces: list[Piece], step: int, grad_scale: float, grad_bound: float = math.inf) -> tuple[bytes, int]:
     """Return the array of C structures for one call of the kernels, and its length."""
     tails = {}
     for piece in pieces:
         constants = piece.hyper.constants(step=step, grad_scale=grad_scale)
+        constants = dataclasses.replace(constants, grad_bound=grad_bound)
         tails[id(piece.hyper)] = adam._TAIL.pack(piece.hyper.rule, *constants.floats())
     return adam._table(pieces, tails), len(pieces)
