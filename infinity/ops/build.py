@@ -9,8 +9,8 @@ nvcc builds "kernels", for tensors on a CUDA device. Only code that has such a t
 CUDA device never build it.
 
 Environment variables, read only here: INFINITY_NATIVE=0 turns native code off, CXX and NVCC name the compilers, nvcc is
-searched in PATH and CUDA_HOME, XDG_CACHE_HOME moves the cache. `python -m infinity.ops.build OUTDIR` builds into OUTDIR
-every library for which there is a compiler.
+searched in CUDA_HOME, PATH and /usr/local/cuda, XDG_CACHE_HOME moves the cache. `python -m infinity.ops.build OUTDIR`
+builds into OUTDIR every library for which there is a compiler.
 """
 
 from __future__ import annotations
@@ -208,8 +208,9 @@ def _compiler(name: str = HOST_NAMES[0]) -> str | None:
     named = os.environ.get("NVCC" if cuda else "CXX")
     if named:
         return named if shutil.which(shlex.split(named)[0]) else None
-    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    places = ["nvcc", *(str(Path(home, "bin", "nvcc")) for home in homes if home)]
+    # A toolkit that the user chose comes before the one in PATH.
+    home = os.environ.get("CUDA_HOME")
+    places = [*([f"{home}/bin/nvcc"] if home else []), "nvcc", "/usr/local/cuda/bin/nvcc"]
     return next((found for found in map(shutil.which, places if cuda else ("g++", "clang++", "c++")) if found), None)
 
 

@@ -102,6 +102,21 @@ print(kernels.available(device), kernels.available(device), build.native_report(
     assert silent.stdout == "False False Python fallback\n" and "WARNING" not in silent.stderr
 
 
+def test_the_toolkit_that_the_user_names_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    homes = {name: tmp_path / name / "bin" for name in ("named", "home", "path")}
+    for folder in homes.values():
+        folder.mkdir(parents=True)
+    nvcc = {name: _fake_nvcc(folder, "") for name, folder in homes.items()}
+    monkeypatch.setenv("PATH", str(homes["path"]))
+    for variable in ("NVCC", "CUDA_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    assert build._compiler("kernels") == nvcc["path"]
+    monkeypatch.setenv("CUDA_HOME", str(homes["home"].parent))
+    assert build._compiler("kernels") == nvcc["home"]
+    monkeypatch.setenv("NVCC", nvcc["named"])
+    assert build._compiler("kernels") == nvcc["named"]
+
+
 def test_what_kernels_are_made_of_is_part_of_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The arithmetic lies in another folder: an edit there must be seen, too."""
     sources = {name: tmp_path / "csrc" / name for name in ("adam", "kernels")}
