@@ -99,9 +99,11 @@ class Replaced:
         """What lies beneath, before it was compiled."""
         return self._eager
 
-    def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Compile what lies beneath."""
-        self._forward = compiler(self._eager)
+    def compile(
+        self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]], function: Callable[..., Any]
+    ) -> None:
+        """Run what the compiler makes of a function that computes what lies beneath."""
+        self._forward = compiler(function)
 
     def restore(self) -> None:
         """Take it away again."""

@@ -6,6 +6,12 @@ regions] in `infinity.zero.hooks`. A module is not compiled as one region if mod
 if its gradients would be too many at once. Then the outermost modules below it that can be regions are compiled, each
 with the same options, and the code between them runs eagerly. Leaf modules of torch.nn are left out then: each is one
 operator.
+
+[Note: kinds of blocks] Torch keeps graphs, and the sizes of inputs that it has seen, by code object. In a model that is
+compiled whole, each call of a block is traced with sizes of its own. Blocks that are compiled one by one share the code
+of their class. If their weights differ in shape (the stages of a vision model), torch takes the sizes of their inputs
+for ones that vary: it compiles with symbolic sizes, at which inductor can fail, and compiles no more than
+`recompile_limit` kinds. So blocks whose weights have other shapes get a copy of the code.
 """
 
 from __future__ import annotations
@@ -13,8 +19,9 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +53,7 @@ class CompiledModules:
         largest = max((layout.numel for layout in plan.layouts), default=0)
         self._grad_numel_max = sys.maxsize if plan.placement.grad_whole else largest
         self._paths = {module: path for path, module in model.named_modules()}
+        self._kinds = _Kinds()
         # The replaced `forward`s, and the compilers of modules that are compiled again when the engine is closed.
         self._replaced: list[Replaced] = []
         self._asked: dict[nn.Module, Compiler] = {}
@@ -137,7 +145,7 @@ class CompiledModules:
             if not isinstance(region, Replaced):
                 region = _Region(part)
                 self._replaced.append(region)
-            region.compile(compiler)
+            region.compile(compiler, self._kinds.function_of(part, region.eager))
         if parts != [module]:
             names = ", ".join(self._name(part) for part in parts[:3]) + (", ..." if len(parts) > 3 else "")
             logger.info(
@@ -190,6 +198,33 @@ class CompiledModules:
 
     def _name(self, module: nn.Module) -> str:
         return self._paths.get(module) or type(module).__name__
+
+
+class _Kinds:
+    """The functions that are compiled for modules of one code and several kinds: see [Note: kinds of blocks]."""
+
+    def __init__(self) -> None:
+        # By code, and by the shapes of the weights. The first kind has the code itself.
+        self._codes: dict[CodeType, dict[tuple[torch.Size, ...], CodeType]] = {}
+
+    def function_of(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a module's `forward`, on the code of the module's kind; a callable that is no method, unchanged."""
+        if not isinstance(forward, MethodType) or not isinstance(forward.__func__, FunctionType):
+            return forward
+        function, code = forward.__func__, forward.__func__.__code__
+        shapes = tuple(param.shape for param in module.parameters())
+        kinds = self._codes.setdefault(code, {shapes: code})
+        if shapes not in kinds:
+            # Torch keeps sizes by the name of the code: the same in every process, and another for each kind.
+            kinds[shapes] = code.replace(co_name=f"{code.co_name}_{zlib.crc32(repr(shapes).encode()):08x}")
+        return forward if kinds[shapes] is code else MethodType(_with_code(function, kinds[shapes]), forward.__self__)
+
+
+def _with_code(function: FunctionType, code: CodeType) -> FunctionType:
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(made, function)
+    return made
 
 
 class _Region(Replaced):

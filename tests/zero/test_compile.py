@@ -106,6 +106,50 @@ def _engine(folder: Path, model: nn.Module | None = None, **zero: Any) -> Engine
     return engine
 
 
+class Stages(nn.Module):
+    """More stages than torch compiles one code for, each wider and of fewer positions than the last."""
+
+    class Stage(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(width, 32), nn.Linear(32, width + 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(torch.relu(self.inner(x[:, ::2])))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(self.Stage(width) for width in range(1, 11))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("how", ["engine", "block", "checkpointed"])
+def test_blocks_of_other_sizes_are_compiled_for_their_own(tmp_path: Path, how: str) -> None:
+    shapes: list[list[Any]] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        shapes.append([tuple(value.shape) if isinstance(value, Tensor) else value for value in inputs])
+        return graph.forward
+
+    model = Stages()
+    top = {"activation_checkpointing": {"every": 1}} if how == "checkpointed" else {}
+    config = settings(tmp_path, param="cpu", **top)
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        for part in model.stages if how == "block" else [engine.module]:
+            part.compile(backend=backend, fullgraph=True)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 1024, 1)))
+            engine.step()
+    # One graph a stage, each with all sizes known, and none again in the second step.
+    assert len(shapes) == 10
+    assert all((2, 1024 >> place, place + 1) in given for place, given in enumerate(shapes)), shapes
+
+
 def test_names_are_the_models_own(tmp_path: Path) -> None:
     model = tiny_llama()
     names = list(model.state_dict())
