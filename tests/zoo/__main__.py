@@ -5,6 +5,9 @@
 Every family is made small, trained for a few steps of AdamW in fp32 at stage 3 with parameters and optimizer states on
 NVMe, and compared with plain torch, which sees the data of all ranks. Exit code 1 where a family fails or differs by
 more than the limit.
+
+With --compile, plain torch compiles the same modules. "rounding" is how far the back end takes plain torch from plain
+torch that runs eagerly.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,12 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the rows there as well")
     options = parser.parse_args(arguments)
     rows = []
-    print(f"{'family':<20} ranks {'numel':>8} {'max error':>10}  seconds  bits")
+    print(f"{'family':<20} ranks {'numel':>8} {'max error':>10} {'rounding':>9}  seconds  bits")
     for ranks in options.ranks:
         with RankPool(ranks) as pool:
             for name in options.families or (FAMILIES if ranks == 1 else ON_SEVERAL_RANKS):
                 rows.append(_row(pool, name, options.compile, options.steps))
-                print(_line(rows[-1]), flush=True)
+                print(_text(rows[-1]), flush=True)
     bad = [row["family"] for row in rows if not row["ok"]]
     equal = sum(row.get("bits", False) for row in rows)
     print(f"{len(rows)} runs, {equal} equal to the last bit, {len(bad)} beyond {ERROR_MAX:g} or failed {bad or ''}")
@@ -59,8 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _head(options: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    families = f" --families {shlex.join(options.families)}" if options.families else ""
+    ranks = " ".join(map(str, options.ranks))
     return {
-        "command": f"python -m tests.zoo --ranks {' '.join(map(str, options.ranks))} --compile {options.compile}",
+        "command": f"python -m tests.zoo --ranks {ranks} --compile {options.compile}{families}",
         "commit": commit.strip(), "date": time.strftime("%Y-%m-%d"), "machine": platform.machine(),
         "cores": os.cpu_count(), "torch": torch.__version__, "transformers": transformers.__version__,
         "steps": options.steps, "error_max": ERROR_MAX, "stage": 3,
@@ -77,13 +84,15 @@ def _row(pool: RankPool, name: str, compiler: str, steps: int) -> dict[str, Any]
     return {**row, **found, "ok": found["error"] <= ERROR_MAX and found["moved"] > 0}
 
 
-def _line(row: dict[str, Any]) -> str:
+def _text(row: dict[str, Any]) -> str:
+    """A row's line; below it the whole traceback of a run that failed."""
     head = f"{row['family']:<20} {row['ranks']:>5}"
     if "failure" in row:
-        return f"{head} FAILED {row['failure'].strip().splitlines()[-1]}"
+        return f"{head} FAILED\n{textwrap.indent(row['failure'].strip(), '    ')}"
     bits = "equal" if row["bits"] else f"differ: {row['why']}"
     verdict = "" if row["ok"] else f"  BEYOND {ERROR_MAX:g}"
-    return f"{head} {row['numel']:>8} {row['error']:>10.1e} {row['seconds']:>8.2f}  {bits}{verdict}"
+    rounding = f"{row['rounding']:.1e}" if "rounding" in row else ""
+    return f"{head} {row['numel']:>8} {row['error']:>10.1e} {rounding:>9} {row['seconds']:>8.2f}  {bits}{verdict}"
 
 
 if __name__ == "__main__":
