@@ -38,6 +38,7 @@ class AxisGroup:
     index: this rank's place, 0 <= index < size; the source of a broadcast is such a place, too.
     process_group: torch's, over these ranks; None if this rank is alone on the axis or the group is closed.
     channel: the number by which the watchdog knows the process group. Without a watchdog no collective is counted.
+    host_waits: whether a wait for a collective stops the host (gloo's does), or only the device.
     reader: copies rows from the memory of members on this host; None if there are none or the device is no CPU.
     """
 
@@ -47,6 +48,7 @@ class AxisGroup:
     process_group: Any = None
     channel: int = 0
     watchdog: Watchdog | None = None
+    host_waits: bool = True
     reader: RowCopier | None = None
 
     def read_memory_of(self, pids: Mapping[int, int], limit_seconds: float) -> None:
@@ -81,7 +83,9 @@ class AxisGroup:
         return CollectiveTransfer(self, work, keep, number, name)
 
     def wait(self, work: Any, number: int, name: str) -> None:
-        """Wait for a work. If the group's device is not the CPU, the host only enqueues the wait."""
+        """Wait for a work. On an accelerator's own back end the host only queues the wait; the watchdog then asks the
+        work itself whether it is over.
+        """
         watchdog = self.watchdog
         if watchdog is None:
             work.wait()
@@ -91,6 +95,8 @@ class AxisGroup:
                 work.wait()
             except RuntimeError as error:
                 raise watchdog.explain(error) from error
+        if not self.host_waits:
+            watchdog.log.queued(self.channel, number, name, work)
 
 
 def _tag(number: int, name: str, nbytes: int) -> int:

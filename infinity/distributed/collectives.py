@@ -3,6 +3,10 @@
 Each call has a name that errors show, such as "gather of layers.1". The n-th collective of a group must have the same
 name and size on every rank. If it has not, gloo's ranks wait until the watchdog raises: [Note: tags] in `axis_group`.
 
+[Note: staged collectives] gloo moves bytes of CPU memory. Where an accelerator has no collectives of its own, its
+tensors are copied to CPU memory, sent from there, and copied back in `wait`, in the stream that is then the current
+one. The host stops for the first copy. A sum over ranks stays in CPU memory, where its pieces are asked for.
+
 torch 2.13 renamed the two single-tensor collectives and warns about the old names; 2.11 has the old names only.
 """
 
@@ -10,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +23,7 @@ from torch import Tensor
 
 from infinity.distributed.axis_group import DATA, MEETING, PLACE, TAKEN, AxisGroup, CollectiveTransfer
 from infinity.observability import trace
+from infinity.ops.transfer import Transfer
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -39,7 +45,7 @@ class _Works:
         return all(work.is_completed() for work in self._works)
 
 
-def all_gather(full: Tensor, partition: Tensor, group: AxisGroup, name: str = "gather") -> CollectiveTransfer:
+def all_gather(full: Tensor, partition: Tensor, group: AxisGroup, name: str = "gather") -> Transfer:
     """Gather every member's partition [numel / size] into `full` [numel]; returns at once.
 
     `partition` may be the view of its place in `full`. With gloo every rank sends its partition to each other rank,
@@ -47,6 +53,9 @@ def all_gather(full: Tensor, partition: Tensor, group: AxisGroup, name: str = "g
     from each other's memory (see `cma_transport`).
     """
     members = group.process_group
+    if _staged(full, members):
+        arrived = torch.empty(full.shape, dtype=full.dtype, device="cpu")
+        return _Staged(all_gather(arrived, partition.cpu(), group, name), full, arrived)
     if not _is_gloo(members) or not partition.numel():
         return group.start(
             name,
@@ -57,6 +66,27 @@ def all_gather(full: Tensor, partition: Tensor, group: AxisGroup, name: str = "g
     return group.start(
         name, lambda tag: _send_to_all(full, partition, group, tag), keep=(full, partition), nbytes=full.nbytes
     )
+
+
+class _Staged:
+    """A collective that gloo made in CPU memory for tensors of an accelerator. See [Note: staged collectives]."""
+
+    def __init__(self, moving: Transfer, target: Tensor, arrived: Tensor) -> None:
+        self._moving = moving
+        self._copy: tuple[Tensor, Tensor] | None = target, arrived
+
+    def done(self) -> bool:
+        return self._moving.done()
+
+    def wait(self) -> None:
+        self._moving.wait()
+        if self._copy is not None:
+            (target, arrived), self._copy = self._copy, None
+            target.copy_(arrived)
+
+
+def _staged(tensor: Tensor, members: Any) -> bool:
+    return _is_gloo(members) and not tensor.is_cpu
 
 
 def _send_to_all(full: Tensor, partition: Tensor, group: AxisGroup, tag: int) -> _Works:
@@ -144,7 +174,7 @@ class _Exchanged(_Moving):
             yield begin, _add_up([row[begin : begin + _SUM_NUMEL] for row in rows])
 
     def leave_in(self, target: Tensor) -> None:
-        if len(self._rows) == 2 and target.dtype == self._rows[0].dtype:
+        if len(self._rows) == 2 and target.dtype == self._rows[0].dtype and target.is_cpu:
             # One pass over the memory instead of two.
             rows, self._rows = self._rows, ()
             torch.add(*rows, out=target)
@@ -181,6 +211,8 @@ def reduce_scatter(
     """
     members = group.process_group
     ranks = group.size
+    if _staged(full, members):
+        return reduce_scatter(full.cpu(), group=group, name=name)
     if not _is_gloo(members):
         own = full.new_empty(full.numel() // ranks) if mine is None else mine
         return _Summed(
@@ -229,26 +261,33 @@ def _meet(group: AxisGroup, tag: int) -> None:
         distance *= 2
 
 
-def _whole(tensor: Tensor, submit: Callable[[], Any], group: AxisGroup, name: str) -> CollectiveTransfer:
+def _whole(tensor: Tensor, submit: Callable[[Tensor], Any], group: AxisGroup, name: str) -> Transfer:
     """Submit a collective of the backend's own on one tensor."""
-    gloo = _is_gloo(group.process_group)
+    members = group.process_group
+    if _staged(tensor, members):
+        arrived = tensor.cpu()
+        return _Staged(_whole(arrived, submit, group, name), tensor, arrived)
+    gloo = _is_gloo(members)
     return group.start(
-        name, lambda tag: _AfterMeeting(submit, group, tag) if gloo else submit(), keep=(tensor,), nbytes=tensor.nbytes
-    )
+        name, lambda tag: _AfterMeeting(partial(submit, tensor), group, tag) if gloo else submit(tensor),
+        keep=(tensor,), nbytes=tensor.nbytes,
+    )  # fmt: skip
 
 
-def all_reduce(tensor: Tensor, group: AxisGroup, name: str = "sum") -> CollectiveTransfer:
+def all_reduce(tensor: Tensor, group: AxisGroup, name: str = "sum") -> Transfer:
     """Sum `tensor` over the group, in place. gloo sums in `wait`, so wait for one before you start the next."""
     members = group.process_group
     return _whole(
-        tensor, lambda: dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=members, async_op=True), group, name
+        tensor, lambda values: dist.all_reduce(values, op=dist.ReduceOp.SUM, group=members, async_op=True), group, name
     )
 
 
 def broadcast(tensor: Tensor, group: AxisGroup, source: int = 0, name: str = "broadcast") -> None:
     """Copy the `tensor` of the group's member `source` (an index in the group) to every member. Blocks."""
     members = group.process_group
-    _whole(tensor, lambda: dist.broadcast(tensor, group_src=source, group=members, async_op=True), group, name).wait()
+    _whole(
+        tensor, lambda values: dist.broadcast(values, group_src=source, group=members, async_op=True), group, name
+    ).wait()
 
 
 def exchange(

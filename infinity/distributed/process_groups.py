@@ -61,17 +61,20 @@ def detect() -> Ranks:
     return Ranks(rank=rank, world_size=world_size, local_rank=local_rank, local_size=local_size)
 
 
-def open_group(
-    ranks: Ranks, *, accelerator: bool, timeout: timedelta | None = None, backend: str | None = None
-) -> None:
+def open_group(ranks: Ranks, *, backends: str = "gloo", timeout: timedelta | None = None) -> None:
     """Open torch.distributed's group of all ranks unless one is open; `timeout` defaults to torch's own.
+
+    backends: the back ends of collectives as torch has them: one for every device, or "cpu:gloo,cuda:nccl".
 
     It stays open until the process ends: ranks that closed it at different times would meet each other's old store.
     """
+    if "nccl" in backends:
+        # Gathers and reductions have communicators of their own: NCCL launches what both have in the host's order.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if dist.is_initialized():
         return
     dist.init_process_group(
-        backend or ("cpu:gloo,cuda:nccl" if accelerator else "gloo"),
+        backends,
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timeout,
@@ -92,11 +95,11 @@ class ProcessGroups:
     """
 
     def __init__(
-        self, ranks: Ranks, *, accelerator: bool, timeout_seconds: float, cross_memory_attach: bool = True
+        self, ranks: Ranks, *, backends: str = "gloo", timeout_seconds: float, cross_memory_attach: bool = True
     ) -> None:
         """Open the process groups. Collective.
 
-        accelerator: whether tensors lie on an accelerator (NCCL), not on the CPU (gloo).
+        backends: see `open_group`; tensors on the device use the last one.
         timeout_seconds: how long a rank may let others wait before the watchdog ends the job.
         cross_memory_attach: without an accelerator, ranks of one host read each other's memory (`cma_transport`).
         """
@@ -108,8 +111,8 @@ class ProcessGroups:
         timeout = timedelta(seconds=max(timeout_seconds + BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN))
         opened: list[Any] = [None] * 3
         if ranks.world_size > 1:
-            open_group(ranks, accelerator=accelerator, timeout=timeout)
-            backend = "nccl" if accelerator else "gloo"
+            open_group(ranks, backends=backends, timeout=timeout)
+            backend = backends.rpartition(":")[2]
             opened = [dist.new_group(backend=name, timeout=timeout) for name in (backend, backend, "gloo")]
             self._notes = dist.PrefixStore(f"infinity/{opened[0].group_name}/", _get_default_store())
             self.watchdog = Watchdog(
@@ -117,10 +120,13 @@ class ProcessGroups:
             )  # fmt: skip
             process_exit.guard(self.watchdog)
         self.data, self.reduction, self.world = (
-            AxisGroup(axis, ranks.rank, ranks.world_size, group, channel, self.watchdog)
+            AxisGroup(
+                axis, ranks.rank, ranks.world_size, group, channel, self.watchdog,
+                host_waits=axis == "world" or backends == "gloo",
+            )
             for channel, (axis, group) in enumerate(zip(("data", "data", "world"), opened, strict=True))
-        )
-        if ranks.world_size > 1 and not accelerator:
+        )  # fmt: skip
+        if ranks.world_size > 1 and backends == "gloo":
             self._meet(Introduction(wanted=cross_memory_attach), timeout.total_seconds())
 
     def _meet(self, mine: Introduction, limit_seconds: float) -> None:

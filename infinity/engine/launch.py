@@ -35,8 +35,7 @@ def init_distributed(dist_backend: str | None = None, timeout: timedelta | None 
     dist_backend: torch's name of a back end; default: gloo, with nccl for tensors on an accelerator.
     """
     ranks = detect()
-    accelerator = Device.detect(ranks.local_rank).collectives == "nccl"
-    open_group(ranks, accelerator=accelerator, timeout=timeout, backend=dist_backend)
+    open_group(ranks, backends=dist_backend or Device.detect(ranks.local_rank).backends, timeout=timeout)
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -82,6 +82,6 @@ def open_spool(source: ConfigSource) -> DeferredInit:
 def groups_of(config: ResolvedConfig, ranks: Ranks, device: Device) -> ProcessGroups:
     """Open the process groups, with the configuration's time limit."""
     return ProcessGroups(
-        ranks, accelerator=device.collectives == "nccl", timeout_seconds=config.config.watchdog_seconds,
+        ranks, backends=device.backends, timeout_seconds=config.config.watchdog_seconds,
         cross_memory_attach=config.config.cross_memory_attach,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A future for bytes in flight: an I/O request, a copy on a CUDA stream or a collective.
+"""A future for bytes in flight: an I/O request, a copy on a stream of the device or a collective.
 
 `done()` never blocks. `wait()` returns once the bytes have arrived, or raises the error of the transfer; it may be
 called again. After an error, `done()` is True once the transfer no longer uses the memory; after a timeout it still
@@ -34,14 +34,14 @@ class Completed:
 class StreamTransfer:
     """A copy on a side stream; `wait` makes the current stream wait for it, not the host."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.Event) -> None:
         self._event = event
 
     def done(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.accelerator.current_stream(self._event.device).wait_event(self._event)
 
     def synchronize(self) -> None:
         """Block the host until the bytes have arrived; needed before the CPU reads them."""

@@ -85,7 +85,7 @@ def many(rank: int, world_size: int, willing: tuple[bool, ...]) -> tuple[list[in
     """Gathers and reductions of many sizes, several in flight, that ranks start in different orders of the two kinds:
     who reads from whom, digests of what came, and whether all of it is right.
     """
-    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60, cross_memory_attach=willing[rank])
+    groups = ProcessGroups(detect(), timeout_seconds=60, cross_memory_attach=willing[rank])
     readers = groups.data.reader
     everyone = [torch.Generator().manual_seed(each) for each in range(world_size)]
     right, seen = [], []
@@ -133,7 +133,7 @@ def test_a_rank_that_is_unwilling_is_reached_through_sockets(rank_pools):
 
 def refused_later(rank: int, world_size: int) -> tuple[str, str]:
     """The kernel stops permitting it on rank 1, in the middle of a job."""
-    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=3)
+    groups = ProcessGroups(detect(), timeout_seconds=3)
     full = torch.zeros(world_size << 18)
     collectives.all_gather(full, torch.full((1 << 18,), float(rank)), groups.data, "first").wait()
     refusal = OSError(errno.EPERM, "process_vm_readv of process 7: Operation not permitted")
@@ -155,7 +155,7 @@ def test_a_refusal_in_the_middle_ends_every_rank_and_is_told(rank_pools):
 
 
 def sizes_differ(rank: int, world_size: int) -> str:
-    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=3)
+    groups = ProcessGroups(detect(), timeout_seconds=3)
     numel = (1 << 18) + rank
     try:
         collectives.all_gather(torch.zeros(world_size * numel), torch.zeros(numel), groups.data, f"mine {rank}").wait()

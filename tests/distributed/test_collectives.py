@@ -13,7 +13,7 @@ from infinity.distributed.process_groups import ProcessGroups, detect
 
 def sums(rank: int, world: int) -> list[list[float]]:
     """Sums and broadcasts one after the other, some of the same name and size, each rank late once."""
-    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
+    groups = ProcessGroups(detect(), timeout_seconds=60)
     found = []
     for turn in range(world + 2):
         if turn == rank:

@@ -59,7 +59,7 @@ def test_an_address_that_is_missing_is_named(monkeypatch, values, missing):
 
 
 def test_one_rank_opens_no_group():
-    groups = ProcessGroups(Ranks(), accelerator=False, timeout_seconds=5)
+    groups = ProcessGroups(Ranks(), timeout_seconds=5)
     assert groups.data.process_group is groups.reduction.process_group is groups.world.process_group is None
     assert not dist.is_initialized()
     assert collectives.exchange([1.0, 2.0], groups.world) == [[1.0, 2.0]]
@@ -69,7 +69,7 @@ def test_one_rank_opens_no_group():
 
 def talk(rank: int, world_size: int) -> dict[str, object]:
     """Every collective once, in process groups of its own."""
-    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
+    groups = ProcessGroups(detect(), timeout_seconds=60)
     full, own = torch.zeros(6), torch.full((3,), float(rank + 1))
     gathering = collectives.all_gather(full, own, groups.data)
     gathering.wait()
@@ -96,7 +96,7 @@ def reduced(rank: int, world_size: int, dtype: torch.dtype, numel: int) -> list[
     """Reductions with a workspace and without one, taken by pieces and left in place, also in another dtype: whether
     this rank's slice is the sum in fp64, rounded once.
     """
-    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
+    groups = ProcessGroups(detect(), timeout_seconds=60)
     # Small whole numbers: every order of adding them up is exact in every dtype.
     everyone = [
         torch.randint(-20, 20, (numel,), generator=torch.Generator().manual_seed(each)).to(dtype)
@@ -147,7 +147,7 @@ def test_collectives_do_what_they_say(rank_pools):
 
 def both_orders(rank: int, world_size: int) -> list[float]:
     """Gathers and reductions have groups of their own: ranks may submit them in different orders."""
-    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
+    groups = ProcessGroups(detect(), timeout_seconds=60)
     full, summed = torch.zeros(2), torch.tensor([float(rank)])
     submit = [
         lambda: collectives.all_gather(full, torch.tensor([float(rank)]), groups.data),
@@ -168,7 +168,7 @@ def inside_of_the_programs_group(rank: int, world_size: int) -> tuple[Ranks, boo
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name)
     ranks = detect()
-    ProcessGroups(ranks, accelerator=False, timeout_seconds=60).close()
+    ProcessGroups(ranks, timeout_seconds=60).close()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     return ranks, dist.is_initialized()
 
@@ -184,7 +184,7 @@ def test_a_group_of_one_that_the_program_opened_is_enough():
         port = probe.getsockname()[1]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
-        groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
+        groups = ProcessGroups(detect(), timeout_seconds=60)
         assert groups.ranks == Ranks() and groups.world.process_group is None
         groups.close()
         assert dist.is_initialized()

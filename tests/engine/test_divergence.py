@@ -170,7 +170,7 @@ def take_part(rank: int, world: int, kinds: Sequence[str], numels: Sequence[int]
     """What a rank is told when one half of the ranks takes part in another collective than the other half. It comes to
     the step if it can.
     """
-    groups = ProcessGroups(detect(), accelerator=False, timeout_seconds=60)
+    groups = ProcessGroups(detect(), timeout_seconds=60)
     half = 2 * rank // world
     kind, full, name = kinds[half], torch.zeros(numels[half]), f"{kinds[half]} of layers.{half}"
     try:

@@ -105,7 +105,7 @@ from pathlib import Path
 import torch.distributed as dist
 from infinity.distributed.process_groups import Ranks, open_group
 from tests.engine.test_forks import step, trained
-open_group(Ranks(), accelerator=False)
+open_group(Ranks())
 with trained(Path(sys.argv[1]), 3, "nvme") as engine:
     for number, how in enumerate(("close", "exit", "error")):
         # A step goes on behind the program in a thread that the child has not.

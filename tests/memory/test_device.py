@@ -5,8 +5,6 @@ An accelerator is played by books: each stream notes what it was told to wait fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +19,18 @@ from infinity.memory.tiers.device import CudaDevice, Device
 class Stream:
     """Notes, in order, what it was given to do."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, cuda: FakeCuda) -> None:
         self.name = name
         self.log: list[str] = []
+        self._cuda = cuda
+        self._before: list[Stream] = []
+
+    def __enter__(self) -> None:
+        self._before.append(self._cuda.current)
+        self._cuda.current = self
+
+    def __exit__(self, *_: object) -> None:
+        self._cuda.current = self._before.pop()
 
     def wait_stream(self, other: Stream) -> None:
         self.log.append(f"after {other.name}")
@@ -37,8 +44,8 @@ class Event:
 
     over = False
 
-    def __init__(self) -> None:
-        self.where = ""
+    def __init__(self, device: torch.device) -> None:
+        self.where, self.device = "", device
 
     def record(self, stream: Stream) -> None:
         stream.log.append("event")
@@ -59,7 +66,7 @@ class Copied:
 
     def __init__(self, cuda: FakeCuda, values: Tensor, on_device: bool) -> None:
         self._cuda, self.values, self.is_cuda, self.dtype = cuda, values, on_device, values.dtype
-        self.nbytes = values.nbytes
+        self.nbytes, self.device = values.nbytes, torch.device("cuda" if on_device else "cpu")
 
     def copy_(self, source: Copied, non_blocking: bool = False) -> None:
         assert non_blocking or source.is_cuda == self.is_cuda, "the host would stop"
@@ -81,31 +88,24 @@ class Copied:
 
 
 class FakeCuda:
-    """Stands for torch.cuda: streams in the order in which they are made are the one up and the one down."""
+    """Stands for torch.accelerator: streams in the order in which they are made are the one up and the one down."""
 
     def __init__(self) -> None:
-        self.compute = self.current = Stream("compute")
+        self.compute = self.current = Stream("compute", self)
         self.side: list[Stream] = []
 
     def make(self, _device: torch.device) -> Stream:
-        self.side.append(Stream(("up", "down")[len(self.side)]))
+        self.side.append(Stream(("up", "down")[len(self.side)], self))
         return self.side[-1]
-
-    @contextmanager
-    def use(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr(torch.cuda, "Stream", fake.make)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", fake.use)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: fake.current)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch, "Stream", fake.make)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: fake.current)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
     monkeypatch.setattr(Event, "over", False)
     stopped.clear()
     return fake
@@ -154,7 +154,7 @@ def test_the_narrow_dtype_travels(cuda: FakeCuda) -> None:
 def test_a_copy_on_the_device_stays_on_the_stream_that_computes(cuda: FakeCuda) -> None:
     device = CudaDevice(torch.device("cuda", 0))
     device.copy(Copied(cuda, torch.zeros(2), True), Copied(cuda, torch.ones(2), True))
-    assert cuda.compute.log == ["float32 to float32", "event"]
+    assert cuda.compute.log == ["float32 to float32"]
     assert all(stream.log == [] for stream in cuda.side)
 
 
@@ -163,7 +163,7 @@ def test_memory_on_its_way_down_is_bounded_and_given_back_in_order(
     count_max: int, nbytes_max: int, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_module, "_HELD_COUNT_MAX", count_max)
-    monkeypatch.setattr(device_module, "_HELD_NBYTES_MAX", nbytes_max)
+    monkeypatch.setattr(device_module, "HELD_NBYTES_MIN", nbytes_max)
     device = CudaDevice(torch.device("cuda", 0))
     below = Copied(cuda, torch.zeros(4), False)
     for _ in range(2):

@@ -19,7 +19,7 @@ def abort(group: Any) -> None:
         if dist.get_backend(group) == "gloo":
             _sever_gloo(group)
         else:
-            group._get_backend(torch.device("cuda")).abort()
+            group._get_backend(torch.accelerator.current_accelerator()).abort()
 
 
 def _sever_gloo(group: Any) -> None:

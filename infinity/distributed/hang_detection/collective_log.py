@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from infinity.distributed.hang_detection.flight_record import NAMES_MAX, Wait
 
@@ -18,7 +20,7 @@ _HISTORY_MAX = 4096
 class CollectiveLog:
     """The collectives of each channel (one process group), by number and name.
 
-    The training thread writes and the watchdog's thread reads: each change is one assignment, so there is no lock.
+    The training thread writes and the watchdog's thread reads: each change is one assignment, which needs no lock.
     """
 
     def __init__(self, channels: int) -> None:
@@ -26,8 +28,12 @@ class CollectiveLog:
         self.counts = [0] * channels
         # The latest collective of any channel.
         self.latest = ""
-        # The collective that the host waits for.
-        self.wait: Wait | None = None
+        self._wait: Wait | None = None
+        # Collectives for which an accelerator's streams wait and the host does not: channel, number, name, torch's
+        # work; and the wait for the first one that is not over, from when it became the first.
+        self._queued: deque[tuple[int, int, str, Any]] = deque()
+        self._device_wait: Wait | None = None
+        self._lock = threading.Lock()
         # Traceback of what the engine raised, until this rank submits the next collective.
         self.failure = ""
         self._digests = [0] * channels
@@ -43,14 +49,35 @@ class CollectiveLog:
         self.failure = ""
         return number
 
+    @property
+    def wait(self) -> Wait | None:
+        """The collective that the host waits for; if there is none, the first that the device waits for."""
+        if self._wait is not None:
+            return self._wait
+        with self._lock:
+            while self._queued and self._queued[0][-1].is_completed():
+                self._queued.popleft()
+            if not self._queued:
+                self._device_wait = None
+                return None
+            channel, number, name, _ = self._queued[0]
+            known = self._device_wait
+            if known is None or (known.group, known.number) != (channel, number):
+                self._device_wait = known = Wait(channel, number, name, time.monotonic())
+            return known
+
+    def queued(self, channel: int, number: int, name: str, work: Any) -> None:
+        """Note that the device waits for a collective, and the host goes on."""
+        self._queued.append((channel, number, name, work))
+
     @contextmanager
     def waiting(self, channel: int, number: int, name: str) -> Iterator[None]:
         """Note that the host waits for a collective while the block runs."""
-        self.wait = Wait(channel, number, name, time.monotonic())
+        self._wait = Wait(channel, number, name, time.monotonic())
         try:
             yield
         finally:
-            self.wait = None
+            self._wait = None
 
     def fail(self, error: BaseException) -> None:
         """Note that the engine is about to raise this."""

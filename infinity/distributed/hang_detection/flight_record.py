@@ -22,7 +22,9 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A collective that the host waits for. `group` is its channel, `began` is in seconds of the rank's clock."""
+    """A collective that the host waits for, or the device. `group` is its channel, `began` is in seconds of the rank's
+    clock.
+    """
 
     group: int
     number: int

@@ -1,7 +1,7 @@
 """The device tier: where computation happens. `Device` is the CPU and its memory; a device class adds an accelerator.
 
 A further type of device is a subclass of `Device`, given to `add_device`. This is the only file of the memory manager
-that names torch.cuda: streams for copies, registration of CPU memory, free memory.
+that names torch.cuda and torch.accelerator: streams for copies, registration of CPU memory, free memory.
 
 [Note: copies and streams] Each direction has a stream of its own, so that parameters going up and gradients going down
 do not wait for each other, and neither stops the host. A copy begins after the work that the current stream had queued
@@ -21,7 +21,8 @@ import contextlib
 import threading
 import time
 from collections import deque
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,20 +33,33 @@ from infinity.observability import trace
 from infinity.ops.transfer import Completed, StreamTransfer, Transfer
 from infinity.plan.types import HUGE_PAGE
 
-# Bounds of memory on its way down: a few milliseconds of a bus, and few enough to scan.
-_HELD_NBYTES_MAX = 64 << 20
-_HELD_COUNT_MAX = 64
+# Bounds of memory on its way down: at least a millisecond of a bus, and few enough copies to scan.
+HELD_NBYTES_MIN = 64 << 20
+_HELD_COUNT_MAX = 1024
+
+# Elements that the CPU casts at a time where gradients are added in another dtype than they arrive in.
+_CAST_NUMEL = 1 << 20
+
+# torch's names of the back ends of collectives of its types of accelerators.
+_COLLECTIVES = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}
+
+# How CPU memory is pinned: any mapping by a call of the driver; what the driver has allocated; not at all.
+Pinning = Literal["registration", "allocation", "none"]
 
 
 class Device:
     """The CPU as the device: its memory is the process's own, and copies are done when they return.
 
-    name: of the type of device, for tables and messages. is_accelerator: whether the device has memory of its own, so
-    that values are copied to it. collectives: the back end of collectives between such devices.
+    name: of the type of device, for tables and messages. is_accelerator: whether it computes beside the CPU, on tensors
+    of its own type. own_memory: whether its memory is apart from the CPU's, so that values are copied to it. pinning:
+    how CPU memory is prepared for its copies. collectives: the back end of collectives between such devices; gloo is
+    given tensors in CPU memory.
     """
 
     name = "cpu"
     is_accelerator = False
+    own_memory = False
+    pinning: Pinning = "none"
     collectives = "gloo"
 
     def __init__(self, device: torch.device) -> None:
@@ -67,6 +81,11 @@ class Device:
     def detect(local_rank: int) -> Device:
         """The device of this rank: of the first type that the machine has."""
         return next(each for each in _types if each.is_available()).of_rank(local_rank)
+
+    @property
+    def backends(self) -> str:
+        """The back ends of collectives in torch's words: gloo between CPUs, `collectives` between these devices."""
+        return "gloo" if self.collectives == "gloo" else f"cpu:gloo,{self.torch.type}:{self.collectives}"
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor on the device for good, its content undefined. In CPU memory it lies in large pages."""
@@ -94,19 +113,51 @@ class Device:
         return False
 
     def copy(self, target: Tensor, source: Tensor) -> Transfer:
-        """Copy [numel] elements between CPU and device, cast to the target's dtype, without stopping the host.
+        """Copy [numel] elements, cast to the target's dtype, without stopping the host.
 
-        The device casts: the dtype that travels is the source's on the way up, the target's on the way down. `target`
-        must stay allocated, and CPU memory on either side unchanged, until the transfer has been waited for. A device
-        source may be released at once. From or to pageable memory the driver stops the host meanwhile.
+        Between two tensors of the device, the copy is work of the program's stream. Between CPU and device, the device
+        casts: the dtype that travels is the source's on the way up, the target's on the way down. `target` must stay
+        allocated, and CPU memory on either side unchanged, until the transfer has been waited for. A device source may
+        be released at once. From or to pageable memory the driver stops the host meanwhile.
         """
         with trace.span(trace.COPY, "copy", nbytes=target.nbytes):
             target.copy_(source)
         return Completed()
 
+    def add(self, target: Tensor, source: Tensor) -> Transfer:
+        """`target += source`, flat, under the rules of `copy`; `source` lies on the device. A target in CPU memory
+        travels to the device and back, where the sum costs the host nothing.
+
+        Where the dtypes differ torch casts all of the source first, on the CPU into memory of its own; there it is
+        given a part at a time.
+        """
+        step = _CAST_NUMEL if target.dtype is not source.dtype else max(target.numel(), 1)
+        for begin in range(0, target.numel(), step):
+            target[begin : begin + step].add_(source[begin : begin + step])
+        return Completed()
+
+    def before_overwrite(self, tensor: Tensor) -> None:
+        """Order what the program queues next after the copies out of this tensor's memory."""
+
+    def following(self, transfer: Transfer) -> AbstractContextManager[Any]:
+        """A block whose work follows an upward copy, while the program's stream does not wait for it."""
+        transfer.wait()
+        return nullcontext()
+
     def arrived(self, transfer: Transfer) -> None:
         """Stop the host until a copy completes: before the CPU touches what the device wrote or still reads."""
         transfer.wait()
+
+    def let_hold(self, nbytes: int) -> None:
+        """Let sources of downward copies keep so many bytes of the device's memory: what the plan has for them."""
+
+    def program_stream(self) -> Any:
+        """The stream that this thread's work is queued on; None on a device without streams."""
+        return None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A block whose work is queued on a stream that `program_stream` gave, in any thread."""
+        return nullcontext()
 
     def synchronize(self) -> None:
         """Stop the host until the device has done everything queued."""
@@ -142,37 +193,59 @@ class Device:
         """Undo `register`."""
 
 
-class CudaDevice(Device):
-    """One CUDA device with its copy streams. See [Note: copies and streams]."""
+class Accelerator(Device):
+    """A device that torch.accelerator names, with a stream of its own for copies in each direction. See [Note: copies
+    and streams].
 
-    name = "cuda"
+    Written against what torch documents of every accelerator, with CPU memory pinned by allocation. What a type of
+    device does otherwise is a subclass.
+    """
+
     is_accelerator = True
-    collectives = "nccl"
+    own_memory = True
+    pinning: Pinning = "allocation"
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.name = device.type
         self.spare = None
-        self._up = torch.cuda.Stream(device)
-        self._down = torch.cuda.Stream(device)
+        self.collectives = _COLLECTIVES.get(device.type, "gloo")
+        self._up = torch.Stream(device)
+        self._down = torch.Stream(device)
         # Sources of downward copies, oldest first; guarded by the lock.
         self._lock = threading.Lock()
-        self._held: deque[tuple[StreamTransfer, Tensor]] = deque()
+        self._held: deque[tuple[StreamTransfer, tuple[Tensor, ...]]] = deque()
+        self._held_nbytes = 0
+        self._held_nbytes_max = HELD_NBYTES_MIN
 
     @classmethod
     def is_available(cls) -> bool:
-        return torch.cuda.is_available()
+        found = torch.accelerator.current_accelerator(check_available=True)
+        # Of Apple's no stream is documented.
+        return found is not None and found.type != "mps"
 
     @classmethod
     def of_rank(cls, local_rank: int) -> Device:
-        index = local_rank % torch.cuda.device_count()
-        torch.cuda.set_device(index)
-        return cls(torch.device("cuda", index))
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        index = local_rank % torch.accelerator.device_count()
+        torch.accelerator.set_device_index(index)
+        return cls(torch.device(found.type, index))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.torch)
 
     def holds(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda
+        return tensor.device.type == self.torch.type
+
+    def let_hold(self, nbytes: int) -> None:
+        self._held_nbytes_max = max(nbytes, HELD_NBYTES_MIN)
+
+    def program_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.torch)
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return stream  # type: ignore[no-any-return]
 
     def copy(self, target: Tensor, source: Tensor) -> Transfer:
         from_device, to_device = self.holds(source), self.holds(target)
@@ -180,8 +253,28 @@ class CudaDevice(Device):
             return super().copy(target, source)
         if from_device and to_device:
             target.copy_(source)
-            return self._mark(torch.cuda.current_stream(self.torch))
+            # The program's own stream orders everything that it does with the target.
+            return Completed()
         return self._copy_up(target, source) if to_device else self._copy_down(target, source)
+
+    def add(self, target: Tensor, source: Tensor) -> Transfer:
+        if self.holds(target):
+            target.add_(source.to(self.torch))
+            return Completed()
+        if not self.holds(source):
+            return super().add(target, source)
+        total = self.empty(target.numel(), target.dtype)
+        return self._copy_down(target, source, total, self._copy_up(total, target))
+
+    def before_overwrite(self, tensor: Tensor) -> None:
+        memory = tensor.untyped_storage().data_ptr()
+        with self._lock:
+            while any(memory == each.untyped_storage().data_ptr() for _, sources in self._held for each in sources):
+                self._pop()
+
+    def following(self, transfer: Transfer) -> AbstractContextManager[Any]:
+        # Only the stream for upward copies waits for the copy: it has made it.
+        return self._up if isinstance(transfer, StreamTransfer) else super().following(transfer)
 
     def arrived(self, transfer: Transfer) -> None:
         if isinstance(transfer, StreamTransfer):
@@ -190,29 +283,88 @@ class CudaDevice(Device):
             transfer.wait()
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch)
+        torch.accelerator.synchronize(self.torch)
         with self._lock:
             self._held.clear()
+            self._held_nbytes = 0
 
     def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.torch))
+        event = torch.Event(self.torch, enable_timing=True)
+        event.record(self.program_stream())
         return event
 
     def seconds_between(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end)) / 1e3
 
     def free_nbytes(self) -> int | None:
-        return int(torch.cuda.mem_get_info(self.torch)[0])
+        return int(torch.accelerator.get_memory_info(self.torch)[0])
 
     def allocated_nbytes(self) -> int | None:
-        return int(torch.cuda.memory_allocated(self.torch))
+        return int(torch.accelerator.memory_allocated(self.torch))
 
     def random_state(self) -> Tensor | None:
-        return torch.cuda.get_rng_state(self.torch)
+        state: Tensor = torch.get_device_module(self.torch).get_rng_state(self.torch)
+        return state
 
     def set_random_state(self, state: Tensor) -> None:
-        torch.cuda.set_rng_state(state, self.torch)
+        torch.get_device_module(self.torch).set_rng_state(state, self.torch)
+
+    def _copy_up(self, target: Tensor, source: Tensor) -> StreamTransfer:
+        self._up.wait_stream(self.program_stream())
+        with self._up:
+            if target.dtype == source.dtype:
+                target.copy_(source, non_blocking=True)
+            else:
+                # The block that is cast from belongs to this stream, which orders its reuse.
+                target.copy_(source.to(self.torch, non_blocking=True))
+            return self._mark(self._up)
+
+    def _copy_down(
+        self, target: Tensor, source: Tensor, total: Tensor | None = None, arriving: StreamTransfer | None = None
+    ) -> Transfer:
+        """Copy `source` down, or its sum with `total`, once that has arrived."""
+        sources = (source,) if total is None else (source, total)
+        nbytes = sum(each.nbytes for each in sources)
+        with self._lock:
+            self._give_back(nbytes)
+            self._down.wait_stream(self.program_stream())
+            with self._down:
+                if total is not None and arriving is not None:
+                    arriving.wait()
+                    source = total.add_(source)
+                target.copy_(source.to(target.dtype), non_blocking=True)
+                transfer = self._mark(self._down)
+            self._held.append((transfer, sources))
+            self._held_nbytes += nbytes
+        return transfer
+
+    def _give_back(self, nbytes: int) -> None:
+        """Release sources whose copies completed; for `nbytes` more, order the reuse of the oldest one's memory."""
+        while self._held and (self._held[0][0].done() or self._is_full(nbytes)):
+            self._pop()
+
+    def _pop(self) -> None:
+        transfer, sources = self._held.popleft()
+        self._held_nbytes -= sum(each.nbytes for each in sources)
+        transfer.wait()
+
+    def _is_full(self, nbytes: int) -> bool:
+        return len(self._held) >= _HELD_COUNT_MAX or self._held_nbytes + nbytes > self._held_nbytes_max
+
+    def _mark(self, stream: torch.Stream) -> StreamTransfer:
+        event = torch.Event(self.torch)
+        event.record(stream)
+        return StreamTransfer(event)
+
+
+class CudaDevice(Accelerator):
+    """One device of CUDA, or of ROCm, which has the same interface. CPU memory of any mapping can be registered."""
+
+    pinning = "registration"
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return torch.cuda.is_available()
 
     def register(self, pointer: int, nbytes: int) -> str | None:
         runtime = torch.cuda.cudart()
@@ -226,41 +378,6 @@ class CudaDevice(Device):
         if int(torch.cuda.cudart().cudaHostUnregister(pointer)) != 0:
             self._forget_error()
 
-    def _copy_up(self, target: Tensor, source: Tensor) -> Transfer:
-        self._up.wait_stream(torch.cuda.current_stream(self.torch))
-        with torch.cuda.stream(self._up):
-            if target.dtype == source.dtype:
-                target.copy_(source, non_blocking=True)
-            else:
-                # The block that is cast from belongs to this stream, which orders its reuse.
-                target.copy_(source.to(self.torch, non_blocking=True))
-            return self._mark(self._up)
-
-    def _copy_down(self, target: Tensor, source: Tensor) -> Transfer:
-        with self._lock:
-            self._give_back(source.nbytes)
-            self._down.wait_stream(torch.cuda.current_stream(self.torch))
-            with torch.cuda.stream(self._down):
-                target.copy_(source.to(target.dtype), non_blocking=True)
-                transfer = self._mark(self._down)
-            self._held.append((transfer, source))
-        return transfer
-
-    def _give_back(self, nbytes: int) -> None:
-        """Release sources whose copies completed; for `nbytes` more, order the reuse of the oldest one's memory."""
-        while self._held and (self._held[0][0].done() or self._is_full(nbytes)):
-            transfer, _ = self._held.popleft()
-            transfer.wait()
-
-    def _is_full(self, nbytes: int) -> bool:
-        held_nbytes = sum(source.nbytes for _, source in self._held)
-        return len(self._held) >= _HELD_COUNT_MAX or held_nbytes + nbytes > _HELD_NBYTES_MAX
-
-    def _mark(self, stream: torch.cuda.Stream) -> StreamTransfer:
-        event = torch.cuda.Event()
-        event.record(stream)
-        return StreamTransfer(event)
-
     def _forget_error(self) -> None:
         """Clear the error of a refused registration: the runtime would report it for the next kernel."""
         with contextlib.suppress(RuntimeError):
@@ -268,7 +385,7 @@ class CudaDevice(Device):
 
 
 # The types of devices, the preferred first.
-_types: list[type[Device]] = [CudaDevice, Device]
+_types: list[type[Device]] = [CudaDevice, Accelerator, Device]
 
 
 def add_device(device: type[Device]) -> None:
