@@ -25,6 +25,7 @@ from infinity.errors import CheckpointError
 from infinity.log import logger
 from infinity.memory.access_control import Snapshot
 from infinity.memory.store import TieredStore
+from infinity.memory.tiers.device import Device
 
 # Runs a named part of a save on every rank, and returns all ranks' values (JSON).
 Together = Callable[[str, Callable[[], Any]], list[Any]]
@@ -37,8 +38,9 @@ _UNTOUCHED = "The checkpoints before it are as they were"
 class Background:
     """The saves of one engine that go on beside the program. Its methods are called from the training thread."""
 
-    def __init__(self, store: TieredStore, groups: ProcessGroups) -> None:
+    def __init__(self, store: TieredStore, groups: ProcessGroups, device: Device) -> None:
         self._store = store
+        self._device = device
         self._groups = groups
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
@@ -56,7 +58,11 @@ class Background:
         self._snapshot, self._path = snapshot, path
         self._count += 1
         mailbox = self._groups.mailbox(f"save/{self._count}")
-        self._thread = threading.Thread(target=self._run, args=(mailbox, snapshot, path, job), name="infinity-save")
+        # What the save copies from the device is what the program has queued there so far.
+        stream = self._device.program_stream()
+        self._thread = threading.Thread(
+            target=self._run, args=(mailbox, snapshot, path, job, stream), name="infinity-save"
+        )
         # No daemon: a program that ends without close() waits here until its checkpoint is whole.
         self._thread.start()
 
@@ -97,7 +103,7 @@ class Background:
             self._store.access.end(snapshot)
         self.finish()
 
-    def _run(self, mailbox: StoreMailbox, snapshot: Snapshot, path: Path, job: Job) -> None:
+    def _run(self, mailbox: StoreMailbox, snapshot: Snapshot, path: Path, job: Job, stream: Any) -> None:
         """The thread."""
 
         def check() -> None:
@@ -114,7 +120,8 @@ class Background:
             return run_and_agree(self._groups, part, exchange, path=path, advice=_UNTOUCHED)
 
         try:
-            job(on_all_ranks, mailbox.alive)
+            with self._device.on_stream(stream):
+                job(on_all_ranks, mailbox.alive)
         except BaseException as error:
             self._error = error
         finally:

@@ -21,8 +21,6 @@ from infinity.cli.terminal import format_table, say
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre", "virtiofs")
 # With less free space, states on NVMe hardly fit.
 _FREE_NBYTES_MIN = 10 * 10**9
-# Locked memory for a few pinned buffers on a machine with an accelerator.
-_MEMLOCK_NBYTES_MIN = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +178,6 @@ def _about_io(facts: Facts) -> list[Finding]:
 
 def _about_machine(facts: Facts) -> list[Finding]:
     found = []
-    if facts.accelerator and facts.memlock_nbytes is not None and facts.memlock_nbytes < _MEMLOCK_NBYTES_MIN:
-        found.append(
-            Finding(f"{_limit_words(facts.memlock_nbytes)} may be locked, so that little can be pinned for the "
-                   "accelerator", "Raise it: ulimit -l unlimited, or docker run --ulimit memlock=-1")
-        )  # fmt: skip
     if facts.torch_threads > facts.threads:
         found.append(
             Finding(f"torch uses {facts.torch_threads} threads where {facts.threads} cores may be used, so that they "

@@ -64,7 +64,7 @@ def build_runtime(
     ).run()
     if spool is not None:
         spool.close()
-    stepper = _stepper(config, plan, store, groups, optimizer)
+    stepper = _stepper(config, plan, store, device, groups, optimizer)
     undo.callback(stepper.close)
     gradients = Gradients(
         units, plan=plan, store=store, device=device, groups=groups, ledger=ledger, sink=stepper,
@@ -89,7 +89,7 @@ def build_runtime(
     undo.callback(compiled.close)
     place = {"rank": ranks.rank, "world_size": ranks.world_size}
     observer = Observer(Breakdown(plan, ledger, store, units, device), config.config, **place)
-    progress = StepProgress(config.config, ledger, accelerator=device.is_accelerator, **place)
+    progress = StepProgress(config.config, ledger, accelerator=device.own_memory, **place)
     undo.callback(progress.close)
     return Runtime(
         module=model, config=config, plan=plan, device=device, groups=groups, ledger=ledger, store=store, units=units,
@@ -115,12 +115,13 @@ def _checkpointing(
 
 
 def _stepper(
-    config: ResolvedConfig, plan: Plan, store: TieredStore, groups: ProcessGroups, optimizer: Chosen
+    config: ResolvedConfig, plan: Plan, store: TieredStore, device: Device, groups: ProcessGroups, optimizer: Chosen
 ) -> Stepper:
     # Ranks of one node share its cores. The result does not depend on the number of threads.
     ranks = groups.ranks
     cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
     set_threads(thread_count(len(cores), ranks.local_size), cores)
     return Stepper(
-        plan, store, index=groups.data.index, rule=optimizer.rule, grad_bound=config.clip_value or math.inf
-    )
+        plan, store, device=device, index=groups.data.index, rule=optimizer.rule,
+        grad_bound=config.clip_value or math.inf,
+    )  # fmt: skip

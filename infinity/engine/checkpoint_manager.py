@@ -30,7 +30,7 @@ class CheckpointManager:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._background = Background(runtime.store, runtime.groups)
+        self._background = Background(runtime.store, runtime.groups, runtime.device)
 
     @property
     def failed(self) -> bool:

@@ -19,7 +19,7 @@ from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory import growable_pool
-from infinity.memory.free_bytes import free_for_rank, free_nvme_nbytes, lockable_nbytes
+from infinity.memory.free_bytes import free_for_rank, free_nvme_nbytes
 from infinity.memory.queue_options import check_drives
 from infinity.memory.tiers.device import Device
 from infinity.observability.memory_breakdown import baseline_nbytes
@@ -62,7 +62,7 @@ def preflight(
         reserve = _reserve(config, model, device, free, taken_nbytes=taken, measure=measure)
         capacity, budget = (
             within(
-                config.config.memory, free, ranks=ranks.local_size, accelerator=device.is_accelerator,
+                config.config.memory, free, ranks=ranks.local_size, accelerator=device.own_memory,
                 by_budget=by_budget, reserved=reserve.by_tier(),
             )
             for by_budget in (False, True)
@@ -73,7 +73,7 @@ def preflight(
             node=node,
             config=config,
             topology=Topology(dp=ranks.world_size, local_size=ranks.local_size),
-            accelerator=device.is_accelerator,
+            accelerator=device.own_memory,
             capacity=capacity,
             budget=budget,
             blocks=tuple(getattr(model, "_no_split_modules", None) or ()),
@@ -102,10 +102,10 @@ def preflight(
 def remarks(question: PlanInputs, model: nn.Module, plan: Plan, device: Device) -> list[str]:
     """What the program should know of its configuration, and of a plan that fits."""
     config, reserve = question.config, question.reserve
-    lines = [*config.report(), *pinning(plan, device), *checkpoint_room(config, model, plan, question.limits)]
+    lines = [*config.report(), *checkpoint_room(config, model, plan, question.limits)]
     if lowered := lowered_in_words(question.request, plan):
         lines.append(f"fitted to the memory that is free: {lowered}")
-    in_memory = in_process(plan.bytes_by_tier(), accelerator=device.is_accelerator)
+    in_memory = in_process(plan.bytes_by_tier(), accelerator=device.own_memory)
     lines.append(
         f"this process takes {format_bytes(reserve.peak_nbytes(plan))} of memory at most: what it had before "
         f"({format_bytes(reserve.taken_nbytes)}), the plan ({format_bytes(in_memory)}), {reserve.in_words()}"
@@ -152,8 +152,8 @@ def _reserve(
     return Reserve(
         taken_nbytes=taken_nbytes, overhead_nbytes=ANONYMOUS_OVERHEAD_NBYTES, activation_nbytes=nbytes - elsewhere,
         activations=source, checkpoint_nbytes=in_cpu,
-        heap_nbytes=0 if device.is_accelerator else int(HEAP_GAPS * in_heap),
-        gaps_nbytes=int(GAPS * (free.gpu or 0)) if device.is_accelerator else 0,
+        heap_nbytes=0 if device.own_memory else int(HEAP_GAPS * in_heap),
+        gaps_nbytes=int(GAPS * (free.gpu or 0)) if device.own_memory else 0,
         model_dtype=dtype_name(floating[0]) if floating else "fp32", model_nbytes_max=held_max,
     )  # fmt: skip
 
@@ -203,17 +203,6 @@ def _blocks(config: ResolvedConfig, model: nn.Module, every: int) -> tuple[str, 
     tree = module_tree(model, compute_dtype=config.compute_dtype)
     classes = tuple(getattr(model, "_no_split_modules", None) or ())
     return repeated_blocks(tree, classes=classes, every=every)
-
-
-def pinning(plan: Plan, device: Device) -> list[str]:
-    """A line where the plan has more CPU memory than this process may pin."""
-    limit, planned = lockable_nbytes(), plan.nbytes_by_tier()[Tier.CPU]
-    if not device.is_accelerator or limit is None or planned <= limit:
-        return []
-    return [
-        f"{planned / 1e9:.1f} GB of CPU memory are planned but the locked-memory limit (ulimit -l) is "
-        f"{limit / 1e9:.3f} GB: what cannot be pinned is copied more slowly"
-    ]
 
 
 def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: int) -> Capacity:

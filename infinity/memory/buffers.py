@@ -30,10 +30,18 @@ class Buffers:
 
     def __init__(self, *, device: Device, host: HostMemory, ledger: Ledger, pools: Pools) -> None:
         # What allocates memory, by addressable tier.
-        self._memory: dict[Tier, MemoryBackend] = {Tier.GPU: device, Tier.CPU: host}
+        # On a device without memory of its own a partition's home is the same memory on either tier: the device's, so
+        # that nothing is copied. What drives read and write is CPU memory everywhere.
+        unified = device.is_accelerator and not device.own_memory
+        self._memory: dict[Tier, MemoryBackend] = {Tier.GPU: device, Tier.CPU: device if unified else host}
+        self._host = host
         self._ledger = ledger
         # Partitions whose buffers are views of whole units, which book and free them.
         self._adopted: set[Key] = set()
+        self.staging = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if pools.staging_nbytes:
+            with ledger.taking(Tier.CPU, {Kind.POOL: pools.staging_nbytes}, "copies of what is stepped on the CPU"):
+                self.staging = host.allocate(pools.staging_nbytes)
         self.arenas: dict[str, Arena] = {}
         for name, nbytes in (("param", pools.param_nbytes), ("states", pools.states_nbytes)):
             if nbytes:
@@ -126,10 +134,12 @@ class Buffers:
 
     def close(self, partitions: list[Partition]) -> None:
         """Unpin, and forget every buffer."""
-        self._memory[Tier.CPU].close()
+        self._host.close()
         for partition in partitions:
             if partition.on_drive or (partition.buffer is not None and partition.key not in self._adopted):
                 self.book(partition, -1)
+        self._ledger.add(Tier.CPU, Kind.POOL, -self.staging.nbytes)
+        self.staging = self.staging[:0].clone()
         for arena in self.arenas.values():
             self._ledger.add(Tier.CPU, Kind.POOL, -arena.nbytes)
             arena.close()

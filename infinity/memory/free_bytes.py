@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Sequence
 
 from infinity.memory.tiers.base import Folders
@@ -29,15 +28,6 @@ def free_for_rank(
     if device_free_nbytes is None:
         return Capacity(process=own, nvme=nvme)
     return Capacity(gpu=device_free_nbytes, cpu=own, nvme=nvme)
-
-
-def lockable_nbytes() -> int | None:
-    """Return the bytes that this process may pin by its limit; None without a limit.
-
-    It never makes a plan fail: memory that cannot be pinned stays pageable, and is copied more slowly.
-    """
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def free_nvme_nbytes(directory: Folders, weights: Sequence[float] = ()) -> int:

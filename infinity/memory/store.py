@@ -157,6 +157,11 @@ class TieredStore:
         """
         return self._residency.read_extent(self[key], begin, buffer)
 
+    @property
+    def staging(self) -> Tensor:
+        """Pinned CPU memory (uint8) for the copies of device partitions that are stepped on the CPU."""
+        return self._buffers.staging
+
     # Moves.
 
     def prefetch(self, *keys: Key, by: Reservation | None = None) -> bool:
@@ -216,6 +221,14 @@ class TieredStore:
     def in_memory(self, key: Key) -> bool:
         """Whether the value needs no fetch any more: it is there, or on its way."""
         return self[key].buffer is not None
+
+    def readable_now(self, key: Key) -> bool:
+        """Whether `read` would wait for neither a transfer nor a step."""
+        with self._lock:
+            partition = self[key]
+            reading = partition.transfer if partition.state is State.READING else None
+            here = partition.buffer is not None and (reading is None or reading.done())
+            return here and not self.access.is_others(key, None)
 
     def pools(self) -> dict[str, PoolUse]:
         """How full the arenas are."""

@@ -52,7 +52,7 @@ class Breakdown:
 
     def report(self, *, by_unit: bool = False) -> MemoryReport:
         """Return the report of this moment."""
-        in_process = (Tier.CPU,) if self._device.is_accelerator else (Tier.CPU, Tier.GPU)
+        in_process = (Tier.CPU,) if self._device.own_memory else (Tier.CPU, Tier.GPU)
         resident, mapped = resident_nbytes()
         process = Process(
             resident=resident, mapped=mapped, in_process=in_process, device=self._device.allocated_nbytes()
@@ -110,7 +110,7 @@ class Breakdown:
         if isinstance(error, TierMemoryError) or not is_refusal(error):
             # A TierMemoryError has its numbers already.
             return None
-        tier = Tier.GPU if self._device.is_accelerator and isinstance(error, torch.OutOfMemoryError) else Tier.CPU
+        tier = Tier.GPU if self._device.own_memory and isinstance(error, torch.OutOfMemoryError) else Tier.CPU
         report = self.report()
         return MemoryRefused(
             f"no memory in {what}: {error}\n{advice}\n{report}", tier=tier.value, kind="activations",

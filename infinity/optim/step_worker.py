@@ -11,6 +11,7 @@ from typing import Any
 
 from infinity.memory.access_control import Reservation
 from infinity.memory.store import TieredStore
+from infinity.memory.tiers.device import Device
 from infinity.observability import trace
 
 
@@ -21,10 +22,11 @@ class StepWorker:
     through `check`, `finish` or `close`. Called from the training thread or, during backward, from autograd's.
     """
 
-    def __init__(self, store: TieredStore) -> None:
+    def __init__(self, store: TieredStore, device: Device) -> None:
         # Set if the jobs are to end after the sub-group in work.
         self.stopping = threading.Event()
         self._store = store
+        self._device = device
         self._thread = ThreadPoolExecutor(1, "infinity-step")
         # In the order of their ends: one thread runs them.
         self._under_way: deque[tuple[Future[None], Reservation]] = deque()
@@ -35,10 +37,14 @@ class StepWorker:
         return self._under_way[-1][1] if self._under_way else None
 
     def submit(self, reservation: Reservation, job: Callable[..., None], *arguments: Any) -> None:
-        """Run a job behind the program; returns at once."""
+        """Run a job behind the program; returns at once. What it queues on the device follows what the program has
+        queued there: a new thread's own stream would not be ordered with the program's.
+        """
+        stream = self._device.program_stream()
 
         def run() -> None:
-            with self.failing(reservation), trace.span(trace.ENGINE, "behind the program"):
+            behind = trace.span(trace.ENGINE, "behind the program")
+            with self.failing(reservation), behind, self._device.on_stream(stream):
                 job(*arguments)
 
         while self._under_way and self._under_way[0][0].done() and not self._under_way[0][0].exception():

@@ -31,6 +31,7 @@ from typing import Any
 from infinity.errors import StateError
 from infinity.memory.access_control import Reservation
 from infinity.memory.store import TieredStore
+from infinity.memory.tiers.device import Device
 from infinity.ops.adam import GradStats
 from infinity.optim.grad_norm import Norms
 from infinity.optim.step_context import StepContext
@@ -97,8 +98,9 @@ class Stepper:
     """
 
     def __init__(
-        self, plan: Plan, store: TieredStore, *, index: int, rule: UpdateRule, grad_bound: float = math.inf
-    ) -> None:
+        self, plan: Plan, store: TieredStore, *, device: Device, index: int, rule: UpdateRule,
+        grad_bound: float = math.inf,
+    ) -> None:  # fmt: skip
         self._plan = plan
         self._store = store
         self.rule = rule
@@ -108,8 +110,8 @@ class Stepper:
         }
         parts = plan.step_parts()
         self._visible, self._hidden = parts.visible, parts.hidden
-        self._updater = SubGroupUpdater(plan, store, rule, index=index, grad_bound=grad_bound)
-        self._worker = StepWorker(store)
+        self._updater = SubGroupUpdater(plan, store, rule, device=device, index=index, grad_bound=grad_bound)
+        self._worker = StepWorker(store, device)
         self._norms = Norms(plan, store, index=index)
         self._state = StepperState.IDLE
         # Units whose gradients are still to come before the next step.

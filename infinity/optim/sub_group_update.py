@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from infinity.memory.access_control import Reservation
 from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
+from infinity.memory.tiers.device import Device
 from infinity.observability import trace
+from infinity.ops.transfer import Transfer
 from infinity.optim.step_context import Segment, StepContext
 from infinity.optim.update_rules import StepSlice, UpdateRule
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import changed_by
-from infinity.plan.types import Key, Kind
+from infinity.plan.types import CACHE_LINE, Key, Kind, align_up
 
 
 def touched_by(groups: Sequence[SubGroup]) -> list[Key]:
@@ -32,14 +35,24 @@ class SubGroupUpdater:
 
     index: this rank's place among the ranks that share a unit.
     grad_bound: each gradient element is clamped to this magnitude, once scaled; infinity for no clamp.
+
+    [Note: stepped elsewhere] Values are stepped where the states lie. Those with another home are copied there first;
+    into CPU memory through the plan's staging. On the way back the device orders the copies with the program's stream,
+    and the host waits only before it uses the staging again.
     """
 
-    def __init__(self, plan: Plan, store: TieredStore, rule: UpdateRule, *, index: int, grad_bound: float) -> None:
+    def __init__(
+        self, plan: Plan, store: TieredStore, rule: UpdateRule, *, device: Device, index: int, grad_bound: float
+    ) -> None:
         self._plan = plan
         self._store = store
         self._rule = rule
+        self._device = device
         self._index = index
         self._grad_bound = grad_bound
+        # Copies out of the staging that may still run, and the bytes of it that the sub-group in work uses.
+        self._leaving: list[Transfer] = []
+        self._staged_nbytes = 0
 
     def update(self, group: SubGroup, context: StepContext, by: Reservation | None) -> None:
         """Step one sub-group; its partitions are fetched first if they are not in memory.
@@ -51,16 +64,17 @@ class SubGroupUpdater:
             self._store.write(*changed_by(group), by=by) as (states, *params),
         ):
             slices: list[StepSlice] = []
+            # What was copied to where the states lie: the copies, and whole parameters with their homes.
+            arriving: list[Transfer] = []
             copies: list[tuple[Tensor, Tensor]] = []
             at = 0
             assert states.buffer is not None
+            device = states.buffer.device
             for piece, grad, param in zip(group.slices, grads, params, strict=True):
-                stop = piece.start + piece.numel
-                home = param.view(Kind.PARAM)[piece.start : stop]
-                device = states.buffer.device
-                # A device partition stepped on the CPU is copied there and back.
-                local = home if home.device == device else home.to(device)
-                local_grad = grad.view(Kind.GRAD)[piece.start : stop].to(device)
+                span = slice(piece.start, piece.start + piece.numel)
+                home = param.view(Kind.PARAM)[span]
+                local = self._bring(home, device, arriving)
+                local_grad = self._bring(grad.view(Kind.GRAD)[span], device, arriving)
                 if local is not home:
                     copies.append((home, local))
                 layout = self._plan.layouts[piece.unit]
@@ -70,10 +84,45 @@ class SubGroupUpdater:
                     span, hyper = slice(segment.start, segment.start + segment.numel), context.hyper[segment.group]
                     slices.append(self._slice(states, at, local[span], local_grad[span], segment, hyper))
                 at += piece.numel
+            for transfer in arriving:
+                self._arrive(transfer, device)
             with trace.span(trace.COMPUTE, "optimizer", states.key, states.spec.nbytes):
                 self._rule.step(slices, grad_scale=context.grad_scale, grad_bound=self._grad_bound)
-                for home, local in copies:
-                    home.copy_(local)
+            self._return(copies)
+
+    def _bring(self, tensor: Tensor, device: torch.device, arriving: list[Transfer]) -> Tensor:
+        """The tensor, if it lies where the states lie; else a copy that is added to `arriving`."""
+        if tensor.device == device:
+            return tensor
+        if device.type != "cpu":
+            copy = self._device.empty(tensor.numel(), tensor.dtype)
+        else:
+            for transfer in self._leaving:
+                self._device.arrived(transfer)
+            self._leaving.clear()
+            begin, end = self._staged_nbytes, self._staged_nbytes + tensor.nbytes
+            self._staged_nbytes = align_up(end, CACHE_LINE)
+            copy = self._store.staging[begin:end].view(tensor.dtype)
+        arriving.append(self._device.copy(copy, tensor))
+        return copy
+
+    def _arrive(self, transfer: Transfer, device: torch.device) -> None:
+        """Wait for a copy: the host, if it is what computes; else only the device."""
+        if device.type == "cpu":
+            self._device.arrived(transfer)
+        else:
+            transfer.wait()
+
+    def _return(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy stepped parameters to their homes, which the program may use at once."""
+        for home, local in copies:
+            transfer = self._device.copy(home, local)
+            if home.is_cpu:
+                self._device.arrived(transfer)
+            else:
+                transfer.wait()
+                self._leaving.append(transfer)
+        self._staged_nbytes = 0
 
     def _slice(
         self, states: Partition, at: int, param: Tensor, grad: Tensor, segment: Segment, hyper: object

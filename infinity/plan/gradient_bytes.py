@@ -17,6 +17,9 @@ from infinity.plan.types import DTYPE_NBYTES
 # they are freed; smaller ones stay in its heap. `infinity.memory.tiers.pinned` tells it so.
 HEAP_PIECE_NBYTES_MAX = 8 << 20
 
+# Sums of a rank that lie on an accelerator at once, one arriving and one on its way to its partition.
+MINE_COUNT = 2
+
 
 def travels_alone(layout: UnitLayout, wire: str) -> bool:
     """Whether a unit's whole flat gradient is the one that autograd leaves: its only parameter's, in the dtype that
@@ -84,20 +87,25 @@ class Scratch:
     full_nbytes: int = 0
     # What the other ranks send, where the collective has no memory of its own for it.
     workspace_nbytes: int = 0
-    # This rank's sum, where the collective has it in one piece that cannot go into its partition as it is.
+    # This rank's sums of `MINE_COUNT` units, where the collective has each in one piece that cannot go into its
+    # partition as it is.
     mine_nbytes: int = 0
+    # Gradients of two units on their way to CPU memory, beside `mine_nbytes`.
+    down_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.full_nbytes + self.workspace_nbytes + self.mine_nbytes
+        return self.full_nbytes + self.workspace_nbytes + self.mine_nbytes + self.down_nbytes
 
 
 def make_scratch(
-    layouts: Sequence[UnitLayout], placement: Placement, *, dp: int, wire: str, grad_dtype: str, accelerator: bool
-) -> Scratch:
-    """What reductions over `dp` ranks need. `wire` is the dtype that travels."""
+    layouts: Sequence[UnitLayout], placement: Placement, *, dp: int, wire: str, grad_dtype: str, accelerator: bool,
+    accumulates: bool = False,
+) -> Scratch:  # fmt: skip
+    """What reductions over `dp` ranks need, and copies to CPU memory. `wire` is the dtype that ranks exchange."""
+    down = _down_nbytes(layouts, placement, dp, wire, grad_dtype, accumulates) if accelerator else 0
     if dp == 1:
-        return Scratch()
+        return Scratch(down_nbytes=down)
     width = DTYPE_NBYTES[wire]
     trainable = [layout for layout in layouts if layout.trainable]
     largest = max((layout.numel for layout in trainable), default=0) * width
@@ -112,8 +120,29 @@ def make_scratch(
     return Scratch(
         full_nbytes=side_by_side,
         workspace_nbytes=0 if accelerator else largest - largest // parts,
-        mine_nbytes=largest // parts if accelerator and parts > 1 and not at_home else 0,
+        mine_nbytes=MINE_COUNT * (largest // parts) if accelerator and parts > 1 and not at_home else 0,
+        down_nbytes=down,
     )
+
+
+def _down_nbytes(
+    layouts: Sequence[UnitLayout], placement: Placement, dp: int, wire: str, grad_dtype: str, accumulates: bool
+) -> int:
+    """Of the two largest units, if gradients of any go to CPU memory: this rank's gradients as autograd leaves them
+    (with several ranks the sum has memory of its own), and in the dtype that they are kept in, if they are cast or
+    added to what came before.
+    """
+    largest = 0
+    if placement.grad_whole or all(placed.grad.on_device for placed in placement.units):
+        # Whole gradients are summed, and copied, at the boundary.
+        return 0
+    for layout, placed in zip(layouts, placement.units, strict=True):
+        if layout.trainable:
+            arriving = wire if dp > 1 else layout.dtype
+            left = DTYPE_NBYTES[layout.dtype] if dp == 1 else 0
+            kept = DTYPE_NBYTES[grad_dtype] if accumulates or arriving != grad_dtype else 0
+            largest = max(largest, layout.partition_numel(placed.parts) * (left + kept))
+    return 2 * largest
 
 
 def _nbytes(layout: UnitLayout) -> int:

@@ -93,7 +93,7 @@ class PlanInputs:
             persistence_numel=zero.stage3_param_persistence_threshold,
             persistent_total_numel=zero.stage3_model_persistence_threshold,
             live_numel=zero.stage3_max_live_parameters, reuse_numel=zero.stage3_max_reuse_distance,
-            accelerator=self.accelerator, overlap=config.config.overlap,
+            accelerator=self.accelerator, accumulates=several, overlap=config.config.overlap,
             steps_early=config.steps_early and optimizer.guarded,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ less than one value short of it. On the GPU tier states count with their share o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TypeVar
 
 from infinity.plan.auto_placement import Value, fill_tiers
@@ -24,6 +25,7 @@ from infinity.plan.types import Key, Tier
 
 _ROUNDS_MAX = 16
 _RETURNS_MAX = 4
+_MOVES_MAX = 8
 _Plan = TypeVar("_Plan")
 
 
@@ -74,6 +76,14 @@ def search_placement(
                     break
         else:
             break
+    # A unit whose parameters come to the GPU tier is not gathered there any more: what it brings may pay for itself,
+    # which no charge of a plan without it tells.
+    outside = (value for tier in tiers[1:] for value in values if homes[value.key] is tier)
+    for value in islice(sorted(outside, key=lambda value: -value.traffic), _MOVES_MAX):
+        closer = {**homes, value.key: tiers[0]}
+        better, _ = weigh(closer)
+        if capacity.fits(nbytes_of(better)):
+            plan, homes = better, closer
     return plan
 
 

@@ -448,22 +448,30 @@ def _pools(plan: Plan, around: int) -> Pools:
     busiest = max(params.values(), default=0) + ahead
     backward = plan.schedule.trace[len(plan.schedule) // 2 :]
     staged = [
-        group.numel * DTYPE_NBYTES[request.compute_dtype]
+        _staged_nbytes(group, placement, request)
         for group, home in zip(plan.sub_groups, placement.states, strict=True)
-        if request.accelerator
-        and not home.on_device
-        and any(placement.units[piece.unit].param.on_device for piece in group.slices)
+        if request.accelerator and not home.on_device
     ]
     return Pools(
         param_nbytes=min(sum(params.values()), align_up(busiest, EXTENT_ALIGNMENT)),
         states_nbytes=min(sum(states), _state_buffers(request) * max(states, default=0)),
-        staging_nbytes=align_up(max(staged, default=0), CACHE_LINE),
+        staging_nbytes=max(staged, default=0),
         gathered_nbytes=plan.schedule.peak_nbytes + around,
         left_nbytes=max(
             left_nbytes(backward, layouts, accelerator=request.accelerator, wire=plan.wire_in_backward), default=0
         ),
         scratch=make_scratch(
             layouts, placement, dp=plan.topology.dp, wire=request.communication_dtype, grad_dtype=request.grad_dtype,
-            accelerator=request.accelerator,
+            accelerator=request.accelerator, accumulates=request.accumulates,
         ),  # fmt: skip
     )
+
+
+def _staged_nbytes(group: SubGroup, placement: Placement, request: PlanRequest) -> int:
+    """Copies in CPU memory of a sub-group's parameters and gradients that lie on the device."""
+    nbytes = 0
+    for piece in group.slices:
+        homes = placement.units[piece.unit]
+        for home, dtype in ((homes.param, request.compute_dtype), (homes.grad, request.grad_dtype)):
+            nbytes += align_up(piece.numel * DTYPE_NBYTES[dtype], CACHE_LINE) if home.on_device else 0
+    return nbytes

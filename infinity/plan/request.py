@@ -43,6 +43,8 @@ class PlanRequest:
     reuse_numel: int = 1_000_000_000
     # Whether the device has memory of its own, so that copies between CPU and device need staging buffers.
     accelerator: bool = False
+    # Whether the gradients of several micro-batches are added.
+    accumulates: bool = False
     # Whether transfers and the step may run beside the computation.
     overlap: bool = True
     # Whether a step may begin in backward, where all that it changes is on NVMe.

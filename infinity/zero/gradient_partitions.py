@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,22 +13,26 @@ from infinity.distributed.collectives import Reduction
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.observability import trace
-from infinity.ops.transfer import Completed, Transfer
+from infinity.ops.transfer import Transfer
 from infinity.plan.types import Key, Kind
 from infinity.zero.unit import Unit
 
-# Elements that are cast at a time where gradients are added in another dtype than they arrive in.
-_CAST_NUMEL = 1 << 20
+
+class _Arrival(NamedTuple):
+    """Copies from the device into a unit's partition, and the lease of the partition that they need."""
+
+    unit: Unit
+    lease: ExitStack
+    copies: list[Transfer]
 
 
 class GradientPartitions:
-    """Replaces or adds to partitions. Copies from the device run beside the computation, one unit's at a time."""
+    """Replaces or adds to partitions. Copies from the device run beside the computation; they arrive in their order."""
 
     def __init__(self, store: TieredStore, device: Device) -> None:
         self._store = store
         self._device = device
-        # The unit whose gradients are being copied from the device, the lease of its partition, and the copies.
-        self._arriving: tuple[Unit, ExitStack, list[Transfer]] | None = None
+        self._arriving: deque[_Arrival] = deque()
 
     @contextmanager
     def read(self, unit: Unit) -> Iterator[Tensor]:
@@ -41,7 +47,7 @@ class GradientPartitions:
             yield partition.view(Kind.GRAD)
 
     def put_sums(self, unit: Unit, reduced: Reduction, *, first: bool) -> None:
-        """Replace (`first`) or add this rank's slice of a sum over ranks. Nothing else is arriving."""
+        """Replace (`first`) or add this rank's slice of a sum over ranks."""
         with self._beginning(unit) as (target, copies), trace.span(trace.COPY, "sum"):
             if first and not self._device.is_accelerator:
                 reduced.leave_in(target)
@@ -64,45 +70,36 @@ class GradientPartitions:
         with self._beginning(unit) as (target, _):
             target.zero_()
 
-    def arrive(self, *, wait: bool) -> Unit | None:
-        """End the copies in flight. Returns the unit whose gradients have arrived with them; None without copies, or
-        if they are still running and `wait` is False.
+    def arrive(self, *, wait: bool = False, unit: Unit | None = None) -> list[Unit]:
+        """End copies, in their order, and return the units whose gradients have arrived with them.
+
+        Those that are over; all of them to `wait`; those of `unit`, if there are any, and before.
         """
-        if self._arriving is None or (not wait and not all(copy.done() for copy in self._arriving[2])):
-            return None
-        (unit, lease, copies), self._arriving = self._arriving, None
-        with lease, trace.span(trace.WAIT, "copy from the device", key_of(unit)):
-            for copy in copies:
-                self._device.arrived(copy)
-        return unit
+        arrived: list[Unit] = []
+        due = max((count for count, each in enumerate(self._arriving, 1) if wait or each.unit is unit), default=0)
+        while self._arriving and (len(arrived) < due or all(copy.done() for copy in self._arriving[0].copies)):
+            each = self._arriving.popleft()
+            with each.lease, trace.span(trace.WAIT, "copy from the device", key_of(each.unit)):
+                for copy in each.copies:
+                    self._device.arrived(copy)
+            arrived.append(each.unit)
+        return arrived
 
     @contextmanager
     def _beginning(self, unit: Unit) -> Iterator[tuple[Tensor, list[Transfer]]]:
         """(the partition to write, the copies that the block adds); they hold the lease until `arrive`."""
-        assert self._arriving is None
+        assert all(each.unit is not unit for each in self._arriving)
         copies: list[Transfer] = []
         with ExitStack() as lease:
             (partition,) = lease.enter_context(self._store.write(key_of(unit)))
             yield partition.view(Kind.GRAD), copies
-            self._arriving = unit, lease.pop_all(), copies
+            self._arriving.append(_Arrival(unit, lease.pop_all(), copies))
 
     def _put(self, target: Tensor, source: Tensor, first: bool) -> Transfer:
-        """Replace or add, in the target's dtype, across devices. What is replaced travels beside the computation."""
-        if first:
-            return self._device.copy(target, source)
-        add(target, source.to(target.device))
-        return Completed()
+        """Replace or add, in the target's dtype, across devices."""
+        return self._device.copy(target, source) if first else self._device.add(target, source)
 
 
 def key_of(unit: Unit) -> Key:
     """The key of a unit's GRAD partition."""
     return Key(Kind.GRAD, unit.layout.index)
-
-
-def add(target: Tensor, source: Tensor) -> None:
-    """`target += source`, flat, on one device. Where their dtypes differ torch casts all of the source first, on the
-    CPU into memory of its own; there it is given a part at a time.
-    """
-    step = _CAST_NUMEL if target.dtype is not source.dtype and target.is_cpu else max(target.numel(), 1)
-    for begin in range(0, target.numel(), step):
-        target[begin : begin + step].add_(source[begin : begin + step])

@@ -56,6 +56,7 @@ class Gradients:
         self._groups = groups
         self._reducer = Reducer(plan, device=device, group=groups.reduction, ledger=ledger)
         self._partitions = GradientPartitions(store, device)
+        device.let_hold(plan.pools.scratch.mine_nbytes + plan.pools.scratch.down_nbytes)
         self._whole: WholeGradients | None = None
         if plan.placement.grad_whole:
             self._whole = WholeGradients(self._units, DTYPES[plan.request.grad_dtype], device=device, ledger=ledger)
@@ -114,8 +115,9 @@ class Gradients:
         for unit in self._order.rest():
             self._collect(unit)
         if self._in_turn:
-            self._wait_reduce()
+            self._end_reduction()
             self._order.end_backward()
+        self._end_copies()
         self._backwards_left = max(self._backwards_left - 1, 1)
 
     def abandon_backward(self) -> None:
@@ -139,18 +141,18 @@ class Gradients:
         for unit in self._units:
             if unit.layout.index in late:
                 self._collect(unit)
-        self._wait_reduce()
+        self._end_reduction()
         if self._whole is not None:
             for unit in self.order:
                 self._reduce_whole(unit, self._whole[unit])
         for unit in self._units:
             if unit not in self._begun:
                 self._accumulate(unit)
-        self._wait_copy()
+        self._end_copies(wait=True)
 
     def reset(self) -> None:
         """Forget all gradients: the step is over, or they are not wanted."""
-        self._wait_reduce()
+        self._settle()
         self._begun.clear()
         self.unscaled = False
         self._backwards_left = self._backwards
@@ -163,7 +165,7 @@ class Gradients:
         # No step begins any more with what still arrives.
         self._sink = None
         self._reducer.close()
-        self._wait_copy()
+        self._end_copies(wait=True)
         if self._whole is not None:
             self._whole.close()
         self._drop_autograds()
@@ -172,7 +174,7 @@ class Gradients:
 
     def own_sum(self, unit: Unit) -> Tensor:
         """This rank's partition of the gradients accumulated so far, summed over ranks; zeros when there are none."""
-        self._wait_reduce()
+        self._settle()
         if self._whole is not None:
             buffer = self._whole[unit] if unit in self._begun else self._whole[unit].new_zeros(unit.layout.numel)
             full = buffer.to(self._reducer.dtype, copy=True)
@@ -184,7 +186,7 @@ class Gradients:
 
     def replace(self, unit: Unit, param: Parameter, own: Tensor) -> None:
         """Put other sums into this rank's partition ([numel / parts], fp32), because `param`'s were changed."""
-        self._wait_reduce()
+        self._settle()
         self.arrived[unit] = [old or other is param for old, other in zip(self.arrived[unit], unit.params, strict=True)]
         self._begun.add(unit)
         if self._whole is not None:
@@ -229,7 +231,7 @@ class Gradients:
             self._begun.add(unit)
         elif self._in_turn:
             # The reduction before this one ends first, so that at most one is in flight.
-            self._wait_reduce()
+            self._end_reduction()
             self._reducer.submit(unit)
         elif any(present):
             if self._alone:
@@ -246,14 +248,14 @@ class Gradients:
         """
         first = unit not in self._begun
         self._begun.add(unit)
-        self._wait_copy()
+        self._end_copies(unit=unit)
         if reduced is not None:
             self._partitions.put_sums(unit, reduced, first=first)
         elif self._alone:
             self._partitions.put_own(unit, first=first)
         else:
             self._partitions.put_zero(unit)
-        self._wait_copy(wait=False)
+        self._end_copies()
 
     def _reduce_whole(self, unit: Unit, buffer: Tensor) -> None:
         """Stages 0 and 1, at the boundary: sum over ranks; keep this rank's slice, or everything at stage 0."""
@@ -266,16 +268,20 @@ class Gradients:
             self._reducer.reduce(unit, buffer, target)
         self._tell(unit)
 
-    def _wait_reduce(self) -> None:
+    def _settle(self) -> None:
+        """Have everything that is in flight in the partitions."""
+        self._end_reduction()
+        self._end_copies(wait=True)
+
+    def _end_reduction(self) -> None:
         """Wait for the reduction in flight and add its result to the partition."""
         if (finished := self._reducer.wait()) is not None:
             self._accumulate(*finished)
-        self._wait_copy()
 
-    def _wait_copy(self, *, wait: bool = True) -> None:
-        """End the copies from the device that are in flight, if they are done or if this is to wait for them."""
-        if (unit := self._partitions.arrive(wait=wait)) is not None:
-            self._tell(unit)
+    def _end_copies(self, *, wait: bool = False, unit: Unit | None = None) -> None:
+        """End copies from the device: those that are over, all to `wait`, or those of a unit and before."""
+        for each in self._partitions.arrive(wait=wait, unit=unit):
+            self._tell(each)
 
     def _tell(self, unit: Unit) -> None:
         # The unit's weights were copied out of their partition before its gradients came: a step may write it now.

@@ -61,11 +61,15 @@ class Prefetcher:
     def __init__(self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, memory: GatheredMemory) -> None:
         self._units = list(units)
         self._plan = plan
+        # Whether all ranks must gather in one order.
+        self._collective = plan.topology.dp > 1
         self._store = store
         self._memory = memory
         self._known: dict[tuple[UnitAccess, ...], FetchSchedule] = {plan.schedule.uses: plan.schedule}
         self._schedules: dict[str, FetchSchedule] = {"train": plan.schedule, "eval": plan.schedule}
         self._pass: _Pass | None = None
+        # Units that a pass of one rank was to gather ahead, had their partitions been there.
+        self._late: list[Unit] = []
         # The position of each unit's latest use in the schedule; a unit used off the schedule has no entry.
         self._positions: dict[Unit, int] = {}
         # The timer of the pass under way or of the next one, and the latest training pass that was timed in full.
@@ -87,6 +91,7 @@ class Prefetcher:
     def end_pass(self) -> None:
         """End the pass under way; a trace that was not the scheduled one is the next pass's schedule."""
         ended, self._pass = self._pass, None
+        self._late.clear()
         if ended is None or not ended.trace:
             return
         trace = tuple(ended.trace)
@@ -100,10 +105,12 @@ class Prefetcher:
     def leave_pass(self) -> None:
         """Forget the pass under way and its trace."""
         self._pass = None
+        self._late.clear()
 
     def abandon(self) -> None:
         """A pass has raised: forget it, and its times."""
         self._pass = self._timer = None
+        self._late.clear()
 
     def bring(self, unit: Unit, *, needed: bool) -> None:
         """Gather a unit whose use begins, if its weights are `needed`, and submit what the schedule has ahead of it."""
@@ -154,11 +161,16 @@ class Prefetcher:
             # Off the schedule, units kept for later uses may take the room that is needed now.
             self._memory.release_idle()
         # The nearest use first: a later one waits when there is no room for both.
-        for index in now.schedule.gather_ahead[now.cursor]:
-            if self._plan.policy.gather_ahead:
-                self._memory.gather(self._units[index])
+        late, self._late = self._late, []
+        for unit in (*late, *(self._units[index] for index in now.schedule.gather_ahead[now.cursor])):
+            if not self._plan.policy.gather_ahead:
+                self._store.prefetch(unit.key)
+            elif self._collective or self._store.readable_now(unit.key):
+                self._memory.gather(unit)
             else:
-                self._store.prefetch(self._units[index].key)
+                # Waiting for the drive would keep the unit of this use from being computed with.
+                self._store.prefetch(unit.key)
+                self._late.append(unit)
         self._store.prefetch(*(self._units[index].key for index in now.schedule.fetch_ahead[now.cursor]))
 
     def _schedule(self, trace: tuple[UnitAccess, ...]) -> FetchSchedule:

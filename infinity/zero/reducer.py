@@ -13,7 +13,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
 from infinity.memory.tiers.device import Device
 from infinity.observability import trace
-from infinity.plan.gradient_bytes import travels_alone
+from infinity.plan.gradient_bytes import MINE_COUNT, travels_alone
 from infinity.plan.plan import Plan
 from infinity.plan.types import Kind, Tier
 from infinity.zero.gradient_partitions import key_of
@@ -26,7 +26,8 @@ class _Scratch:
 
     full: Tensor
     workspace: Tensor
-    mine: Tensor
+    # Used by turns, so that one is copied away while the next sum comes into the other.
+    mine: tuple[Tensor, ...]
 
 
 class Reducer:
@@ -43,6 +44,7 @@ class Reducer:
         self._group = group
         self._ledger = ledger
         self._made: _Scratch | None = None
+        self._turn = 0
         self._in_flight: tuple[Unit, Reduction] | None = None
         # Its sum is not wanted here any more.
         self._abandoned: Reduction | None = None
@@ -125,9 +127,14 @@ class Reducer:
     def _start(self, unit: Unit, full: Tensor, target: Tensor | None = None) -> Reduction:
         """Begin to sum `full` [numel] over ranks. target: this rank's slice of the sum may be left there."""
         scratch, own = self._scratch(), unit.layout.partition_numel(unit.placed.parts)
+        mine = target
+        if scratch.mine:
+            self._turn = (self._turn + 1) % len(scratch.mine)
+            mine = scratch.mine[self._turn][:own]
+            self._device.before_overwrite(mine)
         return collectives.reduce_scatter(
             full, group=self._group, name=f"reduction of {unit.layout.name}",
-            mine=scratch.mine[:own] if scratch.mine.numel() else target,
+            mine=mine,
             workspace=scratch.workspace[: full.numel() - own] if scratch.workspace.numel() else None,
         )  # fmt: skip
 
@@ -144,6 +151,9 @@ class Reducer:
                 self._made = _Scratch(
                     full=self._device.empty(planned.full_nbytes // width, self.dtype),
                     workspace=self._device.empty(planned.workspace_nbytes // width, self.dtype),
-                    mine=self._device.empty(planned.mine_nbytes // width, self.dtype),
+                    mine=tuple(
+                        self._device.empty(planned.mine_nbytes // MINE_COUNT // width, self.dtype)
+                        for _ in range(MINE_COUNT if planned.mine_nbytes else 0)
+                    ),
                 )
         return self._made

@@ -62,6 +62,7 @@ class Unit:
         self.buffer = FullBuffer(layout, placed, device=device, ledger=ledger)
         self._copy = PartitionCopy(self.key, store=store, device=device)
         self._group = group
+        self._device = device
         self._gather_name = f"gather of {layout.name}"
         self._transfer: Transfer = Completed()
         dtype = DTYPES[layout.dtype]
@@ -249,8 +250,9 @@ class Unit:
         if self.placed.parts == 1 or not self.layout.numel:
             return copied
         with trace.span(trace.WAIT, "copy to the device", self.key):
-            copied.wait()
-        return all_gather(self.full, self.local_partition, self._group, self._gather_name)
+            after_copy = self._device.following(copied)
+        with after_copy:
+            return all_gather(self.full, self.local_partition, self._group, self._gather_name)
 
 
 class _Elsewhere:

@@ -10,7 +10,6 @@ from torch import Tensor
 from infinity.memory.ledger import Ledger
 from infinity.memory.tiers.device import Device
 from infinity.plan.types import Kind, Tier
-from infinity.zero.gradient_partitions import add
 from infinity.zero.unit import Unit
 
 
@@ -19,6 +18,7 @@ class WholeGradients:
 
     def __init__(self, units: Sequence[Unit], dtype: torch.dtype, *, device: Device, ledger: Ledger) -> None:
         self._ledger = ledger
+        self._device = device
         self._buffers: dict[Unit, Tensor] = {}
         for unit in units:
             nbytes = unit.layout.numel * dtype.itemsize
@@ -40,7 +40,7 @@ class WholeGradients:
                 if first:
                     piece.copy_(grad)
                 else:
-                    add(piece, grad)
+                    self._device.add(piece, grad)
 
     def close(self) -> None:
         """Return the buffers."""

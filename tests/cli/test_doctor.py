@@ -64,7 +64,6 @@ ADVICE = {
     "io_uring switched off": (
         {"backends": {"io_uring": "EPERM"}, "backend": "libaio", "io_uring_disabled": True}, "sysctl", False,
     ),
-    "little locked memory": ({"memlock_nbytes": 8 << 20}, "ulimit -l", False),
     "too many threads": ({"threads": 2, "quota_cores": 1.5}, "OMP_NUM_THREADS=2", False),
     "no large pages": ({"huge_pages": "never"}, "madvise", False),
     "a folder in memory": (with_folder(file_system="tmpfs"), "on a drive as nvme_path", True),
@@ -128,8 +127,8 @@ def test_a_folder_that_nobody_means_to_use_is_shown_and_not_complained_about():
     assert "tmpfs" in show(facts)
 
 
-def test_without_an_accelerator_nothing_is_pinned_and_no_limit_matters():
-    assert recommend(replace(GOOD, accelerator="", memlock_nbytes=1 << 16)) == []
+def test_a_limit_on_locked_memory_does_not_concern_what_a_driver_pins():
+    assert recommend(replace(GOOD, memlock_nbytes=1 << 16)) == []
 
 
 def test_what_stops_a_run_comes_first():

@@ -48,6 +48,8 @@ class FakeDevice(Device):
 
     name = "fake"
     is_accelerator = True
+    own_memory = True
+    pinning = "registration"
     pinned: ClassVar[Counter[int]] = Counter()
     copies = 0
 

@@ -31,6 +31,7 @@ class FakeAccelerator(Device):
     def __init__(self, limit_nbytes: int = 1 << 60, piece_nbytes: int = 1 << 60) -> None:
         super().__init__(torch.device("cpu"))
         self.is_accelerator = True
+        self.own_memory, self.pinning = True, "registration"
         self.pinned: dict[int, int] = {}
         self.asked = 0
         self.synchronized = 0
@@ -167,7 +168,7 @@ def test_a_driver_that_refuses_is_told_once_and_memory_stays_pageable(warnings_s
     assert len(warnings_said.records) == 1
     assert (
         "error 2" in warnings_said.text
-        and "ulimit -l" in warnings_said.text
+        and "not ulimit -l" in warnings_said.text
         and "results the same" in warnings_said.text
     )
     memory.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -146,8 +147,17 @@ def test_reductions_of_several_parameters_alone_need_room_side_by_side():
     placed = UnitPlacement(parts=2, param=CPU, grad=CPU, whole=False, aliased=False)
     placement = Placement(units=(placed,) * 3, states=(), grad_whole=False)
     asked = {"dp": 2, "grad_dtype": "fp32"}
-    # gloo: what the other rank sends. Another backend leaves this rank's sum in one piece.
+    # gloo: what the other rank sends. Another backend leaves this rank's sums in one piece each: one arrives while the
+    # one before is copied away.
     found = [make_scratch(layouts, placement, wire="fp32", **asked, accelerator=each) for each in (False, True)]
-    assert found == [Scratch(several, largest // 2, 0), Scratch(several, 0, largest // 2)]
+    assert found == [Scratch(several, largest // 2, 0), Scratch(several, 0, 2 * largest // 2)]
     cast = make_scratch(layouts, placement, wire="bf16", **asked, accelerator=False)
     assert cast == Scratch(largest // 2, largest // 4, 0), "a copy of each in the dtype that travels"
+    added = make_scratch(layouts, placement, wire="fp32", **asked, accelerator=True, accumulates=True)
+    assert added.down_nbytes == 2 * largest // 2, "old sums come to the device, two units' at a time"
+    alone = {**asked, "dp": 1, "grad_dtype": "bf16"}
+    placement = Placement(units=(replace(placed, parts=1),) * 3, states=(), grad_whole=False)
+    down = make_scratch(layouts, placement, wire="fp32", **alone, accelerator=True).down_nbytes
+    assert down == 2 * (largest + largest // 2), "of two units: as autograd leaves them, and as they are kept"
+    at_home = Placement(units=(replace(placed, parts=1, grad=GPU),) * 3, states=(), grad_whole=False)
+    assert make_scratch(layouts, at_home, wire="fp32", **alone, accelerator=True) == Scratch()

@@ -1,4 +1,4 @@
-"""A device whose host does not know that a copy is over until it has stopped for it, as one with copy streams may be.
+"""A device whose host learns late that a copy is over, as that of one with copy streams does.
 
 Bytes move at once: what is late is the news. Who asks `done()` once and never again keeps what the copy needs.
 """
@@ -12,13 +12,14 @@ from infinity.ops.transfer import Transfer
 
 
 class Late:
-    """A copy that is over for the device but not for the host."""
+    """A copy that is over for the device, and for the host once it has stopped for it or asks again."""
 
     def __init__(self) -> None:
         self.known = False
 
     def done(self) -> bool:
-        return self.known
+        known, self.known = self.known, True
+        return known
 
     def wait(self) -> None:
         """Make the device wait, not the host."""

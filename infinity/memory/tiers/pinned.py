@@ -2,17 +2,20 @@
 
 `Tensor.pin_memory()` rounds up to powers of two and copies; a mapping that we register with the driver takes the bytes
 that the plan says. If the driver refuses a whole buffer, it is registered in chunks. A buffer is pinned whole or not at
-all, because a copy may not cross the border of pinned memory. If that fails too (locked-memory limit, driver), this
-buffer and those after it stay pageable, with one warning that names the limit: copies are slower, results the same.
+all, because a copy may not cross the border of pinned memory. If that fails too, this buffer and those after it stay
+pageable, with one warning that has the driver's reason: copies are slower, results the same.
+
+A device whose driver pins only what it allocates itself (`Device.pinning`) allocates the buffers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import resource
+import mmap
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from infinity.config.load import heap_is_tuned
@@ -70,13 +73,17 @@ class HostMemory:
 
     def __init__(self, device: Device, *, pin: bool, ledger: Ledger) -> None:
         self._device = device
-        self._pin = pin and device.is_accelerator
+        self._pin = pin and device.pinning != "none"
         self._ledger = ledger
         # The registrations (address, bytes) that cover each pinned buffer, by its address.
         self._pinned: dict[int, list[tuple[int, int]]] = {}
+        # Bytes of buffers that the device has allocated, by address.
+        self._allocated: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> Tensor:
         """A zeroed uint8 tensor of `nbytes` bytes that starts on a page."""
+        if self._pin and nbytes and self._device.pinning == "allocation":
+            return self._allocate_pinned(nbytes)
         buffer = page_aligned(nbytes, inherited=False)
         if self._pin and nbytes:
             self._register(buffer)
@@ -85,29 +92,44 @@ class HostMemory:
     def release(self, buffer: Tensor) -> None:
         """Unpin a buffer that is no longer used, before the last reference to it goes."""
         self._unregister(self._pinned.pop(buffer.data_ptr(), []))
+        self._ledger.pin(-self._allocated.pop(buffer.data_ptr(), 0))
 
     def close(self) -> None:
         """Unpin every buffer, when no copy uses one any more. Call it before their last references go."""
-        if self._pinned:
+        if self._pinned or self._allocated:
             self._device.synchronize()
+        self._ledger.pin(-sum(self._allocated.values()))
+        self._allocated.clear()
         while self._pinned:
             self._unregister(self._pinned.popitem()[1])
+
+    def _allocate_pinned(self, nbytes: int) -> Tensor:
+        """As `allocate`, from the device's own allocator of pinned memory."""
+        try:
+            whole = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            self._refused(nbytes, str(error))
+            return page_aligned(nbytes, inherited=False)[:nbytes]
+        buffer = whole[-whole.data_ptr() % mmap.PAGESIZE :][:nbytes].zero_()
+        self._ledger.pin(nbytes)
+        self._allocated[buffer.data_ptr()] = nbytes
+        return buffer
 
     def _register(self, buffer: Tensor) -> None:
         nbytes = buffer.numel()
         reason = self._register_by(buffer, nbytes)
         if reason is not None and nbytes > _CHUNK_NBYTES:
             reason = self._register_by(buffer, _CHUNK_NBYTES)
-        if reason is None:
-            return
+        if reason is not None:
+            self._refused(nbytes, reason)
+
+    def _refused(self, nbytes: int, reason: str) -> None:
         self._pin = False
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e6:.0f} MB"
         warn_once(
             "pin-failed",
             f"pinning {nbytes / 1e6:.0f} MB beside {self._ledger.pinned_nbytes / 1e6:.0f} MB pinned failed ({reason}); "
             "CPU memory allocated from here on stays pageable: copies are slower, results the same. "
-            f"The locked-memory limit is {limit} (ulimit -l): raise it, or lower what is kept on the CPU.",
+            "The driver sets this limit, not ulimit -l: free memory, or lower what is kept on the CPU.",
         )
 
     def _register_by(self, buffer: Tensor, chunk_nbytes: int) -> str | None:
