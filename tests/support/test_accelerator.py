@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import accelerator
+from tests.support.accelerator.makespan import makespan
+from tests.support.accelerator.mutants import MUTANTS, outcome
 from tests.support.accelerator.process import AcceleratedProcess
 from tests.support.spawn import RankError
 
@@ -163,3 +169,163 @@ def test_a_host_access_to_device_memory_ends_the_process(
     printed = capfd.readouterr().err
     assert "The host touched device memory: simulated:0 allocation" in printed and "of 4000 bytes, at byte 0" in printed
     assert "in read_from_the_host" in printed
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_each_mutant_is_caught_and_its_healthy_version_is_clean(process: AcceleratedProcess, name: str) -> None:
+    for seed in (0, 1):
+        mutant, healthy = (process.run(outcome, name, version, seed) for version in (False, True))
+        assert mutant.named, mutant
+        assert healthy.clean, healthy
+
+
+def check_what_is_no_race() -> None:
+    # Columns of one matrix, and two reads of it, on two streams that know nothing of each other.
+    matrix = torch.zeros(64, 64, device="simulated")
+    torch.accelerator.synchronize()
+    streams = [torch.Stream("simulated") for _ in range(2)]
+    for number, stream in enumerate(streams):
+        with stream:
+            matrix[:, number * 32 : number * 32 + 32].fill_(number + 1.0)
+    torch.accelerator.synchronize()
+    sums = []
+    for stream in streams:
+        with stream:
+            sums.append(matrix.sum())
+    torch.accelerator.synchronize()
+    # A host that has seen an event's end may use the memory on any stream.
+    event = torch.Event("simulated")
+    with streams[0]:
+        matrix.zero_()
+        event.record()
+    while not event.query():
+        time.sleep(0.001)
+    with streams[1]:
+        matrix.add_(1)
+    torch.accelerator.synchronize()
+    assert not accelerator.races() and [each.item() for each in sums] == [64 * 32 * 3.0] * 2
+    with streams[0]:
+        matrix[:, 0].zero_()
+    with streams[1]:
+        matrix[5:6].zero_()
+    torch.accelerator.synchronize()
+    (race,) = accelerator.races()
+    assert race.nbytes == 4 and "aten::zero_" in str(race) and "test_accelerator.py" in race.first.line
+
+
+def test_the_checker_knows_strides_reads_and_what_the_host_saw(process: AcceleratedProcess) -> None:
+    process.run(check_what_is_no_race)
+
+
+def check_devices() -> None:
+    accelerator.configure(devices=2, delays=True)
+    assert torch.accelerator.device_count() == 2
+    source = torch.arange(1000.0, device="simulated:0")
+    target = (source * 2).to("simulated:1")
+    assert target.device.index == 1 and torch.equal((target + 1).cpu(), torch.arange(1000.0) * 2 + 1)
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.where(target > 1, source, target)
+    first, second = nn.Linear(8, 8).to("simulated:0"), nn.Linear(8, 8).to("simulated:1")
+    second(first(torch.ones(2, 8, device="simulated:0")).to("simulated:1")).sum().backward()
+    assert first.weight.grad.device.index == 0 and second.weight.grad.device.index == 1
+    torch.accelerator.synchronize(0)
+    torch.accelerator.synchronize(1)
+    assert not accelerator.races()
+
+
+def test_copies_between_devices_are_ordered_with_both(process: AcceleratedProcess) -> None:
+    process.run(check_devices)
+
+
+def check_stops() -> None:
+    accelerator.configure(delays=accelerator.Delays(copy=0.05, event=0, operator=0))
+    pageable, pinned = torch.ones(4096), torch.ones(4096).pin_memory()
+    device = torch.empty(4096, device="simulated")
+    torch.accelerator.synchronize()
+    accelerator.reset()
+    device.copy_(pinned, non_blocking=True)
+    pinned.copy_(device, non_blocking=True)
+    (device * 2).sum()
+    assert not [each for each in accelerator.log() if each.kind == "host wait"]
+    device.copy_(pageable, non_blocking=True)
+    device.copy_(pinned)
+    pageable.copy_(device, non_blocking=True)
+    device.nonzero()
+    assert [each.name for each in accelerator.log() if each.kind == "host wait"] == [
+        "pageable copy up", "blocking copy up", "pageable copy down", "aten::nonzero",
+    ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="index 9 is out of bounds"):
+        device.view(4, 1024).index_put_((torch.tensor([9]),), torch.ones(1024, device="simulated"))
+        torch.accelerator.synchronize()
+
+
+def test_the_log_has_every_stop_of_the_host_and_kernels_fail_later(process: AcceleratedProcess) -> None:
+    process.run(check_stops)
+
+
+def check_makespan() -> None:
+    copies, arrived = torch.Stream("simulated"), torch.Event("simulated")
+    units = [torch.ones(1000).pin_memory() for _ in range(3)]
+    places = [torch.empty(1000, device="simulated") for _ in units]
+    torch.accelerator.synchronize()
+    accelerator.reset()
+    for unit, place in zip(units, places, strict=True):
+        with copies:
+            place.copy_(unit, non_blocking=True)
+            arrived.record(copies)
+        torch.accelerator.current_stream().wait_event(arrived)
+        place.mul_(2)
+    durations = {"copy up": 2.0, "operator": 3.0}
+    log = accelerator.log()
+    schedule = makespan(log, lambda each: durations.get(each.kind, 0.0))
+    # The first copy is exposed, the others are behind computation.
+    assert schedule.seconds == 2 + 3 * 3 and schedule.host_stopped == 0
+    assert schedule.idle(0, 0) == 2 and schedule.idle(0, copies.stream_id) == 11 - 6
+    # A host that reads a value in between stops for it.
+    places[0][0].item()
+    schedule = makespan(accelerator.log(), lambda each: durations.get(each.kind, 0.0))
+    assert schedule.host_stopped == 11
+    assert not accelerator.races()
+
+
+def test_the_makespan_of_overlapped_copies(process: AcceleratedProcess) -> None:
+    process.run(check_makespan)
+
+
+_PROGRAM = """
+import os, sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+from tests.support import accelerator
+accelerator.load()
+accelerator.configure(delays=True)
+kept = torch.ones(8, device="simulated")
+rows = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4, num_workers=2, pin_memory=True)
+for (row,) in rows:
+    assert row.is_pinned()
+    print((row.to("simulated", non_blocking=True) * 2).tolist())
+child = os.fork()
+if child == 0:
+    try:
+        torch.ones(1, device="simulated")
+    except RuntimeError as error:
+        print(error, flush=True)
+    del kept
+    os._exit(0)
+os.waitpid(child, 0)
+late = torch.ones(8).pin_memory()
+for _ in range(20):
+    kept.copy_(late, non_blocking=True)
+print("end")
+"""
+
+
+def test_forked_workers_and_the_end_of_a_process_with_work_in_its_queues(process: AcceleratedProcess) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(each or "." for each in sys.path)}
+    reply = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _PROGRAM],
+        env=environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert reply.returncode == 0, reply.stderr
+    first, second, child, end = reply.stdout.splitlines()
+    assert (first, second, end) == ("[0.0, 2.0, 4.0, 6.0]", "[8.0, 10.0, 12.0, 14.0]", "end")
+    assert "forked process" in child

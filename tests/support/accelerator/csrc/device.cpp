@@ -53,7 +53,6 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     streams_now[index_of(stream.device_index())] = stream.id();
     return old;
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override { return stream_of(stream); }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device,
               const c10::EventFlag) const override {
@@ -124,7 +123,7 @@ struct DeviceAllocator final : public c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const Stats stats = runtime().stats(index_of(device));
     c10::CachingDeviceAllocator::DeviceStats out;
-    auto fill = [](c10::CachingAllocator::StatArray& into, int64_t now, int64_t peak, int64_t total) {
+    auto fill = [](decltype(out.allocation)& into, int64_t now, int64_t peak, int64_t total) {
       into[0].current = now, into[0].peak = peak, into[0].allocated = total, into[0].freed = total - now;
     };
     fill(out.allocation, stats.blocks, stats.blocks_peak, stats.blocks_total);

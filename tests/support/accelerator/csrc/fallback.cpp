@@ -84,6 +84,8 @@ class Call {
   void run() {
     const c10::DeviceGuard guard(c10::Device(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(device_)));
     check_views();
+    TORCH_CHECK_NOT_IMPLEMENTED(op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), name(),
+                                " has no kernel of the CPU, so the simulated accelerator has none");
     bool asynchronous = !known_synchronous();
     if (asynchronous) asynchronous = only_aliases() ? fit_outputs() : make_outputs();
     translate();
@@ -362,6 +364,23 @@ class Call {
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(); }
 
+// torch asks other devices for convolution by operators of their own, which are the CPU's but for one argument.
+void convolution(const c10::OperatorHandle&, Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+  fallback(op, stack);
+}
+
+void convolution_backward(const c10::OperatorHandle& given, Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+  const size_t first = stack->size() - given.schema().arguments().size();
+  const at::Tensor weight = (*stack)[first + 2].toTensor();
+  const bool transposed = (*stack)[first + 6].toBool();
+  const int64_t groups = (*stack)[first + 8].toInt();
+  const std::vector<int64_t> bias{transposed ? weight.size(1) * groups : weight.size(0)};
+  stack->insert(stack->begin() + static_cast<int64_t>(first) + 3, c10::IValue(bias));
+  fallback(op, stack);
+}
+
 }  // namespace
 
 // Operators that torch would decompose for a device without a kernel, to other bits than the CPU's kernel gives.
@@ -369,6 +388,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward", "addr"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }

@@ -154,7 +154,7 @@ uintptr_t Runtime::allocate(int index, Stream* stream, size_t nbytes) {
 
 void Runtime::free(uintptr_t begin) noexcept {
   if (!usable()) return;
-  std::string line = line_now();
+  std::string line = settings_.lines ? python_line(true) : std::string();
   std::lock_guard<std::mutex> lock(mutex_);
   int index = 0;
   if (!owns(begin, &index)) return;

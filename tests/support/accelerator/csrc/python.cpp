@@ -23,9 +23,10 @@ bool is_library(const std::string& file) { return file.find("site-packages") != 
 
 }  // namespace
 
-std::string python_line() {
+std::string python_line(bool only_if_held) {
   // A thread that never ran Python (autograd's, in a backward without hooks) has no line.
   if (!interpreter_runs() || PyGILState_GetThisThreadState() == nullptr) return "";
+  if (only_if_held && !PyGILState_Check()) return "";
   PyGILState_STATE gil = PyGILState_Ensure();
   std::string line;
   PyFrameObject* frame = PyEval_GetFrame();

@@ -86,7 +86,7 @@ struct Stream {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<Task> queue;
-  uint64_t submitted = 0;
+  std::atomic<uint64_t> submitted{0};
   uint64_t completed = 0;
   bool stop = false;
   std::thread thread;
@@ -136,8 +136,9 @@ class OutOfMemory : public std::runtime_error {
 };
 
 // The Python line that the calling thread executes, and the release of the interpreter's lock while the host waits.
-// python.cpp has both.
-std::string python_line();
+// python.cpp has both. only_if_held: torch frees memory under locks of its own, where waiting for the interpreter's lock
+// could be for ever.
+std::string python_line(bool only_if_held = false);
 class WithoutGil {
  public:
   WithoutGil();
