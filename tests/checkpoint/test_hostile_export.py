@@ -66,6 +66,29 @@ def test_a_checkpoint_chooses_no_folder_to_copy_from(
     assert (tmp_path / "own" / "tokenizer.json").read_text() == "secret"
 
 
+@pytest.mark.parametrize("part", ["manifest.json", "rank-00000.json", "weights.bin"])
+def test_an_export_follows_no_link_out_of_the_checkpoint(
+    part: str, bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = hostile(bases / "hub" / "global_step1", tmp_path / "saved" / "a", lambda body: None)
+    (path,) = folder.glob(f"*{part}")
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 2
+    assert "outside the checkpoint's folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_writes_through_no_link(bases: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("mine")
+    (tmp_path / "out").mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / "out" / name).symlink_to(tmp_path / "outside")
+    assert main(["export", str(bases / "hub" / "global_step1"), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "outside").read_text() == "mine"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+
+
 def test_stored_tensors_that_share_elements_or_reach_beyond_their_source_are_refused(tmp_path: Path) -> None:
     """Before a file is made."""
     place = {"name": "a", "source": "w", "start": 0, "shape": [4]}
