@@ -11,7 +11,8 @@ operator.
 compiled whole, each call of a block is traced with sizes of its own. Blocks that are compiled one by one share the code
 of their class. If their weights differ in shape (the stages of a vision model), torch takes the sizes of their inputs
 for ones that vary: it compiles with symbolic sizes, at which inductor can fail, and compiles no more than
-`recompile_limit` kinds. So blocks whose weights have other shapes get a copy of the code.
+`recompile_limit` kinds. Classes can share code, too: that of a decorator. So blocks of another class, or whose weights
+have other shapes, get a copy of the code.
 """
 
 from __future__ import annotations
@@ -204,20 +205,20 @@ class _Kinds:
     """The functions that are compiled for modules of one code and several kinds: see [Note: kinds of blocks]."""
 
     def __init__(self) -> None:
-        # By code, and by the shapes of the weights. The first kind has the code itself.
-        self._codes: dict[CodeType, dict[tuple[torch.Size, ...], CodeType]] = {}
+        # By code; then by the module's class and the shapes of its weights. The first kind has the code itself.
+        self._codes: dict[CodeType, dict[tuple[Any, ...], CodeType]] = {}
 
     def function_of(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a module's `forward`, on the code of the module's kind; a callable that is no method, unchanged."""
         if not isinstance(forward, MethodType) or not isinstance(forward.__func__, FunctionType):
             return forward
         function, code = forward.__func__, forward.__func__.__code__
-        shapes = tuple(param.shape for param in module.parameters())
-        kinds = self._codes.setdefault(code, {shapes: code})
-        if shapes not in kinds:
+        kind = (type(module), *(param.shape for param in module.parameters()))
+        kinds = self._codes.setdefault(code, {kind: code})
+        if kind not in kinds:
             # Torch keeps sizes by the name of the code: the same in every process, and another for each kind.
-            kinds[shapes] = code.replace(co_name=f"{code.co_name}_{zlib.crc32(repr(shapes).encode()):08x}")
-        return forward if kinds[shapes] is code else MethodType(_with_code(function, kinds[shapes]), forward.__self__)
+            kinds[kind] = code.replace(co_name=f"{code.co_name}_{zlib.crc32(repr(kind).encode()):08x}")
+        return forward if kinds[kind] is code else MethodType(_with_code(function, kinds[kind]), forward.__self__)
 
 
 def _with_code(function: FunctionType, code: CodeType) -> FunctionType:

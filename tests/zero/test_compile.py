@@ -127,6 +127,43 @@ class Stages(nn.Module):
         return x.square().mean()
 
 
+def doubled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A decorator whose code all classes share that it decorates."""
+
+    @functools.wraps(forward)
+    def call(self: nn.Module, x: Tensor, factor: float = 2.0) -> Tensor:
+        return factor * forward(self, x)
+
+    return call
+
+
+def kind_of_block(number: int) -> type[nn.Module]:
+    """Every one a class of its own, with weights of the same shapes."""
+
+    @doubled
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)) + number
+
+    def init(self: Any) -> None:
+        nn.Module.__init__(self)
+        self.linear, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+
+    return type(f"Block{number}", (nn.Module,), {"__init__": init, "forward": forward})
+
+
+def test_classes_that_share_code_are_compiled_one_by_one(tmp_path: Path) -> None:
+    model = nn.Sequential(*(kind_of_block(number)() for number in range(10)), nn.Linear(32, 1))
+    inputs = torch.linspace(-1, 1, 128).view(4, 32)
+    expected = model(inputs).detach()
+    config = settings(tmp_path, param="cpu", zero={"stage3_max_live_parameters": 5000})
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        engine.compile(backend="eager", fullgraph=True)
+        found = engine(inputs)
+        assert torch.equal(found, expected)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 10
+
+
 @pytest.mark.parametrize("how", ["engine", "block", "checkpointed"])
 def test_blocks_of_other_sizes_are_compiled_for_their_own(tmp_path: Path, how: str) -> None:
     shapes: list[list[Any]] = []

@@ -33,6 +33,8 @@ BY_LAYER = "the gradient of the encoder's output is summed layer by layer; plain
 def run(rank: int, world: int, name: str, compiler: str = NOT_COMPILED, steps: int = STEPS) -> dict[str, Any]:
     """Train on this rank's data; rank 0 compares. compiler: a backend of torch.compile for the engine, or none."""
     torch.set_num_threads(1)
+    # Families share code of transformers, which torch compiles for few classes only.
+    torch._dynamo.reset()
     began = time.monotonic()
     found, regions = train(name, rank, compiler, steps)
     seconds = time.monotonic() - began
