@@ -80,6 +80,12 @@ def check_interface() -> None:
     event.synchronize()
     assert event.query() and stream.query()
     assert torch.equal(values.cpu(), torch.tensor([[2.0, 8.0], [4.0, 10.0]]))
+    begin, end = (torch.Event("simulated", enable_timing=True) for _ in range(2))
+    accelerator.configure(delays=accelerator.Delays(copy=0, event=0.02, operator=0))
+    begin.record()
+    end.record()
+    end.synchronize()
+    assert 0 <= begin.elapsed_time(end) < 10_000
     pinned = torch.ones(4).pin_memory()
     assert pinned.is_pinned() and not torch.ones(4).is_pinned()
     memory = torch.ones(1024)
@@ -145,9 +151,13 @@ def check_memory() -> None:
     halves.clear()
     # The cached blocks are given back for a larger one.
     assert torch.empty(1000 << 10, dtype=torch.uint8, device="simulated").nbytes == 1000 << 10
-    storage = torch.ones(8, device="simulated").untyped_storage()
-    storage.resize_(0)
-    assert storage.nbytes() == 0
+    resized = torch.ones(8, device="simulated")
+    resized.untyped_storage().resize_(0)
+    assert resized.untyped_storage().nbytes() == 0
+    with pytest.raises(RuntimeError, match="its storage has 0"):
+        resized.add_(1)
+    resized.untyped_storage().resize_(64)
+    assert torch.equal(resized.fill_(2.0).cpu(), torch.full((8,), 2.0))
 
 
 def test_the_allocator_counts_poisons_limits_and_fails(process: AcceleratedProcess) -> None:

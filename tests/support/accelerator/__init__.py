@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """The longest delay, in seconds, before a copy, an event's recording or wait, and any other operation."""
+    """The longest delay, in seconds, before a copy, an event's recording or wait, and one of four other operations."""
 
     copy: float = 0.02
     event: float = 0.02
@@ -168,7 +168,7 @@ def races() -> list[Race]:
 
 
 def log() -> list[Operation]:
-    """The operations in the order in which the host queued them, since the last reset."""
+    """The operations in the order in which the host queued them, since the last reset. It grows until the next."""
     return [_operation(each) for each in json.loads(_loaded().simulated_log())]
 
 

@@ -32,6 +32,15 @@ constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 // A tensor of more rows than this counts as everything between its first and last byte.
 constexpr size_t kRowsMax = 256;
 
+// A storage that was resized may be smaller than its views. A GPU would read what lies there.
+void check_storage(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  const size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                                         static_cast<size_t>(tensor.storage_offset()));
+  TORCH_CHECK(needed <= tensor.storage().nbytes(), "out of bounds: the tensor needs ", needed, " bytes, its storage has ",
+              tensor.storage().nbytes());
+}
+
 uintptr_t address_of(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()); }
 
 at::Tensor empty_memory_format(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
@@ -96,6 +105,7 @@ at::Tensor& set_empty(at::Tensor& self) {
 // Move bytes between dense memory of host and device. Only pinned memory lets the host go on.
 void transfer(const at::Tensor& device_side, const at::Tensor& host_side, bool up, bool non_blocking) {
   Runtime& runtime = Runtime::get();
+  check_storage(device_side);
   const size_t nbytes = device_side.nbytes();
   const uintptr_t on_device = address_of(device_side), on_host = address_of(host_side);
   std::shared_ptr<void> owner;
@@ -268,6 +278,7 @@ c10::Storage thread_storage(const at::Tensor& tensor) {
 }
 
 at::Tensor thread_view(const at::Tensor& tensor, const c10::Storage& storage) {
+  check_storage(tensor);
   at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   view.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
