@@ -134,7 +134,8 @@ class Buffers:
 
     def close(self, partitions: list[Partition]) -> None:
         """Unpin, and forget every buffer."""
-        self._host.close()
+        for memory in dict.fromkeys((*self._memory.values(), self._host)):
+            memory.close()
         for partition in partitions:
             if partition.on_drive or (partition.buffer is not None and partition.key not in self._adopted):
                 self.book(partition, -1)

@@ -80,9 +80,10 @@ class Eviction:
             self._awaited.add(partition.key)
             self.update(partition)
 
-    def keep(self, key: Key) -> None:
-        """Keep a partition in memory, from its next use on, as long as there is room."""
-        self._kept.add(key)
+    def keep(self, partition: Partition) -> None:
+        """Keep a partition in memory, once it is there, as long as there is room."""
+        self._kept.add(partition.key)
+        self.update(partition)
 
     def is_kept(self, key: Key) -> bool:
         """Whether `keep` was called for the partition."""
@@ -113,11 +114,8 @@ class Eviction:
 
     def check(self, partition: Partition) -> None:
         """Verify that a partition stands in the rank of its state."""
-        inside = partition.buffer is not None and partition.arena_nbytes > 0
-        rank = self._order(partition).rank(partition)
-        assert (rank is not None) == inside, f"{partition.key} is in the wrong queue"
-        if rank is not None and rank < Rank.AWAITED:
-            assert rank == _RANKS.get(partition.state, Rank.DIRTY), f"{partition.key} is {partition.state} in {rank}"
+        found, due = self._order(partition).rank(partition), self._rank(partition)
+        assert found == due, f"{partition.key} is {partition.state} in rank {found}, not {due}"
 
     def _rank(self, partition: Partition) -> Rank | None:
         """The rank of a partition's present state; None where it has no buffer in an arena."""

@@ -125,7 +125,7 @@ class MemoryReport:
             ranked = sorted(totals.items(), key=lambda item: -item[1])
             for unit, nbytes in ranked[:_UNITS_SHOWN]:
                 parts = ", ".join(f"{kind} {mb(held[unit])}" for kind, held in kinds.items() if held.get(unit))
-                lines.append(f"{names[tier]:<6}{unit}: {mb(nbytes)} ({parts})")
+                lines.append(f"{names[tier]:<5} {unit}: {mb(nbytes)} ({parts})")
             if rest := ranked[_UNITS_SHOWN:]:
-                lines.append(f"{names[tier]:<6}{len(rest)} more units: {mb(sum(nbytes for _, nbytes in rest))}")
+                lines.append(f"{names[tier]:<5} {len(rest)} more units: {mb(sum(nbytes for _, nbytes in rest))}")
         return lines

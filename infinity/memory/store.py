@@ -96,14 +96,13 @@ class TieredStore:
         by: as in `read`.
         """
         held: list[Partition] = []
-        pending = by is not None and by.pending
         with self.access.claimed(keys, by, writes=True):
             try:
                 with self._lock:
                     for partition in self._acquire(keys, by, fresh=fresh, prefix_nbytes=prefix_nbytes):
                         if not partition.leased:
                             self._residency.settle(partition)
-                        if pending and not partition.pending:
+                        if by is not None and by.pending and not partition.pending:
                             # The committed value stays on the drive: the step may be forgotten.
                             self._residency.flush([partition.key])
                             self._residency.settle(partition)
@@ -195,8 +194,7 @@ class TieredStore:
         """Keep these partitions of drives in memory from now on, once they are there, as long as there is room."""
         with self._lock:
             for key in keys:
-                self._eviction.keep(key)
-                self._eviction.update(self[key])
+                self._eviction.keep(self[key])
 
     def settle(self) -> None:
         """Flush everything that is dirty, wait for everything in flight, and then raise the first error."""
@@ -345,14 +343,17 @@ class TieredStore:
 
     def _drop_one(self, arena: str) -> bool:
         """Give up one clean buffer that no party waits for, without waiting; False when there is none."""
-        writes = islice(self._unclaimed(arena, Rank.WRITING), _WRITES_POLLED)
-        written = (each for each in writes if each.transfer is not None and each.transfer.done())
-        found = [next(self._unclaimed(arena, Rank.CLEAN), None), next(written, None)]
-        oldest = min((each for each in found if each is not None), key=self._eviction.last_use, default=None)
-        if oldest is None:
-            return False
-        self._residency.settle(oldest)
-        return self._drop(oldest)
+        while True:
+            writes = islice(self._unclaimed(arena, Rank.WRITING), _WRITES_POLLED)
+            written = (each for each in writes if each.transfer is not None and each.transfer.done())
+            found = [next(self._unclaimed(arena, Rank.CLEAN), None), next(written, None)]
+            oldest = min((each for each in found if each is not None), key=self._eviction.last_use, default=None)
+            if oldest is None:
+                return False
+            self._residency.settle(oldest)
+            # Another party may have claimed it meanwhile: the next oldest is tried.
+            if self._drop(oldest):
+                return True
 
     def _make_room(self, arena: str) -> bool:
         """Free one buffer in the order of ranks, after a write or transfer where need be; False when none is left."""

@@ -156,6 +156,13 @@ def test_units_are_printed_largest_first_and_the_rest_together():
     assert lines[-1] == "cpu   3 more units: 6.0 MB"
 
 
+def test_a_long_name_of_a_tier_stands_apart_from_the_unit():
+    by_unit = {"gpu": {"param": {f"layer {index}": index * 1_000_000 for index in range(1, 12)}}}
+    lines = str(report_of(Ledger(), 10, by_unit=by_unit)).splitlines()
+    assert lines[-11] == "device (cpu) layer 11: 11.0 MB (param 11.0 MB)"
+    assert lines[-1] == "device (cpu) 1 more units: 1.0 MB"
+
+
 def test_reading_the_report_does_not_change_the_books():
     ledger = Ledger()
     ledger.add(Tier.CPU, Kind.POOL, 7)

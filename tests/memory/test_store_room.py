@@ -128,6 +128,32 @@ def test_what_is_claimed_while_room_is_made_is_left_alone(bench, monkeypatch):
     made.store.check()
 
 
+def test_a_prefetch_whose_oldest_buffer_is_claimed_meanwhile_takes_the_next(bench, monkeypatch):
+    made = bench([param(index, 1) for index in range(3)], param_pages=2)
+    for key in (A, B, C):
+        made.fill(key, 1)
+        made.spill(key)
+    made.fill(A, 2)
+    made.store.flush(A)
+    made.content(B)
+    while not made.store[A].transfer.done():
+        pass
+    settle, other = made.store._residency.settle, Reservation()
+
+    def settling(partition):
+        # A transfer gives up the lock when it is waited for: another party claims A then.
+        settle(partition)
+        if partition.key == A:
+            made.store.access.claim([A], other)
+
+    monkeypatch.setattr(made.store._residency, "settle", settling)
+    assert made.store.prefetch(C)
+    assert made.store[A].state is State.RESIDENT and made.store[B].state is State.SPILLED
+    with made.store._lock:
+        made.store.access.unclaim([A], other)
+    made.store.check()
+
+
 def test_several_partitions_at_once_start_from_an_empty_arena_when_it_is_fragmented(bench):
     small = [param(index, 1) for index in range(4)]
     made = bench([*small, param(4, 2), param(5, 2)], param_pages=4)
