@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -21,6 +22,13 @@ from infinity.memory.tiers.base import TierBackend
 from infinity.observability import trace
 from infinity.ops.transfer import Completed, Transfer
 from infinity.plan.types import Extent, Key, PartitionSpec, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionExtent(Extent):
+    """A place on a drive, and the partition whose bytes are moved there: a recording names the move by it."""
+
+    key: Key
 
 
 class Residency:
@@ -51,9 +59,9 @@ class Residency:
     def fetch(self, partition: Partition, buffer: Tensor, *, priority: int) -> None:
         """Submit a read of a spilled partition into a buffer, which goes back where the submission fails."""
         assert partition.extent is not None
-        read = partial(self.backends[partition.spec.home].read, priority=priority)
+        read, nbytes = partial(self.backends[partition.spec.home].read, priority=priority), partition.prefix_nbytes
         try:
-            partition.begin_fetch(buffer, partial(_moved, read, partition.extent, buffer, partition.prefix_nbytes))
+            partition.begin_fetch(buffer, partial(_moved, read, partition, partition.extent.offset, buffer, nbytes))
         except BaseException:
             self.buffers.give(partition, buffer)
             raise
@@ -74,7 +82,7 @@ class Residency:
             extent, buffer = partition.extent, partition.buffer
             if partition.state is State.DIRTY and extent is not None and buffer is not None:
                 write = self.backends[partition.spec.home].write
-                partition.begin_flush(partial(_moved, write, extent, buffer, partition.prefix_nbytes))
+                partition.begin_flush(partial(_moved, write, partition, extent.offset, buffer, partition.prefix_nbytes))
                 self.eviction.update(partition)
                 if not self._overlap:
                     self.settle(partition)
@@ -159,7 +167,7 @@ class Residency:
         held = min(max(partition.prefix_nbytes - begin, 0), buffer.nbytes)
         buffer[held:].zero_()
         read = partial(self.backends[partition.spec.home].read, priority=-1)
-        return _moved(read, Extent(extent.offset + begin, buffer.nbytes), buffer, held)
+        return _moved(read, partition, extent.offset + begin, buffer, held)
 
     def check(self) -> None:
         """Verify the invariants of every partition, one buffer one partition, the queues and the ledger."""
@@ -190,6 +198,8 @@ class Residency:
             self.buffers.give(partition, buffer)
 
 
-def _moved(move: Callable[[Extent, Tensor], Transfer], extent: Extent, buffer: Tensor, nbytes: int) -> Transfer:
-    """Submit a move of the first `nbytes` of an extent; nothing is done at once."""
-    return move(Extent(extent.offset, nbytes), buffer[:nbytes]) if nbytes else Completed()
+def _moved(
+    move: Callable[[Extent, Tensor], Transfer], partition: Partition, offset: int, buffer: Tensor, nbytes: int
+) -> Transfer:
+    """Submit a move of the first `nbytes` of `buffer` to or from a partition's place; nothing is done at once."""
+    return move(PartitionExtent(offset, nbytes, partition.key), buffer[:nbytes]) if nbytes else Completed()

@@ -19,12 +19,12 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.memory_report import MemoryReport, Process
 from infinity.memory.partition import Partition
 from infinity.memory.refusal import MemoryRefused, is_refusal
-from infinity.memory.saved_tensor import ActivationExtent
+from infinity.memory.residency import PartitionExtent
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.observability import trace
 from infinity.plan.plan import Plan
-from infinity.plan.types import Extent, Key, Kind, Tier
+from infinity.plan.types import Key, Kind, Tier
 from infinity.zero.module_calls import ModuleCall
 from infinity.zero.parameter import is_released
 from infinity.zero.unit import Unit
@@ -46,9 +46,6 @@ class Breakdown:
         self._store = store
         self._units = units
         self._device = device
-        self._by_offset = {
-            extent.offset: spec.key for spec in plan.partitions for extent in (spec.extent, spec.spare) if extent
-        }  # fmt: skip
 
     def report(self, *, by_unit: bool = False) -> MemoryReport:
         """Return the report of this moment."""
@@ -94,8 +91,8 @@ class Breakdown:
         """Return the name of a recording's subject: the units that it belongs to."""
         if isinstance(subject, ModuleCall):
             return ", ".join(unit.layout.name for unit in subject.units) or "the whole model"
-        if isinstance(subject, Extent) and not isinstance(subject, ActivationExtent):
-            return self.name(self._by_offset.get(subject.offset, subject.offset))
+        if isinstance(subject, PartitionExtent):
+            subject = subject.key
         return self._key_name(subject) if isinstance(subject, Key) else str(subject)
 
     def _key_name(self, key: Key) -> str:

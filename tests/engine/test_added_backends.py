@@ -122,6 +122,27 @@ def test_a_fourth_tier_trains_with_the_bits_of_nvme(
     assert not [file for folder in tmp_path.iterdir() for file in folder.iterdir()], "close() leaves no file"
 
 
+def test_a_timeline_names_what_each_of_two_tiers_of_drives_moves(tmp_path: Path, added: Callable[..., Tier]) -> None:
+    added(Archive)
+
+    def look(engine: infinity.Engine) -> None:
+        with engine.timeline() as timeline:
+            for micro in range(engine.gradient_accumulation_steps()):
+                for loss in Case().losses(engine, 0, micro):
+                    engine.backward(loss)
+                engine.step()
+            engine.synchronize()
+            engine.store.settle()
+        moved = {bar.subject for bar in timeline.lane("NVMe writes").bars}
+        specs = engine.plan.partitions
+        starts = [spec.key for spec in specs if spec.extent is not None and spec.extent.offset == 0]
+        assert [key.kind for key in starts] == [Kind.PARAM, Kind.STATES], "each tier begins at its byte 0"
+        names = {engine._runtime.observer._breakdown.name(key) for key in starts}
+        assert len(names) == 2 and names <= moved
+
+    train(Case(), on(tmp_path, "nvme", "archive"), look=look)
+
+
 def test_what_was_saved_on_a_fourth_tier_loads_on_another(tmp_path: Path, added: Callable[..., Tier]) -> None:
     added(Archive)
 

@@ -136,7 +136,7 @@ def test_a_transfer_that_fails_leaves_failed_and_others_usable(bench, fails_on_w
     bad = made.store[A].spec.extent
     made.fill(A, 1)
     made.spill(A)
-    made.tier.faults = lambda asked: asked.extent == bad and asked.is_write == fails_on_write
+    made.tier.faults = lambda asked: asked.extent.offset == bad.offset and asked.is_write == fails_on_write
     made.fill(A, 2)
     if not fails_on_write:
         made.spill(A)
