@@ -125,7 +125,7 @@ class Estimate:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Those that are apart: where ranks compute on the CPU, the device's memory is the CPU's."""
-        return tuple(Tier) if self.machine.accelerator else (Tier.CPU, Tier.NVME)
+        return tuple(tier for tier in Tier if self.machine.accelerator or not tier.on_device)
 
     def shown(self, table: Table) -> Table:
         """A table by the tiers that are apart; what is one memory is counted once, as the CPU's."""
@@ -133,7 +133,7 @@ class Estimate:
             return table
         near, far = table[Tier.GPU], table[Tier.CPU]
         memory = {kind: near.get(kind, 0) + far.get(kind, 0) for kind in Kind if kind in near or kind in far}
-        return {Tier.CPU: memory, Tier.NVME: table[Tier.NVME]}
+        return {**{tier: table[tier] for tier in self.tiers}, Tier.CPU: memory}
 
     @cached_property
     def columns(self) -> Mapping[str, Table]:

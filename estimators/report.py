@@ -28,7 +28,6 @@ from infinity.simulator.phases import Phase, state_dict_nbytes
 from infinity.simulator.traffic import Link
 
 WIDTH = 100
-TIERS = {tier: palette.TIERS[tier.value] for tier in Tier}
 _PLACES = {Tier.GPU: "on the GPU", Tier.CPU: "in CPU memory", Tier.NVME: "on NVMe"}
 _UNIT = re.compile(r"(\d) ([kMGT]?B\b|%|s\b|ms\b|days\b|min\b)")
 
@@ -298,6 +297,8 @@ def _missing(found: Estimate) -> list[str]:
         needed.append(f"{format_bytes((own + PROCESS_NBYTES) * ranks + SYSTEM_NBYTES)} of CPU memory a node")
     if Tier.NVME in found.excess:
         needed.append(f"{format_bytes(found.peak(Tier.NVME) * ranks / (1 - DRIVE_SHARE))} of NVMe a node")
+    added = [tier for tier in found.excess if tier not in _PLACES]
+    needed += [f"{format_bytes(found.peak(tier))} on {tier.value} for each rank" for tier in added]
     return [f"It takes {' and '.join(needed)}, more ranks, or a smaller model: --max says which would fit."]
 
 
@@ -394,11 +395,13 @@ def tier_name(found: Estimate, tier: Tier, *, short: bool = False) -> str:
     """A tier's name; memory is memory where ranks compute on the CPU."""
     if tier.addressable and not found.machine.accelerator:
         return "memory"
-    return NAMES[tier] if short else TIERS[tier]
+    return NAMES.get(tier, tier.value) if short else palette.TIERS.get(tier.value, tier.value)
 
 
 def _place(found: Estimate, tier: Tier) -> str:
-    return "in memory" if tier.addressable and not found.machine.accelerator else _PLACES[tier]
+    if tier.addressable and not found.machine.accelerator:
+        return "in memory"
+    return _PLACES.get(tier, f"on {tier.value}")
 
 
 def _gb(nbytes: int) -> str:

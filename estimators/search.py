@@ -47,7 +47,7 @@ _PLACEMENTS = (
     (3, Tier.CPU, Tier.NVME), (3, Tier.NVME, Tier.NVME),
 )  # fmt: skip
 # What several ranks can do beside: keep the parameters whole.
-_WHOLE = tuple((stage, Tier.GPU, tier) for stage in (1, 2) for tier in Tier)
+_WHOLE = tuple((stage, Tier.GPU, tier) for stage in (1, 2) for tier in _DEVICES)
 # A section `activation_checkpointing`; nothing is computed again without one.
 _Section = Mapping[str, Any]
 _KEPT: _Section = {}
@@ -252,8 +252,10 @@ def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
         return
     ranks, numels = found.plan.topology.world_size, wish.numels
     order = {tier: place for place, tier in enumerate(Tier)}
-    tiers = [tier for tier in Tier if tier.addressable or wish.limits.nvme is not None]
     start = {"offload_optimizer": Tier.named(config.optimizer_tier), "offload_param": Tier.named(config.param_tier)}
+    # Of the tiers that were added, those that the configuration names.
+    tiers = [tier for tier in _DEVICES if tier.addressable or wish.limits.nvme is not None]
+    tiers += [tier for tier in dict.fromkeys(start.values()) if tier not in _DEVICES]
     path = (config.nvme_path or config.checkpoint_nvme_path or (wish.nvme_path,))[0]
     for states, param in product(tiers, tiers):
         moved: dict[str, Any] = {}
@@ -263,7 +265,7 @@ def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
             if order[to] < order[tier]:
                 break
             if to is not tier:
-                moved[f"{zero}.{name}.device"] = _DEVICES[to]
+                moved[f"{zero}.{name}.device"] = _DEVICES.get(to, to.value)
                 moved |= {f"{zero}.{name}.nvme_path": path} if to.on_drive else {}
         else:
             if not param.on_device and config.stage != 3:

@@ -12,6 +12,8 @@ from infinity.plan.types import Kind, Tier
 # Placement by budget fills this share of memory without a configured limit. The rest is for activations and for other
 # processes.
 BUDGET_SHARE = Share(0.75)
+# A tier that was added brings its limit with it.
+_BUILT_IN = (Tier.GPU, Tier.CPU, Tier.NVME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Capacity:
 
     def own(self, tier: Tier) -> int | None:
         """The limit of one tier itself."""
-        return getattr(self, tier.value, tier.capacity)
+        return getattr(self, tier.value) if tier in _BUILT_IN else tier.capacity
 
     def of(self, tier: Tier) -> int | None:
         """The limit of one tier if the others are empty."""
