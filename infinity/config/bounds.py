@@ -6,6 +6,7 @@ an experiment's whole record.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,25 @@ DEPTH_MAX = 64
 VALUES_MAX = 10_000
 # The largest float is below 2**1024.
 _INT_BITS_MAX = 1024
+
+
+class _Repr(reprlib.Repr):
+    """`repr` with limits that leave the value of any setting whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+        self.maxlong = 400
+        self.maxlevel = 6
+        self.maxlist = self.maxtuple = self.maxdict = 20
+
+
+_repr = _Repr()
+
+
+def shown(value: object) -> str:
+    """Return `repr(value)` for a message, cut where it is long or deep."""
+    return _repr.repr(value)
 
 
 def check_text(origin: str, length: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from infinity.config.bounds import TEXT_LENGTH_MAX, check_structure, check_text
+from infinity.config.bounds import TEXT_LENGTH_MAX, check_structure, check_text, shown
 from infinity.config.conflicts import conflicts
 from infinity.config.schema import Config, Provenance
 from infinity.config.section import (
@@ -31,7 +31,6 @@ from infinity.config.section import (
     types_of,
 )
 from infinity.config.suggestions import unknown_key
-from infinity.config.untrusted import shortened
 from infinity.config.values import read_flag
 from infinity.errors import ConfigError
 
@@ -217,7 +216,7 @@ def _section(sections: tuple[type[Section], ...], value: Any, path: str, found: 
         found.problems.append(f"{path}: {error}")
         return _NOTHING
     if not isinstance(value, Mapping):
-        found.problems.append(f"{path}: {shortened(value, 200)} is not a section: expected an object {{...}}")
+        found.problems.append(f"{path}: {shown(value)} is not a section: expected an object {{...}}")
         return _NOTHING
     if len(sections) == 1:
         return _walk(sections[0], value, path, found)
@@ -229,7 +228,7 @@ def _section(sections: tuple[type[Section], ...], value: Any, path: str, found: 
     if isinstance(kind, str) and kind.lower() == "auto":
         found.problems.append(f'{path}.type: "auto" is refused: name the type, one of {expected}')
     elif "type" in value:
-        found.problems.append(f"{path}.type: {shortened(kind, 200)} is not one of {expected}")
+        found.problems.append(f"{path}.type: {shown(kind)} is not one of {expected}")
     else:
         # Without a type only the section's other keys can be checked, not params.
         _walk(sections[0], {key: None for key in value if key != "params"}, path, _Found(found.problems))
@@ -251,7 +250,7 @@ def _absent(field_info: FieldInfo, absent: Absent, value: Any, path: str, found:
     found.given[path] = value
     if isinstance(reply, Refused):
         switch = f"{absent.switch} = " if absent.switch in keys else ""
-        said = shortened(keys.get(absent.switch, value), 200)
+        said = shown(keys.get(absent.switch, value))
         found.problems.append(f"{path}: {switch}{said} is refused: {reply.why}. {reply.instead}")
 
 
@@ -283,8 +282,7 @@ def _sentence(problem: dict[str, Any]) -> str:
     path = ".".join(location)
     if problem["type"] == "missing":
         return f"{path} is required"
-    said = shortened(problem["input"], 200)
-    return f"{path}: {said} is not usable: {problem['msg'].removeprefix('Value error, ')}"
+    return f"{path}: {shown(problem['input'])} is not usable: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def _refusals(config: Config) -> list[str]:

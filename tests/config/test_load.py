@@ -129,6 +129,11 @@ def test_values_are_taken_as_what_they_mean(raw: dict[str, Any], path: str, valu
             "expected a folder on a drive, or a list of one folder a drive",
         ),
         ({"gradient_clipping": "inf"}, "expected a finite number"),
+        # What a message shows of a value is enough to see where it is wrong.
+        (
+            {"aio": {"drive_weights": [*range(1, 10), "half"]}},
+            "aio.drive_weights: [1, 2, 3, 4, 5, 6, 7, 8, 9, 'half'] is not usable",
+        ),
         ({"gradient_clipping": None}, "gradient_clipping: None is not usable"),
         ({"fp16": {"loss_scale": True}}, "fp16.loss_scale: True"),
         ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale: -1"),
