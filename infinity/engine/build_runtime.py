@@ -68,7 +68,6 @@ def build_runtime(
     undo.callback(stepper.close)
     gradients = Gradients(
         units, plan=plan, store=store, device=device, groups=groups, ledger=ledger, sink=stepper,
-        backwards=config.accumulation if config.config.managed_gradient_accumulation else 1,
     )  # fmt: skip
     coordinator = Coordinator(
         units, plan=plan, store=store, gradients=gradients, group=groups.world, spare=device.spare

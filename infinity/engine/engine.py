@@ -103,6 +103,7 @@ class Engine(nn.Module):
         runtime.observer.begin_step(self.global_steps + 1)
         if self.training:
             runtime.progress.called(args, kwargs)
+            runtime.gradients.begin_micro_step(last=self.is_gradient_accumulation_boundary())
         under = precision.autocast(runtime.config.config.torch_autocast, self.device)
         with runtime.phase("forward"), under:
             return self.module(*args, **kwargs)

@@ -41,15 +41,11 @@ class GradientSink(Protocol):
 
 
 class Gradients:
-    """Collects, reduces and accumulates the gradients of all trainable units of a rank.
-
-    backwards: how many backward passes a step has, as far as is known; `sink` is told with the last one's gradients
-    that they are final.
-    """
+    """Collects, reduces and accumulates the gradients of all trainable units of a rank."""
 
     def __init__(
         self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, device: Device, groups: ProcessGroups,
-        ledger: Ledger, sink: GradientSink, backwards: int = 1,
+        ledger: Ledger, sink: GradientSink,
     ) -> None:  # fmt: skip
         self._units = [unit for unit in units if unit.layout.trainable]
         self._frozen = FrozenGradients(units)
@@ -62,8 +58,8 @@ class Gradients:
             self._whole = WholeGradients(self._units, DTYPES[plan.request.grad_dtype], device=device, ledger=ledger)
         self._order = ReductionOrder(self._units)
         self._sink: GradientSink | None = sink
-        # Backward passes that are still to come before the next step.
-        self._backwards = self._backwards_left = backwards
+        # Whether the micro-step is the last before the step, as far as is known.
+        self._last = True
         # Which parameters of a unit have had a gradient since the last step, on this rank.
         self.arrived = {unit: [False] * len(unit.params) for unit in self._units}
         # Units whose accumulation has begun since the last step.
@@ -96,7 +92,11 @@ class Gradients:
         """Whether units are reduced during backward, in the order that all ranks keep."""
         return not self._alone and self._whole is None
 
-    # In backward.
+    # In a micro-step.
+
+    def begin_micro_step(self, *, last: bool) -> None:
+        """A training forward begins. last: a step is due after its backward, so that the sink gets final gradients."""
+        self._last = last
 
     def begin_backward(self, *, scaled: bool) -> None:
         """A backward begins. scaled: the engine runs it, and has scaled the loss."""
@@ -118,7 +118,6 @@ class Gradients:
             self._end_reduction()
             self._order.end_backward()
         self._end_copies()
-        self._backwards_left = max(self._backwards_left - 1, 1)
 
     def abandon_backward(self) -> None:
         """Backward raised: forget its round. Gradients that have arrived stay until `reset`."""
@@ -155,7 +154,6 @@ class Gradients:
         self._settle()
         self._begun.clear()
         self.unscaled = False
-        self._backwards_left = self._backwards
         for unit in self._units:
             self.arrived[unit] = [False] * len(unit.params)
         self._drop_autograds()
@@ -287,7 +285,7 @@ class Gradients:
         # The unit's weights were copied out of their partition before its gradients came: a step may write it now.
         unit.release_lease(wait=True)
         if self._sink is not None:
-            self._sink.on_accumulated(unit.layout.index, self.arrived[unit], final=self._backwards_left == 1)
+            self._sink.on_accumulated(unit.layout.index, self.arrived[unit], final=self._last)
 
     def _drop_autograds(self) -> None:
         for unit in self._units:

@@ -10,8 +10,35 @@ from torch import nn
 
 import infinity
 from infinity.errors import StateError
-from infinity.optim.stepper import StepperState
+from infinity.optim.stepper import Stepper, StepperState
 from infinity.optim.sub_group_update import SubGroupUpdater
+
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_gradients_are_final_in_the_last_micro_step(monkeypatch: pytest.MonkeyPatch, managed: bool) -> None:
+    """Also after a backward whose gradients were dropped, and after an evaluation. Without a count each may be last."""
+    seen: list[bool] = []
+    on_accumulated = Stepper.on_accumulated
+
+    def noting(self: Stepper, unit: int, arrived: Any, *, final: bool) -> None:
+        seen.append(final)
+        on_accumulated(self, unit, arrived, final=final)
+
+    monkeypatch.setattr(Stepper, "on_accumulated", noting)
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3, "overlap": False,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "managed_gradient_accumulation": managed,
+    }  # fmt: skip
+    with infinity.initialize(model=nn.Linear(2, 2), config=config)[0] as engine:
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.zero_grad()
+        for _ in range(6):
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.eval()
+            engine(torch.ones(1, 2))
+            engine.train()
+            engine.step()
+    assert seen == ([False, False, False, True, False, False, True] if managed else [True] * 7)
 
 
 def test_no_gradients_arrive_inside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
