@@ -14,6 +14,7 @@ from infinity.optim.sub_group_update import SubGroupUpdater, touched_by
 from infinity.plan.layout import SubGroup
 from infinity.plan.ready_queue import ReadyQueue
 from infinity.plan.stepping import STEP_READS, changed_by
+from infinity.plan.types import Key
 
 
 def prefetch(store: TieredStore, by: Reservation | None, group: SubGroup) -> bool:
@@ -73,15 +74,16 @@ class StepPass:
                 return
             if self.reservation is not None and not self._store.access.begin_work(self.reservation):
                 return
-            done = []
+            done: list[Key] = []
             try:
                 group, context = self._ready.take()
                 self._ready.fetch(STEP_READS)
                 keys = touched_by([group])
                 self._uses.subtract(keys)
                 self._updater.update(group, context, self.reservation)
-                done = [key for key in keys if self._uses[key] <= 0]
-                self._store.flush(*done)
+                last = [key for key in keys if self._uses[key] <= 0]
+                self._store.flush(*last)
+                done = last
             finally:
                 if self.reservation is not None:
                     self._store.access.end_work(self.reservation, *done)

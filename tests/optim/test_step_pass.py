@@ -1,0 +1,60 @@
+"""A pass over sub-groups: what it reports as done, and when."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from infinity.memory.access_control import Reservation
+from infinity.optim.step_pass import StepPass
+from infinity.plan.layout import Slice, SubGroup
+from infinity.plan.types import Key, Kind
+
+
+class Store:
+    """Notes what ended; its drive may refuse the write-back."""
+
+    def __init__(self, *, full: bool) -> None:
+        self.access = self
+        self.ended: list[tuple[Key, ...]] = []
+        self._full = full
+
+    def begin_work(self, reservation: Reservation) -> bool:
+        return True
+
+    def end_work(self, reservation: Reservation, *done: Key) -> None:
+        self.ended.append(done)
+
+    def prefetch(self, *keys: Key, by: Reservation | None) -> bool:
+        return True
+
+    def in_memory(self, key: Key) -> bool:
+        return True
+
+    def __getitem__(self, key: Key) -> Any:
+        return type("Spec", (), {"on_drive": False})
+
+    def flush(self, *keys: Key) -> None:
+        if self._full:
+            raise OSError("no space left")
+
+
+class Updater:
+    def update(self, *arguments: Any) -> None:
+        """Step nothing."""
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_sub_group_is_done_only_once_its_write_back_is_submitted(full: bool) -> None:
+    group, store = SubGroup(0, (Slice(0, 0, 64),)), Store(full=full)
+    step: Any = StepPass([group], store, Updater(), Reservation())  # type: ignore[arg-type]
+    step.add([group], None)
+    if full:
+        with pytest.raises(OSError, match="no space"):
+            step.run(1, threading.Event())
+    else:
+        step.run(1, threading.Event())
+    keys = (Key(Kind.STATES, 0), Key(Kind.PARAM, 0), Key(Kind.GRAD, 0))
+    assert store.ended == [() if full else keys]
