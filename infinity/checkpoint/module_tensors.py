@@ -32,7 +32,9 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def checkpoint_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint keeps, by name; CheckpointError for a dtype that it cannot keep."""
-    found = persistent_buffers(module)
+    # The module may leave out of its state dict what it would keep by itself.
+    kept = module.state_dict(keep_vars=True).keys()
+    found = {name: buffer for name, buffer in module.named_buffers() if name in kept}
     for name, buffer in found.items():
         if buffer.dtype not in DTYPES.values():
             raise CheckpointError(

@@ -13,6 +13,7 @@ import torch
 import infinity
 from infinity.checkpoint import files, publish, save
 from infinity.checkpoint.format import check_files, complete, find, read_manifest
+from infinity.checkpoint.module_tensors import checkpoint_buffers
 from infinity.errors import CheckpointError, StateError, TransferError
 from infinity.ops import file as ops_file
 from tests.checkpoint.cells import join
@@ -36,6 +37,18 @@ def test_gradients_that_accumulate_are_not_saved(tmp_path):
         engine.backward(engine(**token_batch(0, 1, positions=8)))
         engine.step()
         assert engine.save_checkpoint(tmp_path / "out") == "global_step1"
+
+
+def test_a_buffer_that_the_module_leaves_out_of_its_state_dict_is_not_saved(tmp_path):
+    class Scaled(torch.nn.Linear):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            del destination[prefix + "cache"]
+
+    model = Scaled(2, 2)
+    model.register_buffer("cache", torch.zeros(2, dtype=torch.complex64))
+    model.register_buffer("count", torch.zeros(2))
+    assert [*checkpoint_buffers(model)] == ["count"]
 
 
 @pytest.mark.parametrize("where", ["reserve", "write", "sync", "manifest"])
