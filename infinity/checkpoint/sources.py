@@ -20,7 +20,8 @@ from infinity.memory.pages import page_aligned
 from infinity.memory.store import TieredStore
 from infinity.ops.transfer import Transfer
 from infinity.plan.plan import Plan
-from infinity.plan.types import Key, Kind
+from infinity.plan.stepping import changed_by
+from infinity.plan.types import Key
 
 # Partitions whose writes are in flight, besides the one that is being submitted, and those fetched ahead from NVMe.
 _BEHIND = 2
@@ -139,10 +140,6 @@ def snapshot_of(plan: Plan, keys: Sequence[Key], *, in_backward: bool) -> Snapsh
     in_backward: the step begins in backward, at the model's output.
     """
     order = [plan.sub_groups[index] for index in plan.step_order]
-    changed = [
-        key
-        for group in (reversed(order) if in_backward else order)
-        for key in (Key(Kind.STATES, group.index), *(Key(Kind.PARAM, piece.unit) for piece in group.slices))
-    ]
+    changed = [key for group in (reversed(order) if in_backward else order) for key in changed_by(group)]
     wanted = set(keys)
     return Snapshot([*(key for key in changed if key in wanted), *keys])

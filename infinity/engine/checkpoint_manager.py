@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,7 @@ class CheckpointManager:
                     request.directory, text, "Give save_checkpoint the same folder and tag on every rank"
                 )
             logger.warning("%s: rank 0's is taken (checkpoint.tag_validation is Warn)", text)
-        return SaveRequest(
-            Path(first["directory"]), first["tag"], request.latest, request.frozen, request.behind
-        )  # fmt: skip
+        return replace(request, directory=Path(first["directory"]), tag=first["tag"])
 
 
 def _unusable(directory: Path, tags: list[str]) -> list[tuple[str, str, bool]]:

@@ -67,11 +67,10 @@ class SubGroupUpdater:
             # What was copied to where the states lie: the copies, and whole parameters with their homes.
             arriving: list[Transfer] = []
             copies: list[tuple[Tensor, Tensor]] = []
-            at = 0
             assert states.buffer is not None
             device = states.buffer.device
-            for piece, grad, param in zip(group.slices, grads, params, strict=True):
-                span = slice(piece.start, piece.start + piece.numel)
+            for (piece, at), grad, param in zip(group.placed(), grads, params, strict=True):
+                span = slice(piece.start, piece.stop)
                 home = param.view(Kind.PARAM)[span]
                 local = self._bring(home, device, arriving)
                 local_grad = self._bring(grad.view(Kind.GRAD)[span], device, arriving)
@@ -83,7 +82,6 @@ class SubGroupUpdater:
                 for segment in context.segments(layout, piece, first, joins=self._rule.joins):
                     span, hyper = slice(segment.start, segment.start + segment.numel), context.hyper[segment.group]
                     slices.append(self._slice(states, at, local[span], local_grad[span], segment, hyper))
-                at += piece.numel
             for transfer in arriving:
                 self._arrive(transfer, device)
             with trace.span(trace.COMPUTE, "optimizer", states.key, states.spec.nbytes):

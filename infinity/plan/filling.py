@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
-from infinity.plan.types import DTYPE_NBYTES, Key, Kind, PartitionSpec, Tier
+from infinity.plan.types import DTYPE_NBYTES, FLOATING_DTYPES, Key, Kind, PartitionSpec, Tier
 
 # 16-bit parameters are cut from fp32 values so many at a time.
 FILL_NUMEL = 1 << 18
@@ -88,7 +88,7 @@ class _Filling:
 
 
 def _own_nbytes(layout: UnitLayout, model_dtype: str) -> int:
-    floating = layout.dtype in ("fp64", "fp32", "bf16", "fp16")
+    floating = layout.dtype in FLOATING_DTYPES
     # A parameter in tiles goes with the last of them.
     numel = sum(math.prod(slot.shape) for slot in layout.slots if slot.ends)
     return numel * DTYPE_NBYTES[model_dtype if floating else layout.dtype]

@@ -131,7 +131,7 @@ class Plan:
     def ends_partition(self, piece: Slice) -> bool:
         """Whether a slice is the last of its unit's partition."""
         parts = self.placement.units[piece.unit].parts
-        return piece.start + piece.numel >= self.layouts[piece.unit].partition_numel(parts)
+        return piece.stop >= self.layouts[piece.unit].partition_numel(parts)
 
     def step_parts(self) -> StepParts:
         """The sub-groups by the time at which they are stepped."""

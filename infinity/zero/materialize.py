@@ -96,10 +96,8 @@ class Materializer:
             self._store.write(states_key, fresh=True, prefix_nbytes=self._prefix_nbytes(group, units)) as (states,),
             self._store.write(*(u.key for u in units)) as params,
         ):
-            at = 0
-            for piece, unit, partition in zip(group.slices, units, params, strict=True):
+            for (piece, at), unit, partition in zip(group.placed(), units, params, strict=True):
                 self._fill_slice(unit, piece, partition, states, at)
-                at += piece.numel
             if self._moments_start:
                 for kind in self._plan.request.moments:
                     states.view(kind).fill_(self._moments_start)
@@ -125,7 +123,7 @@ class Materializer:
 
     def _fill_slice(self, unit: Unit, piece: Slice, partition: Partition, states: Partition, at: int) -> None:
         """Fill one slice of a trainable partition: PARAM, and the rest of the fp32 master in the states."""
-        target = partition.view(Kind.PARAM)[piece.start : piece.start + piece.numel]
+        target = partition.view(Kind.PARAM)[piece.start : piece.stop]
         if target.dtype is torch.float32 or (target.dtype is torch.bfloat16 and self._is_exact(unit)):
             # The rest of the master is zero, and the states are zero already.
             self._read(unit, piece.start, target)
