@@ -197,7 +197,7 @@ class Materializer:
             else:
                 values = param.detach().contiguous().cpu()
                 collectives.broadcast(values, self._groups.world, name=name)
-                param.data = values
+                parameter.set_data(param, values)
 
     def _taken(self, unit: Unit) -> None:
         """Free the parameters' own memory: the unit's values are in its partitions."""

@@ -147,6 +147,8 @@ def is_writable(param: nn.Parameter) -> bool:
 
 
 _writable: Counter[int] = Counter()
+# Types of devices between which torch lets a tensor change in place.
+_EXCHANGEABLE = {"cpu", "cuda", "xpu", "hpu", "mps", "mtia"}
 
 
 def is_released(param: nn.Parameter) -> bool:
@@ -161,7 +163,7 @@ def whole_of(param: nn.Parameter) -> nn.Parameter:
 
 def release(param: nn.Parameter, placeholder: Tensor) -> None:
     """Take the data away. `placeholder` is a NaN scalar of the parameter's dtype and device, expanded to its shape."""
-    param.data = placeholder
+    set_data(param, placeholder)
     if type(param) is not nn.Parameter and not is_released(param):
         # A class of its own, as the packed weights of quantized models have.
         param.__dict__["_infinity_class"] = type(param)
@@ -171,7 +173,20 @@ def release(param: nn.Parameter, placeholder: Tensor) -> None:
 def restore(param: nn.Parameter, data: Tensor) -> None:
     """Give the parameter its data, a tensor of its logical shape."""
     param.__class__ = param.__dict__.get("_infinity_class", nn.Parameter)
-    param.data = data
+    set_data(param, data)
+
+
+def set_data(param: nn.Parameter, data: Tensor) -> None:
+    """`param.data = data`. torch refuses that where only one of them is on a device of PrivateUse1 (every device that
+    torch does not know itself); then the parameter becomes a tensor of that device, and stays the same object.
+    """
+    if param.device.type == data.device.type or {param.device.type, data.device.type} <= _EXCHANGEABLE:
+        param.data = data
+        return
+    other = nn.Parameter(data, param.requires_grad)
+    torch.utils.swap_tensors(param, other)
+    param.__class__, other.__class__ = other.__class__, param.__class__
+    param.__dict__, other.__dict__ = other.__dict__, param.__dict__
 
 
 def placeholder(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

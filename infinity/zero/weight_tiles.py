@@ -132,7 +132,7 @@ class Tiles:
             else:
                 # The room is reused from tile to tile: allocated for each, it would leave holes in the C library's
                 # heap. An accelerator's allocator leaves none, and a copy out of it may still be running there.
-                free = latest is not None and latest.param.grad is None and not rows.is_cuda
+                free = latest is not None and latest.param.grad is None and rows.is_cpu
                 if room is None or not free or len(room) < len(rows):
                     room = torch.empty_like(rows)
                 latest = tile

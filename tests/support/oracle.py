@@ -298,7 +298,7 @@ def collect(engine: Engine, result: Result) -> None:
             values.append(param.detach().clone())
         for value in values:
             digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-            digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     result.digest = digest.hexdigest()
     result.mismatches = engine.coordinator.mismatches
 
