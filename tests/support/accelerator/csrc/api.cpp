@@ -149,10 +149,11 @@ const char* simulated_races() {
 const char* simulated_stats(int device) {
   const Stats stats = Runtime::get().stats(device);
   std::ostringstream out;
-  out << "{\"allocated\":" << stats.allocated << ",\"allocated_peak\":" << stats.allocated_peak
-      << ",\"reserved\":" << stats.reserved << ",\"reserved_peak\":" << stats.reserved_peak
-      << ",\"blocks\":" << stats.blocks << ",\"allocations\":" << stats.blocks_total
-      << ",\"segments\":" << stats.segments << ",\"failures\":" << stats.failures << ",\"limit\":" << stats.limit << "}";
+  out << "{\"allocated\":" << stats.allocated.now << ",\"allocated_peak\":" << stats.allocated.peak
+      << ",\"reserved\":" << stats.reserved.now << ",\"reserved_peak\":" << stats.reserved.peak
+      << ",\"blocks\":" << stats.blocks.now << ",\"allocations\":" << stats.blocks.total
+      << ",\"segments\":" << stats.segments.now << ",\"failures\":" << stats.failures
+      << ",\"limit\":" << stats.limit << "}";
   return answer(out.str());
 }
 

@@ -123,20 +123,23 @@ struct DeviceAllocator final : public c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const Stats stats = runtime().stats(index_of(device));
     c10::CachingDeviceAllocator::DeviceStats out;
-    auto fill = [](decltype(out.allocation)& into, int64_t now, int64_t peak, int64_t total) {
-      into[0].current = now, into[0].peak = peak, into[0].allocated = total, into[0].freed = total - now;
+    auto fill = [](decltype(out.allocation)& into, const Tally& tally) {
+      into[0].current = tally.now;
+      into[0].peak = tally.peak;
+      into[0].allocated = tally.total;
+      into[0].freed = tally.total - tally.now;
     };
-    fill(out.allocation, stats.blocks, stats.blocks_peak, stats.blocks_total);
-    fill(out.active, stats.blocks, stats.blocks_peak, stats.blocks_total);
-    fill(out.segment, stats.segments, stats.segments_peak, stats.segments_total);
-    fill(out.allocated_bytes, stats.allocated, stats.allocated_peak, stats.allocated_total);
-    fill(out.active_bytes, stats.allocated, stats.allocated_peak, stats.allocated_total);
-    fill(out.requested_bytes, stats.allocated, stats.allocated_peak, stats.allocated_total);
-    fill(out.reserved_bytes, stats.reserved, stats.reserved_peak, stats.reserved_total);
+    fill(out.allocation, stats.blocks);
+    fill(out.active, stats.blocks);
+    fill(out.segment, stats.segments);
+    fill(out.allocated_bytes, stats.allocated);
+    fill(out.active_bytes, stats.allocated);
+    fill(out.requested_bytes, stats.allocated);
+    fill(out.reserved_bytes, stats.reserved);
     out.num_alloc_retries = stats.retries;
     out.num_ooms = stats.failures;
-    out.num_device_alloc = stats.segments_total;
-    out.num_device_free = stats.segments_total - stats.segments;
+    out.num_device_alloc = stats.segments.total;
+    out.num_device_free = stats.segments.total - stats.segments.now;
     return out;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
@@ -144,7 +147,7 @@ struct DeviceAllocator final : public c10::DeviceAllocator {
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     const Stats stats = runtime().stats(index_of(device));
     const int64_t total = stats.limit ? stats.limit : Runtime::region_nbytes();
-    return {static_cast<size_t>(total - stats.reserved), static_cast<size_t>(total)};
+    return {static_cast<size_t>(total - stats.reserved.now), static_cast<size_t>(total)};
   }
 };
 
@@ -179,7 +182,10 @@ struct DeviceGenerator final : public c10::GeneratorImpl {
       : GeneratorImpl(c10::Device(kType, static_cast<c10::DeviceIndex>(device)),
                       c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
 
-  void set_current_seed(uint64_t seed) override { seed_ = seed, offset_ = 0; }
+  void set_current_seed(uint64_t seed) override {
+    seed_ = seed;
+    offset_ = 0;
+  }
   void set_offset(uint64_t offset) override { offset_ = offset; }
   uint64_t get_offset() const override { return offset_; }
   uint64_t current_seed() const override { return seed_; }
@@ -213,7 +219,8 @@ struct DeviceGenerator final : public c10::GeneratorImpl {
  private:
   DeviceGenerator* clone_impl() const override {
     auto* copy = new DeviceGenerator(device_.index());
-    copy->seed_ = seed_, copy->offset_ = offset_;
+    copy->seed_ = seed_;
+    copy->offset_ = offset_;
     return copy;
   }
 

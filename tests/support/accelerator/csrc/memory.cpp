@@ -115,16 +115,14 @@ uintptr_t Runtime::allocate(int index, Stream* stream, size_t nbytes) {
       if (!fails && !cached.empty()) {
         block = cached.back();
         cached.pop_back();
-      } else if (!fails && (stats.limit == 0 || stats.reserved + static_cast<int64_t>(size) <= stats.limit)) {
+      } else if (!fails && (stats.limit == 0 || stats.reserved.now + static_cast<int64_t>(size) <= stats.limit)) {
         const uintptr_t begin = device.take_range(size);
         if (begin != 0) {
           block = new Block{begin, size, 0, index, stream, 0, false, {}, {}, {}};
           device.blocks[begin].reset(block);
           if (settings_.poison) std::memset(host_view(begin), 0xff, size);
-          stats.reserved += size, stats.reserved_total += size;
-          stats.reserved_peak = std::max(stats.reserved_peak, stats.reserved);
-          ++stats.segments, ++stats.segments_total;
-          stats.segments_peak = std::max(stats.segments_peak, stats.segments);
+          stats.reserved.add(static_cast<int64_t>(size));
+          stats.segments.add(1);
         }
       }
       if (block) {
@@ -132,10 +130,8 @@ uintptr_t Runtime::allocate(int index, Stream* stream, size_t nbytes) {
         block->requested = nbytes;
         block->serial = ++serial_;
         block->line = line;
-        stats.allocated += size, stats.allocated_total += size;
-        stats.allocated_peak = std::max(stats.allocated_peak, stats.allocated);
-        ++stats.blocks, ++stats.blocks_total;
-        stats.blocks_peak = std::max(stats.blocks_peak, stats.blocks);
+        stats.allocated.add(static_cast<int64_t>(size));
+        stats.blocks.add(1);
         return block->begin;
       }
       if (attempt == 0 && !fails) ++stats.retries;
@@ -147,8 +143,8 @@ uintptr_t Runtime::allocate(int index, Stream* stream, size_t nbytes) {
   Stats& stats = device(index).stats;
   ++stats.failures;
   throw OutOfMemory("simulated:" + std::to_string(index) + " out of memory. Tried to allocate " +
-                    std::to_string(nbytes) + " bytes; " + std::to_string(stats.allocated) + " of " +
-                    std::to_string(stats.reserved) + " reserved bytes are allocated, the limit is " +
+                    std::to_string(nbytes) + " bytes; " + std::to_string(stats.allocated.now) + " of " +
+                    std::to_string(stats.reserved.now) + " reserved bytes are allocated, the limit is " +
                     (fails ? "a failure on request" : std::to_string(stats.limit)));
 }
 
@@ -164,8 +160,8 @@ void Runtime::free(uintptr_t begin) noexcept {
   Block* block = found->second.get();
   block->allocated = false;
   block->line = line;
-  device.stats.allocated -= block->size;
-  --device.stats.blocks;
+  device.stats.allocated.now -= static_cast<int64_t>(block->size);
+  --device.stats.blocks.now;
   for (Stream* stream : block->used_by) block->pending.push_back(record_locked(stream, line));
   block->used_by.clear();
   if (block->pending.empty()) {
@@ -239,8 +235,8 @@ void Runtime::release_cached_locked(Device& device) {
       }
       own.unlock();
       cells_->forget(block->begin, block->begin + block->size);
-      device.stats.reserved -= block->size;
-      --device.stats.segments;
+      device.stats.reserved.now -= static_cast<int64_t>(block->size);
+      --device.stats.segments.now;
       device.give_range(block->begin, block->size);
       device.blocks.erase(block->begin);
     }
@@ -256,10 +252,7 @@ Stats Runtime::stats(int index) {
 void Runtime::reset_peak(int index) {
   std::lock_guard<std::mutex> lock(mutex_);
   Stats& stats = device(index).stats;
-  stats.allocated_peak = stats.allocated;
-  stats.reserved_peak = stats.reserved;
-  stats.blocks_peak = stats.blocks;
-  stats.segments_peak = stats.segments;
+  for (Tally* each : {&stats.allocated, &stats.reserved, &stats.blocks, &stats.segments}) each->peak = each->now;
 }
 
 std::string Runtime::where_locked(uintptr_t address) const {

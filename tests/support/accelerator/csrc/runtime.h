@@ -115,12 +115,27 @@ struct Settings {
   bool lines = true;
 };
 
+// A quantity now, at most, and all that was ever added.
+struct Tally {
+  int64_t now = 0;
+  int64_t peak = 0;
+  int64_t total = 0;
+
+  void add(int64_t amount) {
+    now += amount;
+    total += amount;
+    if (now > peak) peak = now;
+  }
+};
+
+// Of one device: bytes that tensors have, bytes taken from the region, and the blocks of each.
 struct Stats {
-  int64_t allocated = 0, allocated_peak = 0, allocated_total = 0;
-  int64_t reserved = 0, reserved_peak = 0, reserved_total = 0;
-  int64_t blocks = 0, blocks_peak = 0, blocks_total = 0;
-  int64_t segments = 0, segments_peak = 0, segments_total = 0;
-  int64_t retries = 0, failures = 0;
+  Tally allocated;
+  Tally reserved;
+  Tally blocks;
+  Tally segments;
+  int64_t retries = 0;
+  int64_t failures = 0;
   int64_t limit = 0;
 };
 
