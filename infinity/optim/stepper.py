@@ -59,19 +59,11 @@ class StepperState(enum.Enum):
     STEPPING = "stepping"
 
 
-_MOVES = {
-    StepperState.IDLE: set(StepperState),
-    StepperState.ACCUMULATING: set(StepperState),
-    StepperState.STEPPING: {StepperState.IDLE},
-}
-
-
 @dataclass(slots=True)
 class _EarlyStep:
     """A step that has begun in backward, and what it assumes: see [Note: step in backward]."""
 
     behind: StepPass
-    reservation: Reservation
     hyper: tuple[Any, ...]
     grad_scale: float
     # Units whose gradients are complete.
@@ -82,6 +74,11 @@ class _EarlyStep:
     @property
     def begun(self) -> set[int]:
         return self.behind.begun
+
+    @property
+    def reservation(self) -> Reservation:
+        assert self.behind.reservation is not None
+        return self.behind.reservation
 
     def is_right(self, context: StepContext) -> bool:
         """Whether the step that is taken is the one that was assumed."""
@@ -138,8 +135,8 @@ class Stepper:
         self.rule.load_parameter_scalars(singles, self.steps)
 
     def _move(self, to: StepperState) -> None:
-        """Change the state. StateError if that move makes no sense."""
-        if to not in _MOVES[self._state]:
+        """Change the state. StateError inside a step, which only ends."""
+        if self._state is StepperState.STEPPING and to is not StepperState.IDLE:
             raise StateError(f"the stepper cannot go from {self._state.value} to {to.value}")
         self._state = to
 
@@ -149,9 +146,8 @@ class Stepper:
         """Let the step begin in the backward that comes: see [Note: step in backward]. Arguments as of `step`."""
         self._move(StepperState.ACCUMULATING)
         if self._groups_of and self._early is None and self._hasty < _HASTY_MAX:
-            reservation = Reservation(pending=True)
-            behind = StepPass(self._hidden, self._store, self._updater, reservation)
-            self._early = _EarlyStep(behind, reservation, tuple(map(self.rule.hyper, groups)), grad_scale)
+            behind = StepPass(self._hidden, self._store, self._updater, Reservation(pending=True))
+            self._early = _EarlyStep(behind, tuple(map(self.rule.hyper, groups)), grad_scale)
 
     def on_accumulated(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
         """Note that a unit's gradients have been accumulated.
