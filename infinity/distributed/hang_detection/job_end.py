@@ -45,28 +45,30 @@ class JobEnd:
     def check(self) -> None:
         """Raise the verdict if it ends the job for every rank."""
         if self.verdict is not None and self.verdict.counts is None:
-            raise self.error(self.verdict)
+            raise self._error(self.verdict)
 
     def check_submit(self, channel: int, number: int) -> None:
         """Raise the verdict if this collective can no longer happen."""
         if self.verdict is not None and self.verdict.stops(channel, number):
-            raise self.error(self.verdict)
+            raise self._error(self.verdict)
 
     def on_interrupt(self) -> None:
         """Raise the verdict in the main thread: the signal's handler calls this."""
         if self._interrupted and not self._raised and self.verdict is not None:
-            raise self.error(self.verdict)
+            raise self._error(self.verdict)
 
-    def error(self, verdict: Diagnosis) -> DesyncError:
-        """Return the error of a verdict, which the training thread raises now."""
-        self._raised = True
-        return DesyncError(verdict.text)
+    def error(self) -> DesyncError | None:
+        """Return the verdict's error, which the training thread raises now; None without a verdict."""
+        return None if self.verdict is None else self._error(self.verdict)
 
-    def act(self, verdict: Diagnosis, wait: Wait | None, *, leaving: bool) -> None:
-        """Do what the verdict asks for now: called again and again by the watchdog's thread.
+    def act(self, wait: Wait | None, *, leaving: bool) -> None:
+        """Do what the verdict asks for now, nothing without one: called again and again by the watchdog's thread.
 
         wait: what the training thread waits for. leaving: this rank ends anyway, so it is not interrupted.
         """
+        verdict = self.verdict
+        if verdict is None:
+            return
         if wait is not None and verdict.stops(wait.group, wait.number):
             self.break_groups()
         if verdict.interrupt_seconds is None or self._raised or leaving:
@@ -85,6 +87,10 @@ class JobEnd:
             sys.stderr.write(f"infinity: rank {self._rank} does not come back from {at}: {verdict.text}\n")
             sys.stderr.flush()
             os._exit(1)
+
+    def _error(self, verdict: Diagnosis) -> DesyncError:
+        self._raised = True
+        return DesyncError(verdict.text)
 
     def break_groups(self) -> None:
         """Make whatever waits in a group raise, here and on the ranks that are connected; idempotent."""

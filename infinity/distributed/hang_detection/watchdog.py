@@ -80,11 +80,12 @@ class Watchdog:
         """Return why a collective has failed: the verdict, or what is known here if there is none in time."""
         self._connection_lost = True
         self._woken.set()
-        if not self._decided.wait(_VERDICT_SECONDS) or self.end.verdict is None:
+        ended = self.end.error() if self._decided.wait(_VERDICT_SECONDS) else None
+        if ended is None:
             at = self._report.position(connection_lost=True)
             gone = "; the store that rank 0 keeps is gone too: rank 0 has ended" if self._store_lost else ""
             return DesyncError(f"lost another rank while waiting ({error}){gone}:\n  {at.describe()}")
-        return self.end.error(self.end.verdict)
+        return ended
 
     def failed(self, error: BaseException) -> None:
         """Note that a verb of the engine is about to raise. The other ranks are told unless this rank goes on."""
@@ -196,8 +197,8 @@ class Watchdog:
 
     def _act(self) -> None:
         """Act on the verdict, or on a lost store, without which there will be none."""
-        wait, verdict = self.log.wait, self.end.verdict
-        if verdict is not None:
-            self.end.act(verdict, wait, leaving=self._farewell is not None)
+        wait = self.log.wait
+        if self.end.verdict is not None:
+            self.end.act(wait, leaving=self._farewell is not None)
         elif self._store_lost and wait is not None and time.monotonic() - wait.began > _VERDICT_SECONDS:
             self.end.break_groups()
