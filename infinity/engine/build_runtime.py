@@ -9,7 +9,6 @@ from torch import nn
 
 from infinity.config import ResolvedConfig
 from infinity.distributed.process_groups import ProcessGroups, Ranks
-from infinity.engine.preflight import checkpointed_blocks
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError
 from infinity.memory.ledger import Ledger
@@ -40,10 +39,10 @@ from infinity.zero.unit import Unit
 @mappings_of_their_own()
 def build_runtime(
     config: ResolvedConfig, model: nn.Module, plan: Plan, groups: ProcessGroups, device: Device, optimizer: Chosen,
-    ledger: Ledger, undo: ExitStack,
+    ledger: Ledger, undo: ExitStack, checkpointed: tuple[str, ...],
 ) -> Runtime:  # fmt: skip
     """Allocate what the plan says and move the model into it. Each part registers its close in `undo`, in case a later
-    one fails.
+    one fails. checkpointed: paths of the blocks that backward computes again.
     """
     spool, ranks = spool_of(list(model.parameters())), groups.ranks
     if spool is not None:
@@ -82,7 +81,7 @@ def build_runtime(
                 buffer_owner._buffers[name] = buffer.to(device.torch)
     hooks = ModuleHooks(model, units, coordinator, group=groups.world, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
-    checkpointing = _checkpointing(config, model, ranks, device, ledger)
+    checkpointing = _checkpointing(config, model, checkpointed, ranks, device, ledger)
     undo.callback(checkpointing.close)
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
@@ -99,11 +98,10 @@ def build_runtime(
 
 
 def _checkpointing(
-    config: ResolvedConfig, model: nn.Module, ranks: Ranks, device: Device, ledger: Ledger
+    config: ResolvedConfig, model: nn.Module, blocks: tuple[str, ...], ranks: Ranks, device: Device, ledger: Ledger
 ) -> Checkpointing:
-    """Decide which blocks backward recomputes, and make the tier of their inputs where that is not the device."""
+    """Make backward recompute blocks, and make the tier of their inputs where that is not the device."""
     section = config.config.activation_checkpointing
-    blocks = checkpointed_blocks(config, model)
     if section.every and not blocks:
         raise ConfigError(
             f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "

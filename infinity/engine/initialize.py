@@ -26,7 +26,7 @@ from infinity.engine.data import Loader, Workers
 from infinity.engine.engine import Engine
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.model_init import ConfigSource, groups_of
-from infinity.engine.preflight import preflight, remarks
+from infinity.engine.preflight import checkpointed_blocks, preflight, remarks
 from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
 from infinity.log import configure_logging, logger
@@ -93,7 +93,8 @@ def initialize(
         plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec)
         agree_on_plan(plan, groups.world)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
-        runtime = build_runtime(resolved, model, plan, groups, device, trained.optimizer, ledger, undo)
+        again = checkpointed_blocks(resolved, question.node, question.blocks)
+        runtime = build_runtime(resolved, model, plan, groups, device, trained.optimizer, ledger, undo, again)
         boundary = Boundary(runtime)
         chosen = trained.optimizer
         stepped = TieredOptimizer(trained.groups, chosen.defaults, boundary.apply, kind=chosen.name)

@@ -33,7 +33,7 @@ from infinity.plan.optimizer_states import OptimizerSpec
 from infinity.plan.plan import Plan
 from infinity.plan.recomputation import repeated_blocks
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, GAPS, HEAP_GAPS, UNKNOWN_ACTIVATION_NBYTES, Reserve
-from infinity.plan.spec import dtype_name, module_tree
+from infinity.plan.spec import ModuleNode, dtype_name, module_tree
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Tier
 from infinity.zero import parameter
@@ -58,8 +58,11 @@ def preflight(
     taken = baseline_nbytes(model)
     node = module_tree(model, compute_dtype=config.compute_dtype, groups=dict(param_groups))
 
+    classes = tuple(getattr(model, "_no_split_modules", None) or ())
+    checkpointed = checkpointed_blocks(config, node, classes)
+
     def asked(*, measure: bool) -> PlanInputs:
-        reserve = _reserve(config, model, device, free, taken_nbytes=taken, measure=measure)
+        reserve = _reserve(config, model, device, free, checkpointed, taken_nbytes=taken, measure=measure)
         capacity, budget = (
             within(
                 config.config.memory, free, ranks=ranks.local_size, accelerator=device.own_memory,
@@ -76,7 +79,7 @@ def preflight(
             accelerator=device.own_memory,
             capacity=capacity,
             budget=budget,
-            blocks=tuple(getattr(model, "_no_split_modules", None) or ()),
+            blocks=classes,
             optimizer=optimizer,
             reserve=reserve,
             free=free,
@@ -95,14 +98,14 @@ def preflight(
                 f"{name} is on the meta device and has no values: build the model under `with "
                 f"infinity.Init(config=...):` instead"
             )
-    checkpoint_room(config, model, plan, question.limits, rank=ranks.rank)
+    _checkpoint_room(question, model, plan, rank=ranks.rank)
     return plan, question
 
 
 def remarks(question: PlanInputs, model: nn.Module, plan: Plan, device: Device) -> list[str]:
     """What the program should know of its configuration, and of a plan that fits."""
-    config, reserve = question.config, question.reserve
-    lines = [*config.report(), *checkpoint_room(config, model, plan, question.limits)]
+    reserve = question.reserve
+    lines = [*question.config.report(), *_checkpoint_room(question, model, plan)]
     if lowered := lowered_in_words(question.request, plan):
         lines.append(f"fitted to the memory that is free: {lowered}")
     in_memory = in_process(plan.bytes_by_tier(), accelerator=device.own_memory)
@@ -124,12 +127,16 @@ def _may_be_tight(question: PlanInputs, plan: Plan) -> bool:
 
 
 def _reserve(
-    config: ResolvedConfig, model: nn.Module, device: Device, free: Capacity, *, taken_nbytes: int, measure: bool
-) -> Reserve:
-    """What this process takes beside its plan. measure: activations by a pass on fake tensors, where one can be run."""
+    config: ResolvedConfig, model: nn.Module, device: Device, free: Capacity, checkpointed: tuple[str, ...], *,
+    taken_nbytes: int, measure: bool,
+) -> Reserve:  # fmt: skip
+    """What this process takes beside its plan. measure: activations by a pass on fake tensors, where one can be run.
+
+    checkpointed: paths of the blocks that backward computes again.
+    """
     stated = config.config.memory.activations
     work = MicroBatch(
-        config.micro_batch, stated.sequence_length, config.compute_dtype, checkpointed_blocks(config, model),
+        config.micro_batch, stated.sequence_length, config.compute_dtype, checkpointed,
         config.config.activation_checkpointing.keep_ops,
     )  # fmt: skip
     elsewhere = in_heap = 0
@@ -158,19 +165,18 @@ def _reserve(
     )  # fmt: skip
 
 
-def checkpoint_room(
-    config: ResolvedConfig, model: nn.Module, plan: Plan, limits: Capacity, *, rank: int = 0
-) -> list[str]:
+def _checkpoint_room(question: PlanInputs, model: nn.Module, plan: Plan, *, rank: int = 0) -> list[str]:
     """A line that says how many tokens' activation checkpoints NVMe takes beside the plan, where they go there.
 
     How many there will be only the batch says. CapacityError where not even the least has room: the first file, or one
     token of each sequence of a micro-batch.
     """
-    held = plan.nbytes_by_tier()
-    room = limits.room(Tier.NVME, held)
+    config, held = question.config, plan.nbytes_by_tier()
+    room = question.limits.room(Tier.NVME, held)
     if config.checkpoint_tier != Tier.NVME.value or room is None:
         return []
-    blocks = len(_blocks(config, model, max(config.config.activation_checkpointing.every, 1)))
+    every = max(config.config.activation_checkpointing.every, 1)
+    blocks = len(repeated_blocks(question.node, classes=question.blocks, every=every))
     shape = getattr(model, "config", None)
     hidden, longest = (getattr(shape, name, None) for name in ("hidden_size", "max_position_embeddings"))
     token_nbytes = blocks * (hidden if isinstance(hidden, int) else 0) * DTYPE_NBYTES[config.compute_dtype]
@@ -193,16 +199,10 @@ def checkpoint_room(
     return [line]
 
 
-def checkpointed_blocks(config: ResolvedConfig, model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that the configuration has computed again in backward."""
+def checkpointed_blocks(config: ResolvedConfig, node: ModuleNode, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Paths of the blocks that the configuration has computed again in backward. classes: the model's own blocks."""
     every = config.config.activation_checkpointing.every
-    return _blocks(config, model, every) if every else ()
-
-
-def _blocks(config: ResolvedConfig, model: nn.Module, every: int) -> tuple[str, ...]:
-    tree = module_tree(model, compute_dtype=config.compute_dtype)
-    classes = tuple(getattr(model, "_no_split_modules", None) or ())
-    return repeated_blocks(tree, classes=classes, every=every)
+    return repeated_blocks(node, classes=classes, every=every) if every else ()
 
 
 def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: int) -> Capacity:
