@@ -18,7 +18,8 @@ from typing import TypeGuard
 
 # Attributes that torch, ctypes and Python itself mean to be assigned from outside.
 _THEIRS = {
-    "data", "grad", "__class__", "__kwdefaults__", "requires_grad", "training", "forward", "restype", "argtypes",
+    "data", "grad", "__class__", "__dict__", "__kwdefaults__", "requires_grad", "training", "forward",
+    "restype", "argtypes",
 }  # fmt: skip
 # Objects of torch, transformers and the standard library that are meant to be written to: the context of an
 # autograd.Function, the user's modules and tensors, `sys`, a logger, an argparse action.
