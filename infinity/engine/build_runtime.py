@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from functools import partial
 
 from torch import nn
 
@@ -22,7 +23,7 @@ from infinity.observability.progress import StepProgress
 from infinity.ops.adam import set_threads
 from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.factory import Chosen
-from infinity.optim.loss_scaler import LossScaler
+from infinity.optim.loss_scaler import LossScaler, grad_factor
 from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
 from infinity.zero import parameter, weight_tiles
@@ -33,6 +34,7 @@ from infinity.zero.deferred_init import spool_of
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.materialize import Materializer
+from infinity.zero.param_access import ParamAccess
 from infinity.zero.unit import Unit
 
 
@@ -75,10 +77,7 @@ def build_runtime(
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             parameter.attach(param, coordinator, slot.name)
     weight_tiles.adopt_tiles(units, coordinator)
-    for buffer_owner in model.modules():
-        for name, buffer in buffer_owner._buffers.items():
-            if buffer is not None:
-                buffer_owner._buffers[name] = buffer.to(device.torch)
+    _move_buffers(model, device)
     hooks = ModuleHooks(model, units, coordinator, group=groups.world, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
     checkpointing = _checkpointing(config, model, checkpointed, ranks, device, ledger)
@@ -89,12 +88,22 @@ def build_runtime(
     observer = Observer(Breakdown(plan, ledger, store, units, device), config.config, **place)
     progress = StepProgress(config.config, ledger, accelerator=device.own_memory, **place)
     undo.callback(progress.close)
+    scaler = LossScaler.of(config.config.fp16.model_dump()) if config.scales_loss else None
+    averaged = groups.data.size if config.config.gradient_allreduce_op == "mean" else 1
+    factor = partial(grad_factor, scaler, ranks=averaged)
+    access = ParamAccess(plan, store, groups, units, gradients, coordinator, factor)
     return Runtime(
         module=model, config=config, plan=plan, device=device, groups=groups, ledger=ledger, store=store, units=units,
-        gradients=gradients, coordinator=coordinator, hooks=hooks, stepper=stepper, checkpointing=checkpointing,
-        compiled=compiled, observer=observer, progress=progress,
-        scaler=LossScaler.of(config.config.fp16.model_dump()) if config.scales_loss else None,
+        gradients=gradients, coordinator=coordinator, access=access, hooks=hooks, stepper=stepper,
+        checkpointing=checkpointing, compiled=compiled, observer=observer, progress=progress, scaler=scaler,
     )  # fmt: skip
+
+
+def _move_buffers(model: nn.Module, device: Device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device.torch)
 
 
 def _checkpointing(

@@ -353,7 +353,7 @@ class Engine(nn.Module):
         """Return the module's full tensors on rank 0's CPU, gathered unit by unit; {} on other ranks. Collective."""
         self._runtime.hooks.check_tree()
         wanted = self.global_rank == 0
-        params = param_access.full_state_dict(self._runtime, self.module, wanted=wanted)
+        params = param_access.full_state_dict(self._runtime.access, self.module, wanted=wanted)
         buffers = persistent_buffers(self.module) if wanted else {}
         return {**params, **{name: buffer.detach().cpu() for name, buffer in buffers.items()}}
 

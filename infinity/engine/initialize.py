@@ -101,7 +101,7 @@ def initialize(
         scheduler = _scheduler(resolved, lr_scheduler, stepped)
         loader = _loader(resolved, training_data, collate_fn, groups, device)
         engine = Engine(runtime, boundary, stepped, scheduler, loader)
-        runtime.own_parameters()
+        runtime.access.own_parameters()
         undo.pop_all()
     trim()
     for line in [*remarks(question, model, plan, device), _headline(resolved, plan, trained)]:
@@ -161,7 +161,7 @@ def _checked(model: nn.Module | None) -> nn.Module:
                 "pass a model with plain weights, or quantized ones whose parameters are plain int8 or uint8 tensors"
             )
         owner = param.__dict__.get("_infinity_owner")
-        if owner is not None and not owner.health.closed:
+        if owner is not None and not owner.coordinator.closed:
             raise ConfigError(
                 f"{name} belongs to another engine: close() that one first, or give each engine a model of its own"
             )

@@ -22,12 +22,12 @@ from infinity.ops.adam import shutdown_threads
 from infinity.optim.loss_scaler import LossScaler
 from infinity.optim.stepper import Stepper
 from infinity.plan.plan import Plan
-from infinity.zero import parameter
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
+from infinity.zero.param_access import ParamAccess
 from infinity.zero.unit import Unit
 
 
@@ -69,6 +69,7 @@ class Runtime:
     units: list[Unit]
     gradients: Gradients
     coordinator: Coordinator
+    access: ParamAccess
     hooks: ModuleHooks
     checkpointing: Checkpointing
     compiled: CompiledModules
@@ -87,19 +88,12 @@ class Runtime:
     @property
     def grad_factor(self) -> float:
         """What accumulated gradients are multiplied by: averaging over data-parallel ranks, and fp16's unscaling."""
-        ranks = self.groups.data.size if self.config.config.gradient_allreduce_op == "mean" else 1
-        return 1.0 / ranks / self.loss_scale
+        return self.access.grad_factor()
 
     @property
     def skips_nonfinite(self) -> bool:
         """Whether a gradient that is not finite skips the whole step, or (on request) leaves its own elements out."""
         return self.config.checks_gradients or not self.stepper.rule.guarded
-
-    def own_parameters(self) -> None:
-        """Have every parameter of the module name this runtime as the one that trains it."""
-        for unit in self.units:
-            for param in unit.params:
-                parameter.give_to(parameter.whole_of(param), self)
 
     def check(self, verb: str, *, broken_is_fine: bool = False) -> None:
         """Raise what stands against `verb`: StateError in a forked child, for a closed or a broken engine; the error of

@@ -78,3 +78,8 @@ class LossScaler:
         self.scale = float(state["scale"])
         self._patience = int(state["patience"])
         self._good_steps = int(state["good_steps"])
+
+
+def grad_factor(scaler: LossScaler | None, *, ranks: int) -> float:
+    """Return what accumulated gradients are multiplied by: averaging over `ranks` ranks, and fp16's unscaling."""
+    return 1.0 / ranks / (scaler.scale if scaler is not None else 1.0)

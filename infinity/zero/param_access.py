@@ -5,9 +5,9 @@ Both are collective, because a gather is: every rank must enter with the same pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -31,38 +31,35 @@ from infinity.zero.weight_tiles import assembled, tiles_of
 Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
 
-class EngineView(Protocol):
-    """The parts of an engine that this module uses."""
+@dataclass(frozen=True, eq=False)
+class ParamAccess:
+    """Through what the parameters of one engine are read and changed; `own_parameters` has each of them know it.
 
-    @property
-    def plan(self) -> Plan: ...
+    grad_factor: returns what accumulated gradients are multiplied by now (averaging, unscaling).
+    """
 
-    @property
-    def store(self) -> TieredStore: ...
+    plan: Plan
+    store: TieredStore
+    groups: ProcessGroups
+    units: list[Unit]
+    gradients: Gradients
+    coordinator: Coordinator
+    grad_factor: Callable[[], float]
 
-    @property
-    def groups(self) -> ProcessGroups: ...
-
-    @property
-    def coordinator(self) -> Coordinator: ...
-
-    @property
-    def gradients(self) -> Gradients: ...
-
-    @property
-    def units(self) -> list[Unit]: ...
-
-    @property
-    def grad_factor(self) -> float: ...
+    def own_parameters(self) -> None:
+        """Have every parameter of the units name this as the one that trains it."""
+        for unit in self.units:
+            for param in unit.params:
+                parameter.give_to(whole_of(param), self)
 
 
-def owners_of(params: Params) -> list[tuple[EngineView, list[nn.Parameter]]]:
+def owners_of(params: Params) -> list[tuple[ParamAccess, list[nn.Parameter]]]:
     """Group parameters by the engine that trains them; parameters without an engine are left out."""
     if isinstance(params, nn.Module):
         chosen = list(params.parameters())
     else:
         chosen = [params] if isinstance(params, nn.Parameter) else list(params)
-    found: dict[int, tuple[EngineView, list[nn.Parameter]]] = {}
+    found: dict[int, tuple[ParamAccess, list[nn.Parameter]]] = {}
     for param in chosen:
         owner = param.__dict__.get("_infinity_owner")
         if owner is not None:
@@ -70,7 +67,7 @@ def owners_of(params: Params) -> list[tuple[EngineView, list[nn.Parameter]]]:
     return list(found.values())
 
 
-def units_of(owner: EngineView, params: Iterable[nn.Parameter]) -> list[Unit]:
+def units_of(owner: ParamAccess, params: Iterable[nn.Parameter]) -> list[Unit]:
     """Return the units that have `params`, in the plan's order, each once."""
     found: dict[Unit, None] = {}
     for param in params:
@@ -80,7 +77,7 @@ def units_of(owner: EngineView, params: Iterable[nn.Parameter]) -> list[Unit]:
     return sorted(found, key=lambda unit: unit.layout.index)
 
 
-def full_state_dict(owner: EngineView, module: nn.Module, *, wanted: bool) -> dict[str, Tensor]:
+def full_state_dict(owner: ParamAccess, module: nn.Module, *, wanted: bool) -> dict[str, Tensor]:
     """Return a module's full parameters in CPU memory, gathered unit by unit; {} unless `wanted`. Collective."""
     whole: dict[int, Tensor] = {}
     for unit in owner.units:
@@ -172,7 +169,7 @@ def _cut_together(units: list[Unit]) -> list[Unit]:
 
 
 @contextmanager
-def _assembled(owner: EngineView, param: nn.Parameter) -> Iterator[Tensor | None]:
+def _assembled(owner: ParamAccess, param: nn.Parameter) -> Iterator[Tensor | None]:
     """Make a parameter in tiles whole on the device for the block, and yield its data; None for other parameters."""
     tiles = tiles_of(param)
     if tiles is None or not parameter.is_released(param):
@@ -187,7 +184,7 @@ def _assembled(owner: EngineView, param: nn.Parameter) -> Iterator[Tensor | None
         yield data
 
 
-def _write_tiles(owner: EngineView, param: nn.Parameter, data: Tensor, source: int) -> None:
+def _write_tiles(owner: ParamAccess, param: nn.Parameter, data: Tensor, source: int) -> None:
     """Put the changed values of a parameter in tiles into its partitions."""
     tiles = tiles_of(param)
     assert tiles is not None
@@ -214,7 +211,7 @@ def _take(param: nn.Parameter, assigned: Tensor | None, data: Tensor) -> None:
     data.copy_(assigned)
 
 
-def _write_back(owner: EngineView, unit: Unit, old: Tensor) -> None:
+def _write_back(owner: ParamAccess, unit: Unit, old: Tensor) -> None:
     """Put a unit's changed values into its partition and its master."""
     new = unit.local_partition.clone()
     with owner.store.write(unit.key) as (partition,):

@@ -117,9 +117,9 @@ def attach(param: nn.Parameter, keeper: ParamOwner, name: str = "") -> None:
     param.__dict__["_infinity_name"] = name or param.__dict__.get("_infinity_name", "")
 
 
-def give_to(param: nn.Parameter, engine: object) -> None:
-    """Remember which engine trains a parameter of the model (see `infinity.zero.param_access.EngineView`)."""
-    param.__dict__["_infinity_owner"] = engine
+def give_to(param: nn.Parameter, access: object) -> None:
+    """Remember the `infinity.zero.param_access.ParamAccess` of the engine that trains a parameter of the model."""
+    param.__dict__["_infinity_owner"] = access
 
 
 def forget(param: nn.Parameter) -> None:

@@ -12,7 +12,7 @@ from infinity.errors import StateError
 from infinity.memory.master_weights import load_masters, store_masters
 from infinity.plan.layout import Slice, Slot, states_of
 from infinity.plan.types import Key, Kind
-from infinity.zero.param_access import EngineView, units_of
+from infinity.zero.param_access import ParamAccess, units_of
 from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
 
@@ -104,7 +104,7 @@ class ParameterState:
 class _Part:
     """The states of what lies in one slot of one unit: a parameter, or a tile of one."""
 
-    def __init__(self, owner: EngineView, unit: Unit, param: nn.Parameter, slot: Slot) -> None:
+    def __init__(self, owner: ParamAccess, unit: Unit, param: nn.Parameter, slot: Slot) -> None:
         self._owner = owner
         self._unit = unit
         self._param = param
@@ -121,7 +121,7 @@ class _Part:
         if not self.trainable:
             raise StateError(f"{self.slot.name} is frozen and has no {kind}")
         if kind == "grad":
-            return self._owner.gradients.own_sum(self._unit).float().cpu() * self._owner.grad_factor
+            return self._owner.gradients.own_sum(self._unit).float().cpu() * self._owner.grad_factor()
         return self._read_states(self._moment(kind))
 
     def set_own(self, kind: str, own: Tensor) -> None:
@@ -129,7 +129,7 @@ class _Part:
         if kind == "master":
             self._write_master(own)
         elif kind == "grad":
-            self._owner.gradients.replace(self._unit, self._param, own / self._owner.grad_factor)
+            self._owner.gradients.replace(self._unit, self._param, own / self._owner.grad_factor())
         else:
             self._write_states(self._moment(kind), own)
 
