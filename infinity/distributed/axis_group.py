@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.cma_transport import RowCopier
 from infinity.distributed.hang_detection.watchdog import Watchdog
 from infinity.errors import StateError
@@ -31,21 +32,14 @@ DATA, MEETING, PLACE, TAKEN = (kind << _SAID_BITS for kind in (1, 2, 3, 4))
 
 
 @dataclass(slots=True)
-class AxisGroup:
-    """The ranks along one axis and this rank's place among them.
+class AxisGroup(AxisPlace):
+    """The ranks along one axis, with which this rank communicates.
 
-    axis: "world" (every rank) or "data" (ranks that share the partitions of a unit).
-    index: this rank's place, 0 <= index < size; the source of a broadcast is such a place, too.
-    process_group: torch's, over these ranks; None if this rank is alone on the axis or the group is closed.
     channel: the number by which the watchdog knows the process group. Without a watchdog no collective is counted.
     host_waits: whether a wait for a collective stops the host (gloo's does), or only the device.
     reader: copies rows from the memory of members on this host; None if there are none or the device is no CPU.
     """
 
-    axis: str
-    index: int = 0
-    size: int = 1
-    process_group: Any = None
     channel: int = 0
     watchdog: Watchdog | None = None
     host_waits: bool = True

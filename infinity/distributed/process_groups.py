@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
+from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.cma_transport import Introduction, acquaint, log_transport
 from infinity.distributed.hang_detection import process_exit
 from infinity.distributed.hang_detection.mailbox import StoreMailbox
@@ -115,9 +116,8 @@ class ProcessGroups:
             backend = backends.rpartition(":")[2]
             opened = [dist.new_group(backend=name, timeout=timeout) for name in (backend, backend, "gloo")]
             self._notes = dist.PrefixStore(f"infinity/{opened[0].group_name}/", _get_default_store())
-            self.watchdog = Watchdog(
-                self._notes, opened, rank=ranks.rank, world_size=ranks.world_size, seconds=timeout_seconds,
-            )  # fmt: skip
+            world = AxisPlace("world", ranks.rank, ranks.world_size, opened[2])
+            self.watchdog = Watchdog(self._notes, world, opened, seconds=timeout_seconds)
             process_exit.guard(self.watchdog)
         self.data, self.reduction, self.world = (
             AxisGroup(

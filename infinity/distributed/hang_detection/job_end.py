@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.hang_detection.abort import abort
 from infinity.distributed.hang_detection.flight_record import Wait
 from infinity.distributed.hang_detection.judge import INTERRUPT_ENDED_SECONDS, Diagnosis
@@ -29,11 +30,11 @@ class JobEnd:
     raises at its next verb; if it does not come to one, it is interrupted by a signal, whose handler raises.
     """
 
-    def __init__(self, groups: Sequence[Any], *, rank: int, thread_id: int) -> None:
+    def __init__(self, groups: Sequence[Any], world: AxisPlace, *, thread_id: int) -> None:
         self.verdict: Diagnosis | None = None
         self._decided_at = 0.0
         self._groups = list(groups)
-        self._rank = rank
+        self._world = world
         self._thread_id = thread_id
         self._raised = self._interrupted = self._broken = False
 
@@ -75,7 +76,7 @@ class JobEnd:
             return
         waited = time.monotonic() - self._decided_at
         # The rank whose own error it is may be about to end with it.
-        patience = INTERRUPT_ENDED_SECONDS if verdict.rank == self._rank else verdict.interrupt_seconds
+        patience = INTERRUPT_ENDED_SECONDS if verdict.rank == self._world.index else verdict.interrupt_seconds
         if waited < patience or self._thread_id != threading.main_thread().ident or SIGNAL is None:
             return
         if not self._interrupted:
@@ -84,7 +85,7 @@ class JobEnd:
             signal.pthread_kill(self._thread_id, SIGNAL)
         elif waited > patience + _EXIT_SECONDS:
             at = where(self._thread_id)
-            sys.stderr.write(f"infinity: rank {self._rank} does not come back from {at}: {verdict.text}\n")
+            sys.stderr.write(f"infinity: rank {self._world.index} does not come back from {at}: {verdict.text}\n")
             sys.stderr.flush()
             os._exit(1)
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.hang_detection.flight_record import (
     ADVICE,
     Positions,
@@ -70,8 +71,8 @@ class Judgement:
 class Judge:
     """Compares positions with those of before. `seconds`: how long a rank may let others wait (watchdog_seconds)."""
 
-    def __init__(self, rank: int, seconds: float) -> None:
-        self._rank = rank
+    def __init__(self, world: AxisPlace, seconds: float) -> None:
+        self._world = world
         self._seconds = seconds
         # By rank: its latest beat, and when that was first seen here.
         self._seen: dict[int, tuple[int, float]] = {}
@@ -98,7 +99,7 @@ class Judge:
         limit = min(_DEAD_BROKEN_SECONDS if connection_lost else _DEAD_SECONDS, max(self._seconds, 1.0))
         for rank in awaited:
             silent = now - self._seen[rank][1]
-            if silent > limit and rank != self._rank and (connection_lost or limit < self._seconds):
+            if silent > limit and rank != self._world.index and (connection_lost or limit < self._seconds):
                 return Judgement(
                     Diagnosis(
                         f"rank {rank} gives no sign of life for {silent:.0f} s: it was killed or stopped, or its "

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from infinity.distributed.axis_group import AxisGroup
+from infinity.distributed.axis_place import AxisPlace
 
 # Between two polls of the store.
 _LOOK_SECONDS = 0.05
@@ -26,7 +26,7 @@ _SAID_SHARE = 0.05
 class StoreMailbox:
     """One topic's notes. `notes` is the store; None if this rank is the only one, which then reads its own notes."""
 
-    def __init__(self, notes: Any, topic: str, *, group: AxisGroup, timeout_seconds: float) -> None:
+    def __init__(self, notes: Any, topic: str, *, group: AxisPlace, timeout_seconds: float) -> None:
         self._notes = notes
         self._topic = topic
         self._group = group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.hang_detection.collective_log import CollectiveLog
 from infinity.distributed.hang_detection.flight_record import Position, Wait
 from infinity.distributed.hang_detection.thread_stack import where
@@ -16,10 +17,10 @@ BEAT_SECONDS = 0.5
 class PositionReport:
     """This rank's position in the job's store, under "at/RANK". `thread_id`: the training thread."""
 
-    def __init__(self, store: Any, log: CollectiveLog, *, rank: int, thread_id: int) -> None:
+    def __init__(self, store: Any, log: CollectiveLog, world: AxisPlace, *, thread_id: int) -> None:
         self._store = store
         self._log = log
-        self._rank = rank
+        self._world = world
         self._thread_id = thread_id
         self._beat = 0
         # How often other ranks had asked where this one is at the latest report.
@@ -30,9 +31,9 @@ class PositionReport:
     def publish(self, *, connection_lost: bool) -> Position:
         """Write the position of now to the store, and return it."""
         self._beat += 1
-        before, self._asked = self._asked, int(self._store.add(f"asked/{self._rank}", 0))
+        before, self._asked = self._asked, int(self._store.add(f"asked/{self._world.index}", 0))
         mine = self.position(connection_lost=connection_lost, asked=self._asked > before)
-        self._store.set(f"at/{self._rank}", mine.encode())
+        self._store.set(f"at/{self._world.index}", mine.encode())
         return mine
 
     def position(self, *, connection_lost: bool, asked: bool = False) -> Position:
@@ -41,7 +42,7 @@ class PositionReport:
         waited = time.monotonic() - wait.began if wait is not None else 0.0
         shown = waited > BEAT_SECONDS or connection_lost
         return Position(
-            rank=self._rank, beat=self._beat, counts=tuple(log.counts), wait=wait, waited_seconds=waited,
+            rank=self._world.index, beat=self._beat, counts=tuple(log.counts), wait=wait, waited_seconds=waited,
             names=log.recent_names() if shown else (), latest=log.latest, where=self._where(wait, shown, asked),
             failure=log.failure,
         )  # fmt: skip

@@ -37,9 +37,8 @@ def guard(watchdog: Watchdog) -> None:
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
         for each in list(_live):
-            each.leave(
-                f"rank {each.rank} has ended with an exception:\n{text}", interrupt_seconds=INTERRUPT_ENDED_SECONDS
-            )
+            ended = f"rank {each.world.index} has ended with an exception:\n{text}"
+            each.leave(ended, interrupt_seconds=INTERRUPT_ENDED_SECONDS)
         before(kind, error, trace)
 
     sys.excepthook = tell
@@ -51,7 +50,7 @@ def close(watchdog: Watchdog) -> None:
     watchdog.close()
     if watchdog in _live:
         _live.discard(watchdog)
-        if watchdog.rank == 0:
+        if watchdog.world.index == 0:
             _farewells[:] = [watchdog]
 
 
@@ -60,7 +59,7 @@ def leave() -> None:
     for watchdog in list(_live):
         latest = f"its latest collective was {watchdog.log.latest or 'none'}"
         watchdog.leave(
-            f"rank {watchdog.rank}'s process has ended with its engine open; {latest}", interrupt_seconds=None
+            f"rank {watchdog.world.index}'s process has ended with its engine open; {latest}", interrupt_seconds=None
         )
     for watchdog in [*_live, *_farewells]:
         watchdog.linger()

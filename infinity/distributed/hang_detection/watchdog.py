@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.hang_detection.collective_log import CollectiveLog
 from infinity.distributed.hang_detection.flight_record import Position
 from infinity.distributed.hang_detection.job_end import JobEnd
@@ -44,21 +45,21 @@ BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN = 3.0, 30.0
 class Watchdog:
     """One rank's watchdog over the process groups of one engine; created by the training thread.
 
-    store: the job's key-value store. groups: torch's process groups; a channel is an index into them.
-    seconds: how long a rank may let others wait.
+    store: the job's key-value store. world: every rank. groups: torch's process groups; a channel is an index into
+    them. seconds: how long a rank may let others wait.
     """
 
-    def __init__(self, store: Any, groups: Sequence[Any], *, rank: int, world_size: int, seconds: float) -> None:
+    def __init__(self, store: Any, world: AxisPlace, groups: Sequence[Any], *, seconds: float) -> None:
         # Reports must not wait behind the program's own use of the store.
         self._store = store.clone() if hasattr(store, "clone") else store
         with contextlib.suppress(RuntimeError, NotImplementedError):
             self._store.set_timeout(timedelta(seconds=5))
-        self.rank, self._world_size = rank, world_size
+        self.world = world
         thread_id = threading.get_ident()
         self.log = CollectiveLog(len(groups))
-        self.end = JobEnd(groups, rank=rank, thread_id=thread_id)
-        self._report = PositionReport(self._store, self.log, rank=rank, thread_id=thread_id)
-        self._judge = Judge(rank, seconds)
+        self.end = JobEnd(groups, world, thread_id=thread_id)
+        self._report = PositionReport(self._store, self.log, world, thread_id=thread_id)
+        self._judge = Judge(world, seconds)
         # A collective has failed, so the connection to some rank may be gone; and whether the store is.
         self._connection_lost = self._store_lost = False
         # What this rank tells the others when it goes.
@@ -100,10 +101,11 @@ class Watchdog:
         """
         if self._stop:
             return
+        text = f"rank {self.world.index} has closed its engine"
         if self.log.failure:
-            text = f"rank {self.rank} has closed its engine after an error:\n{self.log.failure}"
+            text += f" after an error:\n{self.log.failure}"
         else:
-            text = f"rank {self.rank} has closed its engine; its latest collective was {self.log.latest or 'none'}"
+            text += f"; its latest collective was {self.log.latest or 'none'}"
         self._tell(text, interrupt_seconds=None)
         self._stop = True
         self._woken.set()
@@ -121,10 +123,10 @@ class Watchdog:
 
     def linger(self) -> None:
         """Wait on rank 0 until all ranks have heard the verdict: the store ends with its process."""
-        if self.rank == 0 and not self._store_lost:
+        if self.world.index == 0 and not self._store_lost:
             deadline = time.monotonic() + _HEARD_SECONDS
             with contextlib.suppress(RuntimeError):
-                while self._store.add("heard", 0) < self._world_size and time.monotonic() < deadline:
+                while self._store.add("heard", 0) < self.world.size and time.monotonic() < deadline:
                     time.sleep(0.05)
 
     def stop(self) -> None:
@@ -136,7 +138,7 @@ class Watchdog:
         """Have the thread tell the other ranks, once; wait a moment for it, since the store may not answer."""
         if self._farewell is not None:
             return
-        self._farewell = Diagnosis(text, self.rank, tuple(self.log.counts), interrupt_seconds)
+        self._farewell = Diagnosis(text, self.world.index, tuple(self.log.counts), interrupt_seconds)
         self._woken.set()
         if self._thread.is_alive() and not self._store_lost:
             self._told.wait(_HEARD_SECONDS)
@@ -144,7 +146,7 @@ class Watchdog:
     # The thread.
 
     def _run(self) -> None:
-        pause = BEAT_SECONDS * max(1.0, self._world_size / _BEAT_RANKS)
+        pause = BEAT_SECONDS * max(1.0, self.world.size / _BEAT_RANKS)
         while not self._stop:
             try:
                 if not self._store_lost:
@@ -173,7 +175,7 @@ class Watchdog:
         if self.end.verdict is not None or not (waits or self._connection_lost):
             self._judge.forget()
             return
-        keys = [f"at/{rank}" for rank in range(self._world_size)]
+        keys = [f"at/{rank}" for rank in range(self.world.size)]
         if not self._store.check(keys):
             return
         positions = {rank: Position.decode(text) for rank, text in enumerate(self._store.multi_get(keys))}

@@ -1,0 +1,21 @@
+"""A rank's place among the ranks along one axis: what code that sends nothing itself needs to know of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class AxisPlace:
+    """This rank's place among the ranks along one axis.
+
+    axis: "world" (every rank) or "data" (ranks that share the partitions of a unit).
+    index: 0 <= index < size; the source of a broadcast is such a place, too.
+    process_group: torch's, over these ranks; None if this rank is alone on the axis or the group is closed.
+    """
+
+    axis: str
+    index: int = 0
+    size: int = 1
+    process_group: Any = None
