@@ -132,7 +132,8 @@ def configure(
     """Set all of the simulation's properties; what is not given takes its default.
 
     delays: True for those of `Delays`. devices: their number. limit: reserved bytes of each device. poison: fill freed
-    and fresh memory with NaN. lines: note the program's line with every operation.
+    and fresh memory with NaN. lines: note the program's line with every operation. Kernels use as many
+    threads as torch.get_num_threads() says now, so that sums have the CPU's bits.
     """
     lib = _loaded()
     longest = delays if isinstance(delays, Delays) else Delays() if delays else Delays(0, 0, 0)

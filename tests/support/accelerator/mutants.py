@@ -64,7 +64,9 @@ def copy_up_over_what_compute_reads(healthy: bool) -> bool:
     compute, copies = _streams()
     buffer = torch.full((_NUMEL,), 1.0, device="simulated")
     following = _pinned(7.0)
-    result = torch.zeros(_NUMEL, device="simulated")
+    # The start comes by a copy, so that computation is late.
+    result = torch.empty(_NUMEL, device="simulated")
+    result.copy_(_pinned(0.0), non_blocking=True)
     for _ in range(4):
         result += buffer
     if healthy:

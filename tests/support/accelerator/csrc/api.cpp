@@ -2,6 +2,8 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <ATen/Parallel.h>
+
 #include <cstring>
 #include <sstream>
 #include <string>
@@ -59,7 +61,7 @@ extern "C" {
 
 void simulated_configure(uint64_t seed, uint64_t copy_us, uint64_t event_us, uint64_t operator_us, int poison,
                          int lines, int devices, int64_t limit) {
-  Runtime::get().configure({seed, copy_us, event_us, operator_us, poison != 0, lines != 0}, devices, limit);
+  Runtime::get().configure({seed, copy_us, event_us, operator_us, poison != 0, lines != 0, at::get_num_threads()}, devices, limit);
 }
 
 void simulated_reset() { Runtime::get().reset(); }

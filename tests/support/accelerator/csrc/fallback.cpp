@@ -1,6 +1,7 @@
 // Every other operator: the host works out what the outputs look like, and the operator's CPU kernel runs later, on the
 // thread of the current stream, on CPU tensors over the same device memory. See ../README.md.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
@@ -24,6 +25,12 @@ void with_kernel_state(const std::function<void()>& loop) {
   loop();
 }
 
+void use_kernel_threads(int count) {
+  static thread_local int used = 0;
+  if (count > 0 && count != used) at::set_num_threads(count);
+  used = count;
+}
+
 namespace {
 
 using Stack = torch::jit::Stack;
@@ -31,15 +38,18 @@ using Stack = torch::jit::Stack;
 // What an argument is replaced by, tensor by tensor.
 using Replace = std::function<at::Tensor(const at::Tensor&, bool write)>;
 
-// Operators whose outputs depend on values; others that have no rule for the outputs are added when they are met.
-std::unordered_set<std::string>& synchronous() {
-  static std::unordered_set<std::string> names{
-      "aten::nonzero",      "aten::masked_select", "aten::equal",          "aten::_unique",
-      "aten::_unique2",     "aten::unique_dim",    "aten::is_nonzero",     "aten::unique_consecutive",
-      "aten::bincount",     "aten::is_set_to",     "aten::repeat_interleave", "aten::unique_dim_consecutive"};
+// Operators whose outputs depend on values: the host waits for them.
+const std::unordered_set<std::string>& synchronous() {
+  static const std::unordered_set<std::string> names{
+      "aten::nonzero",     "aten::masked_select", "aten::equal",              "aten::_unique",  "aten::_unique2",
+      "aten::unique_dim",  "aten::is_nonzero",    "aten::unique_consecutive", "aten::bincount", "aten::is_set_to",
+      "aten::repeat_interleave", "aten::unique_dim_consecutive"};
   return names;
 }
-std::mutex synchronous_mutex;
+
+// Overloads that turned out to have no rule for their outputs, so that the next call need not try.
+std::unordered_set<std::string> without_rule;
+std::mutex without_rule_mutex;
 
 // Operators that take CPU tensors beside device tensors as indices.
 bool takes_host_indices(const std::string& name) {
@@ -135,8 +145,9 @@ class Call {
                             each.type()->containedType(0)->kind() == c10::TypeKind::TensorType);
       if (!tensors) return true;
     }
-    std::lock_guard<std::mutex> lock(synchronous_mutex);
-    return synchronous().count(name()) > 0;
+    if (synchronous().count(name()) > 0) return true;
+    std::lock_guard<std::mutex> lock(without_rule_mutex);
+    return without_rule.count(toString(op_.operator_name())) > 0;
   }
 
   bool only_aliases() const {
@@ -263,7 +274,6 @@ class Call {
   }
 
   void translate() {
-    // Before any output exists on the device, a kernel that fails to run leaves nothing behind.
     for (size_t at = 0; at < arguments_.size(); ++at) {
       const auto& value = arguments_[at];
       const auto& argument = schema_.arguments()[at];
@@ -330,8 +340,8 @@ class Call {
     runtime.synchronize(stream, name());
     if (*error) std::rethrow_exception(*error);
     {
-      std::lock_guard<std::mutex> lock(synchronous_mutex);
-      synchronous().insert(name());
+      std::lock_guard<std::mutex> lock(without_rule_mutex);
+      without_rule.insert(toString(op_.operator_name()));
     }
     for (size_t at = 0; at < results->size(); ++at) {
       if (schema_.returns()[at].alias_info()) {

@@ -99,6 +99,7 @@ void Runtime::configure(const Settings& settings, int devices, int64_t limit) {
   std::lock_guard<std::mutex> lock(mutex_);
   settings_ = settings;
   devices_count_ = devices;
+  kernel_threads_ = settings.kernel_threads;
   for (int index = 0; index < devices; ++index) device(index).stats.limit = limit;
   for (auto& each : devices_) {
     if (!each) continue;
@@ -170,6 +171,7 @@ void Runtime::run(Stream* stream) {
       stream->queue.pop_front();
     }
     if (task.delay.count() > 0 && !closed_) std::this_thread::sleep_for(task.delay);
+    use_kernel_threads(kernel_threads_);
     try {
       task.run();
     } catch (const std::exception& error) {

@@ -113,6 +113,8 @@ struct Settings {
   uint64_t operator_us = 0;
   bool poison = true;
   bool lines = true;
+  // Threads of a kernel; 0 leaves them alone.
+  int kernel_threads = 0;
 };
 
 // A quantity now, at most, and all that was ever added.
@@ -165,6 +167,8 @@ class WithoutGil {
 
 // Run a device thread's loop with torch's thread-local state set for kernels. fallback.cpp has it.
 void with_kernel_state(const std::function<void()>& loop);
+// Make kernels of this thread use that many threads: the order of a sum depends on it. fallback.cpp has it.
+void use_kernel_threads(int count);
 
 struct Cells;
 struct Device;
@@ -238,6 +242,7 @@ class Runtime {
   std::mutex mutex_;
   Settings settings_;
   std::atomic<int> devices_count_{1};
+  std::atomic<int> kernel_threads_{0};
   std::vector<std::unique_ptr<Device>> devices_;
   std::atomic<int64_t> fail_at_{0};
   std::atomic<bool> forked_{false};
