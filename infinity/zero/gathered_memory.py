@@ -64,6 +64,7 @@ class GatheredMemory:
             waits = self._store.access.reserved(unit.key)
             while self._copying and self._copying[0].release_lease(wait=waits):
                 self._copying.popleft()
+            self.prefetch(unit)
         if not unit.placed.whole:
             self._make_room(unit)
         try:
@@ -73,6 +74,14 @@ class GatheredMemory:
             raise
         if unit.leasing:
             self._copying.append(unit)
+
+    def prefetch(self, *units: Unit) -> None:
+        """Fetch the partitions of units that will be gathered, in order, as far as there is room. The host may be far
+        ahead of the device: partitions that are still copied from fill the pool, so it waits for the oldest of them.
+        """
+        keys = [unit.key for unit in units]
+        while not self._store.prefetch(*keys) and self._copying:
+            self._copying.popleft().release_lease(wait=True)
 
     def release(self, unit: Unit, *, retain: bool = True) -> None:
         """Release a gathered unit. With `retain`, its bytes may stay for the next gathers."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
 
 from infinity.distributed.collectives import Reduction
+from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.observability import trace
@@ -22,6 +23,7 @@ class _Arrival(NamedTuple):
     """Copies from the device into a unit's partition, and the lease of the partition that they need."""
 
     unit: Unit
+    partition: Partition
     lease: ExitStack
     copies: list[Transfer]
 
@@ -48,36 +50,34 @@ class GradientPartitions:
 
     def put_sums(self, unit: Unit, reduced: Reduction, *, first: bool) -> None:
         """Replace (`first`) or add this rank's slice of a sum over ranks."""
-        with self._beginning(unit) as (target, copies), trace.span(trace.COPY, "sum"):
+        with self._beginning(unit) as (target, copies, before), trace.span(trace.COPY, "sum"):
             if first and not self._device.is_accelerator:
                 reduced.leave_in(target)
                 return
             for begin, piece in reduced.sums():
-                copies.append(self._put(target[begin:][: piece.numel()], piece, first))
+                copies.append(self._put(target[begin:][: piece.numel()], piece, first, before))
 
     def put_own(self, unit: Unit, *, first: bool) -> None:
         """Replace or add the gradients on the unit's parameters, of a rank that is alone. Without one it is zero."""
-        with self._beginning(unit) as (target, copies):
+        with self._beginning(unit) as (target, copies, before):
             for slot, param in zip(unit.layout.slots, unit.params, strict=True):
                 piece = target[slot.offset : slot.offset + slot.numel]
                 if param.grad is not None:
-                    copies.append(self._put(piece, param.grad.reshape(-1), first))
+                    copies.append(self._put(piece, param.grad.reshape(-1), first, before))
                 elif first:
                     piece.zero_()
 
     def put_zero(self, unit: Unit) -> None:
         """Replace a unit's gradients by zero."""
-        with self._beginning(unit) as (target, _):
+        with self._beginning(unit) as (target, *_):
             target.zero_()
 
-    def arrive(self, *, wait: bool = False, unit: Unit | None = None) -> list[Unit]:
-        """End copies, in their order, and return the units whose gradients have arrived with them.
-
-        Those that are over; all of them to `wait`; those of `unit`, if there are any, and before.
+    def arrive(self, *, wait: bool = False) -> list[Unit]:
+        """End copies, in their order: those that are over, or all of them to `wait`. Returns the units whose gradients
+        have arrived with them.
         """
         arrived: list[Unit] = []
-        due = max((count for count, each in enumerate(self._arriving, 1) if wait or each.unit is unit), default=0)
-        while self._arriving and (len(arrived) < due or all(copy.done() for copy in self._arriving[0].copies)):
+        while self._arriving and (wait or all(copy.done() for copy in self._arriving[0].copies)):
             each = self._arriving.popleft()
             with each.lease, trace.span(trace.WAIT, "copy from the device", key_of(each.unit)):
                 for copy in each.copies:
@@ -86,18 +86,26 @@ class GradientPartitions:
         return arrived
 
     @contextmanager
-    def _beginning(self, unit: Unit) -> Iterator[tuple[Tensor, list[Transfer]]]:
-        """(the partition to write, the copies that the block adds); they hold the lease until `arrive`."""
-        assert all(each.unit is not unit for each in self._arriving)
+    def _beginning(self, unit: Unit) -> Iterator[tuple[Tensor, list[Transfer], list[Transfer]]]:
+        """(the partition to write, the copies that the block adds, the unit's copies that are still arriving). All of
+        them hold the lease until `arrive`.
+        """
+        before = next((each for each in self._arriving if each.unit is unit), None)
         copies: list[Transfer] = []
         with ExitStack() as lease:
-            (partition,) = lease.enter_context(self._store.write(key_of(unit)))
-            yield partition.view(Kind.GRAD), copies
-            self._arriving.append(_Arrival(unit, lease.pop_all(), copies))
+            if before is None:
+                (partition,) = lease.enter_context(self._store.write(key_of(unit)))
+            else:
+                self._arriving.remove(before)
+                lease.push(before.lease)
+                partition = before.partition
+            yield partition.view(Kind.GRAD), copies, before.copies if before is not None else []
+            copies += before.copies if before is not None else []
+            self._arriving.append(_Arrival(unit, partition, lease.pop_all(), copies))
 
-    def _put(self, target: Tensor, source: Tensor, first: bool) -> Transfer:
+    def _put(self, target: Tensor, source: Tensor, first: bool, before: Sequence[Transfer]) -> Transfer:
         """Replace or add, in the target's dtype, across devices."""
-        return self._device.copy(target, source) if first else self._device.add(target, source)
+        return self._device.copy(target, source) if first else self._device.add(target, source, before)
 
 
 def key_of(unit: Unit) -> Key:

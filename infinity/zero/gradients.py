@@ -246,7 +246,7 @@ class Gradients:
         """
         first = unit not in self._begun
         self._begun.add(unit)
-        self._end_copies(unit=unit)
+        self._end_copies()
         if reduced is not None:
             self._partitions.put_sums(unit, reduced, first=first)
         elif self._alone:
@@ -276,10 +276,10 @@ class Gradients:
         if (finished := self._reducer.wait()) is not None:
             self._accumulate(*finished)
 
-    def _end_copies(self, *, wait: bool = False, unit: Unit | None = None) -> None:
-        """End copies from the device: those that are over, all to `wait`, or those of a unit and before."""
-        for each in self._partitions.arrive(wait=wait, unit=unit):
-            self._tell(each)
+    def _end_copies(self, *, wait: bool = False) -> None:
+        """End copies from the device: those that are over, or all of them to `wait`."""
+        for unit in self._partitions.arrive(wait=wait):
+            self._tell(unit)
 
     def _tell(self, unit: Unit) -> None:
         # The unit's weights were copied out of their partition before its gradients came: a step may write it now.

@@ -14,7 +14,7 @@ from infinity.plan.types import Key, Kind
 
 
 class PartitionCopy:
-    """Copies the partition `key`, one copy at a time. Until the lease is released the partition must not be written,
+    """Copies the partition `key`. Until the lease is released the partition must not be written,
     nor its buffer go back to its pool.
     """
 
@@ -27,8 +27,11 @@ class PartitionCopy:
         self.leasing = False
 
     def start(self, target: Tensor) -> Transfer:
-        """Lease the partition, waiting for it, and submit its copy into `target` [numel / parts]."""
-        self.release_lease(wait=True)
+        """Lease the partition, waiting for it, and submit its copy into `target` [numel / parts].
+
+        Copies end in the order in which they begin, so the lease of one that still runs ends with this one's.
+        """
+        self.release_lease(wait=False)
         (partition,) = self._lease.enter_context(self._store.read(self._key))
         self.leasing = True
         self._transfer = self._device.copy(target, partition.view(Kind.PARAM))

@@ -164,14 +164,14 @@ class Prefetcher:
         late, self._late = self._late, []
         for unit in (*late, *(self._units[index] for index in now.schedule.gather_ahead[now.cursor])):
             if not self._plan.policy.gather_ahead:
-                self._store.prefetch(unit.key)
+                self._memory.prefetch(unit)
             elif self._collective or self._store.readable_now(unit.key):
                 self._memory.gather(unit)
             else:
                 # Waiting for the drive would keep the unit of this use from being computed with.
-                self._store.prefetch(unit.key)
+                self._memory.prefetch(unit)
                 self._late.append(unit)
-        self._store.prefetch(*(self._units[index].key for index in now.schedule.fetch_ahead[now.cursor]))
+        self._memory.prefetch(*(self._units[index] for index in now.schedule.fetch_ahead[now.cursor]))
 
     def _schedule(self, trace: tuple[UnitAccess, ...]) -> FetchSchedule:
         if trace not in self._known:

@@ -21,6 +21,7 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -124,9 +125,9 @@ class Device:
             target.copy_(source)
         return Completed()
 
-    def add(self, target: Tensor, source: Tensor) -> Transfer:
-        """`target += source`, flat, under the rules of `copy`; `source` lies on the device. A target in CPU memory
-        travels to the device and back, where the sum costs the host nothing.
+    def add(self, target: Tensor, source: Tensor, after: Sequence[Transfer] = ()) -> Transfer:
+        """`target += source`, flat, under the rules of `copy`, once the copies `after` have written the target. A
+        target in CPU memory travels to the device and back, where the sum costs the host nothing.
 
         Where the dtypes differ torch casts all of the source first, on the CPU into memory of its own; there it is
         given a part at a time.
@@ -257,13 +258,18 @@ class Accelerator(Device):
             return Completed()
         return self._copy_up(target, source) if to_device else self._copy_down(target, source)
 
-    def add(self, target: Tensor, source: Tensor) -> Transfer:
+    def add(self, target: Tensor, source: Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         if self.holds(target):
             target.add_(source.to(self.torch))
             return Completed()
         if not self.holds(source):
+            for transfer in after:
+                self.arrived(transfer)
             return super().add(target, source)
         total = self.empty(target.numel(), target.dtype)
+        with self._up:
+            for transfer in after:
+                transfer.wait()
         return self._copy_down(target, source, total, self._copy_up(total, target))
 
     def before_overwrite(self, tensor: Tensor) -> None:
@@ -278,7 +284,8 @@ class Accelerator(Device):
 
     def arrived(self, transfer: Transfer) -> None:
         if isinstance(transfer, StreamTransfer):
-            transfer.synchronize()
+            if not transfer.done():
+                transfer.synchronize()
         else:
             transfer.wait()
 
