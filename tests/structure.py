@@ -38,6 +38,7 @@ PAIRS = {
     "show": "each module of a command that prints a table has it",
     "adam_step": "the door in ops/adam, its CUDA path in ops/kernels, its reference implementation in ops/reference",
     "grad_stats": "as adam_step",
+    "read_grad_stats": "as adam_step, but for the door",
     "join": "as adam_step",
     "split": "as adam_step",
 }

@@ -89,8 +89,8 @@ def provided(*extras: str) -> set[str]:
 def undeclared(folder: str) -> Iterator[str]:
     """Imports of a folder that nothing declares for it."""
     extras = {
-        "examples": ("examples",), "benchmarks": ("dev", "examples"), "tests": ("dev", "examples", "tensorboard"),
-        "docs": ("docs",),
+        "examples": ("examples",), "benchmarks": ("dev", "examples"), "docs": ("docs",),
+        "tests": ("dev", "examples", "tensorboard", "liger"),
     }  # fmt: skip
     known = {*sys.stdlib_module_names, *FOLDERS, *provided(*extras.get(folder, ()))}
     if folder == "benchmarks":

@@ -69,6 +69,7 @@ def show(facts: Facts) -> str:
     rows = [
         ["Python", facts.python], ["packages", _package_words(facts)], ["extras", _extra_words(facts)],
         ["accelerator", facts.accelerator or ("none" if facts.backend else "")], ["compiler", facts.compiler or "none"],
+        ["Liger-Kernel", _liger_words(facts)],
         ["optimizer", f"{facts.adam}; {facts.simd}"],
         ["I/O back end", f"{facts.backend}; {'; '.join(_backend_words(facts))}" if facts.backend else ""],
         ["processor", facts.processor], ["cores", _core_words(facts)], ["memory", _memory_words(facts)],
@@ -204,6 +205,21 @@ def _extra_words(facts: Facts) -> str:
     missing = [each.extra for each in facts.packages if each.extra and not each.version]
     words = [", ".join(there), f"not installed: {', '.join(missing)}" if missing else ""]
     return "; ".join(filter(None, words))
+
+
+def _liger_words(facts: Facts) -> str:
+    """Return what `"kernels": {"liger": "auto"}` does here; empty if the extras were not looked at."""
+    package = next((each for each in facts.packages if each.extra == "liger"), None)
+    if package is None:
+        return ""
+    reasons = [] if facts.accelerator.startswith("cuda") else ["there is no CUDA device"]
+    if not package.version:
+        reasons.append("liger-kernel is not installed (pip install 'infinity-engine[liger]')")
+    elif package.trouble:
+        reasons.append(f"{_named(package)} cannot be imported: {package.trouble}")
+    if reasons:
+        return f'kernels.liger "auto" does nothing here: {", and ".join(reasons)}'
+    return f'{package.version}, used by models that it knows if kernels.liger is true or "auto"'
 
 
 def _backend_words(facts: Facts) -> list[str]:

@@ -20,6 +20,7 @@ EXTRAS = {
     "hf": ("transformers", "infinity.integrations.huggingface"),
     "tensorboard": ("tensorboard", "torch.utils.tensorboard"),
     "wandb": ("wandb", "wandb"), "completion": ("shtab", "shtab"),
+    "liger": ("liger-kernel", "liger_kernel.transformers"),
 }  # fmt: skip
 # The modules behind `infinity.initialize`, the checkpoint commands and the estimator.
 _OURS = ("infinity.engine.initialize", "infinity.cli.ckpt", "estimators.cli")

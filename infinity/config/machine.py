@@ -1,11 +1,11 @@
-"""The sections about the machine: NVMe access, memory limits, and the recorded timeline of a step."""
+"""The sections about the machine: NVMe access, memory limits, fused layers, and the recorded timeline of a step."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 from infinity.config.section import Also, NoEffect, Refused, Section
-from infinity.config.values import Check, Count, Flag, Limit, Picture, Shares
+from infinity.config.values import Check, Count, Flag, FlagOrAuto, Limit, Picture, Shares
 
 _ASYNCHRONOUS = NoEffect("requests are always submitted in batches, and no thread waits for a single one")
 
@@ -62,6 +62,16 @@ class Memory(Section):
     cpu: TierLimit = TierLimit()
     nvme: TierLimit = TierLimit()
     activations: ActivationReserve = ActivationReserve()
+
+
+class Kernels(Section):
+    """Ours. Fused layers of other packages (docs/internals_kernels.md)."""
+
+    liger: FlagOrAuto = False
+    """Train the transformers models that Liger-Kernel knows with its norms, rotary embeddings, MLPs and losses without
+    logits, on a CUDA device; the extra infinity-engine[liger] installs it. true refuses to train where that is
+    impossible, "auto" trains without. Losses and gradients differ from those of the plain layers by rounding; with
+    labels, the output of a training forward has no logits."""
 
 
 class TimelineSection(Section):

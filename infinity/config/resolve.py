@@ -326,6 +326,10 @@ def _by_budget(config: Config, context: ResolveContext, default: Any) -> tuple[A
     return "auto", "filled by budget when the plan is made: docs/memory.md"
 
 
+def _where_possible(config: Config, context: ResolveContext, default: Any) -> tuple[Any, str]:
+    return "auto", "on where Liger-Kernel, a CUDA device and a model that it knows are"
+
+
 _PRECISIONS = frozenset({"bf16.enabled", "fp16.enabled"})
 # The sizes that the DeepSpeed integration of transformers sets for "auto": path -> (words, elements of a hidden size).
 _SIZES: dict[str, tuple[str, Callable[[int], int]]] = {
@@ -336,6 +340,7 @@ _SIZES: dict[str, tuple[str, Callable[[int], int]]] = {
 _RULES: dict[str, _Rule] = {
     "zero_optimization.offload_param.device": _by_budget,
     "zero_optimization.offload_optimizer.device": _by_budget,
+    "kernels.liger": _where_possible,
     "bf16.enabled": _precision("bf16"),
     "fp16.enabled": _precision("fp16"),
     "optimizer.params.lr": _known("optimizer_lr", "the optimizer's learning rate"),

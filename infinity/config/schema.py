@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr
 
 from infinity.config.checkpointing import ActivationCheckpointing
-from infinity.config.machine import Aio, Memory, TimelineSection
+from infinity.config.machine import Aio, Kernels, Memory, TimelineSection
 from infinity.config.monitoring import CsvMonitor, TensorBoard, Wandb
 from infinity.config.optimizer import AnyOptimizer
 from infinity.config.section import Absent, Also, NoEffect, Refused, Section, mark, reply_of, section_leaves
@@ -210,6 +210,7 @@ class Config(Section):
     zero_optimization: ZeroOptimization = ZeroOptimization()
     aio: Aio = Aio()
     memory: Memory = Memory()
+    kernels: Kernels = Kernels()
     timeline: TimelineSection = TimelineSection()
     tensorboard: TensorBoard = TensorBoard()
     csv_monitor: CsvMonitor = CsvMonitor()

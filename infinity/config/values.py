@@ -145,6 +145,10 @@ def _check(value: Any) -> bool | str:
     return value.lower() if isinstance(value, str) and value.lower() == "sampled" else read_flag(value)
 
 
+def _flag_or_auto(value: Any) -> bool | str:
+    return value.lower() if isinstance(value, str) and value.lower() == "auto" else read_flag(value)
+
+
 def _limit(value: Any) -> int | Share | None:
     return None if value is None else parse_limit(value)
 
@@ -155,6 +159,7 @@ def _expected(words: str, convert: Callable[[Any], Any]) -> BeforeValidator:
 
 Flag = Annotated[bool, _expected("true or false", read_flag)]
 Check = Annotated[bool | Literal["sampled"], _expected('true, false or "sampled"', _check)]
+FlagOrAuto = Annotated[bool | Literal["auto"], _expected('true, false or "auto"', _flag_or_auto)]
 Int = Annotated[int, _expected("a whole number", _whole())]
 Natural = Annotated[int, _expected("a whole number of at least 0", _whole(0))]
 Count = Annotated[int, _expected("a whole number of at least 1", _whole(1))]

@@ -25,6 +25,7 @@ from infinity.engine.build_runtime import build_runtime
 from infinity.engine.data import Loader, Workers
 from infinity.engine.engine import Engine
 from infinity.engine.launch import check_arguments, configuration_of
+from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, groups_of
 from infinity.engine.preflight import checkpointed_blocks, preflight, remarks
 from infinity.engine.step import Boundary
@@ -92,6 +93,7 @@ def initialize(
         trained = _trained(resolved, model, model_parameters, optimizer)
         plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec)
         agree_on_plan(plan, groups.world)
+        applied = apply_liger(resolved.config.kernels.liger, model, device.torch, plan.layouts)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
         again = checkpointed_blocks(resolved, question.node, question.blocks)
         runtime = build_runtime(resolved, model, plan, groups, device, trained.optimizer, ledger, undo, again)
@@ -104,7 +106,7 @@ def initialize(
         runtime.access.own_parameters()
         undo.pop_all()
     trim()
-    for line in [*remarks(question, model, plan, device), _headline(resolved, plan, trained)]:
+    for line in [*remarks(question, model, plan, device), *applied, _headline(resolved, plan, trained)]:
         logger.info(line)
     return engine, stepped, loader, scheduler
 

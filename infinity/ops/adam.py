@@ -117,17 +117,15 @@ def grad_stats(tensors: Sequence[Tensor], native: bool | None = None) -> list[Gr
     """Return sum of squares and count of non-finite elements of each tensor.
 
     Arguments:
-        tensors: [numel] fp32, bf16 or fp16, contiguous, all on the CPU or all on one device; the host waits for
-            the device.
+        tensors: [numel] fp32, bf16 or fp16, contiguous, all on the CPU or all on one other device, for which the host
+            waits once.
         native: as in `adam_step`.
 
     The order of additions depends on the tensor alone: blocks of 4096 elements from its start, in a block 16 fp64 lanes
     (index % 16) added pairwise, blocks added in order.
     """
     if tensors and not tensors[0].is_cpu:
-        there = kernels.grad_stats(tensors)
-        pairs = zip(there.sum_of_squares.tolist(), there.nonfinite_count.tolist(), strict=True)
-        return [GradStats(*pair) for pair in pairs]
+        return [GradStats(*pair) for pair in kernels.read_grad_stats(tensors)]
     for index, tensor in enumerate(tensors):
         check_tensor(f"tensors[{index}]", tensor, FLOATS, tensor.numel())
     if not _runtime.uses_native(native):

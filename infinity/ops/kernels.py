@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from infinity.ops import build, reference
-from infinity.ops.tensor_arguments import DTYPE_CODES, FLOATS, address, check_tensor
+from infinity.ops.tensor_arguments import CPU, DTYPE_CODES, FLOATS, address, check_tensor
 
 _NO_TARGET = -1
 # cudaErrorInsufficientDriver, cudaErrorNoKernelImageForDevice, cudaErrorUnsupportedPtxVersion
@@ -72,6 +72,17 @@ def grad_stats(tensors: Sequence[Tensor]) -> DeviceStats:
     return cast_stats(tensors, None)
 
 
+def read_grad_stats(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
+    """Return what `grad_stats` returns as numbers: (sum of squares, non-finite elements). The host waits once."""
+    device = _device_of(tensors, None)
+    if not available(device):
+        return reference.read_grad_stats(tensors)
+    stats = grad_stats(tensors)
+    # A count is exact in fp64.
+    sums, counts = torch.stack([stats.sum_of_squares, stats.nonfinite_count.double()]).tolist()
+    return list(zip(sums, map(int, counts), strict=True))
+
+
 def cast_stats(sources: Sequence[Tensor], targets: Sequence[Tensor] | None, scale: float = 1.0) -> DeviceStats:
     """Set targets = scale * sources and return the statistics of the targets, in one pass.
 
@@ -83,16 +94,10 @@ def cast_stats(sources: Sequence[Tensor], targets: Sequence[Tensor] | None, scal
     Raises:
         ValueError: the tensors do not fit each other.
     """
+    device = _device_of(sources, targets)
     pairs = list(zip(sources, [None] * len(sources) if targets is None else targets, strict=True))
-    for index, (source, target) in enumerate(pairs):
-        check_tensor(f"sources[{index}]", source, FLOATS, source.numel(), sources[0].device)
-        if target is not None:
-            if target.numel() != source.numel():
-                raise ValueError(f"targets[{index}] has {target.numel()} elements, its source {source.numel()}")
-            check_tensor(f"targets[{index}]", target, FLOATS, source.numel(), sources[0].device)
     if not pairs:
         return DeviceStats(*(torch.zeros(0, dtype=kind, device="cpu") for kind in (torch.float64, torch.int64)))
-    device = sources[0].device
     if not available(device):
         return _reference(pairs, scale)
     table = (_CastC * len(pairs))(*(_record(source, target, scale) for source, target in pairs))
@@ -103,6 +108,18 @@ def cast_stats(sources: Sequence[Tensor], targets: Sequence[Tensor] | None, scal
     nonfinite = torch.empty(len(pairs), dtype=torch.int64, device=device)
     _call("infinity_kernels_cast", device, table, count, *map(address, (workspace, sums, nonfinite)))
     return DeviceStats(sums, nonfinite)
+
+
+def _device_of(sources: Sequence[Tensor], targets: Sequence[Tensor] | None) -> torch.device:
+    """Return the device of all tensors; raise ValueError if they do not fit each other."""
+    device = sources[0].device if sources else CPU
+    for index, source in enumerate(sources):
+        check_tensor(f"sources[{index}]", source, FLOATS, source.numel(), device)
+    for index, (source, target) in enumerate(zip(sources, targets, strict=True) if targets is not None else ()):
+        if target.numel() != source.numel():
+            raise ValueError(f"targets[{index}] has {target.numel()} elements, its source {source.numel()}")
+        check_tensor(f"targets[{index}]", target, FLOATS, source.numel(), device)
+    return device
 
 
 class _CastC(ctypes.Structure):
@@ -123,20 +140,16 @@ def _record(source: Tensor, target: Tensor | None, scale: float) -> _CastC:
 
 
 def _reference(pairs: Sequence[tuple[Tensor, Tensor | None]], scale: float) -> DeviceStats:
-    """Return the result of `cast_stats`, computed in torch; the host waits once, for the blocks of all tensors."""
+    """Return the result of `cast_stats`, computed in torch; the host waits for the blocks of all tensors together."""
     device = pairs[0][0].device
     factor = ctypes.c_float(scale).value
-    blocks = []
     for source, target in pairs:
         if target is not None:
             target.copy_(source.float() * factor)
-        blocks.append(reference.block_sums(source if target is None else target))
-    there = torch.cat(blocks).cpu()
-    found = [reference.stats_of(part.tolist()) for part in there.split([each.numel() for each in blocks])]
-    sums, counts = zip(*found, strict=True)
-    return DeviceStats(
-        torch.tensor(sums, dtype=torch.float64, device=device), torch.tensor(counts, dtype=torch.int64, device=device)
-    )
+    found = reference.read_grad_stats([source if target is None else target for source, target in pairs])
+    # A count is exact in fp64.
+    sums, counts = torch.tensor(found, dtype=torch.float64, device="cpu").t().to(device)
+    return DeviceStats(sums, counts.long())
 
 
 @functools.cache

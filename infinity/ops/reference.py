@@ -8,7 +8,8 @@ odd (Boldo and Melquiond, 2008) makes the final rounding to fp32 equal to that o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -83,7 +84,20 @@ def _root(squares: Tensor) -> Tensor:
 
 def grad_stats(tensor: Tensor) -> tuple[float, int]:
     """Return (sum of squares of the finite elements in fp64, number of the others), as kernel.inl does."""
-    return stats_of(block_sums(tensor).tolist())
+    return read_grad_stats([tensor])[0]
+
+
+def read_grad_stats(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
+    """Return `grad_stats` of each tensor; they are on one device, for which the host waits once."""
+    blocks = [block_sums(tensor) for tensor in tensors]
+    numbers = iter(torch.cat(blocks).tolist())
+    found = []
+    for each in blocks:
+        nonfinite, total = int(next(numbers)), 0.0
+        for block in islice(numbers, each.numel() - 1):
+            total += block
+        found.append((total, nonfinite))
+    return found
 
 
 def block_sums(tensor: Tensor) -> Tensor:
@@ -108,14 +122,6 @@ def block_sums(tensor: Tensor) -> Tensor:
         parts.append(lanes.flatten())
     # A count is exact in fp64.
     return torch.cat([part.double() for part in parts])
-
-
-def stats_of(sums: list[float]) -> tuple[float, int]:
-    """Return (sum of squares, number of non-finite elements) of a tensor from its `block_sums`, added in order."""
-    total = 0.0
-    for block in sums[1:]:
-        total += block
-    return total, int(sums[0])
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -92,6 +92,30 @@ def test_an_extra_that_is_not_installed_is_shown_and_not_complained_about():
     assert "hf (transformers 5.24); not installed: wandb" in show(facts)
 
 
+@pytest.mark.parametrize(
+    ("package", "accelerator", "words"),
+    [
+        (Package("liger-kernel", "", "not installed", "liger"), "cuda:0",
+         'kernels.liger "auto" does nothing here: liger-kernel is not installed '
+         "(pip install 'infinity-engine[liger]')"),
+        (Package("liger-kernel", "0.8.5", "No module named 'triton'", "liger"), "cuda:0",
+         "kernels.liger \"auto\" does nothing here: liger-kernel 0.8.5 cannot be imported: No module named 'triton'"),
+        (Package("liger-kernel", "0.8.5", extra="liger"), "",
+         'kernels.liger "auto" does nothing here: there is no CUDA device'),
+        (Package("liger-kernel", "", "not installed", "liger"), "",
+         'kernels.liger "auto" does nothing here: there is no CUDA device, and liger-kernel is not installed '
+         "(pip install 'infinity-engine[liger]')"),
+        (Package("liger-kernel", "0.8.5", extra="liger"), "cuda:0",
+         '0.8.5, used by models that it knows if kernels.liger is true or "auto"'),
+    ],
+)  # fmt: skip
+def test_one_line_says_what_liger_does_here(package: Package, accelerator: str, words: str) -> None:
+    facts = replace(GOOD, packages=(*WORKS, package), accelerator=accelerator)
+    (line,) = [line for line in show(facts).splitlines() if line.startswith("Liger-Kernel")]
+    assert line.removeprefix("Liger-Kernel").strip() == words
+    assert "Liger" not in show(GOOD), "where a required package is missing, extras are not looked at"
+
+
 def test_it_vouches_for_what_is_declared_and_imports_it():
     assert {*REQUIRED} == {requirement.name for requirement in bare.declared()}
     extras = bare.project()["optional-dependencies"]

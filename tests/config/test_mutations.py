@@ -31,6 +31,7 @@ _EVERYTHING = {
     "zero_optimization": {"leaf_module": {"names": ["a"]}, "prefetch_bucket_size": 10, "cpu_offload": True},
     "memory": {"gpu": {"max_bytes": "1GB"}, "nvme": {"max_bytes": None}},
     "timeline": {"path": None, "step": 2},
+    "kernels": {"liger": False},
     "wandb": {"enabled": False, "team": "x", "project": "y"},
     "csv_monitor": {"enabled": False, "output_path": "x", "job_name": "y"},
     "comet": {"enabled": False, "project": "y"},

@@ -250,6 +250,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "memory.gpu": {"max_bytes": None},
     "memory.nvme": {"max_bytes": None},
     "timeline": {"path": None, "step": 4},
+    "kernels": {"liger": False},
     "tensorboard": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
     "csv_monitor": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
     "wandb": {"enabled": False, "group": None, "team": None, "project": "deepspeed"},

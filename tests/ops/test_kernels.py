@@ -16,7 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +26,8 @@ from torch import Tensor
 
 from infinity.errors import ExtensionError
 from infinity.ops import adam, build, kernels, reference
+from tests.support import accelerator
+from tests.support.accelerator.process import AcceleratedProcess
 from tests.support.clock import usual_seconds
 from tests.support.pieces import DTYPES, HYPERS, STORAGES, make_piece, on_device, same, states, table_of, values
 
@@ -138,16 +140,67 @@ def test_the_fallback_of_a_step_does_not_wait_for_its_device(rule: str, storage:
     assert isinstance(left_out, Tensor) and left_out.is_meta and left_out.dtype is torch.int64
 
 
-def test_the_fallback_of_a_norm_waits_once_for_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_norm_do_not_wait_for_their_device() -> None:
     blocks = reference.block_sums(torch.empty(600_000, dtype=torch.bfloat16, device="meta"))
     assert blocks.is_meta and blocks.shape == (1 + 147,)
-    sources = [values(numel, torch.Generator().manual_seed(5)) for numel in (0, 5, 4097, 300_000)]
-    waits: list[int] = []
-    to_host = Tensor.cpu
-    monkeypatch.setattr(Tensor, "cpu", lambda tensor: (waits.append(tensor.numel()), to_host(tensor))[1])
-    stats = kernels.grad_stats(sources)
-    assert waits == [4 + 0 + 1 + 2 + 74]
-    assert list(zip(*map(Tensor.tolist, stats), strict=True)) == [tuple(each) for each in adam.grad_stats(sources)]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[AcceleratedProcess]:
+    """A process whose accelerator is one that the kernels do not know."""
+    try:
+        process = AcceleratedProcess()
+    except accelerator.Unavailable as reason:
+        pytest.skip(str(reason))
+    with process:
+        yield process
+
+
+def stops_of(run: Callable[[], object]) -> int:
+    """Return how often the host waits for the simulated accelerator in `run`."""
+    begin = len(accelerator.log())
+    run()
+    return sum(operation.kind == "host wait" for operation in accelerator.log()[begin:])
+
+
+def check_steps_on_an_accelerator() -> None:
+    device = torch.device("simulated", 0)
+    for hyper in HYPERS.values():
+        pieces = [make_piece(3000, storage, dtype, hyper) for storage in STORAGES for dtype in DTYPES]
+        above = [on_device(piece, device) for piece in pieces]
+        counts: list[int | Tensor] = []
+        assert (
+            stops_of(lambda above=above, counts=counts: counts.append(adam.adam_step(above, step=1, grad_scale=0.5)))
+            == 0
+        )
+        assert int(counts[0]) == adam.adam_step(pieces, step=1, grad_scale=0.5) > 0
+        for piece, other in zip(pieces, above, strict=True):
+            assert all(map(same, [state.cpu() for state in states(other)], states(piece)))
+    assert not accelerator.races()
+
+
+def check_norms_on_an_accelerator() -> None:
+    generator = torch.Generator().manual_seed(5)
+    below = [values(numel, generator).to(DTYPES[numel % 3]) for numel in (0, 5, 4097, 300_000)]
+    above = [each.to("simulated") for each in below]
+    found: list[list[adam.GradStats]] = []
+    assert stops_of(lambda: found.append(adam.grad_stats(above))) == 1
+    assert found == [adam.grad_stats(below)]
+    # The numbers go back up.
+    stats: list[kernels.DeviceStats] = []
+    assert stops_of(lambda: stats.append(kernels.grad_stats(above))) == 2
+    assert list(zip(*map(Tensor.tolist, stats[0]), strict=True)) == [tuple(each) for each in found[0]]
+    assert not accelerator.races()
+
+
+def test_every_rule_steps_on_an_accelerator_without_kernels_and_the_host_does_not_wait(
+    process: AcceleratedProcess,
+) -> None:
+    process.run(check_steps_on_an_accelerator)
+
+
+def test_a_norm_on_an_accelerator_without_kernels_waits_once_for_all_tensors(process: AcceleratedProcess) -> None:
+    process.run(check_norms_on_an_accelerator)
 
 
 @needs_compiler
