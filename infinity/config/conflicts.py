@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from infinity.config.schema import Config
+from infinity.config.tiers import drive_names
 from infinity.config.training import OneCycleConfig, WarmupCosineLRConfig, WarmupDecayLRConfig
-from infinity.config.values import DRIVE_TIERS
 
 
 def conflicts(config: Config) -> list[str]:
@@ -63,7 +63,7 @@ def _offload(config: Config) -> list[str]:
             "zero_optimization.stage to 3, or offload only the optimizer with offload_optimizer"
         )
     for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
-        if section is not None and section.device in DRIVE_TIERS and section.nvme_path is None:
+        if section is not None and section.device in drive_names() and section.nvme_path is None:
             complaints.append(
                 f'zero_optimization.{name}.device is "{section.device}" without a path: set '
                 f"zero_optimization.{name}.nvme_path to a folder on the drive"
@@ -79,7 +79,7 @@ def _offload(config: Config) -> list[str]:
 
 def _drives(config: Config) -> list[str]:
     zero, weights = config.zero_optimization, config.aio.drive_weights
-    tiers = {each.device for each in (zero.offload_param, zero.offload_optimizer) if each is not None} & DRIVE_TIERS
+    tiers = {each.device for each in (zero.offload_param, zero.offload_optimizer) if each is not None} & drive_names()
     used = [path for path in (zero.drives(zero.offload_param), zero.drives(zero.offload_optimizer)) if path is not None]
     if len(set(used)) > 1 and len(tiers) < 2:
         named = " and ".join(", ".join(path) for path in used)
@@ -103,15 +103,17 @@ def _checkpointing(config: Config) -> list[str]:
             "activation_checkpointing.keep_ops is set but no block is recomputed, because every is 0: set "
             "activation_checkpointing.every to 1, or leave keep_ops out"
         )
-    others = [each.nvme_path for each in (zero.offload_optimizer, zero.offload_param) if each is not None]
-    if section.offload.device == "nvme" and not any([section.offload.nvme_path, *others]):
+    offload = section.offload
+    on_drive = offload.device in drive_names()
+    if on_drive and not (offload.nvme_path or zero.folders_of_others(offload.device)):
         complaints.append(
-            'activation_checkpointing.offload.device is "nvme" without a path: set '
+            f'activation_checkpointing.offload.device is "{offload.device}" without a path: set '
             "activation_checkpointing.offload.nvme_path to a folder on the drive"
         )
-    if section.cpu_checkpointing and section.offload.device == "nvme":
+    if section.cpu_checkpointing and on_drive:
         complaints.append(
-            'activation_checkpointing.cpu_checkpointing is true and offload.device is "nvme": keep one of them'
+            f'activation_checkpointing.cpu_checkpointing is true and offload.device is "{offload.device}": keep one of '
+            "them"
         )
     return complaints
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from infinity.config.schema import Config
+from infinity.config.tiers import drive_names
 
 
 def idle(config: Config) -> dict[str, str]:
     """Return dotted path -> reason for each key that the user wrote and that has no effect in a resolved `config`."""
     zero = config.zero_optimization
     states, checkpoints = zero.offload_optimizer, config.activation_checkpointing.offload
-    on_drive = zero.drives(states) or zero.drives(zero.offload_param) or checkpoints.device == "nvme"
+    on_drive = zero.drives(states) or zero.drives(zero.offload_param) or checkpoints.device in drive_names()
     found = {}
     if zero.tile_parameters and zero.stage != 3:
         found["zero_optimization.tile_parameters"] = f"it needs stage 3, and the stage is {zero.stage}"

@@ -17,7 +17,7 @@ from infinity.config.meanings import meanings, notes
 from infinity.config.optimizer import Adam
 from infinity.config.schema import Config, Provenance
 from infinity.config.section import Absent, NoEffect, Section, mark, reply_of, section_leaves, sections_of
-from infinity.config.values import DRIVE_TIERS
+from infinity.config.tiers import drive_names
 from infinity.config.zero import OffloadOptimizer, OffloadParam, ZeroOptimization
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
@@ -117,13 +117,13 @@ class ResolvedConfig:
     def param_cpu_numel(self) -> int:
         """Elements of a rank's parameters that stay in CPU memory although their device is NVMe."""
         section = self.zero.offload_param
-        return section.max_in_cpu if section is not None and section.device in DRIVE_TIERS else 0
+        return section.max_in_cpu if section is not None and section.device in drive_names() else 0
 
     @property
     def state_buffers(self) -> int:
         """Sub-groups whose states are in memory at once if their device is NVMe; the plan may need more."""
         section = self.zero.offload_optimizer
-        return section.buffer_count if section is not None and section.device in DRIVE_TIERS else 0
+        return section.buffer_count if section is not None and section.device in drive_names() else 0
 
     @property
     def param_nvme_path(self) -> tuple[str, ...] | None:
@@ -146,7 +146,7 @@ class ResolvedConfig:
         return next((path for path in found if path is not None), None)
 
     @property
-    def checkpoint_tier(self) -> Literal["gpu", "cpu", "nvme"]:
+    def checkpoint_tier(self) -> str:
         """Tier of the inputs of recomputed blocks between forward and backward."""
         section = self.config.activation_checkpointing
         if section.offload.device != "none":
@@ -155,12 +155,11 @@ class ResolvedConfig:
 
     @property
     def checkpoint_nvme_path(self) -> tuple[str, ...] | None:
-        """A folder on each drive that holds those inputs; None if their tier is not NVMe."""
-        if self.checkpoint_tier != "nvme":
+        """A folder on each drive that holds those inputs; None if their tier has no drives."""
+        tier = self.checkpoint_tier
+        if tier not in drive_names():
             return None
-        sections = (self.zero.offload_optimizer, self.zero.offload_param)
-        paths = [section.nvme_path for section in sections if section is not None]
-        return next((path for path in (self.config.activation_checkpointing.offload.nvme_path, *paths) if path), None)
+        return self.config.activation_checkpointing.offload.nvme_path or self.zero.folders_of_others(tier)
 
     @property
     def train_batch(self) -> int:
@@ -228,7 +227,7 @@ def drives(config: Config) -> tuple[str, ...]:
             config = _with(config, path, "auto")
     zero, checkpoints = config.zero_optimization, config.activation_checkpointing.offload
     found = [zero.drives(zero.offload_optimizer), zero.drives(zero.offload_param)]
-    found += [checkpoints.nvme_path] if checkpoints.device == "nvme" else []
+    found += [checkpoints.nvme_path] if checkpoints.device in drive_names() else []
     return tuple(dict.fromkeys(folder for folders in found for folder in folders or ()))
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, PlainSerializer
 
+from infinity.config.tiers import drive_names
 from infinity.config.units import Share, parse_limit
 
 
@@ -181,14 +182,16 @@ Limit = Annotated[
     PlainSerializer(lambda limit: str(limit) if isinstance(limit, Share) else limit),
 ]
 _HALVES = {"float16": "fp16", "half": "fp16", "torch.float16": "fp16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
-# Names of the tiers on drives; `infinity.memory.tiers.registry` adds those of further back ends.
-DRIVE_TIERS = {"nvme"}
+
+
+def _home(value: Any) -> str:
+    if not isinstance(value, str) or value.lower() not in {"none", "cpu"} | drive_names():
+        raise ValueError(value)
+    return value.lower()
 
 
 def _device(value: Any) -> str:
-    if not isinstance(value, str) or value.lower() not in {"none", "cpu", "auto"} | DRIVE_TIERS:
-        raise ValueError(value)
-    return value.lower()
+    return "auto" if isinstance(value, str) and value.lower() == "auto" else _home(value)
 
 
 _Half = Literal["bf16", "fp16"]
@@ -198,8 +201,7 @@ _DTYPES = {"float32": "fp32", "float": "fp32", "torch.float32": "fp32", **_HALVE
 Dtype = Annotated[_Dtype, _one_of(_Dtype, _DTYPES)]
 Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _whole(0, 3))]
 Device = Annotated[str, _expected('one of "none", "cpu", "nvme", "auto"', _device)]
-_HomeDevice = Literal["none", "cpu", "nvme"]
-HomeDevice = Annotated[_HomeDevice, _one_of(_HomeDevice)]
+HomeDevice = Annotated[str, _expected('one of "none", "cpu", "nvme"', _home)]
 _ReduceOp = Literal["mean", "sum"]
 ReduceOp = Annotated[_ReduceOp, _one_of(_ReduceOp)]
 _LogLevel = Literal["debug", "info", "warning", "error", "critical"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from infinity.config.section import Absent, Also, NoAuto, NoEffect, Refused, Section
+from infinity.config.tiers import drive_names
 from infinity.config.values import (
-    DRIVE_TIERS,
     Count,
     Device,
     Drives,
@@ -257,9 +257,18 @@ class ZeroOptimization(Section):
         sections = (self.offload_param, self.offload_optimizer)
         return any(section is not None and section.device == "auto" for section in sections)
 
+    def folders_of_others(self, tier: str) -> tuple[str, ...] | None:
+        """Return the folders that a section names whose bytes do not live on another tier of drives than `tier`."""
+        others = drive_names() - {tier}
+        sections = (self.offload_optimizer, self.offload_param)
+        found = [each.nvme_path for each in sections if each is not None and each.device not in others]
+        return next(filter(None, found), None)
+
     def drives(self, section: OffloadParam | OffloadOptimizer | None) -> tuple[str, ...] | None:
         """Return the folders that `section` uses, or may use if a home is chosen by budget; None if it uses none."""
-        return section.nvme_path if section is not None and (section.device in DRIVE_TIERS or self.by_budget) else None
+        if section is None or not (self.by_budget or section.device in drive_names()):
+            return None
+        return section.nvme_path
 
 
 def _flag(value: Any, key: str) -> bool:

@@ -166,14 +166,15 @@ def _reserve(
 
 
 def _checkpoint_room(question: PlanInputs, model: nn.Module, plan: Plan, *, rank: int = 0) -> list[str]:
-    """A line that says how many tokens' activation checkpoints NVMe takes beside the plan, where they go there.
+    """A line that says how many tokens' activation checkpoints their tier of drives takes beside the plan.
 
     How many there will be only the batch says. CapacityError where not even the least has room: the first file, or one
     token of each sequence of a micro-batch.
     """
     config, held = question.config, plan.nbytes_by_tier()
-    room = question.limits.room(Tier.NVME, held)
-    if config.checkpoint_tier != Tier.NVME.value or room is None:
+    tier = Tier.named(config.checkpoint_tier)
+    room = question.limits.room(tier, held)
+    if not tier.on_drive or room is None:
         return []
     every = max(config.config.activation_checkpointing.every, 1)
     blocks = len(repeated_blocks(question.node, classes=question.blocks, every=every))
@@ -183,12 +184,12 @@ def _checkpoint_room(question: PlanInputs, model: nn.Module, plan: Plan, *, rank
     least = max(growable_pool.FILE_NBYTES, config.micro_batch * token_nbytes)
     if room < least:
         raise CapacityError(
-            f"rank {rank} has {format_bytes(room)} on nvme for activation checkpoints beside the plan's "
-            f"{format_bytes(held[Tier.NVME])}, but they take at least {format_bytes(least)}: raise "
+            f"rank {rank} has {format_bytes(room)} on {tier.value} for activation checkpoints beside the plan's "
+            f"{format_bytes(held[tier])}, but they take at least {format_bytes(least)}: raise "
             "memory.nvme.max_bytes or free space on the drive, or keep them in CPU memory "
             '(activation_checkpointing.offload.device = "cpu")'
         )
-    line = f"activation checkpoints on nvme have {format_bytes(room)} beside the plan"
+    line = f"activation checkpoints on {tier.value} have {format_bytes(room)} beside the plan"
     if not token_nbytes:
         return [line]
     tokens = room // token_nbytes

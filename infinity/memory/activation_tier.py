@@ -1,4 +1,4 @@
-"""The activation tier: tensors that autograd keeps from forward for backward, in CPU memory or on NVMe meanwhile.
+"""The activation tier: tensors that autograd keeps from forward for backward, in CPU memory or on drives meanwhile.
 
     saved = tier.put(tensor)        copied away; the tensor may go
     ...
@@ -45,20 +45,20 @@ from infinity.plan.types import EXTENT_ALIGNMENT, Kind, Tier, align_up
 class ActivationTier:
     """The tensors of one rank that the activation tier keeps; see the module's text.
 
-    open_file: makes a swap file of so many bytes; None: values stay in CPU memory. buffer_count: staging buffers before
-    a drive, each of the size of the largest tensor. pin: page-lock CPU memory where there is an accelerator. overlap:
-    write behind, and read ahead of use; otherwise every transfer is waited for where it begins.
+    open_file: makes a swap file of so many bytes on `tier`; None: values stay in CPU memory. buffer_count: staging
+    buffers before a drive, each of the size of the largest tensor. pin: page-lock CPU memory where there is an
+    accelerator. overlap: write behind, and read ahead of use; otherwise every transfer is waited for where it begins.
     """
 
     def __init__(
         self, device: Device, *, ledger: Ledger, pin: bool = True, buffer_count: int = 4, overlap: bool = True,
-        open_file: Callable[[int], TierBackend] | None = None,
+        open_file: Callable[[int], TierBackend] | None = None, tier: Tier = Tier.NVME,
     ) -> None:  # fmt: skip
         self._device = device
         self._ledger = ledger
         self._host = HostMemory(device, pin=pin, ledger=ledger)
         self._memory = host_pool(self._host, ledger=ledger, holds_values=open_file is None)
-        self._drive: GrowablePool | None = None if open_file is None else file_pool(open_file, ledger=ledger)
+        self._drive: GrowablePool | None = None if open_file is None else file_pool(open_file, tier, ledger=ledger)
         self._buffer_count = buffer_count
         self._overlap = overlap
         self._lock = threading.Lock()

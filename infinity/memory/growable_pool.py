@@ -144,8 +144,8 @@ def host_pool(host: HostMemory, *, ledger: Ledger, holds_values: bool) -> Growab
     )  # fmt: skip
 
 
-def file_pool(open_file: Callable[[int], TierBackend], *, ledger: Ledger) -> GrowablePool:
-    """Slabs that are swap files; `open_file` makes one of so many bytes."""
+def file_pool(open_file: Callable[[int], TierBackend], tier: Tier, *, ledger: Ledger) -> GrowablePool:
+    """Slabs that are swap files on a tier; `open_file` makes one of so many bytes."""
 
     def make(nbytes: int) -> PoolBlock:
         file = open_file(nbytes)
@@ -153,7 +153,7 @@ def file_pool(open_file: Callable[[int], TierBackend], *, ledger: Ledger) -> Gro
         return PoolBlock(Arena("checkpoints", torch.empty(nbytes, dtype=torch.uint8, device="meta")), file)
 
     return GrowablePool(
-        Tier.NVME, make, ledger=ledger, holds_values=True, owner="activation checkpoints", least_nbytes=FILE_NBYTES
+        tier, make, ledger=ledger, holds_values=True, owner="activation checkpoints", least_nbytes=FILE_NBYTES
     )
 
 

@@ -11,7 +11,6 @@ from infinity.memory.queue_options import queue_options
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.base import TierBackend
 from infinity.memory.tiers.device import Device
-from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import HostMemory
 from infinity.memory.tiers.registry import backend_of
 from infinity.plan.plan import Plan
@@ -49,13 +48,14 @@ def open_activation_tier(
     config: ResolvedConfig, *, rank: int, device: Device, ledger: Ledger
 ) -> ActivationTier | None:
     """Make the tier of the inputs of recomputed blocks; None where they stay on the device."""
-    if config.checkpoint_tier == "gpu":
+    tier = Tier.named(config.checkpoint_tier)
+    if tier.on_device:
         return None
     section, path, open_file = config.config.activation_checkpointing.offload, config.checkpoint_nvme_path, None
     if path is not None:
         options = queue_options(config, path)
-        open_file = lambda nbytes: NvmeTier.open(path, nbytes=nbytes, rank=rank, options=options)  # noqa: E731
+        open_file = lambda nbytes: backend_of(tier).open(path, nbytes=nbytes, rank=rank, options=options)  # noqa: E731
     return ActivationTier(
         device, ledger=ledger, pin=section.pin_memory, buffer_count=section.buffer_count,
-        overlap=config.config.overlap, open_file=open_file,
+        overlap=config.config.overlap, open_file=open_file, tier=tier,
     )  # fmt: skip

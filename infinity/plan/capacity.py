@@ -132,7 +132,7 @@ def excesses(table: Mapping[Tier, Mapping[Kind, int]], capacity: Capacity) -> It
     for tier in (tier for tier in table if tier.addressable):
         for kind, nbytes in table[tier].items():
             together[kind] = together.get(kind, 0) + nbytes
-    yield from _excess("cpu (with the gpu tier, which is the same memory here)", together, capacity.process)
+    yield from _excess("device (cpu)", together, capacity.process)
 
 
 def _excess(where: str, kinds: Mapping[Kind, int], limit: int | None) -> Iterator[str]:

@@ -20,7 +20,7 @@ from infinity.plan.capacity import Capacity, excesses
 from infinity.plan.fitting import lowered_in_words
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import SUB_GROUPS_MAX, Plan, states_nbytes
-from infinity.plan.types import DTYPE_NBYTES, Tier
+from infinity.plan.types import DTYPE_NBYTES, Tier, memory_names
 
 _ZERO = "zero_optimization"
 _PARAM, _OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
@@ -99,17 +99,20 @@ def _initial(question: PlanInputs, plan: Plan) -> str:
 
 
 def account(plan: Plan, capacity: Capacity) -> str:
-    """The table: tier x kind x bytes x limit."""
-    lines = [f"  {'tier':<6}{'kind':<22}{'planned':>12}{'limit':>12}"]
-    for tier, kinds in plan.bytes_by_tier().items():
+    """The table: memory x kind x bytes x limit."""
+    lines = [f"  {'tier':<13}{'kind':<22}{'planned':>12}{'limit':>12}"]
+    names, held = memory_names(accelerator=plan.request.accelerator), plan.nbytes_by_tier()
+    for name, kinds in plan.bytes_by_memory().items():
         parts = sorted(kinds.items(), key=lambda item: -item[1])
-        lines += [f"  {tier.value:<6}{kind.label:<22}{format_bytes(nbytes):>12}" for kind, nbytes in parts]
-        own = capacity.own(tier)
-        if kinds:
-            lines.append(_sum(f"{tier.value:<6}together", sum(kinds.values()), own))
-    held = plan.nbytes_by_tier()
-    if capacity.process is not None:
-        lines.append(_sum("gpu and cpu (one memory)", held[Tier.GPU] + held[Tier.CPU], capacity.process))
+        lines += [f"  {name:<13}{kind.label:<22}{format_bytes(nbytes):>12}" for kind, nbytes in parts]
+        tiers = [tier for tier in names if names[tier] == name]
+        limits = [(tier, capacity.own(tier)) for tier in tiers]
+        if len(tiers) > 1:
+            # Tiers that share the memory may have limits of their own.
+            apart = [_sum(f"{name:<13}of the {tier.value} tier", held[tier], own) for tier, own in limits if own]
+            lines += [*apart, _sum(f"{name:<13}together", kinds.total(), capacity.process)]
+        elif kinds:
+            lines.append(_sum(f"{name:<13}together", kinds.total(), limits[0][1]))
     return "\n".join(lines)
 
 
@@ -168,18 +171,21 @@ def smallest(question: PlanInputs) -> Plan:
 def _way_out(question: PlanInputs) -> str:
     fit = nearest_fit(question)
     if fit is None:
-        held = smallest(question).nbytes_by_tier()
-        needs = ", ".join(f"{format_bytes(nbytes)} on {tier.value}" for tier, nbytes in held.items() if nbytes)
+        needs = _takes(smallest(question))
         ranks = question.topology.world_size
         return (
             f"Nothing that was tried fits, on up to {ranks * _TIMES_MAX} ranks. The smallest plan of this model on "
             f"{ranks} needs {needs} for each rank: give it hardware that has so much, or raise the limits in memory."
         )
-    held = fit.plan.nbytes_by_tier()
-    takes = ", ".join(f"{format_bytes(nbytes)} on {tier.value}" for tier, nbytes in held.items() if nbytes)
     where = f"on {fit.ranks} ranks" if fit.ranks != question.topology.world_size else ""
     with_keys = f"with {fit.as_json()}" if fit.changes else ""
-    return f"Nearest configuration that fits: {' '.join(filter(None, (with_keys, where)))} (takes {takes})."
+    return f"Nearest configuration that fits: {' '.join(filter(None, (with_keys, where)))} (takes {_takes(fit.plan)})."
+
+
+def _takes(plan: Plan) -> str:
+    """What a plan takes: "21.4 GB on device (cpu), 990 GB on nvme"."""
+    held = {name: kinds.total() for name, kinds in plan.bytes_by_memory().items()}
+    return ", ".join(f"{format_bytes(nbytes)} on {name}" for name, nbytes in held.items() if nbytes)
 
 
 def _changes(config: ResolvedConfig, group_numel: int) -> list[dict[str, Any]]:
@@ -281,6 +287,6 @@ def _hopeless(question: PlanInputs) -> bool:
 
 def _sum(where: str, planned: int, limit: int | None) -> str:
     if limit is None:
-        return f"  {where:<28}{format_bytes(planned):>12}{'none':>12}"
+        return f"  {where:<35}{format_bytes(planned):>12}{'none':>12}"
     excess = f"   {format_bytes(planned - limit)} too much" if planned > limit else ""
-    return f"  {where:<28}{format_bytes(planned):>12}{format_bytes(limit):>12}{excess}"
+    return f"  {where:<35}{format_bytes(planned):>12}{format_bytes(limit):>12}{excess}"

@@ -14,6 +14,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infinity.errors import ConfigError
+from infinity.plan.types import DriveRates
 
 # Bytes that a drive is assumed to take in its life for each byte of capacity: 600 TB a TB is what
 # makers of consumer drives promise (0.33 drive writes a day for five years); data-centre drives take 1 to 3 a day.
@@ -83,6 +84,15 @@ class HardwareProfile(_Record):
     network_rate: float | None = None
     # Names of the numbers above that were not measured.
     assumptions: tuple[str, ...] = ()
+
+    @property
+    def drive_rates(self) -> DriveRates:
+        """The rates of all drives together, of assumed ones where there are none."""
+        drives = self.drives or ASSUMED.drives
+        return DriveRates(
+            read=sum(drive.read_rate for drive in drives), write=sum(drive.write_rate for drive in drives),
+            mixed=sum(drive.mixed_rate for drive in drives),
+        )  # fmt: skip
 
 
 def assumed(accelerator: bool) -> HardwareProfile:

@@ -159,6 +159,14 @@ class Plan:
             return next(iter(held), names[Tier.GPU])
         return ", ".join(f"{name} {100 * size / sum(held.values()):.0f} %" for name, size in held.items())
 
+    def bytes_by_memory(self) -> dict[str, Counter[Kind]]:
+        """`bytes_by_tier` by the names of the memories, of which a machine without an accelerator has one."""
+        names = memory_names(accelerator=self.request.accelerator)
+        held: dict[str, Counter[Kind]] = {name: Counter() for name in names.values()}
+        for tier, table in self.bytes_by_tier().items():
+            held[names[tier]].update(table)
+        return held
+
     def file_nbytes(self, tier: Tier) -> int:
         """Size of this rank's file on a tier of drives."""
         extents = (extent for spec in self.partitions if spec.home is tier for extent in (spec.extent, spec.spare))
@@ -241,10 +249,7 @@ class Plan:
             f"gradients ({request.grad_dtype}) on {self.homes(Kind.GRAD)}; "
             f"{sum(placed.whole for placed in units)} units stay gathered",
         ]
-        names = memory_names(accelerator=request.accelerator)
-        held: dict[str, Counter[Kind]] = {name: Counter() for name in names.values()}
-        for tier, table in self.bytes_by_tier().items():
-            held[names[tier]].update(table)
+        held = self.bytes_by_memory()
         width = max(map(len, held))
         for name, kinds in held.items():
             parts = ", ".join(f"{kind.label} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())

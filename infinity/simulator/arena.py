@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from infinity.plan.eviction_order import EvictionOrder
+from infinity.plan.types import PartitionSpec
 from infinity.simulator.resources import Job, Process, Resource, ResourceQueues
 
 
@@ -37,8 +38,8 @@ class TimedArena:
     def __init__(self, resources: ResourceQueues, nbytes: int) -> None:
         self._resources = resources
         self._room = nbytes
-        # By index: bytes, and the latest transfer of the buffer.
-        self._held: dict[int, tuple[int, Job]] = {}
+        # By index: the partition, and the latest transfer of its buffer.
+        self._held: dict[int, tuple[PartitionSpec, Job]] = {}
         self._order = EvictionOrder[int]()
         # Prefetched or in use: never given up.
         self._claimed: set[int] = set()
@@ -47,14 +48,15 @@ class TimedArena:
     def __contains__(self, index: int) -> bool:
         return index in self._held
 
-    def fetch(self, index: int, nbytes: int, *, wait: bool) -> Process:
-        """Bring a buffer into memory and claim it. Without `wait`, only submit the read, if there is room now."""
+    def fetch(self, spec: PartitionSpec, *, wait: bool) -> Process:
+        """Bring a partition into memory and claim it. Without `wait`, only submit the read, if there is room now."""
+        index, nbytes = spec.key.index, spec.nbytes
         while index not in self._held and self._room < nbytes:
             spare = [other for other in self._order if other not in self._claimed]
             clean = next((other for other in spare if self._held[other][1].done), None)
             if clean is not None:
                 self._order.remove(clean)
-                self._room += self._held.pop(clean)[0]
+                self._room += self._held.pop(clean)[0].nbytes
             elif not wait:
                 return
             elif not spare:
@@ -65,11 +67,11 @@ class TimedArena:
         if index not in self._held:
             self._room -= nbytes
             self.read_nbytes += nbytes
-            self._held[index] = nbytes, self._resources.submit(Resource.READ, nbytes)
+            self._held[index] = spec, self._resources.submit(Resource.READ, nbytes, spec.home)
         self._order.use(index)
         self._claimed.add(index)
         job = self._held[index][1]
-        if wait and job.resource is Resource.READ:
+        if wait and job.queue_key[0] is Resource.READ:
             yield job
 
     def release(self, index: int) -> None:
@@ -78,9 +80,9 @@ class TimedArena:
 
     def write(self, index: int) -> Job:
         """Submit the write-back of a buffer and give its claim back."""
-        nbytes = self._held[index][0]
-        self.written_nbytes += nbytes
-        job = self._resources.submit(Resource.WRITE, nbytes)
-        self._held[index] = nbytes, job
+        spec, _ = self._held[index]
+        self.written_nbytes += spec.nbytes
+        job = self._resources.submit(Resource.WRITE, spec.nbytes, spec.home)
+        self._held[index] = spec, job
         self.release(index)
         return job

@@ -1,15 +1,18 @@
 """The resources of a simulated step: cores, an accelerator, the two directions of a drive, links.
 
-A job is work on one resource. A drive or a link serves one job at a time, urgent ones first; jobs on the cores share
-them. Reads and writes that meet on the drive go at its mixed rates. A process is a generator that yields what it waits
-for: a job or a condition.
+A job is work on one resource; each tier of drives has a queue of reads and one of writes. A drive or a link serves one
+job at a time, urgent ones first; jobs on the cores share them. Reads and writes that meet on a tier's drives go at its
+mixed rates. A process is a generator that yields what it waits for: a job or a condition.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+
+from infinity.plan.types import Tier
 
 
 class Resource(Enum):
@@ -28,13 +31,15 @@ class Resource(Enum):
 
 
 _OTHER_WAY = {Resource.READ: Resource.WRITE, Resource.WRITE: Resource.READ}
+# What has a queue of jobs: a resource, and which tier's it is, of drives.
+QueueKey = tuple[Resource, Tier | None]
 
 
 @dataclass(eq=False, slots=True)
 class Job:
     """`work` in seconds on cores and accelerators, in bytes on drives and links."""
 
-    resource: Resource
+    queue_key: QueueKey
     work: float
     urgent: bool = False
     done: bool = False
@@ -60,25 +65,26 @@ Process = Generator[Waiting, None, None]
 
 @dataclass(slots=True)
 class ResourceQueues:
-    """Jobs by resource, and the clock. `rates`: bytes a second of drives and links; `mixed_rates`: of reads, and of
+    """Jobs by queue, and the clock. `rates`: bytes a second of drives and links; `mixed_rates`: of reads, and of
     writes, while both go on.
     """
 
-    rates: Mapping[Resource, float]
-    mixed_rates: tuple[float, float]
+    rates: Mapping[QueueKey, float]
+    mixed_rates: Mapping[QueueKey, float]
     now: float = 0.0
-    # All work that each resource was given.
-    work: dict[Resource, float] = field(default_factory=lambda: dict.fromkeys(Resource, 0.0))
-    _queues: dict[Resource, list[Job]] = field(default_factory=lambda: {resource: [] for resource in Resource})
+    # All work that each queue was given.
+    work: defaultdict[QueueKey, float] = field(default_factory=lambda: defaultdict(float))
+    _queues: defaultdict[QueueKey, list[Job]] = field(default_factory=lambda: defaultdict(list))
     _processes: list[tuple[Process, Waiting | None]] = field(default_factory=list)
 
-    def submit(self, resource: Resource, work: float) -> Job:
-        """Queue work; a resource without a rate limit does it at once."""
-        job = Job(resource, work)
-        self.work[resource] += work
-        job.begin(free=self.rates.get(resource, 1.0) == float("inf"))
+    def submit(self, resource: Resource, work: float, tier: Tier | None = None) -> Job:
+        """Queue work, on a drive for its `tier`; a resource without a rate limit does it at once."""
+        key = resource, tier
+        job = Job(key, work)
+        self.work[key] += work
+        job.begin(free=self.rates.get(key, 1.0) == float("inf"))
         if not job.done:
-            self._queues[resource].append(job)
+            self._queues[key].append(job)
         return job
 
     def host(self, seconds: float) -> Process:
@@ -121,26 +127,27 @@ class ResourceQueues:
     def _advance(self) -> None:
         """Advance the clock to the end of the next job."""
         active: list[tuple[Job, float]] = []
-        for resource, queue in self._queues.items():
+        for key, queue in self._queues.items():
             if not queue:
                 continue
-            if resource is Resource.CORES:
+            if key[0] is Resource.CORES:
                 active += [(job, 1.0 / len(queue)) for job in queue]
             else:
                 first = queue[0]
                 job = first if first.urgent else next((job for job in queue if job.urgent), first)
-                active.append((job, self._rate(resource)))
+                active.append((job, self._rate(key)))
         seconds = min([job.work / rate for job, rate in active])
         self.now += seconds
         for job, rate in active:
             if job.advance(seconds, rate):
-                self._queues[job.resource].remove(job)
+                self._queues[job.queue_key].remove(job)
 
-    def _rate(self, resource: Resource) -> float:
+    def _rate(self, key: QueueKey) -> float:
+        resource, tier = key
         if resource is Resource.ACCELERATOR:
             return 1.0
-        rate = self.rates[resource]
+        rate = self.rates[key]
         other = _OTHER_WAY.get(resource)
-        if other is None or not self._queues[other]:
+        if other is None or not self._queues.get((other, tier)):
             return rate
-        return min(rate, self.mixed_rates[resource is Resource.WRITE])
+        return min(rate, self.mixed_rates[key])

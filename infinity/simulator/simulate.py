@@ -19,7 +19,7 @@ from infinity.plan.ready_queue import ReadyQueue
 from infinity.plan.stepping import SOON_UNITS, STEP_READS, first_reads
 from infinity.plan.types import DTYPE_NBYTES, Kind
 from infinity.simulator.arena import TimedArena
-from infinity.simulator.resources import Job, Process, Resource, ResourceQueues
+from infinity.simulator.resources import Job, Process, QueueKey, Resource, ResourceQueues
 from infinity.simulator.traffic import kept_nbytes, landings, nvme_specs, states_that_move, uses
 
 # Steps until the arenas hold what they hold in a long run; the one after them counts.
@@ -31,9 +31,9 @@ class Speeds:
     """How fast one rank works."""
 
     # Bytes a second of drives and links.
-    rates: Mapping[Resource, float]
+    rates: Mapping[QueueKey, float]
     # Bytes a second of reads, and of writes, while both go on.
-    mixed_rates: tuple[float, float]
+    mixed_rates: Mapping[QueueKey, float]
     # By unit, for all its uses in one micro-batch.
     forward_seconds: Sequence[float]
     backward_seconds: Sequence[float]
@@ -49,10 +49,10 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One warm step: its seconds, the work of each resource (seconds or bytes), and the drive's bytes."""
+    """One warm step: its seconds, the work of each queue (seconds or bytes), and the drives' bytes."""
 
     seconds: float
-    work: Mapping[Resource, float]
+    work: Mapping[QueueKey, float]
     read_nbytes: int
     written_nbytes: int
 
@@ -90,7 +90,7 @@ class _Arenas:
     def fetch_param(self, unit: int, *, wait: bool) -> Process:
         """Bring a unit's partition into memory, where its home is NVMe."""
         if unit in self._params:
-            yield from self._param_arena.fetch(unit, self._params[unit].nbytes, wait=wait)
+            yield from self._param_arena.fetch(self._params[unit], wait=wait)
 
     def release_param(self, unit: int) -> None:
         """The partition has been copied to the whole unit."""
@@ -120,7 +120,7 @@ class _Arenas:
 
     def _fetch(self, group: SubGroup, *, wait: bool) -> Process:
         if group.index in self._states:
-            yield from self._state_arena.fetch(group.index, self._states[group.index].nbytes, wait=wait)
+            yield from self._state_arena.fetch(self._states[group.index], wait=wait)
         for piece in group.slices:
             yield from self.fetch_param(piece.unit, wait=wait)
 
@@ -131,7 +131,7 @@ class _Checkpoints:
     def __init__(self, resources: ResourceQueues, plan: Plan, speeds: Speeds, offloaded: OffloadedCheckpoints) -> None:
         self._resources, self._copy_seconds = resources, speeds.copy_seconds
         self._accelerator = plan.request.accelerator
-        self._on_drive = offloaded.tier.on_drive
+        self._tier = offloaded.tier
         self._nbytes = offloaded.nbytes / max(len(plan.schedule) // 2, 1)
         self._room = max(offloaded.buffers * offloaded.each_nbytes, self._nbytes)
         # On their way from the device, as parts; and in staging until they are on the drive, in bytes.
@@ -143,7 +143,7 @@ class _Checkpoints:
 
     def put(self, *, overlap: bool) -> Process:
         """A part leaves; the program waits for staging at most, or for all of it without overlap."""
-        yield lambda: not self._on_drive or self._leaving + self._nbytes <= self._room
+        yield lambda: not self._tier.on_drive or self._leaving + self._nbytes <= self._room
         self._leaving += self._nbytes
         if overlap:
             self._resources.begin(self._leave())
@@ -168,17 +168,17 @@ class _Checkpoints:
         self._copies += 1
         yield self._between(Resource.DOWN)
         self._copies -= 1
-        if self._on_drive:
+        if self._tier.on_drive:
             self.written_nbytes += self._nbytes
-            yield self._resources.submit(Resource.WRITE, self._nbytes)
+            yield self._resources.submit(Resource.WRITE, self._nbytes, self._tier)
         self._leaving -= self._nbytes
 
     def _come(self, flag: list[bool]) -> Process:
         # Backward begins with what left last.
         yield lambda: not self._copies
-        if self._on_drive:
+        if self._tier.on_drive:
             self.read_nbytes += self._nbytes
-            yield self._resources.submit(Resource.READ, self._nbytes)
+            yield self._resources.submit(Resource.READ, self._nbytes, self._tier)
         yield self._between(Resource.UP)
         flag[0] = True
 
@@ -288,8 +288,8 @@ class _Simulation:
         # Gathered units, and whether each is complete; whether a unit's gradients are under way.
         self._gathered: dict[int, bool] = {}
         self._travelling = False
-        # At the beginning of each step: the time, the work of each resource, and the bytes read and written.
-        self._marks: list[tuple[float, dict[Resource, float], int, int]] = []
+        # At the beginning of each step: the time, the work of each queue, and the bytes read and written.
+        self._marks: list[tuple[float, dict[QueueKey, float], int, int]] = []
 
     def run(self) -> SimulatedStep:
         self._resources.begin(self._program())
@@ -297,7 +297,7 @@ class _Simulation:
         self._resources.run(lambda: len(self._marks) > _WARM_STEPS + 1)
         (began, work_before, read_before, written_before), (ended, work, read, written) = self._marks[-2:]
         return SimulatedStep(
-            seconds=ended - began, work={resource: work[resource] - work_before[resource] for resource in Resource},
+            seconds=ended - began, work={key: amount - work_before.get(key, 0.0) for key, amount in work.items()},
             read_nbytes=read - read_before, written_nbytes=written - written_before,
         )  # fmt: skip
 

@@ -18,9 +18,9 @@ from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.hardware import ASSUMED, ASSUMED_WRITES_A_BYTE, Compute, Drive, HardwareProfile, assumed
 from infinity.plan.layout import Slot
 from infinity.plan.plan import Plan
-from infinity.plan.types import DTYPE_NBYTES
+from infinity.plan.types import DTYPE_NBYTES, Tier
 from infinity.simulator.coarsen import Coarsened, coarsen
-from infinity.simulator.resources import Resource
+from infinity.simulator.resources import QueueKey, Resource
 from infinity.simulator.simulate import SimulatedStep, Speeds, simulate_step
 
 # Host time of hooks and coordinator for a unit's use, and of a sub-group's step: measured, see docs/benchmarks.md.
@@ -158,7 +158,6 @@ class _Machine:
         cls, plan: Plan, coarse: Coarsened, profile: HardwareProfile, tokens: int, flops: float | None
     ) -> _Machine:
         request, sharers = plan.request, plan.topology.local_size
-        drives = profile.drives or ASSUMED.drives
         compute = _compute(profile, request.compute_dtype)
         slower = 1 if request.accelerator else sharers
         each = _compute_seconds(plan, compute, tokens, flops)
@@ -171,17 +170,19 @@ class _Machine:
         width = DTYPE_NBYTES[request.compute_dtype]
         streams = 16 + 3 * width + (4 if width == 2 else 0)
         on_device = streams / 2 / (profile.device_copy_rate or ASSUMED.device_copy_rate or 1.0)
-        read, write, mixed = (
-            sum(getattr(drive, f"{name}_rate") for drive in drives) / sharers for name in ("read", "write", "mixed")
-        )
+        rates: dict[QueueKey, float] = {
+            (Resource.UP, None): profile.up_rate or ASSUMED.up_rate or 1.0,
+            (Resource.DOWN, None): profile.down_rate or ASSUMED.down_rate or 1.0,
+            (Resource.NETWORK, None): profile.network_rate or ASSUMED.network_rate or 1.0,
+        }
+        mixed: dict[QueueKey, float] = {}
+        for tier in filter(lambda tier: tier.on_drive, Tier):
+            found = tier.rates or profile.drive_rates
+            rates |= {(Resource.READ, tier): found.read / sharers, (Resource.WRITE, tier): found.write / sharers}
+            mixed |= dict.fromkeys([(Resource.READ, tier), (Resource.WRITE, tier)], found.mixed / 2 / sharers)
         return cls(
             Speeds(
-                rates={
-                    Resource.READ: read, Resource.WRITE: write, Resource.UP: profile.up_rate or ASSUMED.up_rate or 1.0,
-                    Resource.DOWN: profile.down_rate or ASSUMED.down_rate or 1.0,
-                    Resource.NETWORK: profile.network_rate or ASSUMED.network_rate or 1.0,
-                },
-                mixed_rates=(mixed / 2, mixed / 2), forward_seconds=forward,
+                rates=rates, mixed_rates=mixed, forward_seconds=forward,
                 backward_seconds=[both - there for both, there in zip(seconds, forward, strict=True)],
                 copy_seconds=sharers / profile.copy_rate,
                 adam_seconds=_by_dtype(profile.adam_seconds, request.compute_dtype) * sharers,
@@ -207,12 +208,10 @@ class _Machine:
                 norm_seconds=speeds.norm_seconds / factor,
             )  # fmt: skip
             return _Machine(speeds, self.compute_seconds)
-        resource = _RESOURCES[bound]
-        rates = {**speeds.rates, resource: speeds.rates[resource] * factor}
-        reads, writes = speeds.mixed_rates
-        mixed = (
-            reads * (factor if resource is Resource.READ else 1), writes * (factor if resource is Resource.WRITE else 1)
-        )  # fmt: skip
+        rates, mixed = (
+            {key: rate * (factor if key[0] is _RESOURCES[bound] else 1) for key, rate in each.items()}
+            for each in (speeds.rates, speeds.mixed_rates)
+        )
         return _Machine(replace(speeds, rates=rates, mixed_rates=mixed), self.compute_seconds)
 
     def seconds(self, bound: Bound, found: SimulatedStep, plan: Plan, accumulation: int) -> float:
@@ -220,9 +219,11 @@ class _Machine:
         if bound is Bound.COMPUTE:
             return self.compute_seconds * accumulation
         if bound is Bound.MEMORY:
-            host = found.work[Resource.CORES]
+            host = found.work.get((Resource.CORES, None), 0.0)
             return max(0.0, host - (0.0 if plan.request.accelerator else self.compute_seconds * accumulation))
-        return found.work[_RESOURCES[bound]] / self.speeds.rates[_RESOURCES[bound]]
+        # Tiers of drives work side by side.
+        rates = self.speeds.rates
+        return max(found.work.get(key, 0.0) / rates[key] for key in rates if key[0] is _RESOURCES[bound])
 
 
 _RESOURCES = {

@@ -19,7 +19,9 @@ from infinity.memory.tiers.device import Device, add_device, remove_device
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.registry import add_tier, remove_tier
 from infinity.ops.transfer import Transfer
-from infinity.plan.types import EXTENT_ALIGNMENT, Extent, Kind, Tier
+from infinity.plan.hardware import ASSUMED_CPU
+from infinity.plan.types import EXTENT_ALIGNMENT, DriveRates, Extent, Kind, Tier
+from infinity.simulator.step_time import Bound, StepTime, predict
 from tests.support.oracle import Case, settings, train
 from tests.support.simulated_tier import SimulatedTier
 
@@ -76,12 +78,12 @@ class FakeDevice(Device):
 
 
 @pytest.fixture
-def added() -> Iterator[Callable[[type[TierBackend]], Tier]]:
+def added() -> Iterator[Callable[..., Tier]]:
     """`added(backend)` is a tier named "archive" behind NVMe, moved by that back end."""
     tiers: list[Tier] = []
 
-    def add(backend: type[TierBackend]) -> Tier:
-        tiers.append(Tier("archive", addressable=False, alignment=EXTENT_ALIGNMENT))
+    def add(backend: type[TierBackend], rates: DriveRates | None = None) -> Tier:
+        tiers.append(Tier("archive", addressable=False, alignment=EXTENT_ALIGNMENT, rates=rates))
         add_tier(tiers[-1], backend)
         return tiers[-1]
 
@@ -120,6 +122,35 @@ def test_a_fourth_tier_trains_with_the_bits_of_nvme(
     assert seen == [Tier.NVME, tier]
     assert backend is SimulatedTier or min(requests["archive", "read"], requests["archive", "write"]) > 0
     assert not [file for folder in tmp_path.iterdir() for file in folder.iterdir()], "close() leaves no file"
+
+
+def test_a_fourth_tier_is_priced_by_its_own_bandwidths(tmp_path: Path, added: Callable[..., Tier]) -> None:
+    usual = ASSUMED_CPU.drive_rates
+    added(Archive, DriveRates(read=usual.read / 1000, write=usual.write / 500, mixed=usual.mixed / 1000))
+    told: list[StepTime] = []
+    for device in ("nvme", "archive"):
+        config = on(tmp_path, device, device)
+        train(Case(), config, look=lambda engine: told.append(predict(engine.plan, ASSUMED_CPU, tokens=8)))
+    nvme, archive = told
+    # So small a model is written, and stays in memory to be used.
+    assert nvme.nvme_written_nbytes == archive.nvme_written_nbytes > 0
+    assert archive.parts[Bound.NVME_WRITE] == pytest.approx(500 * nvme.parts[Bound.NVME_WRITE])
+
+
+def test_activation_checkpoints_go_to_a_fourth_tier(tmp_path: Path, added: Callable[..., Tier]) -> None:
+    def config(device: str) -> dict[str, Any]:
+        offload = {"device": device, "nvme_path": str(tmp_path / device)}
+        return {**on(tmp_path, "cpu", "cpu"), "activation_checkpointing": {"every": 1, "offload": offload}}
+
+    expected = train(Case(), config("nvme")).digest
+    added(Archive)
+    most: list[int] = []
+
+    def look(engine: infinity.Engine) -> None:
+        most.append(sum(engine.memory().peak["archive"].values()))
+
+    assert train(Case(), config("archive"), look=look).digest == expected
+    assert most[0] > 0 and requests["archive", "write"] > 0
 
 
 def test_a_timeline_names_what_each_of_two_tiers_of_drives_moves(tmp_path: Path, added: Callable[..., Tier]) -> None:

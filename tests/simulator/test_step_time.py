@@ -239,23 +239,37 @@ def test_a_model_of_hundreds_of_billions_is_predicted_quickly():
 
 
 def test_jobs_of_a_drive_wait_for_each_other_and_those_of_cores_share_them():
-    lanes = ResourceQueues(rates={Resource.READ: 10.0, Resource.WRITE: 10.0}, mixed_rates=(4.0, 4.0))
+    drive = [(Resource.READ, Tier.NVME), (Resource.WRITE, Tier.NVME)]
+    lanes = ResourceQueues(rates=dict.fromkeys(drive, 10.0), mixed_rates=dict.fromkeys(drive, 4.0))
     ends = {}
 
-    def party(name, lane, work):
-        yield lanes.submit(lane, work)
+    def party(name, resource, work, tier=None):
+        yield lanes.submit(resource, work, tier)
         ends[name] = lanes.now
 
-    for name, lane, work in (("a", Resource.CORES, 1.0), ("b", Resource.CORES, 2.0), ("read", Resource.READ, 8.0),
-                             ("write", Resource.WRITE, 4.0)):  # fmt: skip
-        lanes.begin(party(name, lane, work))
+    for job in (("a", Resource.CORES, 1.0), ("b", Resource.CORES, 2.0), ("read", Resource.READ, 8.0, Tier.NVME),
+                ("write", Resource.WRITE, 4.0, Tier.NVME)):  # fmt: skip
+        lanes.begin(party(*job))
     lanes.run(lambda: len(ends) == 4)
     # Together at half speed each until the shorter ends; mixed until the write ends.
     assert ends == pytest.approx({"write": 1.0, "read": 1.4, "a": 2.0, "b": 3.0})
 
 
+def test_tiers_of_drives_work_side_by_side_each_at_its_own_rate():
+    slow = Tier("slow", addressable=False)
+    lanes = ResourceQueues(rates={(Resource.READ, Tier.NVME): 10.0, (Resource.READ, slow): 1.0}, mixed_rates={})
+    for tier in (Tier.NVME, slow):
+        lanes.submit(Resource.READ, 20.0, tier)
+    last = lanes.submit(Resource.READ, 20.0, Tier.NVME)
+    lanes.run(lambda: last.done)
+    assert lanes.now == pytest.approx(4.0)
+    lanes.begin(iter([lanes.submit(Resource.READ, 1.0, slow)]))
+    lanes.run(lambda: lanes.now >= 21.0)
+    assert lanes.now == pytest.approx(21.0)
+
+
 def test_parties_that_all_wait_are_an_error():
-    lanes = ResourceQueues(rates={}, mixed_rates=(1.0, 1.0))
+    lanes = ResourceQueues(rates={}, mixed_rates={})
     lanes.begin(iter([lambda: False]))
     with pytest.raises(RuntimeError, match="waits"):
         lanes.run(lambda: False)

@@ -3,12 +3,12 @@
     class Archive(NvmeTier): ...
     add_tier(Tier("archive", addressable=False, alignment=4096), Archive)
 
-From then on a configuration may say `"offload_optimizer": {"device": "archive", "nvme_path": "/archive"}`.
+From then on a configuration may say `"offload_optimizer": {"device": "archive", "nvme_path": "/archive"}`. `rates` of
+the tier tell the predictions how fast its drives are.
 """
 
 from __future__ import annotations
 
-from infinity.config.values import DRIVE_TIERS
 from infinity.memory.tiers.base import TierBackend
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.plan.types import Tier
@@ -20,12 +20,10 @@ def add_tier(tier: Tier, backend: type[TierBackend]) -> None:
     """Add a tier, slower than those before it, for configurations loaded from now on; ValueError: its name is taken."""
     Tier.register(tier)
     _backends[tier] = backend
-    DRIVE_TIERS.add(tier.value)
 
 
 def remove_tier(tier: Tier) -> None:
     """Undo `add_tier`, when no engine uses the tier."""
-    DRIVE_TIERS.discard(tier.value)
     del _backends[tier]
     Tier.unregister(tier)
 
