@@ -79,7 +79,7 @@ def test_100_plans_that_do_not_fit_are_refused_with_a_table_and_a_way_out():
         with pytest.raises(CapacityError) as caught:
             refuse(asked, plan, rank=3)
         text = str(caught.value)
-        assert re.match(r"rank 3 plans [\d.,]+ (TB|GB|MB|kB) on (gpu|cpu|nvme)", text), text
+        assert re.match(r"rank 3 plans [\d.,]+ (TB|GB|MB|kB) on (gpu|cpu|nvme|device \(cpu\))", text), text
         assert "tier" in text and "limit" in text and "too much" in text, "the table"
         assert str(account(plan, asked.limits)) in text
         found = nearest_fit(asked)
