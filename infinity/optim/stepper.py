@@ -157,7 +157,7 @@ class Stepper:
         """
         self._move(StepperState.ACCUMULATING)
         self._norms.forget(unit)
-        if self._early is not None:
+        if self._early is not None and final:
             self._norms.measure([unit], None)
             self._step_early(self._early, unit, arrived)
         elif final and self._plan.policy.step_behind:

@@ -64,6 +64,8 @@ class Gradients:
         self.arrived = {unit: [False] * len(unit.params) for unit in self._units}
         # Units whose accumulation has begun since the last step.
         self._begun: set[Unit] = set()
+        # Those whose last gradients before the step are in the partition or on their way to it.
+        self._final: set[Unit] = set()
         # Whether the engine runs the backward under way, and has scaled its loss; whether a gradient has come otherwise
         # since the last `reset`.
         self._scaled = self.unscaled = False
@@ -153,6 +155,7 @@ class Gradients:
         """Forget all gradients: the step is over, or they are not wanted."""
         self._settle()
         self._begun.clear()
+        self._final.clear()
         self.unscaled = False
         for unit in self._units:
             self.arrived[unit] = [False] * len(unit.params)
@@ -246,7 +249,10 @@ class Gradients:
         """
         first = unit not in self._begun
         self._begun.add(unit)
+        # Before this unit's new gradients: what arrives now is from before.
         self._end_copies()
+        if self._last:
+            self._final.add(unit)
         if reduced is not None:
             self._partitions.put_sums(unit, reduced, first=first)
         elif self._alone:
@@ -285,7 +291,7 @@ class Gradients:
         # The unit's weights were copied out of their partition before its gradients came: a step may write it now.
         unit.release_lease(wait=True)
         if self._sink is not None:
-            self._sink.on_accumulated(unit.layout.index, self.arrived[unit], final=self._last)
+            self._sink.on_accumulated(unit.layout.index, self.arrived[unit], final=unit in self._final)
 
     def _drop_autograds(self) -> None:
         for unit in self._units:

@@ -9,6 +9,7 @@ import torch
 
 from infinity.memory.tiers.device import Accelerator, Device, add_device, remove_device
 from tests.support import accelerator
+from tests.support.accelerator import collectives
 
 
 class SimulatedDevice(Accelerator):
@@ -31,6 +32,15 @@ class SimulatedDevice(Accelerator):
 
     def unregister(self, pointer: int) -> None:
         assert accelerator.unregister(pointer) is None
+
+
+class Communicating(SimulatedDevice):
+    """The same with collectives of its own, as NCCL's: see tests/support/accelerator/collectives.py."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        collectives.register()
+        self.collectives = collectives.NAME
 
 
 @contextmanager

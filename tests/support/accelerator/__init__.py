@@ -15,7 +15,9 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import itertools
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +28,8 @@ from tests.support.accelerator import device_module
 from tests.support.accelerator.build import Unavailable, library
 
 __all__ = [
-    "Delays", "Operation", "Race", "Unavailable", "configure", "fail_at", "host_access", "is_loaded", "load", "log",
-    "memory_stats", "races", "register", "reset", "unregister",
+    "Delays", "Operation", "Race", "Unavailable", "call", "configure", "fail_at", "host_access", "is_loaded", "load",
+    "log", "memory_stats", "races", "register", "reset", "unregister",
 ]  # fmt: skip
 
 
@@ -80,6 +82,11 @@ class Race:
 
 
 _lib: ctypes.CDLL | None = None
+_CALL = ctypes.CFUNCTYPE(None)
+# Functions that streams have still to run, and those that have run, whose last lines may still be running.
+_calls: dict[int, Any] = {}
+_called: list[int] = []
+_numbers = itertools.count()
 
 
 def is_loaded() -> bool:
@@ -197,6 +204,43 @@ def host_access(tensor: Tensor, *, write: bool, name: str = "host access") -> No
     _loaded().simulated_host_access(tensor.data_ptr(), tensor.nbytes, write, name.encode())
 
 
+def call(function: Callable[..., None], *, reads: Sequence[Tensor], writes: Sequence[Tensor], name: str) -> None:
+    """Queue a function on the current stream, as CUDA's host functions are: it runs on the stream's thread, once the
+    stream comes to it, with CPU tensors over the memory of `reads` and `writes` (contiguous, on the device).
+    """
+    lib = _loaded()
+    tensors = [*reads, *writes]
+    stream = torch.accelerator.current_stream(tensors[0].device)
+
+    # Of the memory that they have now: what the program does with the tensors meanwhile does not matter.
+    views = [_host_view(tensor) for tensor in tensors]
+
+    def run() -> None:
+        with torch.no_grad():
+            function(*views)
+        _called.append(number)
+
+    number = next(_numbers)
+    kept = _calls[number] = _CALL(run)
+    for old in _called[:-64]:
+        _calls.pop(old, None)
+    del _called[:-64]
+    ranges = [
+        value
+        for index, tensor in enumerate(tensors)
+        for value in (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, index >= len(reads))
+    ]
+    array = (ctypes.c_uint64 * len(ranges))(*ranges)
+    lib.simulated_call(tensors[0].device.index, stream.stream_id, name.encode(), array, len(tensors), kept)
+
+
+def _host_view(tensor: Tensor) -> Tensor:
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    memory = (ctypes.c_char * tensor.nbytes).from_address(_loaded().simulated_host_view(tensor.data_ptr()))
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+
 def _operation(fields: dict[str, Any]) -> Operation:
     return Operation(**{**fields, "waits": tuple(fields["waits"])})
 
@@ -215,6 +259,10 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.simulated_register.argtypes = [pointer, size]
     lib.simulated_unregister.argtypes = [pointer]
     lib.simulated_host_access.argtypes = [pointer, size, flag, text]
+    lib.simulated_call.argtypes = [flag, number, text, pointer, flag, _CALL]
+    lib.simulated_call.restype = None
+    lib.simulated_host_view.argtypes = [size]
+    lib.simulated_host_view.restype = size
     lib.simulated_seed.argtypes = [flag, size]
     lib.simulated_stats.argtypes = [flag]
     for name in ("register", "unregister", "log", "races", "stats"):

@@ -97,6 +97,23 @@ void simulated_host_access(uintptr_t pointer, uint64_t nbytes, int write, const 
   Runtime::get().host_access(pointer, nbytes, write != 0, name);
 }
 
+// Queue a function of the host, as cudaLaunchHostFunc does. ranges: begin, end and whether it is written, of each.
+void simulated_call(int device, int64_t stream, const char* name, const uint64_t* ranges, int count, void (*run)()) {
+  std::vector<Access> accesses;
+  uint64_t nbytes = 0;
+  for (int each = 0; each < count; ++each) {
+    accesses.push_back({ranges[3 * each], ranges[3 * each + 1], ranges[3 * each + 2] != 0});
+    nbytes += ranges[3 * each + 1] - ranges[3 * each];
+  }
+  Runtime& runtime = Runtime::get();
+  runtime.submit(runtime.stream(device, stream), Kind::Operator, name, nbytes, accesses, run);
+}
+
+// Where a device's thread finds what the program has at `address`.
+uintptr_t simulated_host_view(uintptr_t address) {
+  return reinterpret_cast<uintptr_t>(Runtime::host_view(address));
+}
+
 void simulated_seed(int device, uint64_t seed) {
   at::Generator generator = default_generator(device);
   std::lock_guard<std::mutex> lock(generator.mutex());
