@@ -177,18 +177,18 @@ def run_on_cpu(rank: int, world: int, cell: Cell) -> str:
     return _train(rank, cell)
 
 
-def run_on_accelerator(rank: int, world: int, cell: Cell) -> tuple[str, list[str]]:
+def run_on_accelerator(rank: int, world: int, cell: Cell, case: Case | None = None) -> tuple[str, list[str]]:
     """Train a cell on the simulated accelerator, on a rank of a pool; return the hash and what the checker found."""
     accelerator.load()
     accelerator.configure(seed=world * cell.seed + rank, delays=cell.delays or False)
     accelerator.reset()
     join(world)
     with engines_use(), host_accesses_are_declared():
-        digest = _train(rank, cell)
+        digest = _train(rank, cell, case)
     return digest, [str(race) for race in accelerator.races()]
 
 
-def _train(rank: int, cell: Cell) -> str:
+def _train(rank: int, cell: Cell, case: Case | None = None) -> str:
     with tempfile.TemporaryDirectory() as folder:
         config = settings(
             folder, stage=cell.stage, param=cell.param, optimizer=cell.optimizer, dtype=cell.precision,
@@ -196,7 +196,7 @@ def _train(rank: int, cell: Cell) -> str:
         )  # fmt: skip
         if cell.ratio != 1:
             config["zero_optimization"]["offload_optimizer"]["ratio"] = cell.ratio
-        return train(PlainCase(), config, rank=rank, steps=STEPS).digest
+        return train(case or PlainCase(), config, rank=rank, steps=STEPS).digest
 
 
 class Matrix:

@@ -13,18 +13,20 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch import Tensor
 
+import infinity
 from infinity.memory.tiers.device import Accelerator
 from infinity.ops.transfer import StreamTransfer
 from infinity.zero.partition_copy import PartitionCopy
-from tests.accelerator_matrix import Cell, Matrix, cover, pairs, product, run_on_accelerator
+from tests.accelerator_matrix import Cell, Matrix, PlainCase, cover, pairs, product, run_on_accelerator
 from tests.support import accelerator
-from tests.support.oracle import CLIP
+from tests.support.oracle import CLIP, Access
 
 DELAYS = accelerator.Delays(copy=0.002, event=0.002, operator=0.00002)
 CELLS = (
     Cell("fp32", 1, 0.0, 1, 0, "gpu", "gpu", seed=1),
-    Cell("bf16", 2, CLIP, 1, 1, "gpu", "nvme", seed=2),
+    Cell("bf16", 2, CLIP, 1, 1, "gpu", "nvme", 0.5, seed=2),
     Cell("fp16", 1, CLIP, 1, 2, "gpu", "cpu", 0.5, seed=3),
     Cell("fp32", 2, CLIP, 1, 3, "gpu", "nvme", seed=4),
     Cell("bf16", 1, CLIP, 1, 3, "cpu", "cpu", 0.5, seed=5),
@@ -52,6 +54,18 @@ def matrix() -> Iterator[Matrix]:
 @pytest.mark.parametrize("cell", [replace(cell, delays=DELAYS) for cell in CELLS], ids=str)
 def test_a_cell_has_the_hash_of_the_cpu_and_no_race(matrix: Matrix, cell: Cell) -> None:
     assert matrix.run(cell).why == ""
+
+
+class ReadsStates(PlainCase):
+    """Reads every weight while copies to the device still hold partitions."""
+
+    def before_step(self, call: Any, micro: int, access: Access) -> list[Tensor]:
+        return [infinity.state(param).master for param in call.module.parameters()]
+
+
+def test_weights_are_read_between_backward_and_step(matrix: Matrix) -> None:
+    cell = Cell("bf16", 1, CLIP, 1, 3, "nvme", "nvme", seed=6, delays=replace(DELAYS, copy=0.02))
+    assert matrix.run(cell, partial(run_on_accelerator, case=ReadsStates())).why == ""
 
 
 def _does_nothing(*_: object) -> None:

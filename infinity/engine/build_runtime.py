@@ -73,6 +73,7 @@ def build_runtime(
     coordinator = Coordinator(
         units, plan=plan, store=store, gradients=gradients, group=groups.world, spare=device.spare
     )
+    coordinator.memory.refresh(units)
     for unit in units:
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             parameter.attach(param, coordinator, slot.name)

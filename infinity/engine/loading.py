@@ -176,9 +176,7 @@ class Load:
                 self._fill_buffers(found, source)
 
         run_on_all_ranks(runtime.groups, "partitions of a checkpoint", job, path=found.folder)
-        for unit in runtime.units:
-            if unit.placed.whole:
-                unit.refresh()
+        runtime.coordinator.memory.refresh(runtime.units)
 
     @contextmanager
     def _source(self, found: Found) -> Iterator[ValueSource]:

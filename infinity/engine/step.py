@@ -127,9 +127,10 @@ class Boundary:
             raise StateError("optimizer.step() is called by engine.step(): call that instead")
         runtime, verdict = self._runtime, self._latest
         runtime.stepper.step(param_groups, grad_scale=verdict.grad_scale, arrived=verdict.arrived)
-        for unit in runtime.units:
-            if unit.layout.trainable:
-                unit.stepped()
+        trained = [unit for unit in runtime.units if unit.layout.trainable]
+        for unit in trained:
+            unit.stepped()
+        runtime.coordinator.memory.refresh(trained)
         self._state = BoundaryState.APPLIED
 
     def finish(self) -> None:

@@ -83,6 +83,26 @@ class GatheredMemory:
         while not self._store.prefetch(*keys) and self._copying:
             self._copying.popleft().release_lease(wait=True)
 
+    def refresh(self, units: Sequence[Unit]) -> None:
+        """Bring those of the units that are whole for good up to date with partitions that were written. Collective.
+
+        No later gather would return what their copies hold of a pool, so the host waits for those out of a pool here.
+        """
+        for unit in units:
+            if not unit.placed.whole:
+                continue
+            if self._copying:
+                self.prefetch(unit)
+            unit.refresh()
+            if unit.leasing and unit.placed.param.on_drive:
+                self._copying.append(unit)
+        self.return_partitions()
+
+    def return_partitions(self) -> None:
+        """Return every partition that is still copied from. The host waits for the copies."""
+        while self._copying:
+            self._copying.popleft().release_lease(wait=True)
+
     def release(self, unit: Unit, *, retain: bool = True) -> None:
         """Release a gathered unit. With `retain`, its bytes may stay for the next gathers."""
         if unit.layout.index in self._held:

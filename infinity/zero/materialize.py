@@ -61,7 +61,7 @@ class Materializer:
         self._progress = PhaseProgress("taking the model in", own)
 
     def run(self) -> None:
-        """Give every partition its value and every parameter its place in its unit."""
+        """Give every partition its value."""
         self._find_alike()
         for unit in self._units:
             if not unit.layout.trainable:
@@ -79,9 +79,6 @@ class Materializer:
             # Units without elements belong to no sub-group.
             self._taken(unit)
         self._store.settle()
-        for unit in self._units:
-            if unit.placed.whole:
-                unit.refresh()
 
     def _fill_frozen(self, unit: Unit) -> None:
         numel = unit.layout.partition_numel(unit.placed.parts)

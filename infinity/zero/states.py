@@ -173,6 +173,7 @@ class _Part:
 
     def _read_master(self) -> Tensor:
         store, key = self._owner.store, self._unit.key
+        self._owner.coordinator.memory.return_partitions()
         if not self.trainable:
             with store.read(key) as (partition,):
                 return load_masters(partition.view(Kind.PARAM), None, 0)
@@ -185,6 +186,7 @@ class _Part:
 
     def _write_master(self, own: Tensor) -> None:
         store, key = self._owner.store, self._unit.key
+        self._owner.coordinator.memory.return_partitions()
         self._unit.release_lease(wait=True)
         if not self.trainable:
             with store.write(key) as (partition,):
@@ -195,8 +197,7 @@ class _Part:
                 store_masters(own[piece.start : piece.stop], target, states, at)
             store.flush(states_key)
         store.flush(key)
-        if self._unit.placed.whole:
-            self._unit.refresh()
+        self._owner.coordinator.memory.refresh([self._unit])
 
     def _read_states(self, kind: Kind) -> Tensor:
         """Put together from the sub-groups."""

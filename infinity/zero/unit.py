@@ -223,8 +223,6 @@ class Unit:
     def stepped(self) -> None:
         """The optimizer has changed the partition: a backward of what was computed with older values is refused."""
         self.versions.advance()
-        if self.placed.whole:
-            self.refresh()
 
     def refresh(self) -> None:
         """Bring a whole unit up to date with the partitions that the optimizer has written."""
