@@ -11,10 +11,12 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.plan.allocator import ACCELERATOR
 from infinity.plan.capacity import Capacity
 from infinity.plan.free_memory import free_cpu_nbytes
-from infinity.plan.reserve import GAPS
 
+# Share of an accelerator's memory that its allocator loses between blocks.
+GAPS = ACCELERATOR.free_gaps
 # Set aside on an accelerator beside its allocator's gaps (`GAPS`): its context.
 CONTEXT_NBYTES = 10**9
 # Set aside in CPU memory: for the node, and for each process's interpreter, torch and libraries.

@@ -18,11 +18,10 @@ from estimators.advice import (
     tokens_a_second,
 )
 from estimators.estimate import Estimate
-from estimators.node import CONTEXT_NBYTES, DRIVE_SHARE, PROCESS_NBYTES, SYSTEM_NBYTES
+from estimators.node import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, SYSTEM_NBYTES
 from estimators.search import NAMES, Choice, Near
 from infinity.config.units import format_bytes
 from infinity.plan import palette
-from infinity.plan.reserve import GAPS
 from infinity.plan.types import Kind, Tier
 from infinity.simulator.phases import Phase, state_dict_nbytes
 from infinity.simulator.traffic import Link

@@ -32,7 +32,7 @@ from infinity.plan.inputs import PlanInputs
 from infinity.plan.optimizer_states import OptimizerSpec
 from infinity.plan.plan import Plan
 from infinity.plan.recomputation import repeated_blocks
-from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, GAPS, HEAP_GAPS, UNKNOWN_ACTIVATION_NBYTES, Reserve
+from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, UNKNOWN_ACTIVATION_NBYTES, Reserve
 from infinity.plan.spec import ModuleNode, dtype_name, module_tree
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Tier
@@ -139,13 +139,13 @@ def _reserve(
         config.micro_batch, stated.sequence_length, config.compute_dtype, checkpointed,
         config.config.activation_checkpointing.keep_ops,
     )  # fmt: skip
-    elsewhere = in_heap = 0
+    elsewhere = pooled = 0
     if stated.max_bytes is not None:
         limit = stated.max_bytes
         nbytes = limit.of(free.device or 0) if isinstance(limit, Share) else limit
         source = "memory.activations.max_bytes"
     elif (found := forecast(model, work, measure=measure)) is not None:
-        nbytes, in_heap, source = found.nbytes, found.heap_nbytes or 0, found.source
+        nbytes, pooled, source = found.nbytes, found.pooled_nbytes or 0, found.source
         if not (tier := Tier.named(config.checkpoint_tier)).on_device:
             elsewhere = OffloadedCheckpoints(tier, found.inputs, found.input_nbytes).freed_nbytes
     else:
@@ -159,8 +159,7 @@ def _reserve(
     return Reserve(
         taken_nbytes=taken_nbytes, overhead_nbytes=ANONYMOUS_OVERHEAD_NBYTES, activation_nbytes=nbytes - elsewhere,
         activations=source, checkpoint_nbytes=in_cpu,
-        heap_nbytes=0 if device.own_memory else int(HEAP_GAPS * in_heap),
-        gaps_nbytes=int(GAPS * (free.gpu or 0)) if device.own_memory else 0,
+        gaps_nbytes=device.allocator.gaps_nbytes(pooled, free.device or 0),
         model_dtype=dtype_name(floating[0]) if floating else "fp32", model_nbytes_max=held_max,
     )  # fmt: skip
 

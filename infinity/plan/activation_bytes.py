@@ -15,8 +15,8 @@ class Activations:
     nbytes: at the busiest moment; saved_nbytes: what lies between forward and backward. parts: what the busiest moment
     is made of, by name. source: where the numbers are from, with a reason where it is not the first choice.
     inputs: how many tensors of these are kept by blocks that are computed again, and may lie on another tier;
-    input_nbytes: bytes of one. heap_nbytes: at their own busiest moment, of pieces so small that in CPU memory the C
-    library's heap has them; None: not told apart.
+    input_nbytes: bytes of one. pooled_nbytes: at their own busiest moment, of pieces so small that the process's
+    allocator keeps them when they are freed; None: not told apart.
     """
 
     nbytes: int
@@ -25,7 +25,7 @@ class Activations:
     saved_nbytes: int = 0
     inputs: int = 0
     input_nbytes: int = 0
-    heap_nbytes: int | None = None
+    pooled_nbytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

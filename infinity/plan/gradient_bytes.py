@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from infinity.plan.allocator import ACCELERATOR, PROCESS
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Placement
 from infinity.plan.types import DTYPE_NBYTES
-
-# While a model is trained, glibc takes pieces of this size or more from the system one by one and gives them back when
-# they are freed; smaller ones stay in its heap. `infinity.memory.tiers.pinned` tells it so.
-HEAP_PIECE_NBYTES_MAX = 8 << 20
 
 # Sums of a rank that lie on an accelerator at once, one arriving and one on its way to its partition.
 MINE_COUNT = 2
@@ -41,8 +38,7 @@ def left_nbytes(
     the first it takes twice more: the new gradient, and the sum that autograd allocates. A gradient that is sent from
     where it lies stays until the next unit's gradients have come.
 
-    In the process's own memory, freed gradients of other shapes stay in the C library's heap, which reuses them only
-    for the same shapes.
+    Freed gradients of other shapes may stay with the allocator, which reuses them only for the same shapes.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -53,22 +49,23 @@ def left_nbytes(
     # Of units between their first use and their last, and of the one that travels.
     waiting = travelling = 0
     sent: tuple[int, ...] = ()
-    # By shapes of a unit's gradients: what they leave in the heap.
-    heap: dict[tuple[int, ...], int] = {}
+    allocator = ACCELERATOR if accelerator else PROCESS
+    # By shapes of a unit's gradients: what of them stays with the allocator.
+    pooled: dict[tuple[int, ...], int] = {}
     for position, unit in enumerate(trace):
         own = _nbytes(layouts[unit])
         waiting += own if position == first[unit] else 0
         again = 2 * own if first[unit] < position else 0
         pieces = _pieces(layouts[unit])
-        # What travels has not come back to the heap.
-        before = max((nbytes for shapes, nbytes in heap.items() if shapes not in (pieces, sent)), default=0)
-        left.append(waiting + again + travelling + (0 if accelerator else before))
+        # What travels has not come back to the allocator.
+        before = max((nbytes for shapes, nbytes in pooled.items() if shapes not in (pieces, sent)), default=0)
+        left.append(waiting + again + travelling + before)
         if position == last[unit]:
             waiting -= own
             if layouts[unit].trainable:
                 travels = wire is not None and travels_alone(layouts[unit], wire)
                 travelling, sent = (own, pieces) if travels else (0, ())
-        heap[pieces] = sum(piece for piece in pieces if piece < HEAP_PIECE_NBYTES_MAX)
+        pooled[pieces] = allocator.pooled_nbytes(pieces)
     return tuple(left)
 
 

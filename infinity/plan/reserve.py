@@ -16,11 +16,6 @@ from infinity.plan.types import Tier
 # Memory of no file that the first steps of any model add to a process: 10 to 40 MB were measured. `OVERHEAD_NBYTES`
 # counts pages of libraries, too, which the system drops at need.
 ANONYMOUS_OVERHEAD_NBYTES = 48 << 20
-# In CPU memory the C library's heap takes so much more than lies in it. Tensors are aligned, and a gap that one left is
-# too small for the next of its size with its alignment (glibc before 2.38): 0.5 to 1.3 was measured.
-HEAP_GAPS = 1.4
-# Of an accelerator's memory, what its allocator cannot use for the gaps between blocks.
-GAPS = 0.04
 # Activations of a model about which nothing is known before its first batch.
 UNKNOWN_ACTIVATION_NBYTES = 64 << 20
 
@@ -30,16 +25,14 @@ class Reserve:
     """Bytes of one rank beside its plan.
 
     taken_nbytes: in memory before the engine; what is free is without it. overhead_nbytes: what first steps add in CPU
-    memory; heap_nbytes: what gaps in its heap do. activation_nbytes: on the device, at the busiest moment of a
-    micro-batch; activations: where that figure is from, in words. checkpoint_nbytes: activation checkpoints in CPU
-    memory, off an accelerator. gaps_nbytes: what an accelerator's allocator loses. model_dtype, model_nbytes_max: what
-    the model was built in, and how much of it lies in CPU memory at a time (None: all of it) until its partitions are
-    made.
+    memory. activation_nbytes: on the device, at the busiest moment of a micro-batch; activations: where that figure is
+    from, in words. checkpoint_nbytes: activation checkpoints in CPU memory, off an accelerator. gaps_nbytes: what the
+    device's allocator takes beyond living tensors. model_dtype, model_nbytes_max: what the model was built in, and how
+    much of it lies in CPU memory at a time (None: all of it) until its partitions are made.
     """
 
     taken_nbytes: int = 0
     overhead_nbytes: int = 0
-    heap_nbytes: int = 0
     activation_nbytes: int = 0
     activations: str = ""
     checkpoint_nbytes: int = 0
@@ -50,7 +43,7 @@ class Reserve:
     def by_tier(self) -> dict[Tier, int]:
         """Bytes that are still to come, by the tier that takes them."""
         on_device = self.activation_nbytes + self.gaps_nbytes
-        return {Tier.GPU: on_device, Tier.CPU: self.overhead_nbytes + self.heap_nbytes + self.checkpoint_nbytes}
+        return {Tier.GPU: on_device, Tier.CPU: self.overhead_nbytes + self.checkpoint_nbytes}
 
     def initial_nbytes(self, plan: Plan) -> int:
         """CPU memory at the peak of filling the partitions, with what is left of the model."""
@@ -69,8 +62,7 @@ class Reserve:
         parts = {
             "for what a process's first steps add": self.overhead_nbytes,
             f"for activations ({self.activations})": self.activation_nbytes,
-            "for gaps in the heap": self.heap_nbytes,
             "for activation checkpoints in CPU memory": self.checkpoint_nbytes,
-            "for gaps in the accelerator's allocator": self.gaps_nbytes,
+            "for gaps in the device's allocator": self.gaps_nbytes,
         }
         return ", ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)

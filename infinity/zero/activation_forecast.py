@@ -18,7 +18,7 @@ from torch import nn
 from infinity.errors import ConfigError
 from infinity.memory.partition import DTYPES
 from infinity.plan.activation_bytes import Activations
-from infinity.plan.gradient_bytes import HEAP_PIECE_NBYTES_MAX
+from infinity.plan.allocator import PROCESS
 from infinity.plan.types import DTYPE_NBYTES
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.activation_measurement import measure_activations
@@ -71,7 +71,7 @@ def forecast(model: nn.Module, work: MicroBatch, *, measure: bool) -> Activation
     return Activations(
         nbytes=kept + loss, parts={"blocks": kept, "logits and loss": loss}, source=f"{shape}, by the model's sizes",
         inputs=len(work.blocks), input_nbytes=input_nbytes,
-        heap_nbytes=kept + (loss if loss // 3 < HEAP_PIECE_NBYTES_MAX else 0),
+        pooled_nbytes=kept + PROCESS.pooled_nbytes([loss // 3] * 3),
     )  # fmt: skip
 
 

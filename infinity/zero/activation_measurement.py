@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import ConfigError
 from infinity.plan.activation_bytes import Activations
-from infinity.plan.gradient_bytes import HEAP_PIECE_NBYTES_MAX
+from infinity.plan.allocator import PROCESS
 from infinity.zero.parameter import is_released
 
 _OUTSIDE = "(outside any module)"
@@ -49,7 +49,7 @@ def measure_activations(
     beyond = found.peak_nbytes - sum(parts.values())
     return Activations(
         nbytes=found.peak_nbytes, saved_nbytes=sum(parts.values()), source="measured shapes of one pass",
-        parts={**parts, "temporaries": beyond} if beyond > 0 else parts, heap_nbytes=found.heap_peak_nbytes,
+        parts={**parts, "temporaries": beyond} if beyond > 0 else parts, pooled_nbytes=found.pooled_peak_nbytes,
     )  # fmt: skip
 
 
@@ -69,9 +69,9 @@ class _Pass(TorchDispatchMode):
         self._modules: list[str] = []
         self.now_nbytes = 0
         self.peak_nbytes = 0
-        # The same of pieces that the C library's heap has.
-        self.heap_nbytes = 0
-        self.heap_peak_nbytes = 0
+        # The same of pieces that the process's allocator would keep.
+        self.pooled_nbytes = 0
+        self.pooled_peak_nbytes = 0
         # Numbers of the storages that were gradients of parameters.
         self.gradients: set[int] = set()
         # Bytes between forward and backward, by class of module.
@@ -146,9 +146,9 @@ class _Pass(TorchDispatchMode):
     def _book(self, nbytes: int) -> None:
         self.now_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes)
-        if abs(nbytes) < HEAP_PIECE_NBYTES_MAX:
-            self.heap_nbytes += nbytes
-            self.heap_peak_nbytes = max(self.heap_peak_nbytes, self.heap_nbytes)
+        if abs(nbytes) < PROCESS.pooled_nbytes_max:
+            self.pooled_nbytes += nbytes
+            self.pooled_peak_nbytes = max(self.pooled_peak_nbytes, self.pooled_nbytes)
 
     def _is_gradient(self, grad: Tensor) -> None:
         found = self._live.get(id(grad.untyped_storage()))

@@ -112,7 +112,7 @@ def test_what_is_set_aside_is_not_the_plans_and_is_said():
     free = Capacity(process=4 << 30)
     reserve = Reserve(
         taken_nbytes=300 << 20, overhead_nbytes=50 << 20, activation_nbytes=200 << 20, activations="1 x 128 tokens",
-        heap_nbytes=100 << 20,
+        gaps_nbytes=100 << 20,
     )  # fmt: skip
     config = question(None).config.config.memory
     limits = within(config, free, ranks=1, accelerator=False, by_budget=False, reserved=reserve.by_tier())

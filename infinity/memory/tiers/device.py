@@ -32,6 +32,7 @@ from infinity.memory.pages import page_aligned
 from infinity.memory.resizable_buffer import ElasticBuffer, SparePages
 from infinity.observability import trace
 from infinity.ops.transfer import Completed, StreamTransfer, Transfer
+from infinity.plan.allocator import ACCELERATOR, PROCESS
 from infinity.plan.types import HUGE_PAGE
 
 # Bounds of memory on its way down: at least a millisecond of a bus, and few enough copies to scan.
@@ -54,7 +55,7 @@ class Device:
     name: of the type of device, for tables and messages. is_accelerator: whether it computes beside the CPU, on tensors
     of its own type. own_memory: whether its memory is apart from the CPU's, so that values are copied to it. pinning:
     how CPU memory is prepared for its copies. collectives: the back end of collectives between such devices; gloo is
-    given tensors in CPU memory.
+    given tensors in CPU memory. allocator: what the device's takes beyond living tensors.
     """
 
     name = "cpu"
@@ -62,6 +63,7 @@ class Device:
     own_memory = False
     pinning: Pinning = "none"
     collectives = "gloo"
+    allocator = PROCESS
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
@@ -205,6 +207,7 @@ class Accelerator(Device):
     is_accelerator = True
     own_memory = True
     pinning: Pinning = "allocation"
+    allocator = ACCELERATOR
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

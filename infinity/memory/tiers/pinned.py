@@ -23,7 +23,7 @@ from infinity.log import warn_once
 from infinity.memory.ledger import Ledger
 from infinity.memory.pages import page_aligned
 from infinity.memory.tiers.device import Device
-from infinity.plan.gradient_bytes import HEAP_PIECE_NBYTES_MAX
+from infinity.plan.allocator import PROCESS
 
 # Bytes of a chunk, once the driver has refused a whole buffer.
 _CHUNK_NBYTES = 256 << 20
@@ -33,7 +33,7 @@ _CHUNK_NBYTES = 256 << 20
 # whose edge the heap goes on growing.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _BUILDING = {_MMAP_THRESHOLD: 1 << 20}
-_TRAINING = {_MMAP_THRESHOLD: HEAP_PIECE_NBYTES_MAX, _TRIM_THRESHOLD: 64 << 20}
+_TRAINING = {_MMAP_THRESHOLD: PROCESS.pooled_nbytes_max, _TRIM_THRESHOLD: 64 << 20}
 
 
 def trim() -> None:
