@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.memory.store import TieredStore
+from infinity.memory.tiers import device as device_module
 from infinity.ops.transfer import StreamTransfer
 from infinity.plan.types import Key
 from tests.support import accelerator
@@ -35,20 +36,24 @@ from tests.support.simulated_device import Communicating, engines_use
 from tests.support.spawn import RankPool
 
 UNITS = 32
-WIDTH = 128
+MATRICES = 7
+WIDTH = 64
 # Seconds of a unit: its parameters up or its gradients down, its forward, its backward; what queueing costs the host.
 COPY, FORWARD, BACKWARD, SUBMISSION = 8.7e-3, 7e-3, 17.5e-3, 1e-5
 # Of any other operation on the device.
 SMALL = 5e-5
-PARAM_NBYTES = WIDTH * WIDTH * 2
+PARAM_NBYTES = MATRICES * WIDTH * WIDTH * 2
+LAYER_NBYTES = 436 * 10**6
 
 
 class Layers(nn.Module):
-    """Units of one matrix each: one product in forward, two in backward."""
+    """Units of several matrices, as a layer of Llama has: each makes one product in forward, two in backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(UNITS))
+        self.layers = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(MATRICES))) for _ in range(UNITS)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -103,6 +108,8 @@ def run(rank: int, ranks: int, param: str, optimizer: str, accumulation: int) ->
         engines_use(Communicating),
         patch.object(StreamTransfer, "done", done),
         patch.object(TieredStore, "readable_now", readable_now),
+        # Gradients on their way down are bounded in the proportion of a layer of 436 MB.
+        patch.object(device_module, "HELD_NBYTES_MIN", device_module.HELD_NBYTES_MIN * PARAM_NBYTES // LAYER_NBYTES),
     ):
         engine, *_ = infinity.initialize(model=Layers(), config=config(folder, param, optimizer, accumulation, ranks))
         with engine:
@@ -119,13 +126,13 @@ def run(rank: int, ranks: int, param: str, optimizer: str, accumulation: int) ->
                     if last:
                         keeping = False
                         log, races = accelerator.log(), accelerator.races()
-                engine.step()
+                    engine.step()
     return books(log, len(races), param, optimizer, accumulation, ranks)
 
 
 def config(folder: str, param: str, optimizer: str, accumulation: int, ranks: int) -> dict[str, Any]:
     """Each layer is a unit and a sub-group; two are gathered ahead."""
-    numel = WIDTH * WIDTH
+    numel = MATRICES * WIDTH * WIDTH
     return {
         "zero_optimization": {
             "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 4 * numel,
@@ -144,7 +151,7 @@ def books(
 ) -> Books:
     """Assign the durations and compute the schedule."""
     products = [each.id for each in log if each.kind == "operator" and each.name == "aten::mm"]
-    forward = set(products[:UNITS])
+    forward = set(products[: UNITS * MATRICES])
 
     def seconds(each: accelerator.Operation) -> float:
         if each.kind in ("copy up", "copy down"):
@@ -152,8 +159,8 @@ def books(
         if each.kind != "operator":
             return 0.0
         if each.id in forward:
-            return FORWARD
-        return BACKWARD / 2 if each.id in set(products) else SMALL
+            return FORWARD / MATRICES
+        return BACKWARD / MATRICES / 2 if each.id in set(products) else SMALL
 
     schedule: Schedule = makespan(log, seconds, submission=SUBMISSION)
     spent: Counter[str] = Counter()
@@ -194,7 +201,7 @@ def waits(log: Sequence[accelerator.Operation], products: set[int]) -> tuple[int
                 if copy.kind == "copy up":
                     early += unused
                     unused = True
-                elif queued - queued_at[copy.id] < 2 and queued < len(products):
+                elif queued - queued_at[copy.id] < 2 * MATRICES and queued < len(products):
                     down += 1
     return early, down
 
@@ -218,7 +225,7 @@ def main() -> None:
                 print(_line(rows[-1]), flush=True)
     if chosen.json:
         head = {
-            "command": "python -m tests.stream_books", "torch": torch.__version__, "processor": platform.processor(),
+            "command": "python -m tests.stream_books", "torch": torch.__version__, "python": platform.python_version(),
             "durations": {"copy": COPY, "forward": FORWARD, "backward": BACKWARD, "submission": SUBMISSION},
         }  # fmt: skip
         chosen.json.write_text(json.dumps({**head, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

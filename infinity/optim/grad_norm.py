@@ -40,6 +40,10 @@ class Norms:
         """Drop what was measured of a unit: its gradients have changed."""
         self._found.pop(unit, None)
 
+    def unqueue(self, unit: int) -> None:
+        """Let a unit no longer wait for the next batch."""
+        self._waiting.pop(unit, None)
+
     def batch(self, unit: int) -> list[int]:
         """Let a unit wait to be measured; return all that wait once they are worth a job of their own, else none.
 

@@ -167,6 +167,10 @@ class Stepper:
                 self._store.access.reserve(reservation, *(Key(Kind.GRAD, each) for each in units))
                 self._worker.submit(reservation, self._norms.measure, units, reservation)
 
+    def before_more(self, unit: int) -> None:
+        """Note that a unit's gradients are about to change: do not begin to measure them."""
+        self._norms.unqueue(unit)
+
     def forget(self) -> None:
         """Drop the accumulated gradients, and what was stepped with them."""
         self._move(StepperState.IDLE)

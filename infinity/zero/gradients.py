@@ -39,6 +39,9 @@ class GradientSink(Protocol):
         final: probably the last time before the step.
         """
 
+    def before_more(self, unit: int) -> None:
+        """Gradients are about to be added to those of a unit that were said to be final."""
+
 
 class Gradients:
     """Collects, reduces and accumulates the gradients of all trainable units of a rank."""
@@ -251,6 +254,8 @@ class Gradients:
         self._begun.add(unit)
         # Before this unit's new gradients: what arrives now is from before.
         self._end_copies()
+        if unit in self._final and self._sink is not None:
+            self._sink.before_more(unit.layout.index)
         if self._last:
             self._final.add(unit)
         if reduced is not None:

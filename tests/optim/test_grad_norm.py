@@ -65,3 +65,13 @@ def test_norms_by_parameter_over_mixed_homes_keep_their_order(mixed):
     assert [(unit, stats.sum_of_squares) for (unit, _), stats in found.items()] == [
         (index, float(numel)) for index, (numel, _) in enumerate(UNITS)
     ]
+
+
+def test_a_unit_whose_gradients_change_leaves_the_batch_that_waits(mixed, monkeypatch):
+    """A second backward of a step begins to write what would be measured behind the program."""
+    monkeypatch.setattr(grad_norm, "_BATCH_UNITS_MAX", 3)
+    monkeypatch.setattr(Store, "__getitem__", lambda self, key: SimpleNamespace(spec=SimpleNamespace(nbytes=4)), False)
+    assert mixed.batch(0) == [] and mixed.batch(1) == []
+    mixed.unqueue(0)
+    assert mixed.batch(2) == []
+    assert mixed.batch(3) == [1, 2, 3]
