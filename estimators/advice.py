@@ -1,7 +1,7 @@
-"""The fastest configurations that fit a machine and do not wear its drive out.
+"""The fastest configurations that fit a machine without wearing out its drive.
 
-`search` finds placements for one batch; here micro-batches grow as far as they fit, and are accumulated up to a batch
-that is still usual. Of what lasts long enough, the three fastest that differ are shown, with what each costs.
+`search` finds placements for one batch. This module grows the micro-batch as far as it fits and accumulates up to a
+usual batch size. It keeps the three fastest distinct configurations whose drive lasts long enough.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from estimators.search import Choice, Wish, fitting, search
 from infinity.plan.types import Kind
 
-# Training at so many hours a day, a drive has to last so many days.
+# A drive must last `DAYS_MIN` days of training for `HOURS_A_DAY` hours each.
 HOURS_A_DAY = 8
 DAYS_MIN = 365
-# Tokens of a step over all ranks, beyond which nothing is accumulated: tuning runs rarely take larger batches.
+# Most tokens of a step over all ranks that accumulation aims at: fine-tuning rarely uses larger batches.
 TOKENS_MAX = 1 << 17
 _MICRO_MAX = 16
-# Of each micro-batch's placements, so many of the fastest are tried with the next.
+# How many of the fastest placements of one micro-batch are tried with the next.
 _KEPT = 4
 SHOWN = 3
 PARAMETERS = (Kind.PARAM, Kind.FULL)
@@ -29,7 +29,7 @@ STATES = tuple(kind for kind in Kind if kind not in _OTHERS)
 
 @dataclass(frozen=True)
 class Advice:
-    """Choices from the best on, at least one; and whether those last as long as they should."""
+    """At least one choice, the best first. lasting: whether their drives last as long as required."""
 
     choices: Sequence[Choice]
     lasting: bool
@@ -40,7 +40,7 @@ class Advice:
 
 
 def advise(wish: Wish) -> Advice:
-    """The fastest configurations that fit and last; where none fits, what lacks the least."""
+    """Return the fastest configurations that fit and last; if none fits, the one that exceeds its limits least."""
     found = [*_grown(wish)]
     if not found:
         return Advice([search(wish)], lasting=True)
@@ -52,24 +52,24 @@ def advise(wish: Wish) -> Advice:
 
 
 def tokens_a_second(choice: Choice) -> float:
-    """Of all ranks."""
+    """Return the tokens a second of all ranks."""
     return choice.estimate.outline.tokens_a_second * choice.estimate.plan.topology.world_size
 
 
 def days_of_training(choice: Choice) -> float | None:
-    """Days at `HOURS_A_DAY` until the drives have taken what they are rated for; None where nothing is written."""
+    """Return the days at `HOURS_A_DAY` until the drives reach their rated endurance; None if nothing is written."""
     days = choice.estimate.outline.days_to_endurance
     return None if days is None else days * 24 / HOURS_A_DAY
 
 
 def lasts(choice: Choice) -> bool:
-    """Whether the drives bear it for `DAYS_MIN`."""
+    """Return whether the drives last for `DAYS_MIN`."""
     days = days_of_training(choice)
     return days is None or days >= DAYS_MIN
 
 
 def _grown(wish: Wish) -> Iterator[Choice]:
-    """What fits, from one sequence at a time on, each alone and accumulated."""
+    """Yield what fits, from micro-batches of one sequence up, each with and without accumulation."""
     micro, ranks = wish.options.get("batch") or 1, wish.options.get("ranks", 1)
     known: Sequence[Mapping[str, Any]] | None = None
     while True:
@@ -88,7 +88,7 @@ def _grown(wish: Wish) -> Iterator[Choice]:
 
 
 def _different(choices: Sequence[Choice]) -> Iterator[Choice]:
-    """Of choices that say the same in the table but for batches and what they gather, the first."""
+    """Yield the first of the choices that differ only in batch and gathered bytes."""
     seen = set()
     for choice in choices:
         work, steps = choice.estimate.work, choice.estimate.accumulation

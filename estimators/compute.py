@@ -1,8 +1,8 @@
-"""Floating-point operations of a training step, from the tree and the hyper-parameters.
+"""Floating-point operations of a training step, from the module tree and the hyper-parameters.
 
-A product of a token with a matrix takes two operations an element, backward twice as many as forward, or as many where
-the matrix is frozen; a causal attention looks at half of the sequence on the average. Norms and activation functions
-are left out: the rate that a profile gives for a block contains their time.
+Multiplying a token with a matrix takes two operations an element. Backward takes twice as many as forward, or as many
+if the matrix is frozen. Causal attention covers half of the sequence on average. Norms and activation functions are
+left out: a profile's rate of a block includes their time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from infinity.plan.spec import ModuleNode
 
 
 def active_numel(tree: ModuleNode, values: Mapping[str, Any], *, trained: bool = False) -> int:
-    """Elements of the matrices that one token is multiplied with: of a mixture, the experts that it is sent to.
+    """Return the elements of the matrices that one token is multiplied with; in a mixture of experts, only those of the
+    experts that the token is routed to.
 
-    trained: only of those that are trained.
+    trained: count trained matrices only.
     """
     chosen = values.get("num_experts_per_tok")
     total = 0
     for node in tree.walk():
         if node.class_name.endswith("Embedding"):
-            # Rows are looked up. Where the output layer shares them, that one counts.
+            # Rows are looked up. If the output layer shares the table, the output layer counts.
             continue
         for spec in node.params.values():
             if trained and not spec.trainable:
@@ -38,9 +39,9 @@ def step_flops(
     tree: ModuleNode, values: Mapping[str, Any], *, tokens: int, sequence: int, checkpointing: bool, every: int = 1,
     tiled_loss: bool = False,
 ) -> float:  # fmt: skip
-    """Operations of one rank's step over `tokens` tokens in sequences of `sequence`.
+    """Return the operations of one rank's step over `tokens` tokens in sequences of `sequence`.
 
-    checkpointing: every `every`-th layer's forward is computed once more in backward. tiled_loss: so are the logits.
+    checkpointing: backward recomputes the forward of every `every`-th layer. tiled_loss: it recomputes the logits too.
     """
     forward = 2 * active_numel(tree, values) + 2 * sequence * _attention_width(values)
     passes = 2 + (1 / every if checkpointing else 0)
@@ -51,14 +52,14 @@ def step_flops(
 
 
 def _attention_width(values: Mapping[str, Any]) -> int:
-    """Elements of queries (and of mixed values) over all layers: products of both with the sequence are attention."""
+    """Return the width of the queries, summed over layers; attention multiplies queries and values by the sequence."""
     heads = values.get("num_attention_heads", values.get("n_head"))
     hidden = values.get("hidden_size", values.get("n_embd"))
     layers = values.get("num_hidden_layers", values.get("n_layer"))
     if not heads or not hidden or not layers:
         return 0
     if values.get("kv_lora_rank"):
-        # Queries are wider than values here: half of each product.
+        # Queries are wider than values here: each product counts half.
         wide = values.get("qk_rope_head_dim", 64) + values.get("qk_nope_head_dim", 128) + values.get("v_head_dim", 128)
         return int(layers * heads * wide // 2)
     return int(layers * heads * (values.get("head_dim") or hidden // heads))

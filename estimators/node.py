@@ -1,7 +1,7 @@
-"""What a node has, given or found here, and what of it a rank may use.
+"""A node's memory and drive, given or detected, and how much of them a rank may use.
 
-Not all that is built in can be planned with: the accelerator's context and the gaps of its allocator, the operating
-system and every process's libraries take their part first. How much is set aside is said where a limit is shown.
+Some of it is not available to a plan: the accelerator's context and its allocator's gaps, the operating system, and
+each process's libraries. Reports state how much is set aside wherever they show a limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infinity.plan.free_memory import free_cpu_nbytes
 GAPS = ACCELERATOR.free_gaps
 # Set aside on an accelerator beside its allocator's gaps (`GAPS`): its context.
 CONTEXT_NBYTES = 10**9
-# Set aside in CPU memory: for the node, and for each process's interpreter, torch and libraries.
+# Set aside in CPU memory for the node, and for each process (interpreter, torch, libraries).
 SYSTEM_NBYTES = 2 * 10**9
 PROCESS_NBYTES = 10**9
 # Set aside on a drive: file systems slow down when they are full.
@@ -28,9 +28,9 @@ DRIVE_SHARE = 0.03
 
 @dataclass(frozen=True)
 class Machine:
-    """One node: bytes of each rank's accelerator, of CPU memory and of the drive; None where not known or not there.
+    """One node: bytes of each rank's accelerator, of CPU memory and of the drive; None if unknown or absent.
 
-    `accelerator` is False where ranks compute on the CPU; then there is no memory but the CPU's.
+    `accelerator` is False if ranks compute on the CPU; then CPU memory is the only memory.
     """
 
     gpu_nbytes: int | None = None
@@ -40,14 +40,14 @@ class Machine:
 
     @classmethod
     def here(cls, folder: Path, *, accelerator: bool = True) -> Machine:
-        """This machine: what is free now, within the control groups' limits, and on the drive of `folder`."""
+        """Detect this machine: memory that is free within control group limits, and free space on `folder`'s drive."""
         gpu = _accelerator_nbytes() if accelerator else None
         while not folder.exists():
             folder = folder.absolute().parent
         return cls(gpu, free_cpu_nbytes(), shutil.disk_usage(folder).free, accelerator=gpu is not None)
 
     def capacity(self, ranks_per_node: int) -> Capacity:
-        """A rank's part: its accelerator, and an equal part of what the node has left."""
+        """Return a rank's share: its accelerator, and an equal part of what the node has left."""
         cpu, nvme = self.cpu_nbytes, self.nvme_nbytes
         gpu = None if self.gpu_nbytes is None else max(int(self.gpu_nbytes * (1 - GAPS)) - CONTEXT_NBYTES, 0)
         own = None if cpu is None else max((cpu - SYSTEM_NBYTES) // ranks_per_node - PROCESS_NBYTES, 0)
@@ -56,12 +56,12 @@ class Machine:
 
     @property
     def known(self) -> bool:
-        """Whether anything is said about it."""
+        """Whether any size is known."""
         return (self.gpu_nbytes, self.cpu_nbytes, self.nvme_nbytes) != (None, None, None)
 
 
 def _accelerator_nbytes() -> int | None:
-    """Bytes of the smallest accelerator that the driver's tool lists; None without any."""
+    """Return the bytes of the smallest accelerator that nvidia-smi lists; None if there is none."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         reply = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

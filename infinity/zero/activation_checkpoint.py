@@ -1,11 +1,10 @@
-"""Activation checkpointing by configuration, and checkpoints that lie on another tier until backward.
+"""Activation checkpointing by configuration, and checkpoints that are kept on another tier until backward.
 
-Blocks that are computed again run under torch's non-reentrant `torch.utils.checkpoint`: their `forward` is replaced on
-the module object, beneath the hooks that gather and release, so that a unit is gathered once for its backward. What a
-checkpointed call keeps are its inputs. Where a tier is given, these inputs go there: saved-tensor hooks around the
-whole model's forward see every tensor that autograd saves outside of checkpointed calls, and take those that
-torch.utils.checkpoint itself saves, whoever called it: this file, the model, or a library. All others stay where they
-are.
+Recomputed blocks run under torch's non-reentrant `torch.utils.checkpoint`. Their `forward` is replaced on the module
+object, beneath the hooks that gather and release, so a unit is gathered once for its backward. A checkpointed call
+keeps its inputs. If a tier is given, the inputs go there: saved-tensor hooks around the whole model's forward see every
+tensor that autograd saves outside of checkpointed calls, and offload those that torch.utils.checkpoint itself saves,
+whether this file, the model or a library called it. All other tensors stay on the device.
 """
 
 from __future__ import annotations
@@ -28,15 +27,16 @@ from infinity.memory.activation_tier import ActivationTier
 from infinity.memory.saved_tensor import SavedTensor
 from infinity.zero.hooks import replace_tensors
 
-# Arguments by which a block is told to fill a cache: computed twice, it would fill it twice.
+# Arguments that make a block fill a cache; a recomputed block would fill it twice.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class Checkpointing:
-    """The blocks of one model that are computed again, and the tier of its checkpoints.
+    """The recomputed blocks of one model, and the tier of its checkpoints.
 
-    blocks: paths of modules. keep_ops: names of operators ("aten.mm") whose results are kept all the same. tier: where
-    checkpoints go, the model's own included; None leaves them on the device. `close` undoes everything.
+    blocks: paths of modules. keep_ops: names of operators ("aten.mm") whose results are kept, not recomputed. tier:
+    where checkpoints go, including those of the model's own calls; None leaves them on the device. `close` undoes
+    everything.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Checkpointing:
             self._replaced.append(OffloadedForward(model, tier))
 
     def settle(self) -> None:
-        """Give back what graphs that are gone had on the tier."""
+        """Free the tier's space of graphs that were freed."""
         if self._tier is not None:
             self._tier.settle()
 
     def close(self) -> None:
-        """Give the modules their own `forward` back, and the tier's memory and files to the system."""
+        """Restore the modules' own `forward`, and free the tier's memory and files."""
         while self._replaced:
             self._replaced.pop().restore()
         if self._tier is not None:
@@ -63,8 +63,9 @@ class Checkpointing:
 
 
 def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
-    """Overloads of the operators of these names: "aten.mm" (all of them) or "aten.mm.default". ConfigError for a name
-    that torch does not know.
+    """Return the overloads of operators by name: "aten.mm" (every overload) or "aten.mm.default".
+
+    Raises ConfigError for a name that torch does not know.
     """
     found: list[torch._ops.OpOverload] = []
     for name in names:
@@ -82,13 +83,13 @@ def operators(names: Sequence[str]) -> list[torch._ops.OpOverload]:
 
 
 class Replaced:
-    """Stands in for a module's `forward`. A deep copy of the module has its class's own."""
+    """A replacement of a module's `forward`. A deep copy of the module gets its class's own."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # An instance may have one of its own already, from a library.
+        # A library may have set one on the instance already.
         self._own = module.__dict__.get("forward")
-        # What is run, and what that was before it was compiled.
+        # The function that is called, and the same before it was compiled.
         self._forward: Callable[..., Any] = module.forward
         self._eager = self._forward
         functools.update_wrapper(cast(Callable[..., Any], self), self._forward, updated=())
@@ -96,17 +97,17 @@ class Replaced:
 
     @property
     def eager(self) -> Callable[..., Any]:
-        """What lies beneath, before it was compiled."""
+        """The replaced `forward`, before it was compiled."""
         return self._eager
 
     def compile(
         self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]], function: Callable[..., Any]
     ) -> None:
-        """Run what the compiler makes of a function that computes what lies beneath."""
+        """Call the compiled `function`, which must compute the same as the replaced `forward`."""
         self._forward = compiler(function)
 
     def restore(self) -> None:
-        """Take it away again."""
+        """Restore the module's own `forward`, unless it was replaced again."""
         if self._module.__dict__.get("forward") is not self:
             return
         if self._own is None:
@@ -120,7 +121,7 @@ class Replaced:
 
 
 class Recomputed(Replaced):
-    """A block's `forward`, computed again in backward."""
+    """A block's `forward`, recomputed in backward."""
 
     def __init__(self, module: nn.Module, kept: list[torch._ops.OpOverload]) -> None:
         super().__init__(module)
@@ -132,12 +133,12 @@ class Recomputed(Replaced):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = self._module.training and getattr(self._module, "gradient_checkpointing", False)
         if not torch.is_grad_enabled() or own:
-            # Nothing is kept, or the module computes itself again.
+            # Nothing is kept for backward, or the module recomputes itself.
             return self._forward(*args, **kwargs)
         if self._module.training:
             args, kwargs = self._without_cache(args, kwargs)
         elif self._fills_cache(args, kwargs):
-            # In evaluation it is what the program wants: the next call reads it.
+            # In evaluation the program needs the cache: the next call reads it.
             return self._forward(*args, **kwargs)
         tensors, filled = _apart((args, kwargs))
 
@@ -152,19 +153,19 @@ class Recomputed(Replaced):
         return named.get("use_cache") is True or any(named.get(name) is not None for name in _CACHES)
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments, but nothing to be filled."""
+        """Return the call's arguments without those that fill a cache."""
         idle = {**dict.fromkeys(_CACHES), "use_cache": False}
         kwargs = {name: idle.get(name, value) for name, value in kwargs.items()}
-        # By position as the signature names them.
+        # Names of the positional arguments, by the signature.
         names = [*self._signature.parameters][: len(args)]
         names += [""] * (len(args) - len(names))
         return tuple(idle.get(name, value) for name, value in zip(names, args, strict=True)), kwargs
 
 
 def _apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """The tensors of a call's arguments that need a gradient, and a function that puts tensors in their places.
+    """Return the tensors of a call's arguments that need a gradient, and a function that puts tensors in their places.
 
-    torch's checkpoint saves as tensors what it is given by position, and merely holds all else, whatever is inside.
+    torch's checkpoint saves only positional tensors through the saved-tensor hooks; it holds everything else as it is.
     """
     taken: list[Tensor] = []
     places: dict[int, Tensor] = {}
@@ -173,7 +174,7 @@ def _apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]
         if not tensor.requires_grad:
             return tensor
         if id(tensor) not in places:
-            # A tensor without elements stands for it.
+            # An empty tensor takes its place.
             places[id(tensor)] = tensor.new_empty(0)
             taken.append(tensor)
         return places[id(tensor)]
@@ -189,7 +190,7 @@ def _apart(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]
 
 
 class OffloadedForward(Replaced):
-    """A model's `forward`, with the inputs of its checkpointed calls on a tier."""
+    """A model's `forward` that keeps the inputs of its checkpointed calls on a tier."""
 
     def __init__(self, module: nn.Module, tier: ActivationTier) -> None:
         super().__init__(module)
@@ -207,7 +208,7 @@ class OffloadedForward(Replaced):
             saved = self._tier.put(tensor)
             if saved is not None:
                 return saved
-        # Not an output itself: the node that it hangs on would hold itself.
+        # Detached, because a node that saves its own output would keep itself alive.
         return _Stays(tensor if tensor.grad_fn is None else tensor.detach())
 
     def _unpack(self, held: Any) -> Tensor:
@@ -215,7 +216,7 @@ class OffloadedForward(Replaced):
 
 
 class _Stays:
-    """A tensor that stays on the device. With hooks autograd leaves it to them to see that it has not changed."""
+    """A tensor that stays on the device. With saved-tensor hooks, autograd leaves the check for changes to them."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -234,7 +235,7 @@ class _Stays:
 
 
 def _saved_by_checkpoint(frame: FrameType | None) -> bool:
-    """Whether torch.utils.checkpoint saves the tensor: directly, or as the input of an autograd function of its own."""
+    """Return whether torch.utils.checkpoint saves the tensor, directly or through its own autograd function."""
     for _ in range(3):
         if frame is None:
             return False

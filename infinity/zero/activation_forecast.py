@@ -1,9 +1,9 @@
-"""What activations a micro-batch will need, before there is one: of models whose shapes say it.
+"""Forecast of the activations of a micro-batch before the first one, for models whose shapes determine it.
 
-Only the batch knows how long a sequence is. What is forecast holds for a stated number of tokens: the configuration's
-(`memory.activations.sequence_length`), or 128. A model of transformers is measured on fake tensors, which takes a
-second or so for each billion parameters; where memory is plenty anyway the sizes of its configuration do. Of any other
-model nothing is known.
+The sequence length is known only from a batch. The forecast assumes the configured number of tokens
+(`memory.activations.sequence_length`), or 128. A transformers model is measured on fake tensors, which takes about a
+second for each billion parameters; if memory is plentiful, the sizes in its configuration are enough. There is no
+forecast for other models.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from infinity.plan.types import DTYPE_NBYTES
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.activation_measurement import measure_activations
 
-# Tokens of a sequence where nobody says how long one is: few, for a run must not be refused for what it may not do.
+# Tokens of a sequence if the configuration does not say: few, so that no run is refused for a length it may not use.
 SEQUENCE_MAX = 128
 _LIBRARIES = ("transformers.", "peft.")
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What is run: sequences of a micro-batch, tokens of each if anybody said, dtype by name ("bf16"), blocks that our
-    own checkpointing computes again, by path.
+    """A micro-batch: its sequences, tokens of each (None: not configured), dtype by name ("bf16"), and the paths of the
+    blocks that our own checkpointing recomputes.
     """
 
     batch: int
@@ -42,10 +42,11 @@ class MicroBatch:
 
 
 def forecast(model: nn.Module, work: MicroBatch, *, measure: bool) -> Activations | None:
-    """The activations of a causal language model of transformers, alone or in peft's wrapper; None for any other. Their
-    `inputs` are those of the blocks that our own checkpointing computes again.
+    """Return the activations of a transformers causal language model, plain or wrapped by peft; None for other models.
+    `inputs` counts the blocks that our own checkpointing recomputes.
 
-    measure: run the model on fake tensors; else by the sizes of its configuration, or where it cannot be run so.
+    measure: run the model on fake tensors. If False, or if the model cannot run on fakes, its configuration's sizes are
+    used.
     """
     config = getattr(model, "config", None)
     sizes = [getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
@@ -80,7 +81,7 @@ def _is_known(model: nn.Module) -> bool:
 
 
 def _recomputes(model: nn.Module) -> bool:
-    """Whether transformers' own checkpointing is on."""
+    """Return whether transformers' own checkpointing is on."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 

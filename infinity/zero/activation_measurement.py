@@ -1,11 +1,11 @@
 """Measured shapes: what a module's forward and backward need, from one pass on fake tensors that have no memory.
 
-Every operation runs on shapes alone, so that a model of any size is measured in seconds on any machine, the meta device
-included. A storage counts from the operation that makes it until its last tensor goes. Parameters, buffers and inputs
-do not count; neither do gradients of parameters, which the plan has under a name of their own: they are told by a first
-pass, which remembers which storages they were.
+Every operation runs on shapes alone, so a model of any size, on the meta device too, is measured in seconds on any
+machine. A storage counts from the operation that creates it until its last tensor is freed. Parameters, buffers and
+inputs do not count. Gradients of parameters do not count either, because the plan counts them separately: a first pass
+records which storages they are.
 
-What an operation takes and gives back inside a kernel is not seen.
+Memory that a kernel allocates and frees inside one operation is not measured.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _OUTSIDE = "(outside any module)"
 def measure_activations(
     model: nn.Module, batch: Mapping[str, Any], *, dtype: torch.dtype | None = None
 ) -> Activations:  # fmt: skip
-    """What one micro-batch needs: `model(**batch)`, then backward of its loss, in the model's present mode.
+    """Measure one micro-batch: `model(**batch)`, then backward of its loss, in the model's current mode.
 
-    model: real or on the meta device, not yet given to an engine; nothing of it changes. batch: keyword arguments,
-    whose tensors may be on the meta device too. dtype: of floating-point parameters, where it is not to be their own.
+    model: real or on the meta device, not yet given to an engine; it is not changed. batch: keyword arguments; their
+    tensors may be on the meta device too. dtype: of floating-point parameters, if it differs from the model's.
     The loss is the output, its `.loss`, or its first element.
 
-    `parts` are bytes kept for backward by the class of the module that made them. ConfigError where the forward depends
-    on values (routing of a mixture of experts, `.item()`), which fakes have not: `estimators.activations` has closed
-    forms for those that it knows.
+    `parts` are bytes kept for backward, by the class of the module that made them. Raises ConfigError if the forward
+    depends on values (routing of a mixture of experts, `.item()`), which fake tensors do not have; for the
+    architectures that it knows, `estimators.activations` has closed forms.
     """
     gradients = _Pass(model, batch, dtype).run(frozenset()).gradients
     found = _Pass(model, batch, dtype).run(frozenset(gradients))
@@ -54,7 +54,7 @@ def measure_activations(
 
 
 class _Pass(TorchDispatchMode):
-    """One forward and backward on fakes, with every storage that it makes."""
+    """One forward and backward on fake tensors; tracks every storage that is created."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -78,9 +78,9 @@ class _Pass(TorchDispatchMode):
         self.kept: Counter[str] = Counter()
 
     def run(self, ignored: frozenset[int]) -> _Pass:
-        """Run it; storages of these numbers do not count."""
+        """Run the pass; storages with the numbers in `ignored` do not count."""
         self._ignored = ignored
-        # Entered for no block: what has no fake among its arguments is computed, so that masks have values.
+        # Not entered as a context: operations without fake arguments are computed, so masks have values.
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
         values = {name: _fake(buffer, fakes) for name, buffer in self._model.named_buffers()}
         values |= {name: _fake(param, fakes, self._dtype) for name, param in self._model.named_parameters()}
@@ -115,7 +115,7 @@ class _Pass(TorchDispatchMode):
         return result
 
     def _between(self, loss: Tensor) -> None:
-        """Forward is over, backward has not begun."""
+        """Record what is kept between forward and backward."""
         for number, nbytes, name in self._live.values():
             if number not in self._ignored:
                 self.kept[name] += nbytes
@@ -156,7 +156,7 @@ class _Pass(TorchDispatchMode):
             self.gradients.add(found[0])
 
     def _watch_contributions(self, loss: Tensor) -> None:
-        """Gradients of tied weights come in parts, which autograd adds before the parameter's own hook sees them."""
+        """Mark the parts of tied weights' gradients, which autograd adds before the parameter's own hook runs."""
         seen, stack = set(), [loss.grad_fn]
         while stack:
             node = stack.pop()
@@ -177,7 +177,7 @@ class _Pass(TorchDispatchMode):
         return contributed
 
     def _hooks(self) -> list[Any]:
-        """Note which module runs."""
+        """Track which module is running."""
         handles = []
         for module in self._model.modules():
             name = type(module).__name__
@@ -191,7 +191,7 @@ class _Pass(TorchDispatchMode):
 
 
 class _Trained(nn.Module):
-    """One pass as a module, so that the model has its fake parameters for backward, too, which may compute again."""
+    """One pass as a module: the fake parameters stay in place during backward, which may recompute forward."""
 
     def __init__(self, model: nn.Module, between: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def _accumulates(node: Any) -> bool:
 
 
 def _fake(tensor: Tensor, fakes: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
-    """A fake of the same shape, and of its dtype or another: on the CPU where the tensor is on the meta device."""
+    """Return a fake of the same shape, in `dtype` or the tensor's own, on the CPU if the tensor is meta."""
     device = torch.device("cpu") if tensor.is_meta else tensor.device
     dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     with fakes:
@@ -222,7 +222,7 @@ def _fake(tensor: Tensor, fakes: FakeTensorMode, dtype: torch.dtype | None = Non
 
 
 def _input(tensor: Tensor, fakes: FakeTensorMode) -> Tensor:
-    """A fake of a floating-point input; others keep their values, zeros on the meta device."""
+    """Return a fake of a floating-point input; other inputs keep their values (zeros for meta tensors)."""
     if tensor.is_floating_point():
         return _fake(tensor, fakes)
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor

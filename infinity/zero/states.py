@@ -18,7 +18,7 @@ from infinity.zero.unit import Unit
 
 
 def _property(kind: str, what: str) -> property:
-    """A kind of state that is gathered on read and scattered on assignment."""
+    """Return a property that gathers a kind of state on read and scatters it on assignment."""
 
     def get(self: ParameterState) -> Tensor:
         return self.full(kind)
@@ -30,12 +30,11 @@ def _property(kind: str, what: str) -> property:
 
 
 class ParameterState:
-    """One parameter's full states from whatever tiers and ranks hold them.
+    """One parameter's full states, wherever tiers and ranks hold them.
 
-    `master`, `grad` and what the optimizer keeps, by torch's names (`exp_avg`, `momentum_buffer`, ...), gather on read
-    (fp32 CPU tensors of the parameter's shape, the same on every rank) and scatter on assignment. Collective: every
-    rank must do the same. A frozen parameter has only `master`. `local` and `set_local` touch what is this rank's,
-    alone.
+    `master`, `grad` and the optimizer's states, by torch's names (`exp_avg`, `momentum_buffer`, ...), gather on read
+    (fp32 CPU tensors of the parameter's shape, the same on every rank) and scatter on assignment. Collective. A frozen
+    parameter has only `master`. `local` and `set_local` access this rank's elements only and are not collective.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -44,7 +43,7 @@ class ParameterState:
             raise StateError(
                 "infinity.state: this parameter belongs to no engine; pass it to infinity.initialize() first"
             )
-        # One, or those of a parameter in tiles, in the order of its elements.
+        # One part, or one for each tile of the parameter, in the order of its elements.
         self._parts = [
             _Part(owner, unit, each, slot)
             for unit in units_of(owner, [param])
@@ -68,12 +67,12 @@ class ParameterState:
     grad_avg = _property("grad_avg", "The first moment of centred RMSprop.")
 
     def full(self, kind: str) -> Tensor:
-        """One kind by its name, gathered; ValueError for one that the optimizer does not keep. Collective."""
+        """Gather one kind by its name; ValueError if the optimizer does not keep it. Collective."""
         wholes = [part.gather(kind) for part in self._parts]
         return wholes[0] if len(wholes) == 1 else torch.cat(wholes)
 
     def set_full(self, kind: str, value: Tensor) -> None:
-        """Set what `full` gives. Collective."""
+        """Replace one kind with a full value, in the parameter's shape. Collective."""
         slot = self._parts[0].slot
         if tuple(value.shape) != slot.shape:
             raise ValueError(f"{slot.name} has shape {slot.shape}, the new value {tuple(value.shape)}")
@@ -82,13 +81,13 @@ class ParameterState:
             part.replace(kind, flat[part.slot.start : part.slot.start + part.slot.numel])
 
     def local(self, kind: str) -> Tensor:
-        """This rank's elements of one kind ("master", "grad", "exp_avg", ...): [n] in fp32 on the CPU; n may be 0."""
+        """Return this rank's elements of a kind ("master", "grad", "exp_avg", ...): [n] fp32 on the CPU; n may be 0."""
         owns = [(part, part.own(kind)) for part in self._parts]
         pieces = [piece for part, own in owns for piece in part.pieces_of(own)]
         return torch.cat(pieces) if pieces else torch.zeros(0, device="cpu")
 
     def set_local(self, kind: str, value: Tensor) -> None:
-        """Set what `local` gives. Only this rank's: where every rank has everything, all must be given the same."""
+        """Set this rank's elements of one kind. If every rank holds the whole, all ranks must set the same values."""
         owns = [(part, part.own(kind)) for part in self._parts]
         pieces = [piece for part, own in owns for piece in part.pieces_of(own)]
         flat = value.detach().cpu().float().reshape(-1)
@@ -115,7 +114,7 @@ class _Part:
         return self._unit.layout.trainable
 
     def own(self, kind: str) -> Tensor:
-        """This rank's partition of one kind of state of the whole unit, on the CPU, in memory of its own."""
+        """Return a copy on the CPU of this rank's partition of one kind, of the whole unit."""
         if kind == "master":
             return self._read_master()
         if not self.trainable:
@@ -125,7 +124,7 @@ class _Part:
         return self._read_states(self._moment(kind))
 
     def set_own(self, kind: str, own: Tensor) -> None:
-        """Put what `own` gave, changed, back."""
+        """Write back what `own` returned, with changes."""
         if kind == "master":
             self._write_master(own)
         elif kind == "grad":
@@ -141,14 +140,14 @@ class _Part:
         return kept[name]
 
     def replace(self, kind: str, flat: Tensor) -> None:
-        """Put this rank's part of a full value (flat, fp32) into its partition."""
+        """Write this rank's part of a full value (flat, fp32) into its partition."""
         own = self.own(kind)
         for start, at, numel in self._pieces(own):
             own[at : at + numel] = flat[start : start + numel]
         self.set_own(kind, own)
 
     def gather(self, kind: str) -> Tensor:
-        """The elements from all ranks' partitions of the unit, in their shape."""
+        """Gather the slot's elements from all ranks' partitions, in their shape. Collective."""
         own = self.own(kind)
         full = own
         if self._unit.placed.parts > 1:
@@ -157,18 +156,18 @@ class _Part:
         return full[self.slot.offset : self.slot.offset + self.slot.numel].clone().view(self.slot.own_shape)
 
     def pieces_of(self, own: Tensor) -> list[Tensor]:
-        """Views of this rank's elements of the parameter in what `own` gave, in order."""
+        """Return views of this rank's elements of the parameter in what `own` returned, in order."""
         return [own[at : at + numel] for _, at, numel in self._pieces(own)]
 
     def _pieces(self, own: Tensor) -> Iterator[tuple[int, int, int]]:
-        """Where this rank's partition has elements of it: (start in the slot, start in the partition, numel)."""
+        """Yield the slot's ranges in this rank's partition: (start in the slot, start in the partition, numel)."""
         first = self._unit.rank_in_parts * own.numel()
         for overlap in self._unit.layout.overlaps(first, first + own.numel()):
             if overlap.slot is self.slot:
                 yield overlap.slot_start, overlap.range_start, overlap.numel
 
     def _places(self) -> Iterator[tuple[Key, Slice, int]]:
-        """Where the states of the unit's partition lie, see `infinity.plan.layout.states_of`."""
+        """Yield where the states of the unit's partition are stored: see `infinity.plan.layout.states_of`."""
         return states_of(self._owner.plan.sub_groups, self._unit.layout.index)
 
     def _read_master(self) -> Tensor:
@@ -200,7 +199,7 @@ class _Part:
         self._owner.coordinator.memory.refresh([self._unit])
 
     def _read_states(self, kind: Kind) -> Tensor:
-        """Put together from the sub-groups."""
+        """Return a copy of one kind, joined from the sub-groups that hold it."""
         pieces = []
         for key, piece, at in self._places():
             with self._owner.store.read(key) as (states,):

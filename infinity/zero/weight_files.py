@@ -1,8 +1,8 @@
-"""Safetensors files as a source of values: any range of a tensor's elements, read when it is wanted.
+"""Safetensors files as a source of values: reads any range of a tensor's elements on demand.
 
-A file is eight bytes (the header's length), a JSON header (name -> dtype, shape, byte range) and the tensors one behind
-the other. The safetensors library reads and checks the header. It cuts tensors along dimensions only; a rank's slice of
-a flat partition is a range of elements, contiguous in the file, so values are read here, by one system call a block.
+A file is eight bytes (the header's length), a JSON header (name -> dtype, shape, byte range) and the tensors one after
+another. The safetensors library reads and checks the header. It slices tensors along dimensions only; a rank's slice of
+a flat partition is a contiguous range of elements, so this module reads the values, with one system call a block.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _DTYPES = {theirs: DTYPES[name] for name, theirs in SAFETENSORS_NAMES.items()}
 
 
 class SafetensorsFile:
-    """One open file. Its tensors are in `tensors`; `close` when nothing reads them any more.
+    """One open file. Its tensors are in `tensors`; call `close` after the last read.
 
-    ConfigError unless the header is what the format says: whoever made the file chose the ranges that are read here.
+    Raises ConfigError if the header violates the format: the file is untrusted, and the header says what is read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # A pipe would wait for its writer.
+            # Without O_NONBLOCK, opening a pipe would wait for its writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise self._failed(0, 0, error.errno or 0, str(error)) from error
@@ -56,7 +56,7 @@ class SafetensorsFile:
             raise
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from the file; TransferError when it ends before, or cannot be read."""
+        """Fill `target` from the file; TransferError if the file ends early or cannot be read."""
         done = 0
         while done < len(target):
             try:
@@ -74,9 +74,9 @@ class SafetensorsFile:
             self._fd = -1
 
     def _read_tensors(self) -> tuple[dict[str, StoredTensor], int]:
-        """Return what the header says, and the byte at which the tensors begin.
+        """Return the header's tensors, and the byte offset of the first one.
 
-        The library checks that they fill the rest of the file, one behind the other.
+        The library checks that they fill the rest of the file without gaps.
         """
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
@@ -113,7 +113,7 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor in a file: an origin of values, see `infinity.zero.deferred_init`."""
+    """One tensor in a file: a source of values for `infinity.zero.deferred_init`."""
 
     file: SafetensorsFile
     name: str
@@ -123,7 +123,7 @@ class StoredTensor:
 
     @classmethod
     def of(cls, file: SafetensorsFile, name: str, dtype: str, shape: tuple[int, ...], offset: int) -> StoredTensor:
-        """From an entry of the header; ConfigError for a dtype or a shape that torch has not."""
+        """Make it from an entry of the header; ConfigError for a dtype or a shape that torch does not support."""
         if dtype not in _DTYPES:
             raise ConfigError(f"{file.path}: {shortened(name)} has dtype {shortened(dtype)}, which is not supported")
         if len(shape) > _DIMS_MAX or math.prod(max(dim, 1) for dim in shape) >= _COUNT_END:
@@ -154,7 +154,7 @@ class StoredTensor:
                 piece.copy_(into)
 
     def whole(self) -> Tensor:
-        """The tensor, in memory."""
+        """Read the whole tensor into CPU memory."""
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read(0, values.view(-1))
         return values
@@ -181,7 +181,7 @@ class WeightFolder:
 
     @property
     def fingerprint(self) -> int:
-        """CRC-32 over names and headers: ranks that see different files have different ones."""
+        """CRC-32 over file names and headers; it differs between ranks that see different files."""
         crc = 0
         for file in self._files:
             crc = zlib.crc32(file.header, zlib.crc32(file.path.name.encode(), crc))
@@ -194,7 +194,7 @@ class WeightFolder:
 
 
 def _shards(folder: Path) -> dict[Path, set[str]]:
-    """Files to read, and the tensors that an index says are in each."""
+    """Return the files to read, with the tensors that the index places in each."""
     if (folder / INDEX).exists():
         shards: dict[Path, set[str]] = {}
         try:
@@ -203,7 +203,7 @@ def _shards(folder: Path) -> dict[Path, set[str]]:
             if not isinstance(placed, dict):
                 raise ValueError("it has no weight_map")
             for name, file in placed.items():
-                # Only the name is looked at: in a cache of the hub it is a link to where the file lies.
+                # Only the name is checked: in a hub cache the file is a link to another folder.
                 shards.setdefault(folder / plain_name(file), set()).add(name)
         except (OSError, ValueError) as error:
             raise ConfigError(
