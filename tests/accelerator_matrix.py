@@ -10,7 +10,8 @@ accelerator. It trains a model whose operators are the same on the accelerator a
 - no two accesses to memory are without an edge between them, those of the host included; and
 - the host never touched device memory, which ends the process.
 
-`--full` runs every cell once without delays; `--delays` a pairwise cover and `--cells` random cells, with delays.
+`--full` runs every cell once without delays; `--delays` a pairwise cover and `--cells` random cells, with delays, and
+a cover in which two ranks have collectives on the device's streams in place of those that are staged through the CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from tests.support import accelerator
 from tests.support.host_accesses import host_accesses_are_declared
 from tests.support.models import Block, token_batch
 from tests.support.oracle import CLIP, Case, SmallModel, join, settings, train
-from tests.support.simulated_device import engines_use
+from tests.support.simulated_device import Communicating, SimulatedDevice, engines_use
 from tests.support.spawn import RankError, RankPool
 
 STEPS = 3
@@ -71,6 +72,7 @@ class Cell:
     ratio: float = 1.0
     seed: int = 0
     delays: accelerator.Delays | None = None
+    own_collectives: bool = False
 
     @property
     def setting(self) -> tuple[object, ...]:
@@ -80,12 +82,13 @@ class Cell:
     @property
     def placement(self) -> tuple[object, ...]:
         """What must not."""
-        return self.param, self.optimizer, self.ratio
+        return self.param, self.optimizer, self.ratio, self.own_collectives
 
     def __str__(self) -> str:
         return (
             f"stage {self.stage} {self.precision} accumulation {self.accumulation} clip {self.clip:g} {self.ranks} "
             f"ranks, {self.param} {self.optimizer} ratio {self.ratio:g}, seed {self.seed}"
+            f"{', own collectives' if self.own_collectives else ''}"
         )
 
 
@@ -183,7 +186,8 @@ def run_on_accelerator(rank: int, world: int, cell: Cell, case: Case | None = No
     accelerator.configure(seed=world * cell.seed + rank, delays=cell.delays or False)
     accelerator.reset()
     join(world)
-    with engines_use(), host_accesses_are_declared():
+    device = Communicating if cell.own_collectives else SimulatedDevice
+    with engines_use(device), host_accesses_are_declared():
         digest = _train(rank, cell, case)
     return digest, [str(race) for race in accelerator.races()]
 
@@ -236,7 +240,7 @@ class Matrix:
     def expected(self, cell: Cell) -> str:
         """The hash of a cell's setting on the CPU, with everything in memory."""
         if cell.setting not in self._expected:
-            plain = replace(cell, param="gpu", optimizer="gpu", ratio=1.0, seed=0, delays=None)
+            plain = replace(cell, param="gpu", optimizer="gpu", ratio=1.0, seed=0, delays=None, own_collectives=False)
             (digest,) = set(self._pool(cell.ranks, "cpu").run(run_on_cpu, plain))
             self._expected[cell.setting] = digest
         return self._expected[cell.setting]
@@ -296,8 +300,12 @@ def main() -> int:
         parts["pairwise cover with delays"] = covering = delayed(cover(every))
         drawn = random.Random(0).choices(every, k=given.cells)
         parts["random cells with delays"] = delayed(drawn, 1 + len(covering))
+        several = [replace(cell, own_collectives=True) for cell in every if cell.ranks > 1]
+        parts["pairwise cover with delays and collectives of the device"] = delayed(cover(several))
     failed = 0
     for name, cells in parts.items():
+        if not cells:
+            continue
         print(f"{name}: {len(cells)} cells", flush=True)
         began = time.monotonic()
         outcomes = run_all(cells, workers=given.workers)

@@ -34,7 +34,7 @@ CELLS = (
     Cell("fp32", 1, 0.0, 1, 3, "nvme", "nvme", seed=7),
     Cell("bf16", 2, 0.0, 2, 0, "gpu", "cpu", seed=8),
     Cell("fp16", 1, 0.0, 2, 1, "gpu", "gpu", seed=9),
-    Cell("fp32", 2, CLIP, 2, 2, "gpu", "nvme", seed=10),
+    Cell("fp32", 2, CLIP, 2, 2, "gpu", "nvme", seed=10, own_collectives=True),
     Cell("bf16", 2, CLIP, 2, 3, "cpu", "nvme", seed=11),
     Cell("fp16", 1, 0.0, 2, 3, "nvme", "cpu", 0.5, seed=12),
 )
