@@ -134,7 +134,7 @@ def _more_ranks(question: PlanInputs) -> Fit | None:
     """Try more nodes like these, with the configuration as it is and then with homes found by budgets. Three numbers of
     ranks are tried, from the fewest that could be enough.
     """
-    for keys in ({}, _different(question.config, _by_budget(question.config)) or None):
+    for keys in ({}, _different(question.config, _by_budget()) or None):
         if keys is None:
             continue
         other = replace(question, config=changed(question.config, keys))
@@ -221,13 +221,13 @@ def _proposals(config: ResolvedConfig, group_numel: int) -> Iterator[dict[str, A
     yield {**cpu_params, **cpu_states}
     yield {**cpu_params, **nvme_states}
     yield {**nvme_params, **nvme_states}
-    for by_budget in (_by_budget(config), {**_by_budget(config), **_nvme_path(config)}):
+    for by_budget in (_by_budget(), {**_by_budget(), **_nvme_path(config)}):
         yield by_budget
         for numel in _LIVE_NUMELS:
             yield {**by_budget, _LIVE: numel, _AHEAD: numel // 8}
 
 
-def _by_budget(config: ResolvedConfig) -> dict[str, Any]:
+def _by_budget() -> dict[str, Any]:
     return {f"{_PARAM}.device": "auto", f"{_OPTIMIZER}.device": "auto", f"{_ZERO}.stage": 3}
 
 
