@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 CANDIDATES := $(PYTHON) python3.11 python3.12 python3.13 python3.10 python3
 FITS := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))
 
-.PHONY: demo test zoo check docs bench sanitize clean
+.PHONY: demo test zoo check docs bench bench-gpu sanitize clean
 
 demo: $(STAMP)  ## train about 10 M parameters with parameters and optimizer states on NVMe
 	$(BIN)/python examples/train_lm.py
@@ -41,6 +41,9 @@ bench: $(STAMP)  ## every table of docs/benchmarks.md, one after the other; take
 	@set -e; for ranks in 1 2; do for dtype in fp32 bf16; do \
 	    $(BIN)/python benchmarks/train.py --ranks $$ranks --dtype $$dtype --folder $(DRIVE); \
 	    $(BIN)/python benchmarks/peers.py --ranks $$ranks --dtype $$dtype --folder $(DRIVE) $(RIVAL); done; done
+
+bench-gpu: $(STAMP)  ## what a first run on an accelerator does, in order; results in benchmarks/results/first_run.json
+	$(BIN)/python -m tests.first_run
 
 sanitize:  ## the C++ code under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(MAKE) --no-print-directory -j 2 -C tests/native run

@@ -97,6 +97,9 @@ def _clone(
     own = vars(clone)
     hooks = [name for name, value in own.items() if name.endswith("_hooks") and isinstance(value, OrderedDict)]
     groups = [{**hyper, "params": params}]
+    if "foreach" in hyper and hyper["foreach"] is None:
+        # Left to itself, torch steps several parameters at once on some devices, in another order of operations.
+        groups[0]["foreach"] = False
     own.update({name: OrderedDict() for name in hooks}, param_groups=groups, state=defaultdict(dict))
     return clone
 
