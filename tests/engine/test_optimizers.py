@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError
+from infinity.optim import torch_rule
+from infinity.optim.torch_rule import TorchRule
 from infinity.plan.types import Kind
 from tests.support.models import token_batch
 from tests.support.oracle import SmallModel, join, settings
@@ -234,3 +236,12 @@ def test_a_rate_that_the_program_changes_holds_from_the_next_step_on(tmp_path: P
         if engine is not None:
             engine.close()
     assert distance(*weights) <= 1e-6
+
+
+def test_torch_steps_one_parameter_at_a_time_unless_it_was_chosen():
+    """Its default on some devices is another order of operations, and so other bits."""
+    param = nn.Parameter(torch.ones(2))
+    for chosen, expected in ((None, False), (True, True), (False, False)):
+        template = torch.optim.NAdam([param], foreach=chosen)
+        hyper = TorchRule(template).hyper(template.param_groups[0])
+        assert torch_rule._clone(template, hyper, [param]).param_groups[0]["foreach"] is expected
