@@ -95,8 +95,13 @@ class _SaveWhole:
 
 def refuse_pickle(module: nn.Module, protocol: Any) -> NoReturn:
     """The `__reduce_ex__` of an engine, and of the model that it trains."""
-    raise StateError(
-        f"cannot pickle {type(module).__name__}: its values lie in the partitions of an engine. Save "
+    raise not_pickled(type(module).__name__)
+
+
+def not_pickled(what: str) -> StateError:
+    """The error of pickling a part of an engine."""
+    return StateError(
+        f"cannot pickle {what}: its values lie in the partitions of an engine. Save "
         "engine.state_dict(), call engine.export(folder) or engine.save_checkpoint(folder); or pickle a copy of the "
         "model (`with infinity.read(model): copied = copy.deepcopy(model)`)"
     )

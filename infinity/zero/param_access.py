@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from infinity.plan.types import Kind
 from infinity.zero import parameter
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.gradients import Gradients
+from infinity.zero.guards import not_pickled
 from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.saved_weights import gathered_for_backward
 from infinity.zero.unit import Unit
@@ -45,6 +47,10 @@ class ParamAccess:
     gradients: Gradients
     coordinator: Coordinator
     grad_factor: Callable[[], float]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: what is pickled is a parameter that names this, or has one."""
+        raise not_pickled("a parameter that an engine trains")
 
     def own_parameters(self) -> None:
         """Have every parameter of the units name this as the one that trains it."""
