@@ -32,8 +32,7 @@ class Buffers:
         # What allocates memory, by addressable tier.
         # On a device without memory of its own a partition's home is the same memory on either tier: the device's, so
         # that nothing is copied. What drives read and write is CPU memory everywhere.
-        unified = device.is_accelerator and not device.own_memory
-        self._memory: dict[Tier, MemoryBackend] = {Tier.GPU: device, Tier.CPU: device if unified else host}
+        self._memory: dict[Tier, MemoryBackend] = {Tier.GPU: device, Tier.CPU: device if device.unified else host}
         self._host = host
         self._ledger = ledger
         # Partitions whose buffers are views of whole units, which book and free them.

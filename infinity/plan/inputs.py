@@ -42,6 +42,8 @@ class PlanInputs:
     # What the process takes beside the plan, and what was free before anything was set aside for it.
     reserve: Reserve = field(default_factory=Reserve)
     free: Capacity = field(default_factory=Capacity)
+    # Whether the device's tensors are of a type of their own in the CPU's memory.
+    unified: bool = False
     # Elements of the model, and of its trained parameters.
     numels: tuple[int, int] = field(init=False)
 
@@ -93,7 +95,7 @@ class PlanInputs:
             persistence_numel=zero.stage3_param_persistence_threshold,
             persistent_total_numel=zero.stage3_model_persistence_threshold,
             live_numel=zero.stage3_max_live_parameters, reuse_numel=zero.stage3_max_reuse_distance,
-            accelerator=self.accelerator, accumulates=several, overlap=config.config.overlap,
+            accelerator=self.accelerator, unified=self.unified, accumulates=several, overlap=config.config.overlap,
             steps_early=config.steps_early and optimizer.guarded,
         )  # fmt: skip
 

@@ -455,7 +455,7 @@ def _pools(plan: Plan, around: int) -> Pools:
     staged = [
         _staged_nbytes(group, placement, request)
         for group, home in zip(plan.sub_groups, placement.states, strict=True)
-        if request.accelerator and not home.on_device
+        if (request.accelerator or request.unified) and not _in_device_tensors(home, request)
     ]
     return Pools(
         param_nbytes=min(sum(params.values()), align_up(busiest, EXTENT_ALIGNMENT)),
@@ -478,5 +478,10 @@ def _staged_nbytes(group: SubGroup, placement: Placement, request: PlanRequest) 
     for piece in group.slices:
         homes = placement.units[piece.unit]
         for home, dtype in ((homes.param, request.compute_dtype), (homes.grad, request.grad_dtype)):
-            nbytes += align_up(piece.numel * DTYPE_NBYTES[dtype], CACHE_LINE) if home.on_device else 0
+            if _in_device_tensors(home, request):
+                nbytes += align_up(piece.numel * DTYPE_NBYTES[dtype], CACHE_LINE)
     return nbytes
+
+
+def _in_device_tensors(home: Tier, request: PlanRequest) -> bool:
+    return home.on_device or (request.unified and not home.on_drive)

@@ -43,6 +43,9 @@ class PlanRequest:
     reuse_numel: int = 1_000_000_000
     # Whether the device has memory of its own, so that copies between CPU and device need staging buffers.
     accelerator: bool = False
+    # Whether the device has tensors of its own type in the CPU's memory. What is not on a drive then lies in such
+    # tensors; what drives read and write is CPU memory, and needs staging buffers to be stepped.
+    unified: bool = False
     # Whether the gradients of several micro-batches are added.
     accumulates: bool = False
     # Whether transfers and the step may run beside the computation.

@@ -183,7 +183,8 @@ def set_data(param: nn.Parameter, data: Tensor) -> None:
     if param.device.type == data.device.type or {param.device.type, data.device.type} <= _EXCHANGEABLE:
         param.data = data
         return
-    other = nn.Parameter(data, param.requires_grad)
+    # `data.data`: with a version counter of its own. That of `data` goes on with every gather.
+    other = nn.Parameter(data.data, param.requires_grad)
     torch.utils.swap_tensors(param, other)
     param.__class__, other.__class__ = other.__class__, param.__class__
     param.__dict__, other.__dict__ = other.__dict__, param.__dict__

@@ -86,6 +86,11 @@ class Device:
         return next(each for each in _types if each.is_available()).of_rank(local_rank)
 
     @property
+    def unified(self) -> bool:
+        """Whether this is an accelerator that has its tensors in the CPU's memory."""
+        return self.is_accelerator and not self.own_memory
+
+    @property
     def backends(self) -> str:
         """The back ends of collectives in torch's words: gloo between CPUs, `collectives` between these devices."""
         return "gloo" if self.collectives == "gloo" else f"cpu:gloo,{self.torch.type}:{self.collectives}"
