@@ -7,6 +7,7 @@ with. `tests/test_accelerator_matrix.py` has the placements; here are the featur
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import infinity
 from infinity.engine import Engine
+from infinity.errors import StateError, TierMemoryError
 from infinity.memory.tiers.device import Device
 from infinity.plan.filling import in_process
 from tests.accelerator_matrix import TIGHT, PlainCase
@@ -475,6 +477,41 @@ def forked_beside(folder: str) -> None:
         assert found - before <= 5 << 20, f"{tier}: {found / 1e6:.1f} MB, before the engine {before / 1e6:.1f} MB"
 
 
+def runs_out_of_memory(folder: str) -> None:
+    """One allocation of a run fails, wherever: the error has the ledger, and where it says so training goes on."""
+
+    def act(fails_at: int) -> tuple[str, int, list[str]]:
+        words = []
+        with made(settings(folder, param="cpu", optimizer="cpu", dtype="bf16", clip=CLIP, zero=TIGHT)) as engine:
+            begin = accelerator.memory_stats()["allocations"]
+            accelerator.fail_at(fails_at)
+            while engine.global_steps < 2:
+                ids = batch(engine, engine.global_steps) if not fails_at else given[engine.global_steps]
+                try:
+                    engine.backward(engine(**ids))
+                    engine.step()
+                except TierMemoryError as error:
+                    words.append(str(error))
+                    if "cannot go on" in words[-1]:
+                        with pytest.raises(StateError, match="lack of memory"):
+                            engine(**ids)
+                        return "", 0, words
+                    engine.zero_grad()
+            accelerator.fail_at(0)
+            allocations = accelerator.memory_stats()["allocations"] - begin
+            return digest(engine), allocations, words
+
+    given = [
+        {name: ids.to("simulated") for name, ids in token_batch(0, number, positions=8).items()} for number in range(2)
+    ]
+    expected, allocations, _ = act(0)
+    drawn = random.Random(0)
+    for _ in range(8):
+        found, _, words = act(drawn.randrange(1, allocations - 10))
+        assert len(words) == 1 and ("asked" in words[0] or "gpu" in words[0]), words
+        assert found in ("", expected)
+
+
 ACTS: dict[str, tuple[Callable[[str], None], type[Device]]] = {
     "fp16 that overflows": (fp16_overflows, SimulatedDevice),
     "activation checkpointing": (checkpointing, SimulatedDevice),
@@ -488,6 +525,7 @@ ACTS: dict[str, tuple[Callable[[str], None], type[Device]]] = {
     "a failure in backward": (fails_in_backward, SimulatedDevice),
     "a side stream": (on_a_side_stream, SimulatedDevice),
     "a default device": (under_a_default_device, SimulatedDevice),
+    "memory that runs out": (runs_out_of_memory, SimulatedDevice),
     "one memory": (one_memory, Unified),
     "pinning by allocation": (plain, Allocating),
 }
