@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import stream_books
+from tests import accelerator_memory, stream_books
 from tests.support import accelerator
-from tests.support.spawn import RankPool
+from tests.support.spawn import RankPool, run_ranks
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -29,3 +29,13 @@ def test_a_pass_takes_little_longer_than_its_busiest_part(ranks: RankPool, homes
         assert books.early_waits == 0, "compute waits for the copy of its own unit, just before it"
         assert books.down_waits == 0, "compute waits for no gradients of the unit before"
         assert books.races == 0
+
+
+def test_device_memory_stays_at_the_plan() -> None:
+    try:
+        accelerator.library()
+    except accelerator.Unavailable as error:
+        pytest.skip(str(error))
+    for accumulation in (1, 2):
+        (peak,) = run_ranks(accelerator_memory.run, 1, "cpu", accumulation, 12)
+        assert peak.share <= 1.05, peak

@@ -68,6 +68,9 @@ class Copied:
         self._cuda, self.values, self.is_cuda, self.dtype = cuda, values, on_device, values.dtype
         self.nbytes, self.device = values.nbytes, torch.device("cuda" if on_device else "cpu")
 
+    def numel(self) -> int:
+        return self.values.numel()
+
     def copy_(self, source: Copied, non_blocking: bool = False) -> None:
         assert non_blocking or source.is_cuda == self.is_cuda, "the host would stop"
         self._cuda.current.log.append(f"{source.dtype} to {self.dtype}".replace("torch.", ""))
@@ -139,6 +142,7 @@ def test_each_direction_has_a_stream_and_starts_after_the_compute_stream(cuda: F
 
 def test_the_narrow_dtype_travels(cuda: FakeCuda) -> None:
     device = CudaDevice(torch.device("cuda", 0))
+    device.empty = lambda numel, dtype: Copied(cuda, torch.zeros(numel, dtype=dtype), True)
     up, down = cuda.side
     wide, narrow = torch.tensor([1.00390625, -3e38, 7.0]), torch.zeros(3, dtype=torch.bfloat16)
     device.copy(Copied(cuda, narrow, False), Copied(cuda, wide, True))

@@ -21,7 +21,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from infinity.ops.transfer import Completed, StreamTransfer, Transfer
 from infinity.plan.allocator import ACCELERATOR, PROCESS
 from infinity.plan.types import HUGE_PAGE
 
-# Bounds of memory on its way down: at least a millisecond of a bus, and few enough copies to scan.
+# Bounds of memory on its way down where the plan has none, and of the number of copies, which are scanned.
 HELD_NBYTES_MIN = 64 << 20
 _HELD_COUNT_MAX = 1024
 
@@ -157,7 +157,9 @@ class Device:
         transfer.wait()
 
     def let_hold(self, nbytes: int) -> None:
-        """Let sources of downward copies keep so many bytes of the device's memory: what the plan has for them."""
+        """Let sources of downward copies keep so many bytes of the device's memory: what the plan has for them. Where
+        it has none, what else goes down (activation checkpoints) may keep a few milliseconds of a bus.
+        """
 
     def program_stream(self) -> Any:
         """The stream that this thread's work is queued on; None on a device without streams."""
@@ -248,7 +250,7 @@ class Accelerator(Device):
         return tensor.device.type == self.torch.type
 
     def let_hold(self, nbytes: int) -> None:
-        self._held_nbytes_max = max(nbytes, HELD_NBYTES_MIN)
+        self._held_nbytes_max = nbytes or HELD_NBYTES_MIN
 
     def program_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.torch)
@@ -274,11 +276,17 @@ class Accelerator(Device):
             for transfer in after:
                 self.arrived(transfer)
             return super().add(target, source)
-        total = self.empty(target.numel(), target.dtype)
+        total = self._beside(target, source)
         with self._up:
             for transfer in after:
                 transfer.wait()
-        return self._copy_down(target, source, total, self._copy_up(total, target))
+        arriving = self._copy_up(total, target)
+
+        def add() -> None:
+            arriving.wait()
+            total.add_(source)
+
+        return self._send_down(target, total, (source, total), add)
 
     def before_overwrite(self, tensor: Tensor) -> None:
         memory = tensor.untyped_storage().data_ptr()
@@ -334,22 +342,32 @@ class Accelerator(Device):
                 target.copy_(source.to(self.torch, non_blocking=True))
             return self._mark(self._up)
 
-    def _copy_down(
-        self, target: Tensor, source: Tensor, total: Tensor | None = None, arriving: StreamTransfer | None = None
+    def _copy_down(self, target: Tensor, source: Tensor) -> Transfer:
+        if target.dtype == source.dtype:
+            return self._send_down(target, source, (source,))
+        cast = self._beside(target, source)
+        return self._send_down(target, cast, (source, cast), lambda: cast.copy_(source))
+
+    def _beside(self, target: Tensor, source: Tensor) -> Tensor:
+        """Memory for what will be sent into `target`, after that of older copies as far as the bound needs it."""
+        with self._lock:
+            self._give_back(source.nbytes + target.nbytes)
+        return self.empty(target.numel(), target.dtype)
+
+    def _send_down(
+        self, target: Tensor, result: Tensor, held: tuple[Tensor, ...], prepare: Callable[[], object] | None = None
     ) -> Transfer:
-        """Copy `source` down, or its sum with `total`, once that has arrived."""
-        sources = (source,) if total is None else (source, total)
-        nbytes = sum(each.nbytes for each in sources)
+        """Copy `result` into CPU memory once `prepare` has made it, on the stream for downward copies."""
+        nbytes = sum(each.nbytes for each in held)
         with self._lock:
             self._give_back(nbytes)
             self._down.wait_stream(self.program_stream())
             with self._down:
-                if total is not None and arriving is not None:
-                    arriving.wait()
-                    source = total.add_(source)
-                target.copy_(source.to(target.dtype), non_blocking=True)
+                if prepare is not None:
+                    prepare()
+                target.copy_(result, non_blocking=True)
                 transfer = self._mark(self._down)
-            self._held.append((transfer, sources))
+            self._held.append((transfer, held))
             self._held_nbytes += nbytes
         return transfer
 
