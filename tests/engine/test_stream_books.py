@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests import accelerator_memory, stream_books
 from tests.support import accelerator
+from tests.support.accelerator.process import AcceleratedProcess
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.spawn import RankPool, run_ranks
 
 
@@ -39,3 +43,45 @@ def test_device_memory_stays_at_the_plan() -> None:
     for accumulation in (1, 2):
         (peak,) = run_ranks(accelerator_memory.run, 1, "cpu", accumulation, 12)
         assert peak.share <= 1.05, peak
+
+
+def _threads_on_one_stream() -> list[bool]:
+    """Two threads copy up, one inside the other; whether each is on its own stream again."""
+    device = SimulatedDevice(torch.device("simulated", 0))
+    arrived = device.copy(device.empty(1, torch.float32), torch.zeros(1))
+    own = [torch.Stream(device.torch) for _ in range(2)]
+    inside, both, left = threading.Event(), threading.Event(), threading.Event()
+    found: list[bool] = []
+
+    def first() -> None:
+        with device.on_stream(own[0]):
+            with device.following(arrived):
+                inside.set()
+                both.wait()
+            found.append(device.program_stream() == own[0])
+        left.set()
+
+    def second() -> None:
+        inside.wait()
+        with device.on_stream(own[1]):
+            with device.following(arrived):
+                both.set()
+                left.wait()
+            found.append(device.program_stream() == own[1])
+
+    threads = [threading.Thread(target=each) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_two_threads_that_copy_stay_on_their_own_streams() -> None:
+    """The step's thread brings values to where it steps while the program gathers."""
+    try:
+        process = AcceleratedProcess()
+    except accelerator.Unavailable as error:
+        pytest.skip(str(error))
+    with process:
+        assert process.run(_threads_on_one_stream) == [True, True]

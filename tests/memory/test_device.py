@@ -19,18 +19,10 @@ from infinity.memory.tiers.device import CudaDevice, Device
 class Stream:
     """Notes, in order, what it was given to do."""
 
-    def __init__(self, name: str, cuda: FakeCuda) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
         self.log: list[str] = []
-        self._cuda = cuda
-        self._before: list[Stream] = []
-
-    def __enter__(self) -> None:
-        self._before.append(self._cuda.current)
-        self._cuda.current = self
-
-    def __exit__(self, *_: object) -> None:
-        self._cuda.current = self._before.pop()
+        self.device = torch.device("cuda", 0)
 
     def wait_stream(self, other: Stream) -> None:
         self.log.append(f"after {other.name}")
@@ -94,11 +86,11 @@ class FakeCuda:
     """Stands for torch.accelerator: streams in the order in which they are made are the one up and the one down."""
 
     def __init__(self) -> None:
-        self.compute = self.current = Stream("compute", self)
+        self.compute = self.current = Stream("compute")
         self.side: list[Stream] = []
 
     def make(self, _device: torch.device) -> Stream:
-        self.side.append(Stream(("up", "down")[len(self.side)], self))
+        self.side.append(Stream(("up", "down")[len(self.side)]))
         return self.side[-1]
 
 
@@ -108,6 +100,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch, "Stream", fake.make)
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: fake.current)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(fake, "current", stream))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
     monkeypatch.setattr(Event, "over", False)
     stopped.clear()

@@ -21,7 +21,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -256,7 +256,7 @@ class Accelerator(Device):
         return torch.accelerator.current_stream(self.torch)
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return stream  # type: ignore[no-any-return]
+        return _on(stream)
 
     def copy(self, target: Tensor, source: Tensor) -> Transfer:
         from_device, to_device = self.holds(source), self.holds(target)
@@ -277,7 +277,7 @@ class Accelerator(Device):
                 self.arrived(transfer)
             return super().add(target, source)
         total = self._beside(target, source)
-        with self._up:
+        with _on(self._up):
             for transfer in after:
                 transfer.wait()
         arriving = self._copy_up(total, target)
@@ -296,7 +296,7 @@ class Accelerator(Device):
 
     def following(self, transfer: Transfer) -> AbstractContextManager[Any]:
         # Only the stream for upward copies waits for the copy: it has made it.
-        return self._up if isinstance(transfer, StreamTransfer) else super().following(transfer)
+        return _on(self._up) if isinstance(transfer, StreamTransfer) else super().following(transfer)
 
     def arrived(self, transfer: Transfer) -> None:
         if isinstance(transfer, StreamTransfer):
@@ -334,7 +334,7 @@ class Accelerator(Device):
 
     def _copy_up(self, target: Tensor, source: Tensor) -> StreamTransfer:
         self._up.wait_stream(self.program_stream())
-        with self._up:
+        with _on(self._up):
             if target.dtype == source.dtype:
                 target.copy_(source, non_blocking=True)
             else:
@@ -362,7 +362,7 @@ class Accelerator(Device):
         with self._lock:
             self._give_back(nbytes)
             self._down.wait_stream(self.program_stream())
-            with self._down:
+            with _on(self._down):
                 if prepare is not None:
                     prepare()
                 target.copy_(result, non_blocking=True)
@@ -388,6 +388,19 @@ class Accelerator(Device):
         event = torch.Event(self.torch)
         event.record(stream)
         return StreamTransfer(event)
+
+
+@contextlib.contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    """A block whose work is queued on a stream. As a context, a torch.Stream keeps what it replaces in itself: two
+    threads that enter the same one would leave it on each other's stream.
+    """
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
 
 
 class CudaDevice(Accelerator):
