@@ -256,7 +256,8 @@ def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
     # Of the tiers that were added, those that the configuration names.
     tiers = [tier for tier in _DEVICES if tier.addressable or wish.limits.nvme is not None]
     tiers += [tier for tier in dict.fromkeys(start.values()) if tier not in _DEVICES]
-    path = (config.nvme_path or config.checkpoint_nvme_path or (wish.nvme_path,))[0]
+    # A drive has one folder of an engine, whatever lies there.
+    folders = config.nvme_path or config.checkpoint_nvme_path or (wish.nvme_path,)
     for states, param in product(tiers, tiers):
         moved: dict[str, Any] = {}
         cost = 0
@@ -266,7 +267,8 @@ def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
                 break
             if to is not tier:
                 moved[f"{zero}.{name}.device"] = _DEVICES.get(to, to.value)
-                moved |= {f"{zero}.{name}.nvme_path": path} if to.on_drive else {}
+                if to.on_drive:
+                    moved[f"{zero}.{name}.nvme_path"] = (config.folders(to.value) or folders)[0]
         else:
             if not param.on_device and config.stage != 3:
                 moved, cost = {f"{zero}.stage": 3, **moved}, cost + 1

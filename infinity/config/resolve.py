@@ -430,5 +430,7 @@ def changed(config: ResolvedConfig, values: Mapping[str, Any]) -> ResolvedConfig
         if getattr(zero, name) is None and any(path.startswith(f"zero_optimization.{name}.") for path in values):
             made = _with(made, f"zero_optimization.{name}", section)
     for path, value in values.items():
-        made = _with(made, path, value)
+        # As a file may have it: one folder, or a list.
+        folder = path.endswith(".nvme_path") and isinstance(value, str)
+        made = _with(made, path, (value,) if folder else value)
     return ResolvedConfig(made, {**config.sources, **dict.fromkeys(values, "file")})

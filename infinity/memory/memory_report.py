@@ -28,13 +28,14 @@ class Process:
 
     resident: resident memory now; mapped: the part of it that maps files, which are mostly the code of libraries.
     in_process: the tiers whose bytes are part of it. device: bytes that torch has allocated on the accelerator,
-    activations included; None without one.
+    activations included; reserved: what its allocator keeps of the device, free blocks included. None without one.
     """
 
     resident: int
     mapped: int
     in_process: tuple[Tier, ...]
     device: int | None = None
+    reserved: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,8 @@ class MemoryReport:
     there before the engine (the interpreter, torch, the program), and `unaccounted` is neither those nor the engine's:
     activations where the device is the CPU, what allocators keep, and, where it is negative, memory that is reserved
     and was never touched. `predicted` is the most that the process was said to take before it started, without
-    `mapped`. `activations` is what torch holds on an accelerator beyond the engine's. `by_unit` goes by tier, kind and
-    unit, when it was asked for.
+    `mapped`. `activations` is what torch holds on an accelerator beyond the engine's, `reserved` what its allocator
+    keeps of the device for all of it. `by_unit` goes by tier, kind and unit, when it was asked for.
     """
 
     now: dict[str, dict[str, int]]
@@ -62,6 +63,7 @@ class MemoryReport:
     predicted: int
     unaccounted: int
     activations: int | None = None
+    reserved: int | None = None
     by_unit: dict[str, dict[str, dict[str, int]]] | None = None
 
     @classmethod
@@ -85,7 +87,8 @@ class MemoryReport:
             pinned=ledger.pinned_nbytes, resident=process.resident, mapped=process.mapped,
             baseline=ledger.baseline_nbytes, predicted=ledger.predicted_nbytes,
             unaccounted=process.resident - accounted,
-            activations=None if process.device is None else process.device - ledger.total(Tier.GPU), by_unit=by_unit,
+            activations=None if process.device is None else process.device - ledger.total(Tier.GPU),
+            reserved=process.reserved, by_unit=by_unit,
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
@@ -108,7 +111,8 @@ class MemoryReport:
         for name, pool in self.pools.items():
             lines.append(f"pool {name}: {mb(pool.used)} in use, {mb(pool.most)} at most, {mb(pool.reserved)} reserved")
         if self.activations is not None:
-            lines.append(f"on the device beside that {mb(self.activations)}: activations, workspaces")
+            kept = "" if self.reserved is None else f"; torch's allocator keeps {mb(self.reserved)} for all of it"
+            lines.append(f"on the device beside that {mb(self.activations)}: activations, workspaces{kept}")
         lines.append(
             f"resident {mb(self.resident)}: {mb(self.mapped)} files and code, {mb(self.baseline)} before the engine, "
             f"{mb(self.unaccounted)} not accounted for; pinned {mb(self.pinned)}"

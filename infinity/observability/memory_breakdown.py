@@ -52,8 +52,9 @@ class Breakdown:
         in_process = (Tier.CPU,) if self._device.own_memory else (Tier.CPU, Tier.GPU)
         resident, mapped = resident_nbytes()
         process = Process(
-            resident=resident, mapped=mapped, in_process=in_process, device=self._device.allocated_nbytes()
-        )
+            resident=resident, mapped=mapped, in_process=in_process, device=self._device.allocated_nbytes(),
+            reserved=self._device.reserved_nbytes(),
+        )  # fmt: skip
         return MemoryReport.of(
             self._ledger, process, pools=self._store.pools(), by_unit=self.by_unit() if by_unit else None
         )

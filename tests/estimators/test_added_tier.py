@@ -63,7 +63,7 @@ def test_what_it_lacks_is_said(archive: Tier) -> None:
 
 
 def test_a_search_nearby_leaves_states_there(archive: Tier) -> None:
-    machine = Machine(1_500 * 10**6, 64 * 10**9, 100 * 10**9)
+    machine = Machine(1_600 * 10**6, 64 * 10**9, 100 * 10**9)
     found, wish = sized(machine), Wish(MODEL, machine, {"sequence": 128})
     assert not found.fits
     near = nearest(found, wish)

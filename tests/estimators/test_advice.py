@@ -74,7 +74,7 @@ def test_fit_shows_the_three_best_and_saves_the_first(tmp_path, capsys):
     assert table[0].split()[:3] == ["parameters,", "optimizer", "tokens/s"]
     assert 2 < len(table) <= 4
     saved = json.loads(file.read_text())
-    batch = f"{saved['train_micro_batch_size_per_gpu']} x {saved['gradient_accumulation_steps']}"
+    batch = f"{saved['train_micro_batch_size_per_gpu']} x {saved.get('gradient_accumulation_steps', 1)}"
     assert batch in table[1]
     assert max(map(len, text.splitlines())) <= 100
 

@@ -133,9 +133,10 @@ def test_the_report_tells_what_is_not_the_engines():
 def test_on_a_device_the_rest_is_activations():
     ledger = Ledger()
     ledger.add(Tier.GPU, Kind.FULL, 3_000_000)
-    report = MemoryReport.of(ledger, Process(resident=10, mapped=0, in_process=(Tier.CPU,), device=8_000_000))
+    process = Process(resident=10, mapped=0, in_process=(Tier.CPU,), device=8_000_000, reserved=9_000_000)
+    report = MemoryReport.of(ledger, process)
     assert report.activations == 5_000_000
-    assert "on the device beside that 5.0 MB" in str(report)
+    assert "on the device beside that 5.0 MB" in str(report) and "keeps 9.0 MB for all of it" in str(report)
 
 
 def test_a_report_is_plain_data():

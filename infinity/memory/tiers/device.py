@@ -188,6 +188,10 @@ class Device:
         """Bytes of living tensors in the device's own memory; None where it has none."""
         return None
 
+    def reserved_nbytes(self) -> int | None:
+        """Bytes of the device that its allocator keeps, free blocks included; None where it has no memory."""
+        return None
+
     def random_state(self) -> Tensor | None:
         """The state of the accelerator's random numbers ([n] uint8, CPU); None for the CPU."""
         return None
@@ -324,6 +328,9 @@ class Accelerator(Device):
 
     def allocated_nbytes(self) -> int | None:
         return int(torch.accelerator.memory_allocated(self.torch))
+
+    def reserved_nbytes(self) -> int | None:
+        return int(torch.accelerator.memory_reserved(self.torch))
 
     def random_state(self) -> Tensor | None:
         state: Tensor = torch.get_device_module(self.torch).get_rng_state(self.torch)
