@@ -21,11 +21,11 @@ from typing import TypeVar
 
 from infinity.plan.auto_placement import Value, fill_tiers
 from infinity.plan.capacity import Capacity
-from infinity.plan.types import Key, Tier
+from infinity.plan.types import Key, Kind, Tier
 
 _ROUNDS_MAX = 16
 _RETURNS_MAX = 4
-_MOVES_MAX = 8
+_MOVES_MAX = 2
 _Plan = TypeVar("_Plan")
 
 
@@ -78,7 +78,7 @@ def search_placement(
             break
     # A unit whose parameters come to the GPU tier is not gathered there any more: what it brings may pay for itself,
     # which no charge of a plan without it tells.
-    outside = (value for tier in tiers[1:] for value in values if homes[value.key] is tier)
+    outside = (value for value in values if value.key.kind is Kind.PARAM and not homes[value.key].on_device)
     for value in islice(sorted(outside, key=lambda value: -value.traffic), _MOVES_MAX):
         closer = {**homes, value.key: tiers[0]}
         better, _ = weigh(closer)
