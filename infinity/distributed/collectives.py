@@ -53,7 +53,7 @@ def all_gather(full: Tensor, partition: Tensor, group: AxisGroup, name: str = "g
     from each other's memory (see `cma_transport`).
     """
     members = group.process_group
-    if _staged(full, members):
+    if _needs_staging(full, members):
         arrived = torch.empty(full.shape, dtype=full.dtype, device="cpu")
         return _Staged(all_gather(arrived, partition.cpu(), group, name), full, arrived)
     if not _is_gloo(members) or not partition.numel():
@@ -85,7 +85,7 @@ class _Staged:
             target.copy_(arrived)
 
 
-def _staged(tensor: Tensor, members: Any) -> bool:
+def _needs_staging(tensor: Tensor, members: Any) -> bool:
     return _is_gloo(members) and not tensor.is_cpu
 
 
@@ -211,7 +211,7 @@ def reduce_scatter(
     """
     members = group.process_group
     ranks = group.size
-    if _staged(full, members):
+    if _needs_staging(full, members):
         return reduce_scatter(full.cpu(), group=group, name=name)
     if not _is_gloo(members):
         own = full.new_empty(full.numel() // ranks) if mine is None else mine
@@ -264,7 +264,7 @@ def _meet(group: AxisGroup, tag: int) -> None:
 def _whole(tensor: Tensor, submit: Callable[[Tensor], Any], group: AxisGroup, name: str) -> Transfer:
     """Submit a collective of the backend's own on one tensor."""
     members = group.process_group
-    if _staged(tensor, members):
+    if _needs_staging(tensor, members):
         arrived = tensor.cpu()
         return _Staged(_whole(arrived, submit, group, name), tensor, arrived)
     gloo = _is_gloo(members)

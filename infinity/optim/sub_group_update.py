@@ -105,7 +105,7 @@ class SubGroupUpdater:
         return copy
 
     def _arrive(self, transfer: Transfer, device: torch.device) -> None:
-        """Wait for a copy: the host, if it is what computes; else only the device."""
+        """Wait for a copy to a device: the host, if that is the CPU; else only the device."""
         if device.type == "cpu":
             self._device.arrived(transfer)
         else:
@@ -115,10 +115,8 @@ class SubGroupUpdater:
         """Copy stepped parameters to their homes, which the program may use at once."""
         for home, local in copies:
             transfer = self._device.copy(home, local)
-            if home.is_cpu:
-                self._device.arrived(transfer)
-            else:
-                transfer.wait()
+            self._arrive(transfer, home.device)
+            if not home.is_cpu:
                 self._leaving.append(transfer)
         self._staged_nbytes = 0
 

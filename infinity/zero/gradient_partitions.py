@@ -90,18 +90,18 @@ class GradientPartitions:
         """(the partition to write, the copies that the block adds, the unit's copies that are still arriving). All of
         them hold the lease until `arrive`.
         """
-        before = next((each for each in self._arriving if each.unit is unit), None)
+        earlier = next((each for each in self._arriving if each.unit is unit), None)
         copies: list[Transfer] = []
+        before: list[Transfer] = []
         with ExitStack() as lease:
-            if before is None:
+            if earlier is None:
                 (partition,) = lease.enter_context(self._store.write(key_of(unit)))
             else:
-                self._arriving.remove(before)
-                lease.push(before.lease)
-                partition = before.partition
-            yield partition.view(Kind.GRAD), copies, before.copies if before is not None else []
-            copies += before.copies if before is not None else []
-            self._arriving.append(_Arrival(unit, partition, lease.pop_all(), copies))
+                self._arriving.remove(earlier)
+                lease.push(earlier.lease)
+                partition, before = earlier.partition, earlier.copies
+            yield partition.view(Kind.GRAD), copies, before
+            self._arriving.append(_Arrival(unit, partition, lease.pop_all(), copies + before))
 
     def _put(self, target: Tensor, source: Tensor, first: bool, before: Sequence[Transfer]) -> Transfer:
         """Replace or add, in the target's dtype, across devices."""
