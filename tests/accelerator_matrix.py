@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -42,8 +42,8 @@ from torch import Tensor, nn
 
 from tests.support import accelerator
 from tests.support.host_accesses import host_accesses_are_declared
-from tests.support.models import Block, token_batch
-from tests.support.oracle import CLIP, Case, SmallModel, join, settings, train
+from tests.support.models import Block
+from tests.support.oracle import CLIP, Case, OnDevice, SmallModel, join, settings, train
 from tests.support.simulated_device import Communicating, SimulatedDevice, engines_use
 from tests.support.spawn import RankError, RankPool
 
@@ -161,7 +161,7 @@ class PlainBlock(Block):
         return x + self.down(F.silu(self.gate(inner)) * self.up(inner))
 
 
-class PlainCase(Case):
+class PlainCase(OnDevice):
     """The oracle's small model, with tied, frozen and empty parameters, of blocks that give the CPU's bits."""
 
     def model(self) -> nn.Module:
@@ -169,9 +169,6 @@ class PlainCase(Case):
         model = SmallModel()
         model.blocks = nn.ModuleList(PlainBlock(16, 2, 24) for _ in range(2))
         return model
-
-    def losses(self, call: Any, rank: int, micro: int) -> Iterator[Tensor]:
-        yield call(**{name: ids.to(call.device) for name, ids in token_batch(rank, micro, positions=8).items()})
 
 
 def run_on_cpu(rank: int, world: int, cell: Cell) -> str:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from infinity import log
 from tests.support.spawn import RankPool
+
+if TYPE_CHECKING:
+    from tests.support.accelerator.process import AcceleratedProcess
 
 
 def pytest_configure() -> None:
@@ -56,6 +60,16 @@ class RankPools:
         """End all processes."""
         for pool in self._pools.values():
             pool.close()
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[AcceleratedProcess]:
+    """A process whose accelerator is the simulated one; its tests are skipped where that cannot be built."""
+    from tests.support.accelerator.process import AcceleratedProcess, require
+
+    require()
+    with AcceleratedProcess() as process:
+        yield process
 
 
 @pytest.fixture(scope="session")

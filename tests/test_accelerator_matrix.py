@@ -21,6 +21,7 @@ from infinity.ops.transfer import StreamTransfer
 from infinity.zero.partition_copy import PartitionCopy
 from tests.accelerator_matrix import Cell, Matrix, PlainCase, cover, pairs, product, run_on_accelerator
 from tests.support import accelerator
+from tests.support.accelerator.process import require
 from tests.support.oracle import CLIP, Access
 
 DELAYS = accelerator.Delays(copy=0.002, event=0.002, operator=0.00002)
@@ -43,10 +44,7 @@ CELLS = (
 @pytest.fixture(scope="module")
 def matrix() -> Iterator[Matrix]:
     """The processes of this file's tests."""
-    try:
-        accelerator.library()
-    except accelerator.Unavailable as reason:
-        pytest.skip(str(reason))
+    require()
     with Matrix() as matrix:
         yield matrix
 

@@ -51,17 +51,6 @@ class Allocating(SimulatedDevice):
     pinning = "allocation"
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[AcceleratedProcess]:
-    """The process of this file's tests."""
-    try:
-        process = AcceleratedProcess()
-    except accelerator.Unavailable as reason:
-        pytest.skip(str(reason))
-    with process:
-        yield process
-
-
 def raceless(act: Callable[..., Any], device: type[Device], *args: Any) -> Any:
     """Call `act` where engines use the device; races are an error."""
     torch.set_num_threads(1)

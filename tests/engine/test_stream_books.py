@@ -9,18 +9,14 @@ import pytest
 import torch
 
 from tests import accelerator_memory, stream_books
-from tests.support import accelerator
-from tests.support.accelerator.process import AcceleratedProcess
+from tests.support.accelerator.process import AcceleratedProcess, require
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.spawn import RankPool, run_ranks
 
 
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    try:
-        accelerator.library()
-    except accelerator.Unavailable as error:
-        pytest.skip(str(error))
+    require()
     with RankPool(request.param) as pool:
         yield pool
 
@@ -36,10 +32,7 @@ def test_a_pass_takes_little_longer_than_its_busiest_part(ranks: RankPool, homes
 
 
 def test_device_memory_stays_at_the_plan() -> None:
-    try:
-        accelerator.library()
-    except accelerator.Unavailable as error:
-        pytest.skip(str(error))
+    require()
     for accumulation in (1, 2):
         (peak,) = run_ranks(accelerator_memory.run, 1, "cpu", accumulation, 12)
         assert peak.share <= 1.05, peak
@@ -77,11 +70,6 @@ def _threads_on_one_stream() -> list[bool]:
     return found
 
 
-def test_two_threads_that_copy_stay_on_their_own_streams() -> None:
+def test_two_threads_that_copy_stay_on_their_own_streams(process: AcceleratedProcess) -> None:
     """The step's thread brings values to where it steps while the program gathers."""
-    try:
-        process = AcceleratedProcess()
-    except accelerator.Unavailable as error:
-        pytest.skip(str(error))
-    with process:
-        assert process.run(_threads_on_one_stream) == [True, True]
+    assert process.run(_threads_on_one_stream) == [True, True]

@@ -145,17 +145,6 @@ def test_the_blocks_of_a_norm_do_not_wait_for_their_device() -> None:
     assert blocks.is_meta and blocks.shape == (1 + 147,)
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[AcceleratedProcess]:
-    """A process whose accelerator is one that the kernels do not know."""
-    try:
-        process = AcceleratedProcess()
-    except accelerator.Unavailable as reason:
-        pytest.skip(str(reason))
-    with process:
-        yield process
-
-
 def stops_of(run: Callable[[], object]) -> int:
     """Return how often the host waits for the simulated accelerator in `run`."""
     begin = len(accelerator.log())

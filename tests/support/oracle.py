@@ -86,6 +86,13 @@ class Case:
         return []
 
 
+class OnDevice(Case):
+    """A case whose batches come on the engine's device."""
+
+    def losses(self, call: Any, rank: int, micro: int) -> Iterable[Tensor]:
+        yield call(**{name: ids.to(call.device) for name, ids in token_batch(rank, micro, positions=8).items()})
+
+
 class SplitBackward(Case):
     """A case whose micro-steps have two losses, with a backward for each."""
 

@@ -21,12 +21,6 @@ class SimulatedDevice(Accelerator):
     def is_available(cls) -> bool:
         return accelerator.is_loaded()
 
-    @classmethod
-    def of_rank(cls, local_rank: int) -> Device:
-        index = local_rank % torch.accelerator.device_count()
-        torch.accelerator.set_device_index(index)
-        return cls(torch.device("simulated", index))
-
     def register(self, pointer: int, nbytes: int) -> str | None:
         return accelerator.register(pointer, nbytes)
 

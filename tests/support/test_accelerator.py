@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,17 +17,6 @@ from tests.support.accelerator.makespan import makespan
 from tests.support.accelerator.mutants import MUTANTS, outcome
 from tests.support.accelerator.process import AcceleratedProcess
 from tests.support.spawn import RankError
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[AcceleratedProcess]:
-    """The process of this file's tests."""
-    try:
-        process = AcceleratedProcess()
-    except accelerator.Unavailable as reason:
-        pytest.skip(str(reason))
-    with process:
-        yield process
 
 
 def model() -> nn.Module:

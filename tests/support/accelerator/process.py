@@ -11,8 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.support import accelerator
 from tests.support.spawn import RankPool
+
+
+def require() -> None:
+    """Skip the test where the device cannot be built. A build may take longer than a call: so it is done here."""
+    try:
+        accelerator.library()
+    except accelerator.Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 class AcceleratedProcess:

@@ -43,6 +43,21 @@ const char* answer(std::string text) {
   return reply.c_str();
 }
 
+// The items of a report as one JSON list.
+template <typename Items, typename Write>
+const char* answer_list(const Items& items, Write write) {
+  std::ostringstream out;
+  const char* before = "[";
+  for (const auto& item : items) {
+    out << before;
+    write(out, item);
+    before = ",";
+  }
+  if (items.empty()) out << before;
+  out << "]";
+  return answer(out.str());
+}
+
 // Say what the program touched, then let the handler of before (faulthandler's) print the traceback and end it.
 void on_fault(int signal, siginfo_t* info, void*) {
   const auto address = reinterpret_cast<uintptr_t>(info->si_addr);
@@ -133,26 +148,10 @@ void simulated_random_state(int device, uint64_t* words, int write) {
   }
 }
 
-const char* simulated_log() {
-  std::ostringstream out;
-  out << "[";
-  bool first = true;
-  for (const auto& record : Runtime::get().log()) {
-    if (!first) out << ",";
-    first = false;
-    write_record(out, record);
-  }
-  out << "]";
-  return answer(out.str());
-}
+const char* simulated_log() { return answer_list(Runtime::get().log(), write_record); }
 
 const char* simulated_races() {
-  std::ostringstream out;
-  out << "[";
-  bool first = true;
-  for (const auto& race : Runtime::get().races()) {
-    if (!first) out << ",";
-    first = false;
+  return answer_list(Runtime::get().races(), [](std::ostringstream& out, const Race& race) {
     out << "{\"first\":";
     write_record(out, race.first);
     out << ",\"second\":";
@@ -160,9 +159,7 @@ const char* simulated_races() {
     out << ",\"first_writes\":" << (race.first_writes ? "true" : "false")
         << ",\"second_writes\":" << (race.second_writes ? "true" : "false") << ",\"begin\":" << race.begin
         << ",\"end\":" << race.end << ",\"where\":" << quoted(race.where) << "}";
-  }
-  out << "]";
-  return answer(out.str());
+  });
 }
 
 const char* simulated_stats(int device) {

@@ -246,36 +246,26 @@ void Runtime::synchronize(Event* event) {
   raise_pending();
 }
 
+Runtime::Submitted Runtime::submitted(Stream* stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::mutex> own(stream->mutex);
+  return {stream->clock, stream->last_id, stream->submitted, stream->completed};
+}
+
 bool Runtime::query(Stream* stream) {
   if (!usable()) return true;
-  Clock clock;
-  uint64_t id, submitted;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    clock = stream->clock;
-    id = stream->last_id;
-    std::lock_guard<std::mutex> own(stream->mutex);
-    submitted = stream->submitted;
-    if (stream->completed < submitted) return false;
-  }
-  host_passed(clock, stream->device, stream->id, id, "");
+  const Submitted last = submitted(stream);
+  if (last.completed < last.count) return false;
+  host_passed(last.clock, stream->device, stream->id, last.id, "");
   return true;
 }
 
 void Runtime::synchronize(Stream* stream, const std::string& reason) {
   if (!usable()) return;
-  Clock clock;
-  uint64_t id, submitted;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    clock = stream->clock;
-    id = stream->last_id;
-    std::lock_guard<std::mutex> own(stream->mutex);
-    submitted = stream->submitted;
-  }
-  if (submitted == 0) return;
-  wait_for(stream, submitted);
-  host_passed(clock, stream->device, stream->id, id, reason);
+  const Submitted last = submitted(stream);
+  if (last.count == 0) return;
+  wait_for(stream, last.count);
+  host_passed(last.clock, stream->device, stream->id, last.id, reason);
   raise_pending();
 }
 

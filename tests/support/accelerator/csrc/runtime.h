@@ -221,7 +221,16 @@ class Runtime {
   std::vector<Record> log();
 
  private:
+  // What a stream was given last: its clock and id, and how much it was given and has done.
+  struct Submitted {
+    Clock clock;
+    uint64_t id;
+    uint64_t count;
+    uint64_t completed;
+  };
+
   Runtime();
+  Submitted submitted(Stream* stream);
   Device& device(int index);
   uint64_t submit_locked(Stream* stream, Kind kind, const std::string& name, uint64_t nbytes,
                          const std::vector<Access>& accesses, std::function<void()> run, const std::string& line,
