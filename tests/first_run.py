@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 import infinity
 from infinity.memory.tiers.device import Device
 from tests.support.models import token_batch
-from tests.support.oracle import CLIP, Case, settings, train
+from tests.support.oracle import CLIP, Case, OnDevice, settings, train
 
 ROOT = Path(__file__).resolve().parent.parent
 TIERS = ("gpu", "cpu", "nvme")
@@ -113,29 +113,25 @@ def _ranks() -> int:
     """One rank of a stage 3 run, started by torchrun."""
     rank = int(os.environ["RANK"])
     with tempfile.TemporaryDirectory() as folder:
-        print(rank, train(Moved(), settings(Path(folder), param="cpu", optimizer="cpu"), rank=rank, steps=STEPS).digest)
+        config = settings(Path(folder), param="cpu", optimizer="cpu")
+        print(rank, train(OnDevice(), config, rank=rank, steps=STEPS).digest)
     return 0
 
 
 def _trace() -> int:
+    runs = ROOT / "runs"
+    runs.mkdir(exist_ok=True)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
-    engine, *_ = infinity.initialize(model=model, config=settings("", param="cpu", optimizer="cpu", dtype="bf16"))
+    engine, *_ = infinity.initialize(model=model, config=settings(runs, param="cpu", optimizer="cpu", dtype="bf16"))
     with engine:
         x = torch.randn(64, 1024, dtype=torch.bfloat16, device=engine.device)
         for step in range(4):
-            with engine.timeline(ROOT / "runs" / "first_run.json") if step == 3 else nullcontext():
+            with engine.timeline(runs / "first_run.json") if step == 3 else nullcontext():
                 engine.backward(engine(x).float().pow(2).mean())
                 engine.step()
                 engine.synchronize()
     return 0
-
-
-class Moved(Case):
-    """The oracle's case with batches on the device."""
-
-    def losses(self, call: nn.Module, rank: int, micro: int) -> Iterable[Tensor]:
-        yield call(**{name: ids.to(call.device) for name, ids in token_batch(rank, micro, positions=8).items()})
 
 
 PARTS: dict[str, Callable[[], int]] = {"placements": _placements, "ranks": _ranks, "trace": _trace}

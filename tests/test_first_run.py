@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infinity.memory.tiers.device import Device
 from tests import first_run
-from tests.support import accelerator
 from tests.support.accelerator.process import AcceleratedProcess
 from tests.support.simulated_device import engines_use
 
@@ -35,13 +36,21 @@ def _on_the_simulated_device() -> dict[str, Any]:
         return first_run.placements(workers=0)
 
 
-def test_its_placements_have_one_hash_on_the_simulated_device() -> None:
-    try:
-        process = AcceleratedProcess()
-    except accelerator.Unavailable as error:
-        pytest.skip(str(error))
-    with process:
-        found = process.run(_on_the_simulated_device)
+def test_its_placements_have_one_hash_on_the_simulated_device(process: AcceleratedProcess) -> None:
+    found = process.run(_on_the_simulated_device)
     assert len(found) == 30
     for dtype in ("fp32", "bf16"):
         assert len({digest for name, digest in found.items() if name.startswith(dtype)}) == 1
+
+
+def _traced(folder: str) -> int:
+    with engines_use():
+        first_run.ROOT = Path(folder)
+        return first_run.PARTS["trace"]()
+
+
+def test_its_timeline_is_written(process: AcceleratedProcess, tmp_path: Path) -> None:
+    assert process.run(_traced, str(tmp_path)) == 0
+    events = json.loads((tmp_path / "runs" / "first_run.json").read_text())
+    found = {event.get("name") for event in events}
+    assert {"gathers: param of 0", "wait for copy from the device: grad of 15", "forward", "backward", "step"} <= found
