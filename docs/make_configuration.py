@@ -14,6 +14,7 @@ from infinity.config.schema import Config
 from infinity.config.section import (
     Absent,
     Also,
+    Differs,
     Honoured,
     NoAuto,
     Refused,
@@ -37,12 +38,14 @@ A configuration is the path of a JSON file, a dictionary or a JSON text. Every k
 configuration trains. The names are DeepSpeed's, so an existing file runs unchanged; DeepSpeed does not have the keys
 marked "Ours". Every key has one of three answers:
 
-- **honoured**: it means here what it means in DeepSpeed.
+- **honoured**: it means here what it means in DeepSpeed, but for a difference that the row names.
 - **no effect here**: it is accepted. A log line says once that it is set, with the reason.
 - **refused**: a value that switches on a missing feature is an error that says what to do instead. The default is
   always accepted.
 
-An unknown key, at any level, is an error that suggests the key that was meant. `"auto"` is accepted unless the row of a
+An unknown key, at any level, is an error that suggests the key that was meant. In a program that runs with DeepSpeed's
+names, it is a warning, and some refused keys are ignored: [Coming from DeepSpeed](coming_from_deepspeed.md) lists what
+becomes of every key of DeepSpeed's. `"auto"` is accepted unless the row of a
 key gives a reason against it. infinity resolves it from the model, the arguments and the number of ranks;
 `initialize()` refuses an `"auto"` learning rate or number of warm-up steps that nothing else sets. `infinity config
 explain FILE` prints every resolved value with its source, and `auto` for values that depend on the program or its
@@ -51,7 +54,7 @@ model. Numbers and booleans may be written as strings, whole numbers as `5e8`.
 
 _ENDING = """
 Next: [Troubleshooting](troubleshooting.md) explains refusals, [Budgets and placement](memory.md) the section `memory`,
-and [Getting started](getting_started.md#coming-from-deepspeed) what differs from DeepSpeed.
+and [Coming from DeepSpeed](coming_from_deepspeed.md) what differs from DeepSpeed.
 """
 
 _TABLE = "| key | type | default | answer | meaning |\n|---|---|---|---|---|\n"
@@ -138,6 +141,8 @@ def _default(field: FieldInfo) -> str:
 def _answer(field: FieldInfo) -> str:
     reply = reply_of(field)
     text = f"**{reply.answer}**"
+    if differs := mark(field, Differs):
+        text += f", but {differs.how}"
     if not isinstance(reply, Honoured):
         text += f": {reply.why}"
     if isinstance(reply, Refused):

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from infinity.integrations.huggingface import load_hf
     from infinity.tiling.losses import tile_sequence
     from infinity.tiling.sequences import tiled_cross_entropy, tiled_mlp
+    from infinity.zero.leaf_modules import set_z3_leaf_modules
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GatheredParameters", "Init", "__version__", "add_config_arguments", "errors", "estimate", "init_distributed",
-    "initialize", "load_hf", "measure_activations", "modify", "read", "state", "tile_sequence",
+    "initialize", "load_hf", "measure_activations", "modify", "read", "set_z3_leaf_modules", "state", "tile_sequence",
     "tiled_cross_entropy", "tiled_mlp",
 ]  # fmt: skip
 
@@ -35,6 +36,7 @@ _FROM = {
     "infinity.engine.launch": ("add_config_arguments", "init_distributed"),
     "infinity.tiling.losses": ("tile_sequence",),
     "infinity.tiling.sequences": ("tiled_cross_entropy", "tiled_mlp"),
+    "infinity.zero.leaf_modules": ("set_z3_leaf_modules",),
     "estimators.estimate": ("estimate",),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _FROM.items() for name in names}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import infinity
 from infinity.memory.tiers.device import Accelerator
-from infinity.ops.transfer import StreamTransfer
+from infinity.ops.transfer import Completed, StreamTransfer
 from infinity.zero.partition_copy import PartitionCopy
 from tests.accelerator_matrix import Cell, Matrix, PlainCase, cover, pairs, product, run_on_accelerator
 from tests.support import accelerator
@@ -70,6 +70,10 @@ def _does_nothing(*_: object) -> None:
     pass
 
 
+def _is_over(_: object) -> Completed:
+    return Completed()
+
+
 def _returns_early(self: PartitionCopy, *, wait: bool) -> bool:
     self.close()
     return True
@@ -79,6 +83,7 @@ def _returns_early(self: PartitionCopy, *, wait: bool) -> bool:
 MUTANTS: dict[str, tuple[type, str, Callable[..., Any], tuple[str, str]]] = {
     "does not wait for gradients to arrive in CPU memory": (Accelerator, "arrived", _does_nothing, ("cpu", "cpu")),
     "does not wait for parameters to arrive on the device": (StreamTransfer, "wait", _does_nothing, ("cpu", "gpu")),
+    "uses whole parameters that are being stepped": (PartitionCopy, "await_step", _is_over, ("gpu", "cpu")),
     "returns partitions that are still copied from": (PartitionCopy, "release_lease", _returns_early, ("nvme", "cpu")),
 }
 

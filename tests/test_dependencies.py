@@ -93,9 +93,12 @@ def undeclared(folder: str) -> Iterator[str]:
         "tests": ("dev", "examples", "tensorboard", "liger"),
     }  # fmt: skip
     known = {*sys.stdlib_module_names, *FOLDERS, *provided(*extras.get(folder, ()))}
-    if folder == "benchmarks":
-        # Scripts, which find what lies beside them.
+    if folder in ("benchmarks", "examples"):
+        # Scripts, which find what lies beside them; an example may be written for DeepSpeed.
         known |= RIVALS | {each.stem for each in (ROOT / folder).glob("*")}
+    if folder == "tests":
+        # What makes a rival's files, in an environment of its own; and the names that a client's script imports.
+        known |= RIVALS
     for file in sorted((ROOT / folder).rglob("*.py")):
         named = provided(*EXTRA.findall(file.read_text())) if folder == "infinity" else set()
         yield from (f"{file.relative_to(ROOT)}: {name}" for name in imports(file) if name not in known | named)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import infinity
-from docs import make_benchmarks, make_life, make_outputs
+from docs import make_benchmarks, make_clients, make_devices, make_life, make_outputs
 from examples import finetune_hf, make_small_model, train_lm
 from infinity.cli.main import main, whole_parser
 from infinity.config import load_config
@@ -292,6 +292,16 @@ def test_the_architecture_names_functions_that_exist_and_the_states_of_a_partiti
         source = (ROOT / "infinity" / file).read_text(encoding="utf-8")
         assert re.search(rf"^\s*(def|class) {name}\b", source, re.M), f"{name} is not in {file}"
     assert re.findall(r"^\| ([A-Z]+) \|", page, re.M) == [state.name for state in State]
+
+
+def test_the_table_of_clients_is_what_the_results_say():
+    page = make_clients.PAGE.read_text(encoding="utf-8")
+    assert page == make_clients.refreshed(page), "run docs/make_clients.py"
+
+
+def test_the_tables_of_devices_are_what_the_results_say():
+    page = make_devices.PAGE.read_text(encoding="utf-8")
+    assert page == make_devices.refreshed(page), "run docs/make_devices.py"
 
 
 def test_the_life_of_a_parameter_is_what_its_script_draws():

@@ -38,7 +38,12 @@ ALLOWED: dict[str, set[str]] = {
     # What every command line refuses, and how.
     "infinity.cli.usage": set(),
     "infinity.integrations": _BELOW_ENGINE | {"infinity.engine"},
-    "infinity.integrations.deepspeed": {"infinity.zero"},
+    # DeepSpeed's names, and the two places from which a program finds them.
+    "infinity.integrations.deepspeed": _BELOW_ENGINE | {
+        "infinity", "infinity.engine", "infinity.integrations.zero_to_fp32",
+    },
+    "infinity.integrations.as_deepspeed": {"infinity.integrations"},
+    "infinity.deepspeed": {"infinity.integrations"},
     "infinity.engine": _BELOW_ENGINE,
     # What a script says before it trains.
     "infinity.engine.launch": {
@@ -46,10 +51,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "infinity.engine.model_init": _BELOW_ENGINE,
     "infinity.engine.engine": _BELOW_ENGINE | {
-        "infinity.engine.checkpoint_manager", "infinity.engine.exporting", "infinity.engine.loading",
-        "infinity.engine.precision", "infinity.engine.preemption", "infinity.engine.runtime", "infinity.engine.saving",
-        "infinity.engine.step",
+        "infinity.engine.accumulation", "infinity.engine.checkpoint_manager", "infinity.engine.exporting",
+        "infinity.engine.handover", "infinity.engine.idle_states", "infinity.engine.loading",
+        "infinity.engine.precision", "infinity.engine.preemption", "infinity.engine.runtime",
+        "infinity.engine.saving", "infinity.engine.step",
     },
+    # Which micro-batches make a step, and what is counted of them.
+    "infinity.engine.accumulation": {"infinity.checkpoint.state", "infinity.config", "infinity.errors"},
     "infinity.engine.preemption": {"infinity.log"},
     "infinity.engine.build_runtime": _BELOW_ENGINE | {"infinity.engine.preflight", "infinity.engine.runtime"},
     "infinity.engine.checkpoint_manager": _BELOW_ENGINE | {
@@ -60,6 +68,8 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.engine.saving": _BELOW_ENGINE | {"infinity", "infinity.engine.runtime"},
     "infinity.engine.exporting": _BELOW_ENGINE | {"infinity.engine.runtime"},
     # What the engine decides about a step.
+    "infinity.engine.idle_states": _BELOW_ENGINE | {"infinity.engine.runtime"},
+    "infinity.engine.handover": _BELOW_ENGINE | {"infinity.engine.model_init", "infinity.engine.runtime"},
     "infinity.engine.step": _BELOW_ENGINE | {"infinity.engine.runtime"},
     "infinity.engine.runtime": _BELOW_ENGINE,
     "infinity.engine.preflight": _BELOW_ENGINE,
@@ -135,7 +145,11 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 TORCH_FREE = ("infinity.plan", "infinity.simulator", "infinity.config", "infinity.errors", "estimators")
 CUDA_NAMED_IN = ("infinity.memory.tiers.device", "infinity.ops")
-ENVIRONMENT_READ_IN = ("infinity.config.load", "infinity.distributed.process_groups", "infinity.ops.build")
+ENVIRONMENT_READ_IN = (
+    "infinity.config.load", "infinity.distributed.process_groups", "infinity.ops.build",
+    # Passes it on to what it starts.
+    "infinity.cli.run",
+)  # fmt: skip
 DISTRIBUTED_FREE = ("infinity.memory",)
 
 

@@ -9,7 +9,8 @@ from tests.structure import PAIRS, fan_out, foreign, largest, named_twice, old_n
 
 ROOT = Path(__file__).resolve().parents[1]
 # Only `__init__`, `__main__`, `errors` and `log`.
-LOOSE_MAX = 4
+# Four, and the door to DeepSpeed's names.
+LOOSE_MAX = 5
 ATTRIBUTES_MAX = 15
 FAN_OUT_MAX = 30
 

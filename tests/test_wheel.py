@@ -28,6 +28,7 @@ SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", 
 # Those of an accelerator where nvcc is at hand.
 NAMES = build_module.NAMES if build_module._compiler("kernels") else build_module.HOST_NAMES
 # The distribution's name is not the import name: `infinity` on the package index is another project.
+DROP_IN = "deepspeed-0.19.8.dist-info/METADATA"
 INFO = f"infinity_engine-{infinity.__version__}.dist-info"
 LIBRARIES = {f"infinity/_native/lib{name}.so" for name in NAMES}
 
@@ -130,6 +131,8 @@ def test_a_wheel_carries_libraries_sources_and_packages_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {f"infinity/_csrc/{file.relative_to(ROOT / 'csrc')}" for file in (ROOT / "csrc").rglob("*.c*")}
     ours = {"infinity/py.typed", "infinity/observability/timeline.html", "infinity/engine/initialize.py"}
+    # What `infinity run --as-deepspeed` puts on the path: clients look for the metadata too.
+    ours |= {f"infinity/integrations/as_deepspeed/{name}" for name in ("deepspeed/__init__.py", DROP_IN)}
     assert names >= LIBRARIES | sources | ours
     assert {name.partition("/")[0] for name in names} == {"infinity", "estimators", INFO}
 
@@ -214,6 +217,13 @@ def test_a_wheel_without_extras_does_everything_in_a_fresh_environment(wheel, tm
     for name in ("infinity", "infinity-ckpt", "infinity-estimate", "infinity-export"):
         command = [python.with_name(name), "--help"]
         assert b"usage" in subprocess.run(command, check=True, capture_output=True, env=outside, timeout=60).stdout
+    (tmp_path / "client.py").write_text(
+        "import deepspeed, importlib.metadata as metadata\n"
+        "print('SEES', metadata.version('deepspeed'), deepspeed.__infinity__)\n"
+    )
+    command = [python.with_name("infinity"), "run", "--as-deepspeed", "--nproc", "1", tmp_path / "client.py"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, env=outside, timeout=120).stdout
+    assert "SEES 0.19.8 0.1.0" in told
 
 
 def test_one_wheel_serves_other_versions_of_python(wheel, tmp_path):

@@ -130,7 +130,6 @@ CALLS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda at: infinity.Init(config=_offloaded(nvme_path=str(at / "good.json"))).__enter__(),
         ["offload_param.nvme_path", "good.json", "Name a folder on a drive"],
     ),
-    "Init of a module": (lambda _: infinity.Init(nn.Linear(2, 2)), ["Init(module=...)", "build the model inside"]),
     "workers' keys without workers": (
         lambda _: _initialize(config={"dataloader_persistent_workers": True}),
         ["dataloader_persistent_workers", "dataloader_num_workers", "leave"],

@@ -1,11 +1,13 @@
 """A program's values as JSON, and back: client state, schedulers, hyper-parameters, random states.
 
 JSON has no tuples, bytes, infinities or keys other than strings. Each of these becomes an object with one key that
-begins with "$". Tensors and numpy arrays become references, by their path; their bytes go into a safetensors file.
+begins with "$". Tensors and numpy arrays become references, by their path; their bytes go into a safetensors file. An
+argparse.Namespace becomes the dictionary of its values, and stays one.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import math
 from collections import Counter
@@ -53,6 +55,8 @@ def encode(value: Any, tensors: dict[str, Tensor] | None = None, path: str = "")
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
         return _encode_mapping(value, tensors, path)
+    if isinstance(value, argparse.Namespace):
+        return _encode_mapping(vars(value), tensors, path)
     raise _unspeakable(value, path)
 
 

@@ -7,13 +7,15 @@ byte-identical to those that `engine.export` would have written at the moment of
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, DeepSpeedSource
 from infinity.checkpoint.description import SHARD_NBYTES, Description, TensorSource, copy_files, float_dtype
 from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import BUFFER, MANIFEST, PARAM, Manifest, TensorInfo, check_files
@@ -33,43 +35,42 @@ from infinity.errors import CheckpointError, InfinityError
 
 
 def extract(
-    folder: Path, manifest: Manifest, target: Path, *, dtype: str = "bf16", nbytes_max: int | None = SHARD_NBYTES,
-    origin: Path | None = None, frozen: bool = True, tell: Callable[[int, int], None] = lambda done, total: None,
+    folder: Path, saved: Manifest | DeepSpeedCheckpoint, target: Path, *, dtype: str = "bf16",
+    nbytes_max: int | None = SHARD_NBYTES, origin: Path | None = None, frozen: bool = True,
+    tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:  # fmt: skip
     """Write a checkpoint's model into `target`; return it. CheckpointError where it lacks what an export needs.
 
-    nbytes_max: largest weight file; None for a single file. origin: the folder from which config.json (where the
-    checkpoint has none) and tokenizer files are copied; without it none are copied, because the folder that the
-    checkpoint names is not trusted. frozen: False leaves out parameters that were not trained. tell: called with (bytes
-    done, all bytes).
+    saved: the manifest of `folder`, or what `read_deepspeed` returned for it. nbytes_max: largest weight file; None for
+    a single file. origin: the folder from which config.json (where the checkpoint has none) and tokenizer files are
+    copied; without it none are copied, because the folder that the checkpoint names is not trusted. frozen: False
+    leaves out parameters that were not trained. tell: called with (bytes done, all bytes).
     """
     chosen = float_dtype(dtype)
-    description = description_of(folder, manifest)
+    description, tensors = _described(folder, saved), saved.tensors
     kept = {
         name: info
-        for name, info in manifest.tensors.items()
+        for name, info in tensors.items()
         if frozen or info.trainable or (description.weights is not None and "model" not in description.weights)
     }
     sources = [TensorSource(name, info.dtype, info.shape, BUFFER in info.kinds) for name, info in kept.items()]
     shards = description.shards(sources, chosen, nbytes_max=nbytes_max)
     wanted = {entry.source for shard in shards for entry, _ in shard.entries}
-    lacking = sorted(name for name in wanted if not manifest.tensors[name].kinds)
+    lacking = sorted(name for name in wanted if not tensors[name].kinds)
     if lacking:
         raise CheckpointError(
             folder, f"it was saved without frozen parameters, such as {lacking[0]}",
             "Export the trained ones alone (--trained-only), or from a checkpoint that has all",
         )  # fmt: skip
-    indexes = check_files(folder, manifest)
     try:
-        with ExtentReader(folder, manifest, indexes) as reader, ExitStack() as stack:
-            # Checked first: files are made as large as the manifest says.
-            reader.check_covered({name: manifest.tensors[name] for name in wanted})
+        with ExitStack() as stack:
+            # Checked first: files are made as large as the checkpoint says.
+            source = stack.enter_context(export_source(folder, saved, wanted))
             made = stack.enter_context(folder_beside(target))
             _copy(origin, made)
             write_texts(made, description.companions(shards, chosen))
             total = sum(entry.nbytes for shard in shards for entry, _ in shard.entries)
             with WeightWriter(made, shards, create=True) as writer:
-                source = CheckpointSource(reader)
                 for name, dtype_stored in writer.dtypes.items():
                     for start, values in _values(source, name, kept[name], dtype_stored):
                         writer.write(name, start, as_bytes(values, dtype_stored, name))
@@ -82,6 +83,34 @@ def extract(
             raise
         raise CheckpointError(target, f"the system refused ({error})", "Mend that, or name another folder") from error
     return target
+
+
+class ExportSource(Protocol):
+    """What an export reads: elements of a tensor in their own dtype, or its masters in fp32."""
+
+    def values(self, name: str, kind: str, start: int, numel: int) -> Tensor: ...
+
+    def masters(self, name: str, start: int, numel: int) -> Tensor: ...
+
+
+def _described(folder: Path, saved: Manifest | DeepSpeedCheckpoint) -> Description:
+    if isinstance(saved, Manifest):
+        return description_of(folder, saved)
+    # DeepSpeed writes down neither the model's class nor its configuration.
+    return Description("", aliases=saved.tied)
+
+
+@contextmanager
+def export_source(folder: Path, saved: Manifest | DeepSpeedCheckpoint, wanted: Iterable[str]) -> Iterator[ExportSource]:
+    """Open a checkpoint for the length of a block. CheckpointError where a file is damaged, or does not have every
+    element of the tensors that are `wanted`.
+    """
+    if not isinstance(saved, Manifest):
+        yield DeepSpeedSource(saved.layout)
+        return
+    with ExtentReader(folder, saved, check_files(folder, saved)) as reader:
+        reader.check_covered({name: saved.tensors[name] for name in wanted})
+        yield CheckpointSource(reader)
 
 
 def description_of(folder: Path, manifest: Manifest) -> Description:
@@ -111,7 +140,7 @@ def _copy(origin: Path | None, made: Path) -> None:
     copy_files(origin, made)
 
 
-def _values(source: CheckpointSource, name: str, info: TensorInfo, dtype: str) -> Iterator[tuple[int, Tensor]]:
+def _values(source: ExportSource, name: str, info: TensorInfo, dtype: str) -> Iterator[tuple[int, Tensor]]:
     """Yield (first element, values [n]) of a tensor: its masters for fp32, otherwise the values that forward uses."""
     numel = torch.Size(info.shape).numel()
     for start in range(0, numel, EXPORT_NUMEL):

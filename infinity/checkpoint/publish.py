@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,10 +39,26 @@ from infinity.checkpoint.format import (
     sync_folder,
 )
 from infinity.checkpoint.json_bodies import NUMBER_MAX
+from infinity.config.untrusted import read_metadata
 from infinity.errors import CheckpointError
 from infinity.log import logger
 from infinity.ops.checksum import checksum
 
+# As DeepSpeed puts one beside its checkpoints.
+SCRIPT_NAME = "zero_to_fp32.py"
+_SCRIPT = '''#!/usr/bin/env python
+"""The weights of this folder's checkpoints in fp32: python zero_to_fp32.py . OUT [-t TAG] [--help]"""
+
+from infinity.integrations.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+    main,
+)
+
+if __name__ == "__main__":
+    main()
+'''
 # Bytes read at a time for the checksum of a file.
 _READ_NBYTES = 16 << 20
 
@@ -185,9 +202,23 @@ def publish_checkpoint(directory: Path, manifest: Manifest, *, latest: bool, che
     Manifest.from_bytes(written, path=folder / MANIFEST)
     replace_file(folder / MANIFEST, written)
     sync_folder(directory)
+    _put_script(directory)
     if latest:
         replace_file(directory / LATEST, (manifest.tag + "\n").encode())
     sweep(folder, keep=manifest.id)
+
+
+def _put_script(directory: Path) -> None:
+    """Put the script that writes weights in fp32 into a folder of checkpoints; warn where that fails."""
+    path = directory / SCRIPT_NAME
+    with suppress(OSError, ValueError):
+        if read_metadata(path) == _SCRIPT.encode():
+            return
+    try:
+        replace_file(path, _SCRIPT.encode())
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    except OSError as error:
+        logger.warning("%s could not be written: %s", path, error)
 
 
 def remove(outdated: list[Path]) -> None:

@@ -7,6 +7,7 @@ All of it is JSON (see `codec`). State that belongs to a parameter is kept under
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -42,14 +43,17 @@ class OptimizerProgress(Protocol):
     def load_parameter_scalars(self, singles: Mapping[str, Mapping[str, Any]]) -> None: ...
 
 
-# A mapping, or a function that a save calls for one.
-ClientState = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+# The kind that a checkpoint of an engine without an optimizer names.
+NO_OPTIMIZER = "none"
+
+# A mapping or a program's options, or a function that a save calls for them.
+ClientState = Mapping[str, Any] | Namespace | Callable[[], Mapping[str, Any] | Namespace] | None
 
 
 @dataclass
 class Counters:
-    """How far a run has come: optimizer steps (skipped ones included), calls of `step()`, samples of all ranks, and
-    steps that were skipped.
+    """How far a run has come: optimizer steps (skipped ones included), micro-batches, samples of all ranks, and steps
+    that were skipped.
     """
 
     global_steps: int = 0
@@ -57,9 +61,9 @@ class Counters:
     global_samples: int = 0
     skipped_steps: int = 0
 
-    def count_micro_step(self) -> None:
-        """Count a call of `step()`."""
-        self.micro_steps += 1
+    def count_micro_steps(self, count: int) -> None:
+        """Count micro-batches."""
+        self.micro_steps += count
 
     def count_step(self, samples: int, *, skipped: bool) -> None:
         """Count an optimizer step with as many samples on all ranks."""
@@ -81,7 +85,7 @@ class Run:
     """The parts of a run that have state besides its tensors.
 
     optimizer: a torch optimizer with the name of its rule in `kind`. precision: keeps the loss scale and what belongs
-    to it. scheduler, loader: None where there is none.
+    to it. optimizer, scheduler, loader: None where there is none.
     """
 
     module: nn.Module
@@ -91,6 +95,10 @@ class Run:
     precision: Stateful
     scheduler: Any = None
     loader: Any = None
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def to_json(self, *, path: object) -> dict[str, Any]:
         """Return the part of the manifest that is the same on all ranks. CheckpointError about `path` for a value that
@@ -107,7 +115,7 @@ class Run:
                     "state": encode(scheduler.state_dict(), path="scheduler"),
                 },
                 "optimizer": {
-                    "kind": self.optimizer.kind,
+                    "kind": NO_OPTIMIZER if self.optimizer is None else self.optimizer.kind,
                     "groups": [
                         {
                             "params": [names[id(param)] for param in group["params"]],
@@ -117,7 +125,7 @@ class Run:
                                 if key != "params"
                             },
                         }
-                        for at, group in enumerate(self.optimizer.param_groups)
+                        for at, group in enumerate(self._groups)
                     ],
                     "steps": dict(self.stepper.steps),
                 },
@@ -139,27 +147,32 @@ class Run:
         state: as `to_json` returned it. singles: `parameter_scalars` of every rank. optimizer, scheduler: whether their
         parts are wanted.
         """
-        saved, own = state["optimizer"]["kind"], self.optimizer.kind
+        optimizer = optimizer and self.optimizer is not None
+        saved, own = state["optimizer"]["kind"], self.optimizer.kind if self.optimizer is not None else NO_OPTIMIZER
         alike = {"Adam", "AdamW"}
-        if optimizer and saved != own and not {saved, own} <= alike:
+        # None: the optimizer had not stepped, and nothing says which it was.
+        if optimizer and saved is not None and saved != own and not {saved, own} <= alike:
             raise CheckpointError(
                 path, f"it holds the optimizer states of {saved}, and this engine steps with {own}",
                 "Give initialize() the same optimizer, or pass load_optimizer_states=False to load the weights only",
             )  # fmt: skip
         if scheduler and self.scheduler is not None and state["scheduler"] is not None:
             saved, own = state["scheduler"]["type"], type(self.scheduler).__name__
-            if saved != own:
+            # DeepSpeed writes down no name.
+            if saved is not None and saved != own:
                 raise CheckpointError(
                     path, f"it holds the state of a {saved}, and this engine's scheduler is a {own}",
                     "Give initialize() the same scheduler, or pass load_lr_scheduler_states=False",
                 )  # fmt: skip
             with _reading(path, "the scheduler"):
-                check_alike(self.scheduler.state_dict(), decode(state["scheduler"]["state"]))
+                mine, theirs = self.scheduler.state_dict(), decode(state["scheduler"]["state"])
+                check_alike(mine, theirs)
+                if saved is None and mine and not mine.keys() & theirs.keys():
+                    raise ValueError(f"it has {', '.join(sorted(theirs)[:5]) or 'nothing'}, and {own} has other values")
         if optimizer:
             with _reading(path, "the precision"):
                 check_alike(self.precision.state_dict(), decode(state["precision"]), complete=True)
-            groups = self.optimizer.param_groups
-            own_hyper = {key: value for group in groups for key, value in group.items() if key != "params"}
+            own_hyper = {key: value for group in self._groups for key, value in group.items() if key != "params"}
             with _reading(path, "the optimizer"):
                 for group in state["optimizer"]["groups"]:
                     check_alike(own_hyper, decode(group["hyper"]))
@@ -179,7 +192,7 @@ class Run:
         calls of `step()` that make an optimizer step here.
         """
         self.counters.restore(state["counters"], accumulation)
-        saved = state["optimizer"]
+        saved, optimizer = state["optimizer"], optimizer and self.optimizer is not None
         if optimizer:
             with _reading(path, "the precision"):
                 self.precision.load_state_dict(decode(state["precision"]))
@@ -193,7 +206,7 @@ class Run:
             with _reading(path, "the scheduler"):
                 self.scheduler.load_state_dict(decode(state["scheduler"]["state"]))
             rates: list[Any] = getattr(self.scheduler, "get_last_lr", list)()
-            for group, lr in zip(self.optimizer.param_groups, rates, strict=False):
+            for group, lr in zip(self._groups, rates, strict=False):
                 group["lr"] = lr
         if optimizer:
             # After the scheduler: the program may have overridden what that has set.
@@ -206,7 +219,7 @@ class Run:
         """Give hyper-parameters to the group that has the same parameters, or a part of them."""
         names = parameter_names(self.module)
         group_of = {name: at for at, group in enumerate(saved) for name in group["params"]}
-        for at, group in enumerate(self.optimizer.param_groups):
+        for at, group in enumerate(self._groups):
             found = {group_of.get(source_of.get(names[id(param)]) or "") for param in group["params"]}
             found -= {None}
             if len(found) == 1:

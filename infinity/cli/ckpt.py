@@ -5,26 +5,28 @@
     infinity ckpt diff CHECKPOINT OTHER [--all]
 
 CHECKPOINT is the folder that was passed to `save_checkpoint` (the command uses the tag in `latest`, or --tag), or the
-folder of one checkpoint in it. `infinity-ckpt` is the same command. Exit codes: 0 success; 1 verify found damage, or
-diff a difference; 2 there is no answer, for example because the folder has no checkpoint.
+folder of one checkpoint in it; `inspect` and `verify` read DeepSpeed's, too. `infinity-ckpt` is the same command. Exit
+codes: 0 success; 1 verify found damage, or diff a difference; 2 there is no answer, for example because the folder has
+no checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.comparison import Comparison, compare_checkpoints
-from infinity.checkpoint.format import MANIFEST, Manifest, RankIndex, check_files, read_manifest
+from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, read_deepspeed, verify_deepspeed
+from infinity.checkpoint.format import MANIFEST, Manifest, RankIndex, TensorInfo, check_files, read_manifest
 from infinity.checkpoint.verification import verify
-from infinity.cli.export import add_checkpoint, locate
+from infinity.cli.export import add_checkpoint, locate, theirs
 from infinity.cli.meter import Meter
 from infinity.cli.terminal import format_table, say
 from infinity.config.units import format_bytes
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, TransferError
 
 # The most changes that `diff` lists without --all.
 _SHOWN_MAX = 8
@@ -54,6 +56,8 @@ def run(given: argparse.Namespace) -> int:
     if given.question == "diff":
         return _diff(given)
     folder = locate(given.checkpoint, given.tag)
+    if theirs(folder):
+        return _verify_deepspeed(folder) if given.question == "verify" else _inspect_deepspeed(folder, given)
     if given.question == "verify":
         return _verify(folder)
     manifest = read_manifest(folder)
@@ -74,22 +78,29 @@ def checkpoint_summary(manifest: Manifest, indexes: Sequence[RankIndex]) -> dict
     for index in indexes:
         for array in index.arrays:
             nbytes[array.kind] = nbytes.get(array.kind, 0) + array.nbytes
-    infos = manifest.tensors
-    numel = {
-        "trained": sum(info.numel for info in infos.values() if info.trainable),
-        "frozen": sum(info.numel for info in infos.values() if not info.trainable and "buffer" not in info.kinds),
-    }
+    numel = _numel(manifest.tensors)
     files = {name: size for index in indexes for name, size in index.files.items()}
     return {
         "tag": manifest.tag, "id": manifest.id, "time": manifest.time, "versions": manifest.versions,
         "plan": manifest.plan, "counters": manifest.engine["counters"],
         "optimizer": manifest.engine["optimizer"]["kind"], "module": manifest.module.get("class"), "numel": numel,
         "bytes": nbytes, "ranks": len(indexes), "files": files, "tied": manifest.tied,
-        "tensors": {
-            name: {"shape": list(info.shape), "dtype": info.dtype, "trained": info.trainable, "kinds": list(info.kinds)}
-            for name, info in infos.items()
-        },
+        "tensors": _tensors(manifest.tensors),
     }  # fmt: skip
+
+
+def _numel(infos: Mapping[str, TensorInfo]) -> dict[str, int]:
+    return {
+        "trained": sum(info.numel for info in infos.values() if info.trainable),
+        "frozen": sum(info.numel for info in infos.values() if not info.trainable and "buffer" not in info.kinds),
+    }
+
+
+def _tensors(infos: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    return {
+        name: {"shape": list(info.shape), "dtype": info.dtype, "trained": info.trainable, "kinds": list(info.kinds)}
+        for name, info in infos.items()
+    }
 
 
 def show(folder: Path, facts: dict[str, Any], *, tensors: bool) -> str:
@@ -104,9 +115,12 @@ def show(folder: Path, facts: dict[str, Any], *, tensors: bool) -> str:
         ["plan", f"stage {plan['stage']}, {plan['world_size']} rank(s), {plan['compute_dtype']}"],
         ["files", f"{len(facts['files'])} of {facts['ranks']} rank(s), {format_bytes(sum(facts['files'].values()))}"],
     ]  # fmt: skip
-    lines = [format_table(rows, right=False), ""]
+    return "\n".join([format_table(rows, right=False), "", *_tables(facts, tensors=tensors)])
+
+
+def _tables(facts: Mapping[str, Any], *, tensors: bool) -> list[str]:
     kinds = [[kind, f"{size:,}"] for kind, size in sorted(facts["bytes"].items())]
-    lines.append(format_table([["kind", "bytes"], *kinds]))
+    lines = [format_table([["kind", "bytes"], *kinds])]
     if tensors:
         header = ["tensor", "shape", "dtype", "trained", "kinds"]
         body = [
@@ -115,7 +129,7 @@ def show(folder: Path, facts: dict[str, Any], *, tensors: bool) -> str:
             for name, info in facts["tensors"].items()
         ]  # fmt: skip
         lines += ["", format_table([header, *body], right=False)]
-    return "\n".join(lines)
+    return lines
 
 
 def _verify(folder: Path) -> int:
@@ -137,9 +151,64 @@ def _verify(folder: Path) -> int:
     return 0
 
 
+def _inspect_deepspeed(folder: Path, given: argparse.Namespace) -> int:
+    facts = deepspeed_summary(read_deepspeed(folder))
+    if given.json:
+        say(json.dumps({"folder": str(folder), **facts}, indent=2))
+        return 0
+    counters, numel = facts["counters"], facts["numel"]
+    rows = [
+        ["checkpoint", str(folder)],
+        ["saved", f"DeepSpeed {facts['version']}{', universal' if facts['universal'] else ''}"],
+        ["model", f"{numel['trained']:,} parameters trained, {numel['frozen']:,} frozen"],
+        ["run", f"{counters['global_steps']:,} steps ({counters['skipped_steps']:,} skipped), "
+                f"{counters['global_samples']:,} samples, {facts['optimizer'] or 'no optimizer states'}"],
+        ["plan", f"stage {facts['stage']}, {facts['ranks']} rank(s)"],
+        ["files", f"{len(facts['files'])}, {format_bytes(sum(facts['files'].values()))}"],
+        ["client_state", ", ".join(facts["client_state"]) or "-"],
+    ]  # fmt: skip
+    say("\n".join([format_table(rows, right=False), "", *_tables(facts, tensors=given.tensors)]))
+    return 0
+
+
+def deepspeed_summary(saved: DeepSpeedCheckpoint) -> dict[str, Any]:
+    """Return the contents of a checkpoint of DeepSpeed as JSON values."""
+    return {
+        "format": "DeepSpeed", "tag": saved.folder.name, **saved.facts, "counters": saved.engine["counters"],
+        "optimizer": saved.engine["optimizer"]["kind"], "numel": _numel(saved.tensors), "bytes": saved.layout.nbytes(),
+        "tied": dict(saved.tied), "client_state": sorted(saved.client_state), "tensors": _tensors(saved.tensors),
+    }  # fmt: skip
+
+
+def _verify_deepspeed(folder: Path) -> int:
+    """Read everything that a load would. DeepSpeed keeps no checksums."""
+    try:
+        saved = read_deepspeed(folder)
+        total = sum(saved.layout.nbytes().values())
+        with Meter("verify") as meter:
+            done = 0
+            for nbytes in verify_deepspeed(saved):
+                done += nbytes
+                meter.advance(done, total)
+    except (CheckpointError, TransferError) as error:
+        say(f"DAMAGED {error}")
+        return 1
+    say(
+        f"{folder}: complete; {len(saved.tensors):,} tensors, {meter.summary()}. DeepSpeed keeps no checksums: a "
+        "changed value is not seen"
+    )
+    return 0
+
+
 def _diff(given: argparse.Namespace) -> int:
     with Meter("diff", unit="elements") as meter:
         folders = locate(given.checkpoint), locate(given.other)
+        for folder in folders:
+            if theirs(folder):
+                raise CheckpointError(
+                    folder, "it is DeepSpeed's, and diff compares checkpoints of infinity",
+                    "Load it into an engine and save it, then compare that",
+                )  # fmt: skip
         first, second = ((folder, read_manifest(folder)) for folder in folders)
         found = compare_checkpoints(first, second, meter.advance)
     say(show_difference(found, everything=given.all))

@@ -1,9 +1,10 @@
 """`infinity config explain FILE`: print every key of a configuration with its resolved value and its source.
 
-    infinity config explain FILE [--ranks N] [--hidden 4096] [--dtype bf16] [--only zero_optimization]
+    infinity config explain FILE [--ranks N] [--hidden 4096] [--dtype bf16] [--only zero_optimization] [--as-deepspeed]
 
 The values are those of initialize(), computed by the same code. A value that only a program or its model can give
-prints as "auto".
+prints as "auto". With --as-deepspeed they are those of a program that was written for DeepSpeed, and what it ignores is
+printed too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 from infinity.cli.terminal import say
-from infinity.config import ResolveContext, load_config, resolve, unfilled
+from infinity.config import DEEPSPEED, STRICT, ResolveContext, load_config, resolve, unfilled
 from infinity.errors import ConfigError
 
 
@@ -22,11 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="data-parallel ranks (default: 1)")
     parser.add_argument("--hidden", type=int, metavar="N", help="the model's hidden size, for sizes derived from it")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="type of the model's weights")
+    parser.add_argument("--as-deepspeed", action="store_true", help="read the file as for a program of DeepSpeed's")
     parser.add_argument("--only", metavar="KEY", help="print only this key or section")
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print one line a key, then the keys that were set without effect; return 0.
+    """Print one line a key, then the keys that were set without effect or ignored; return 0.
 
     Raises:
         ConfigError: the configuration or an option is invalid.
@@ -38,12 +40,13 @@ def run(given: argparse.Namespace) -> int:
     context = ResolveContext(
         world_size=given.ranks, hidden_size=given.hidden, model_dtype=given.dtype, no_auto=unfilled(), program=False
     )
-    resolved = resolve(load_config(given.file), context)
+    config = load_config(given.file, conventions=DEEPSPEED if given.as_deepspeed else STRICT)
+    resolved = resolve(config, context)
     lines = resolved.explain().splitlines()
     if given.only:
         lines = [line for line in lines if line.startswith((f"{given.only} =", f"{given.only}."))]
         if not lines:
             raise ConfigError(f"--only {given.only}: there is no such key or section; leave it out to see all")
-    for line in [*lines, *resolved.report()]:
+    for line in [*lines, *resolved.report(), *config.provenance.foreign.values()]:
         say(line)
     return 0

@@ -4,8 +4,9 @@ model's code.
     infinity export CHECKPOINT OUT [--tag TAG] [--dtype bf16|fp16|fp32] [--one-file] [--max-shard-size 5GB]
                     [--trained-only] [--config FOLDER]
 
-CHECKPOINT is the folder that was passed to `save_checkpoint` (the command uses the tag in `latest`, or --tag), or the
-folder of one checkpoint in it. `infinity-export` is the same command. Exit codes: 0 success; 2 the export failed.
+CHECKPOINT is the folder that was passed to `save_checkpoint`, infinity's or DeepSpeed's (the command uses the tag in
+`latest`, or --tag), or the folder of one checkpoint in it. `infinity-export` is the same command. Exit codes: 0
+success; 2 the export failed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from infinity.checkpoint.deepspeed.checkpoint import find_deepspeed, holds_deepspeed, read_deepspeed
 from infinity.checkpoint.extract import description_of, extract
-from infinity.checkpoint.format import MANIFEST, find, latest_tag, read_manifest
+from infinity.checkpoint.format import MANIFEST, Manifest, find, latest_tag, read_manifest
 from infinity.cli.meter import Meter
 from infinity.cli.terminal import say
 from infinity.config.units import format_bytes, parse_bytes
@@ -42,21 +44,25 @@ def run(given: argparse.Namespace) -> int:
         ConfigError: an option has an invalid value.
     """
     folder = locate(given.checkpoint, given.tag)
-    manifest = read_manifest(folder)
+    saved = read_deepspeed(folder) if theirs(folder) else read_manifest(folder)
     try:
         nbytes_max = None if given.one_file else parse_bytes(given.max_shard_size)
     except ValueError as error:
         raise ConfigError(f"--max-shard-size: {error}") from error
     with Meter("export") as meter:
         out = extract(
-            folder, manifest, Path(given.out), dtype=given.dtype, nbytes_max=nbytes_max,
+            folder, saved, Path(given.out), dtype=given.dtype, nbytes_max=nbytes_max,
             origin=None if given.config is None else Path(given.config), frozen=not given.trained_only,
             tell=meter.advance,
         )  # fmt: skip
     files = sorted(path.relative_to(out) for path in out.rglob("*.safetensors"))
     nbytes = sum((out / name).stat().st_size for name in files)
     say(f"{out}: {folder.name} in {given.dtype}, {format_bytes(nbytes)} in {len(files)} file(s)")
-    origin = description_of(folder, manifest).origin
+    if not isinstance(saved, Manifest):
+        if given.config is None:
+            say("no config.json and no tokenizer files: DeepSpeed keeps none; --config FOLDER takes a model's")
+        return 0
+    origin = description_of(folder, saved).origin
     if given.config is None and origin is not None:
         say(f"no tokenizer files: the run had its model from {shortened(origin, 200)}; --config FOLDER takes them")
     return 0
@@ -79,12 +85,18 @@ def locate(path: str, tag: str | None = None) -> Path:
         CheckpointError: there is no such checkpoint.
     """
     folder = Path(path)
-    if tag is None and (folder / MANIFEST).is_file():
+    if tag is None and ((folder / MANIFEST).is_file() or holds_deepspeed(folder)):
         return folder
-    found = find(folder, tag)
+    found = find(folder, tag) or find_deepspeed(folder, tag)
     if found is not None:
         return found
     named = latest_tag(folder) if tag is None else tag
-    tags = sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}"))
+    there = sorted(folder.iterdir()) if folder.is_dir() else []
+    tags = [each.name for each in there if (each / MANIFEST).is_file() or holds_deepspeed(each)]
     what = f"it has no checkpoint {named!r}" if named else f"it has neither {MANIFEST} nor a file that names the latest"
     raise CheckpointError(folder, what, f"Name one with --tag: there are {', '.join(tags)}" if tags else "Name another")
+
+
+def theirs(folder: Path) -> bool:
+    """Return whether the folder of a checkpoint is DeepSpeed's."""
+    return not (folder / MANIFEST).is_file() and holds_deepspeed(folder)

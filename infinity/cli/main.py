@@ -6,6 +6,7 @@
     infinity estimate ...              predict memory and step time of a run, same as infinity-estimate
     infinity export CHECKPOINT OUT     write a Hugging Face folder from a checkpoint, same as infinity-export
     infinity ckpt inspect|verify|diff  inspect, verify or compare checkpoints, same as infinity-ckpt
+    infinity run SCRIPT ...            start a script on this machine's devices, with DeepSpeed's names if asked
     infinity completion SHELL          print a completion script for bash, zsh or tcsh
 
 Exit codes: 0 success; 1 the doctor found a problem that prevents a run, verify found damage or diff a difference; 2 the
@@ -31,6 +32,7 @@ COMMANDS = {
     "config": ("infinity.cli.explain", "print every key of a configuration with its value and its source"),
     "export": ("infinity.cli.export", "write a Hugging Face folder from a checkpoint"),
     "ckpt": ("infinity.cli.ckpt", "inspect, verify or compare checkpoints"),
+    "run": ("infinity.cli.run", "start a script on this machine's devices, with DeepSpeed's names if asked"),
     "completion": ("infinity.cli.completion", "print a shell's completion script"),
     "estimate": ("estimators.cli", "predict a training run's memory on each tier and the time of a step"),
 }

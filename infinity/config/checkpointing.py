@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from infinity.config.section import NoAuto, NoEffect, Section
+from infinity.config.section import Differs, NoAuto, NoEffect, Section
 from infinity.config.values import Count, Drives, Flag, HomeDevice, Natural, Texts
 
 
@@ -34,7 +34,9 @@ class ActivationCheckpointing(Section):
     """Ours. Operators, by torch's names, whose results are kept in recomputed blocks: with ["aten.mm"] backward does
     not repeat the matrix products."""
     offload: OffloadCheckpoints = OffloadCheckpoints()
-    cpu_checkpointing: Flag = False
+    cpu_checkpointing: Annotated[
+        Flag, Differs("it also moves the inputs of the model's own calls of torch.utils.checkpoint")
+    ] = False
     """Older form of offload with device cpu."""
     partition_activations: Annotated[
         Flag, NoEffect("it divides checkpoints among tensor-parallel ranks, and there are none")

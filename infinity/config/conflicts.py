@@ -39,7 +39,27 @@ def conflicts(config: Config) -> list[str]:
         complaints.append(
             "checkpoint.on_signal is set but checkpoint.path is not: set checkpoint.path to a folder for the checkpoint"
         )
-    return complaints + _workers(config) + _offload(config) + _checkpointing(config) + _schedule(config)
+    return (
+        complaints
+        + _param_dtype(config)
+        + _workers(config)
+        + _offload(config)
+        + _checkpointing(config)
+        + _schedule(config)
+    )
+
+
+def _param_dtype(config: Config) -> list[str]:
+    asked, autos = config.data_types.param_dtype, config.provenance.autos
+    if asked is None or {"bf16.enabled", "fp16.enabled"} & autos:
+        return []
+    computed = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+    if asked == computed:
+        return []
+    return [
+        f'data_types.param_dtype is "{asked}" but the parameters are {computed}: leave param_dtype out, or set '
+        f"{'bf16.enabled and fp16.enabled to false' if asked == 'fp32' else f'{asked}.enabled to true'}"
+    ]
 
 
 def _workers(config: Config) -> list[str]:

@@ -6,8 +6,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ from pydantic.fields import FieldInfo
 
 from infinity.config.bounds import TEXT_LENGTH_MAX, check_structure, check_text, shown
 from infinity.config.conflicts import conflicts
+from infinity.config.conventions import STRICT, Conventions
+from infinity.config.foreign import Foreign, is_usable, tolerated, unfolded, without_comments
 from infinity.config.schema import Config, Provenance
 from infinity.config.section import (
     Absent,
     NoAuto,
+    NoEffect,
     Refused,
     Section,
     dotted,
@@ -41,22 +44,30 @@ _TUNES_HEAP = re.compile("MALLOC_(MMAP|TRIM|TOP)_")
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
 
-def load_config(source: Source) -> Config:
+def load_config(source: Source, *, conventions: Conventions = STRICT) -> Config:
     """Check a path, a dictionary or a JSON text and return its `Config`; for None every key has its default.
+
+    conventions: how the source is read; `Config.provenance` keeps them. A `Config` is returned as it is, with the
+    conventions that it was loaded by.
 
     Raises:
         ConfigError: the source cannot be read, or has unknown, refused, ill-typed or contradictory keys.
     """
     if isinstance(source, Config):
         return source
-    origin, raw = _read(source)
+    found = _Found(tolerant=conventions.foreign_keys == "warn")
+    origin, raw = _read(source, tolerant=found.tolerant)
     check_structure(origin, raw)
-    found = _Found()
     found.problems.extend(_repeated(raw))
+    if found.tolerant:
+        raw = unfolded(raw, found.foreign)
     values = _walk(Config, raw, "", found)
     config = _validate(values, found)
     if config is not None:
-        config = config.from_source(Provenance(origin, found.given, frozenset(found.autos)))
+        sentences = found.foreign.sentences
+        config = config.from_source(Provenance(origin, found.given, frozenset(found.autos), conventions, sentences))
+        if found.tolerant:
+            config = tolerated(config, found.foreign)
         found.problems.extend(_refusals(config) + conflicts(config))
     if config is None or found.problems:
         raise complaint(origin, found.problems)
@@ -105,9 +116,25 @@ class _Found:
     problems: list[str] = field(default_factory=list)
     given: dict[str, Any] = field(default_factory=dict)
     autos: set[str] = field(default_factory=set)
+    foreign: Foreign = field(default_factory=Foreign)
+    # Whether foreign keys are left out; otherwise they are problems.
+    tolerant: bool = False
+
+    def reject(self, path: str, sentence: str) -> None:
+        """Note that the key at `path` cannot be used, for the reason in a sentence."""
+        if self.tolerant:
+            self.foreign.sentences[path] = f"{sentence}{'' if sentence.endswith('?') else '.'} It is ignored"
+        else:
+            self.problems.append(sentence)
+
+    def unknown(self, path: str, key: str, known: Iterable[str]) -> None:
+        """Note a key at `path` that is not among the `known` ones of its section."""
+        self.reject(path, unknown_key(path, key, known, Config))
 
 
-def _read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str, Mapping[str, Any]]:
+def _read(
+    source: str | os.PathLike[str] | Mapping[str, Any] | None, *, tolerant: bool
+) -> tuple[str, Mapping[str, Any]]:
     if source is None:
         return "configuration", {}
     if isinstance(source, Mapping):
@@ -116,7 +143,7 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[st
         raise ConfigError(f"configuration: expected a path, a dictionary or a JSON text, not {type(source).__name__}")
     if isinstance(source, str) and source.lstrip().startswith(("{", "[")):
         check_text("configuration", len(source))
-        return "configuration", _parse("configuration", source)
+        return "configuration", _parse("configuration", source, tolerant=tolerant)
     origin = os.fspath(source)
     try:
         with Path(origin).open(encoding="utf-8-sig") as file:
@@ -131,12 +158,12 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[st
         raise ConfigError(
             f"{origin}: the configuration cannot be read: {reason}. Give a path to a JSON file"
         ) from error
-    return origin, _parse(origin, text)
+    return origin, _parse(origin, text, tolerant=tolerant)
 
 
-def _parse(origin: str, text: str) -> Mapping[str, Any]:
+def _parse(origin: str, text: str, *, tolerant: bool) -> Mapping[str, Any]:
     try:
-        raw = json.loads(text, object_pairs_hook=_Object)
+        raw = json.loads(without_comments(text) if tolerant else text, object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{origin}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}{_more_than_json(error)}"
@@ -175,14 +202,18 @@ def _walk(section: type[Section], raw: Mapping[Any, Any], path: str, found: _Fou
     names = spellings_of(section)
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
-    for key, value in raw.items():
+    keys = list(raw)
+    if found.tolerant:
+        # Of two spellings of a key its own name counts.
+        keys.sort(key=lambda key: names.get(key) != key)
+    for key in keys:
+        value = raw[key]
         name = names.get(key)
         if name is None:
-            found.problems.append(unknown_key(dotted(path, str(key)), str(key), names, Config))
+            found.unknown(dotted(path, str(key)), str(key), names)
         elif name in spelled:
-            found.problems.append(
-                f"{dotted(path, key)}: the same key as {dotted(path, spelled[name])}: keep one of the two"
-            )
+            one = f"{dotted(path, key)}: the same key as {dotted(path, spelled[name])}"
+            found.reject(dotted(path, key), f"{one}: keep one of the two")
         else:
             spelled[name] = key
             value = _value(section.model_fields[name], value, dotted(path, name), found)
@@ -198,10 +229,15 @@ def _value(field_info: FieldInfo, value: Any, path: str, found: _Found) -> Any:
     if sections := sections_of(field_info):
         return _section(sections, value, path, found)
     if isinstance(value, str) and value.strip().lower() == "auto":
-        if no_auto := mark(field_info, NoAuto):
+        no_auto = mark(field_info, NoAuto)
+        if no_auto and not (found.tolerant and field_info.default is None):
             found.problems.append(f'{path}: "auto" is refused: {no_auto.why}')
         else:
             found.autos.add(path)
+        return _NOTHING
+    reply = reply_of(field_info)
+    if found.tolerant and isinstance(reply, NoEffect) and not is_usable(field_info, value):
+        found.foreign.ignore(path, value, reply.why)
         return _NOTHING
     found.given[path] = value
     return value
@@ -209,6 +245,7 @@ def _value(field_info: FieldInfo, value: Any, path: str, found: _Found) -> Any:
 
 def _section(sections: tuple[type[Section], ...], value: Any, path: str, found: _Found) -> Any:
     if value is None:
+        found.given[path] = None
         return _NOTHING
     try:
         value = sections[0].rewrite(value)
@@ -231,7 +268,7 @@ def _section(sections: tuple[type[Section], ...], value: Any, path: str, found: 
         found.problems.append(f"{path}.type: {shown(kind)} is not one of {expected}")
     else:
         # Without a type only the section's other keys can be checked, not params.
-        _walk(sections[0], {key: None for key in value if key != "params"}, path, _Found(found.problems))
+        _walk(sections[0], {key: None for key in value if key != "params"}, path, replace(found, given={}, autos=set()))
         found.problems.append(f"{path}.type is required: one of {expected}")
     return _NOTHING
 
@@ -241,11 +278,16 @@ def _absent(field_info: FieldInfo, absent: Absent, value: Any, path: str, found:
     keys = value if isinstance(value, Mapping) else {}
     if absent.keys:
         unknown = [str(key) for key in keys if key not in absent.keys]
-        found.problems.extend(unknown_key(dotted(path, key), key, absent.keys, Config) for key in unknown)
-        if unknown:
+        for key in unknown:
+            found.unknown(dotted(path, key), key, absent.keys)
+        if unknown and not found.tolerant:
             return
     reply = reply_of(field_info)
-    if not _switched_on(absent, value, reply.accepted if isinstance(reply, Refused) else ()):
+    accepted = reply.accepted if isinstance(reply, Refused) else ()
+    if not _switched_on(absent, value, accepted, missing=absent.absent if found.tolerant else True):
+        return
+    if found.tolerant and isinstance(reply, Refused) and reply.ignored:
+        found.foreign.ignore(path, value, reply.ignored)
         return
     found.given[path] = value
     if isinstance(reply, Refused):
@@ -254,10 +296,10 @@ def _absent(field_info: FieldInfo, absent: Absent, value: Any, path: str, found:
         found.problems.append(f"{path}: {switch}{said} is refused: {reply.why}. {reply.instead}")
 
 
-def _switched_on(absent: Absent, value: Any, accepted: tuple[Any, ...]) -> bool:
+def _switched_on(absent: Absent, value: Any, accepted: tuple[Any, ...], *, missing: bool) -> bool:
     if not value:
         return False
-    switch = value.get(absent.switch, True) if isinstance(value, Mapping) and absent.switch else value
+    switch = value.get(absent.switch, missing) if isinstance(value, Mapping) and absent.switch else value
     if str(switch) in map(str, accepted):
         return False
     try:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from infinity.config.section import Also, NoEffect, Refused, Section
+from infinity.config.section import Also, Differs, NoEffect, Refused, Section
 from infinity.config.values import Check, Count, Flag, FlagOrAuto, Limit, Picture, Shares
 
 _ASYNCHRONOUS = NoEffect("requests are always submitted in batches, and no thread waits for a single one")
 
 
+_HINT = Differs("it is a hint: no value makes a run fail")
+
+
 class Aio(Section):
     """Settings of NVMe I/O. DeepSpeed's keys are hints: no value of them makes a run fail."""
 
-    block_size: Count | None = None
+    block_size: Annotated[Count | None, _HINT] = None
     """Bytes of one request to the drive; absent: 1 MiB."""
-    queue_depth: Count = 8
+    queue_depth: Annotated[Count, _HINT] = 8
     """Requests in flight of each I/O thread."""
-    intra_op_parallelism: Annotated[Count | None, Also(("thread_count",))] = None
+    intra_op_parallelism: Annotated[Count | None, _HINT, Also(("thread_count",))] = None
     """I/O threads; absent: chosen from the machine."""
     checksum: Check = "sampled"
     """Ours. Store a CRC-32C of every write to NVMe and compare it at every read. "sampled" covers one 64-byte line of
@@ -30,7 +33,12 @@ class Aio(Section):
     overlap_events: Annotated[Flag, _ASYNCHRONOUS] = True
     """Submit and complete at the same time."""
     use_gds: Annotated[
-        Flag, Refused("GPUDirect Storage is not used", "Remove the key: bytes go through pinned CPU memory")
+        Flag,
+        Refused(
+            "GPUDirect Storage is not used",
+            "Remove the key: bytes go through pinned CPU memory",
+            ignored="bytes go through pinned CPU memory, with the same result",
+        ),
     ] = False
     """Move bytes between the drive and the accelerator directly."""
 

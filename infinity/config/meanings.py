@@ -28,6 +28,7 @@ def meanings(config: Config, compute: str) -> dict[str, str]:
         "data_types.grad_accum_dtype": (
             "fp32, in which several micro-batches add up" if several else f"{compute}, as the one gradient arrives"
         ),
+        "data_types.param_dtype": "not checked",
         "zero_optimization.offload_param": "parameters stay on the accelerator",
         "zero_optimization.offload_optimizer": "states stay on the accelerator",
         "zero_optimization.tile_parameters": tiles if stage == 3 else "no tiles, which need stage 3",

@@ -51,11 +51,11 @@ class Optimizer(Section):
         kind = raw.get("type") if isinstance(raw, Mapping) else None
         if not isinstance(kind, str) or kind.lower() == "auto":
             return raw
-        names = {name.lower(): name for name in _TYPES}
+        names = {name.lower(): name for name in OPTIMIZER_TYPES}
         if kind.lower() not in names:
             raise Unusable(
-                f'type {kind!r} is refused: the configuration knows {", ".join(_TYPES)}. Set the type to "AdamW", or '
-                "pass any elementwise torch.optim optimizer to initialize(optimizer=...)"
+                f"type {kind!r} is refused: the configuration knows {', '.join(OPTIMIZER_TYPES)}. Set the type to "
+                '"AdamW", or pass any elementwise torch.optim optimizer to initialize(optimizer=...)'
             )
         return {**raw, "type": names[kind.lower()]}
 
@@ -210,4 +210,5 @@ class Nadam(Optimizer):
 
 
 AnyOptimizer = Adam | Lion | Adagrad | Sgd | Rmsprop | Adamax | Nadam
-_TYPES = tuple(name for section in get_args(AnyOptimizer) for name in types_of(section))
+# The values of `type`.
+OPTIMIZER_TYPES = tuple(name for section in get_args(AnyOptimizer) for name in types_of(section))

@@ -5,9 +5,9 @@ The result names the source of each value: the file, the schema's default, or a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 from infinity.config.batch import Unsolvable, solve_batch
 from infinity.config.conflicts import conflicts
@@ -15,15 +15,14 @@ from infinity.config.idle import idle
 from infinity.config.load import complaint
 from infinity.config.meanings import meanings, notes
 from infinity.config.optimizer import Adam
-from infinity.config.schema import Config, Provenance
-from infinity.config.section import Absent, NoEffect, Section, mark, reply_of, section_leaves, sections_of
+from infinity.config.schema import Config
+from infinity.config.section import Absent, NoEffect, mark, replaced, reply_of, section_leaves, sections_of
 from infinity.config.tiers import drive_names
 from infinity.config.zero import OffloadOptimizer, OffloadParam, ZeroOptimization
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 # "gpu", "cpu", "auto" or a tier of drives.
 TierName = str
-_Section = TypeVar("_Section", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,38 @@ def unfilled(*, optimizer: bool = False, scheduler: bool = False) -> Mapping[str
 
 
 @dataclass(frozen=True)
-class ResolvedConfig:
-    """A configuration without "auto", with short names for the values that the engine reads most."""
+class ResolvedConfig(Mapping[str, Any]):
+    """A configuration without "auto", with short names for the values that the engine reads most.
+
+    It is a mapping, too, of the file's keys to their values: `config["zero_optimization"]["stage"]`. Defaults are in
+    it, and what is absent is not.
+    """
 
     config: Config
     # Dotted path -> "file", "default" or "auto: reason", for every value.
     sources: Mapping[str, str]
     # Keys that only a program or its model can fill; until then `config` holds their defaults.
     open: frozenset[str] = frozenset()
+
+    def _by_key(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for leaf in section_leaves(self.config):
+            if leaf.value is not None and not mark(leaf.field, Absent):
+                *sections, key = leaf.path.split(".")
+                inner = found
+                for section in sections:
+                    inner = inner.setdefault(section, {})
+                inner[key] = "auto" if leaf.path in self.open else leaf.value
+        return found
+
+    def __getitem__(self, key: str) -> Any:
+        return self._by_key()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_key())
+
+    def __len__(self) -> int:
+        return len(self._by_key())
 
     @property
     def zero(self) -> ZeroOptimization:
@@ -86,6 +109,11 @@ class ResolvedConfig:
         """Whether the loss is scaled, because backward computes in fp16, where small gradients underflow."""
         autocast = self.config.torch_autocast
         return self.compute_dtype == "fp16" or (autocast.enabled and autocast.dtype == "fp16")
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether forward's positional arguments are cast to fp16."""
+        return self.config.fp16.auto_cast and self.compute_dtype == "fp16"
 
     @property
     def checks_gradients(self) -> bool:
@@ -224,7 +252,7 @@ def drives(config: Config) -> tuple[str, ...]:
     """Return every folder on a drive that `config` may use; `config` need not be resolved."""
     for name in ("offload_param", "offload_optimizer"):
         if (path := f"zero_optimization.{name}.device") in config.provenance.autos:
-            config = _with(config, path, "auto")
+            config = replaced(config, path, "auto")
     zero, checkpoints = config.zero_optimization, config.activation_checkpointing.offload
     found = [zero.drives(zero.offload_optimizer), zero.drives(zero.offload_param)]
     found += [checkpoints.nvme_path] if checkpoints.device in drive_names() else []
@@ -240,11 +268,11 @@ def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
     provenance = config.provenance
     still_open = {} if context.program else _open(config, context)
     reasons: dict[str, str] = {}
-    settled = config.from_source(Provenance(provenance.origin, provenance.given, frozenset(still_open)))
+    settled = config.from_source(replace(provenance, autos=frozenset(still_open)))
     # A rule may read keys that are "auto" themselves; the schema lists those first, so they are resolved by then.
     for leaf in [leaf for leaf in section_leaves(config) if leaf.path in provenance.autos]:
         value, reason = _RULES.get(leaf.path, _default)(settled, context, leaf.value)
-        settled = _with(settled, leaf.path, value)
+        settled = replaced(settled, leaf.path, value)
         reasons[leaf.path] = f"auto: {still_open.get(leaf.path, reason)}"
     settled, derived = _settle_batch(settled, context)
     settled, chosen = _settle_defaults(settled)
@@ -352,13 +380,22 @@ _RULES: dict[str, _Rule] = {
 
 
 def _settle_defaults(config: Config) -> tuple[Config, dict[str, str]]:
-    """Add the default optimizer, set max_in_cpu to 0 unless it was written, and return the reasons by path."""
-    if config.optimizer is None:
+    """Add the default optimizer, set max_in_cpu to 0 unless it was written, and return the reasons by path.
+
+    Without `conventions.default_optimizer`, or where "optimizer" is null, there is none.
+    """
+    defaults = config.provenance.conventions.default_optimizer and "optimizer" not in config.provenance.given
+    if config.optimizer is None and defaults:
         config = config.model_copy(update={"optimizer": Adam(type="AdamW")})
+    chosen = {}
     path, section = "zero_optimization.offload_param.max_in_cpu", config.zero_optimization.offload_param
-    if section is None or path in config.provenance.given:
-        return config, {}
-    return _with(config, path, 0), {path: "default: only a number that is written counts"}
+    if section is not None and path not in config.provenance.given:
+        config = replaced(config, path, 0)
+        chosen[path] = "default: only a number that is written counts"
+    if not config.zero_optimization.sub_group_size:
+        config = replaced(config, "zero_optimization.sub_group_size", ZeroOptimization().sub_group_size)
+        chosen["zero_optimization.sub_group_size"] = "default: the file has 0"
+    return config, chosen
 
 
 def _settle_batch(config: Config, context: ResolveContext) -> tuple[Config, dict[str, str]]:
@@ -393,11 +430,6 @@ def _ranks(config: Config, context: ResolveContext) -> list[str]:
     ]
 
 
-def _with(section: _Section, path: str, value: Any) -> _Section:
-    head, _, rest = path.partition(".")
-    return section.model_copy(update={head: _with(getattr(section, head), rest, value) if rest else value})
-
-
 def _tier(section: OffloadParam | OffloadOptimizer | None) -> TierName:
     return "gpu" if section is None or section.device == "none" else section.device
 
@@ -428,9 +460,9 @@ def changed(config: ResolvedConfig, values: Mapping[str, Any]) -> ResolvedConfig
     zero = made.zero_optimization
     for name, section in (("offload_param", OffloadParam()), ("offload_optimizer", OffloadOptimizer())):
         if getattr(zero, name) is None and any(path.startswith(f"zero_optimization.{name}.") for path in values):
-            made = _with(made, f"zero_optimization.{name}", section)
+            made = replaced(made, f"zero_optimization.{name}", section)
     for path, value in values.items():
         # As a file may have it: one folder, or a list.
         folder = path.endswith(".nvme_path") and isinstance(value, str)
-        made = _with(made, path, (value,) if folder else value)
+        made = replaced(made, path, (value,) if folder else value)
     return ResolvedConfig(made, {**config.sources, **dict.fromkeys(values, "file")})

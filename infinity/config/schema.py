@@ -13,16 +13,18 @@ from typing import Annotated, Any
 from pydantic import Field, PrivateAttr
 
 from infinity.config.checkpointing import ActivationCheckpointing
+from infinity.config.conventions import STRICT, Conventions
 from infinity.config.machine import Aio, Kernels, Memory, TimelineSection
 from infinity.config.monitoring import CsvMonitor, TensorBoard, Wandb
 from infinity.config.optimizer import AnyOptimizer
-from infinity.config.section import Absent, Also, NoEffect, Refused, Section, mark, reply_of, section_leaves
+from infinity.config.section import Absent, Also, Differs, NoEffect, Refused, Section, mark, reply_of, section_leaves
 from infinity.config.training import Amp, Bf16, DataTypes, Fp16, Scheduler, TorchAutocast
 from infinity.config.values import (
     Count,
     Dtype,
     Flag,
     FractionAboveZero,
+    Interval,
     LogLevel,
     Natural,
     Positive,
@@ -79,7 +81,7 @@ class ParallelWrite(Section):
 class Checkpoint(Section):
     """Settings of writing, keeping and loading checkpoints."""
 
-    tag_validation: TagValidation = "Warn"
+    tag_validation: Annotated[TagValidation, Differs("ranks that disagree use rank 0's tag")] = "Warn"
     """What to do if ranks disagree about folder or tag: "Fail" raises, "Warn" and "Ignore" use rank 0's."""
     keep_last: Natural = 0
     """Ours. Number of latest checkpoints to keep in a folder. Older ones are removed once a new one is complete and has
@@ -131,7 +133,7 @@ class Checkpoint(Section):
 
 @dataclass(frozen=True)
 class Provenance:
-    """The source of a configuration; it does not affect whether two configurations are equal, "auto" keys excepted."""
+    """The source of a configuration; only "auto" keys and conventions affect whether two configurations are equal."""
 
     # Path of the file, for messages.
     origin: str = field(default="configuration", compare=False)
@@ -139,6 +141,10 @@ class Provenance:
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)
     # Dotted paths of the keys that are "auto"; until `resolve` their fields hold the default.
     autos: frozenset[str] = frozenset()
+    # How the source was read.
+    conventions: Conventions = STRICT
+    # Dotted path -> a sentence, for each key that was left out because infinity does not have it.
+    foreign: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 class Config(Section):
@@ -157,8 +163,8 @@ class Config(Section):
     gradient_clipping_value: Weight = 0.0
     """Ours. Bound of each element of the gradient, averaged over ranks and micro-batches; 0 turns it off. Applied after
     gradient_clipping."""
-    steps_per_print: Natural | None = None
-    """Optimizer steps between two progress lines."""
+    steps_per_print: Annotated[Interval, Differs("the line is infinity's own")] = None
+    """Optimizer steps between two progress lines. Absent, 0 or "inf": no lines."""
     gradient_allreduce_op: ReduceOp = "mean"
     """How gradients of all ranks are combined."""
     communication_data_type: Dtype | None = None
@@ -175,7 +181,7 @@ class Config(Section):
     dataloader_pin_memory: Flag = False
     """Ours. Collate into pinned memory, so that copies to the accelerator do not block the program; no effect without
     an accelerator."""
-    log_level: LogLevel | None = None
+    log_level: Annotated[LogLevel | None, Differs("it sets the level of infinity's own lines")] = None
     """Level of infinity's log lines."""
     data_parallel_size: Count | None = None
     """Checked against the number of ranks."""
@@ -202,6 +208,8 @@ class Config(Section):
     aio sets them. Absent: they are chosen or measured at the start."""
 
     optimizer: Annotated[AnyOptimizer | None, Field(discriminator="type")] = None
+    """What steps the model; absent: AdamW. Ours: null for none, if the program passes none either: the engine runs the
+    model, and holds its weights only."""
     scheduler: Annotated[Scheduler | None, Field(discriminator="type")] = None
     fp16: Fp16 = Fp16()
     bf16: Annotated[Bf16, Also(("bfloat16",))] = Bf16()
@@ -221,13 +229,15 @@ class Config(Section):
 
     amp: Amp = None
     """Mixed precision of apex."""
-    wall_clock_breakdown: Flag = False
+    wall_clock_breakdown: Annotated[Flag, Differs("the phases are infinity's own")] = False
     """Print the times of a step's phases after the first step and with every progress line. engine.step_times() returns
     them on every rank (docs/monitoring.md)."""
-    memory_breakdown: Flag = False
+    memory_breakdown: Annotated[Flag, Differs("the table is infinity's own")] = False
     """Print the use of memory after the first step and with every progress line."""
     dump_state: Annotated[Flag, NoEffect("print the resolved configuration's explain() instead")] = False
     """Print the engine's state at the start."""
+    disable_python_gc: Annotated[Flag, NoEffect("Python's garbage collector is left to the program")] = False
+    """Collect garbage only at fixed points of a step."""
     disable_allgather: Annotated[Flag, NoEffect("a unit is gathered by one collective that the plan chooses")] = False
     """Broadcast instead of gathering."""
     sparse_gradients: Annotated[Flag, NoEffect("gradients are sent dense, with the same result")] = False
@@ -254,7 +264,9 @@ class Config(Section):
     """Tensor parallelism."""
     expert_parallel: Annotated[None, _NO_PARALLEL, Absent()] = None
     """Expert parallelism."""
-    use_data_before_expert_parallelism: Annotated[Flag, _NO_PARALLEL] = False
+    use_data_before_expert_parallelism: Annotated[
+        Flag, replace(_NO_PARALLEL, ignored="without an expert axis there is no order of axes")
+    ] = False
     """Order of the data and expert axes."""
     flops_profiler: Annotated[
         None,
@@ -314,7 +326,7 @@ class Config(Section):
     """Compression during training."""
     sparse_attention: Annotated[None, _CHANGES_MODEL, Absent(switch=None)] = None
     """Sparse attention."""
-    weight_quantization: Annotated[None, _CHANGES_MODEL, Absent()] = None
+    weight_quantization: Annotated[None, _CHANGES_MODEL, Absent(absent=True)] = None
     """Quantised weights."""
     hybrid_engine: Annotated[
         None, Refused("there is no generation engine", "Remove the section and call the module's generate()"), Absent()
@@ -322,11 +334,16 @@ class Config(Section):
     """Training and generation in one engine."""
     compile: Annotated[
         None,
-        Refused("its graph passes are DeepSpeed's own", "Remove the section and call engine.compile()"),
+        Refused(
+            "its graph passes are DeepSpeed's own",
+            "Remove the section and call engine.compile()",
+            ignored="engine.compile() compiles with torch's own passes, with the same result",
+        ),
         Absent(
             switch="deepcompile",
             keys=(
                 "deepcompile",
+                "autoep_non_moe",
                 "free_activation",
                 "free_activation_threshold",
                 "offload_activation",

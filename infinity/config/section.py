@@ -41,6 +41,8 @@ class Refused:
     instead: str
     # Values that are allowed beside the default.
     accepted: tuple[Any, ...] = ()
+    # If results do not depend on the key: why DeepSpeed's conventions ignore it instead of refusing it.
+    ignored: str = ""
     answer = "refused"
 
     def sentence(self, path: str, value: object) -> str:
@@ -53,10 +55,12 @@ class Absent:
 
     switch: the key that turns the feature on; None if any content does.
     keys: the section's keys if they are known, so that misspelt ones are reported.
+    absent: what a section without the switch means in DeepSpeed.
     """
 
     switch: str | None = "enabled"
     keys: tuple[str, ...] = ()
+    absent: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,13 @@ class Also:
     """List other accepted names of the key."""
 
     names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Differs:
+    """Mark an honoured key whose meaning is not quite DeepSpeed's; `how` completes "honoured, but"."""
+
+    how: str
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,9 @@ class Section(BaseModel):
     def rewrite(cls, raw: Any) -> Any:
         """Convert older or shorter spellings of the section to the current one; raise ValueError to refuse it."""
         return raw
+
+
+_Section = TypeVar("_Section", bound=Section)
 
 
 def mark(field: FieldInfo, kind: type[_Kind]) -> _Kind | None:
@@ -148,6 +162,12 @@ def section_leaves(section: Section, path: str = "") -> Iterator[Leaf]:
             yield from section_leaves(value, dotted(path, name))
         else:
             yield Leaf(dotted(path, name), field, value, in_use or name == "enabled")
+
+
+def replaced(section: _Section, path: str, value: Any) -> _Section:
+    """Return a copy of `section` with another value at a dotted path."""
+    head, _, rest = path.partition(".")
+    return section.model_copy(update={head: replaced(getattr(section, head), rest, value) if rest else value})
 
 
 def dotted(path: str, name: str) -> str:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from infinity.config.section import TYPE_NAMED, Absent, NoEffect, Refused, Section
-from infinity.config.values import Count, Dtype, Flag, Half, Natural, Positive, Texts, WarmupType, Weight
+from pydantic import Field
+
+from infinity.config.section import TYPE_NAMED, Absent, Differs, NoEffect, Refused, Section
+from infinity.config.values import Count, Dtype, Flag, Half, Int, Natural, Positive, Texts, WarmupType, Weight
 
 _KEPT_FP32 = "master weights and moments are always exact fp32; parameters and states take 12 bytes a parameter in all"
 
 
-class LRRangeTestParams(Section):
+class ScheduleParams(Section):
+    """The keys that every schedule has."""
+
+    last_batch_iteration: Annotated[
+        Int,
+        Refused("a schedule starts at its beginning", "Leave it out: load_checkpoint() restores the schedule"),
+        Field(exclude=True),
+    ] = -1
+    """Step after which the schedule starts."""
+
+
+class LRRangeTestParams(ScheduleParams):
     """Keys of a learning-rate range test."""
 
     lr_range_test_min_lr: Weight = 1e-3
@@ -23,7 +36,7 @@ class LRRangeTestParams(Section):
     """Raise the rate once an interval instead of at every step."""
 
 
-class OneCycleParams(Section):
+class OneCycleParams(ScheduleParams):
     """Keys of one cycle of the learning rate and the decay after it."""
 
     cycle_min_lr: Weight | None = None
@@ -52,7 +65,7 @@ class OneCycleParams(Section):
     """Increase of the momentum after the cycle, for each interval."""
 
 
-class WarmupLRParams(Section):
+class WarmupLRParams(ScheduleParams):
     """Keys of a warm-up to a constant rate."""
 
     warmup_min_lr: Weight = 0.0
@@ -74,7 +87,7 @@ class WarmupDecayLRParams(WarmupLRParams):
     """Steps of the whole run, warm-up included. Required."""
 
 
-class WarmupCosineLRParams(Section):
+class WarmupCosineLRParams(ScheduleParams):
     """Keys of a warm-up and a cosine decay."""
 
     total_num_steps: Count | None = None
@@ -137,11 +150,9 @@ class Fp16(Section):
 
     enabled: Flag = False
     """Compute in fp16."""
-    auto_cast: Annotated[
-        Flag,
-        Refused("infinity does not cast inputs", "Cast them in the data loader, or use bf16, and leave auto_cast out"),
-    ] = False
-    """Cast the inputs of forward."""
+    auto_cast: Flag = False
+    """Cast forward's positional arguments of floating point, and those inside lists, tuples and dictionaries, to
+    fp16."""
     loss_scale: Weight = 0.0
     """A fixed loss scale; 0: a dynamic one."""
     initial_scale_power: Natural = 16
@@ -167,7 +178,7 @@ class Bf16(Section):
     """Compute in bf16."""
     immediate_grad_update: Annotated[Flag, NoEffect("gradients are always consumed as they arrive")] = False
     """Accumulate a gradient as soon as it exists."""
-    check_grad_overflow: Flag = True
+    check_grad_overflow: Annotated[Flag, Differs("it works at every stage")] = True
     """The same as the top-level key of this name, for bf16 only. The check is off if either key is false."""
     bf16_master_weights_and_grads: Annotated[
         Flag, Refused(_KEPT_FP32, "Remove the key; to save memory move the optimizer states to CPU or NVMe")
@@ -186,14 +197,14 @@ class DataTypes(Section):
     """Type in which gradients are accumulated. Absent: fp32 if a step has several micro-batches or the program decides
     when to step (managed_gradient_accumulation false); otherwise the model's type, because a single gradient needs no
     addition."""
-    param_dtype: Annotated[
-        Dtype | None, Refused("the parameters' type follows from the precision section", 'Enable "bf16" or "fp16"')
-    ] = None
-    """Type of the parameters."""
+    param_dtype: Dtype | None = None
+    """Checked against the type that sections bf16 and fp16 give the parameters."""
     buffer_dtype: Annotated[
         Dtype | None, Refused("infinity does not cast a module's buffers", "Cast the buffers in the model")
     ] = None
     """Type of the buffers."""
+    keep_in_fp32_modules: Annotated[Texts | None, NoEffect("a module's buffers always keep their type")] = None
+    """Names of buffers that stay in fp32."""
 
 
 class TorchAutocast(Section):

@@ -95,6 +95,13 @@ def _one_of(literal: Any, synonyms: dict[str, str] | None = None) -> BeforeValid
     return _expected("one of " + ", ".join(f'"{choice}"' for choice in choices), convert)
 
 
+def _interval(value: Any) -> int | None:
+    """Return a number of steps; None, which means never, for infinity."""
+    if value is None or (not isinstance(value, bool) and float(value) == math.inf):
+        return None
+    return _whole(0)(value)
+
+
 def _text(accepts: Callable[[str], bool] = bool) -> Callable[[Any], str]:
     def convert(value: Any) -> str:
         if not isinstance(value, str) or not accepts(value):
@@ -164,6 +171,7 @@ FlagOrAuto = Annotated[bool | Literal["auto"], _expected('true, false or "auto"'
 Int = Annotated[int, _expected("a whole number", _whole())]
 Natural = Annotated[int, _expected("a whole number of at least 0", _whole(0))]
 Count = Annotated[int, _expected("a whole number of at least 1", _whole(1))]
+Interval = Annotated[int | None, _expected('a whole number of at least 0, or "inf" for never', _interval)]
 Weight = Annotated[float, _expected("a finite number of at least 0", _real())]
 Fraction = Annotated[float, _expected("a number from 0 to 1", _real(maximum=1.0))]
 Positive = Annotated[float, _expected("a finite number above 0", _real(above=0.0))]

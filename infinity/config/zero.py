@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from infinity.config.section import Absent, Also, NoAuto, NoEffect, Refused, Section
+from infinity.config.section import Absent, Also, Differs, NoAuto, NoEffect, Refused, Section
 from infinity.config.tiers import drive_names
 from infinity.config.values import (
     Count,
@@ -38,7 +38,10 @@ _NO_MICS = Refused(
 class OffloadParam(Section):
     """Home of the parameters between their uses; needs stage 3."""
 
-    device: Device = "none"
+    device: Annotated[
+        Device,
+        Differs("stages 1 and 2 refuse it, and with DeepSpeed's conventions say and ignore it, as DeepSpeed does"),
+    ] = "none"
     """Home of the parameters: the accelerator ("none"), CPU memory or NVMe. "auto": the fastest tiers that have room by
     the budgets in section memory; NVMe only if a path is given."""
     nvme_path: Annotated[Drives | None, NoAuto("name a folder on the drive")] = None
@@ -48,7 +51,7 @@ class OffloadParam(Section):
     """Number of staging buffers."""
     buffer_size: Annotated[Natural, _POOLS] = 10**8
     """Elements in a staging buffer."""
-    max_in_cpu: Natural = 10**9
+    max_in_cpu: Annotated[Natural, Differs("only a number that is written counts: absent, it is 0")] = 10**9
     """Elements of a rank's parameters kept in CPU memory if the device is nvme: whole units, those nearest the input
     first. Absent: all parameters are on NVMe, as if the default did not exist."""
     pin_memory: Flag = True
@@ -58,13 +61,15 @@ class OffloadParam(Section):
 class OffloadOptimizer(Section):
     """Home of the master weights and moments; works at every stage."""
 
-    device: Device = "none"
+    device: Annotated[
+        Device, Differs('"nvme" is NVMe at every stage; DeepSpeed keeps the states in CPU memory at stages 1 and 2')
+    ] = "none"
     """Home of the optimizer states: the accelerator ("none"), CPU memory or NVMe. "auto": the fastest tiers that have
     room after the parameters, by the budgets in section memory; NVMe only if a path is given."""
     nvme_path: Annotated[Drives | None, NoAuto("name a folder on the drive")] = None
     """Folder on the drive, or a list of folders on several drives, which share the bytes by their measured bandwidth
     (or by aio.drive_weights); required when the device is nvme, and what "auto" may use."""
-    buffer_count: Natural = 4
+    buffer_count: Annotated[Natural, Differs("it counts sub-groups, and is at least five")] = 4
     """Sub-groups whose states are in memory at once if the device is nvme, at least five: one is stepped while four are
     read and written. The states of any further sub-groups stay in memory between steps and are not read or written."""
     pin_memory: Flag = True
@@ -75,11 +80,16 @@ class OffloadOptimizer(Section):
     """Write the previous sub-group while this one is stepped."""
     fast_init: Annotated[Flag, NoEffect("states are written once, to their home")] = False
     """Initialise quickly on NVMe."""
-    ratio: Fraction = 1.0
+    ratio: Annotated[Fraction, Differs("it works at every stage")] = 1.0
     """Share of the optimizer states that is kept on the device. The accelerator keeps and steps the rest, which belongs
     to the layers nearest the input."""
     super_offload: Annotated[
-        Flag, Refused("speculative steps are not supported", "Remove the key: the step already overlaps its transfers")
+        Flag,
+        Refused(
+            "speculative steps are not supported",
+            "Remove the key: the step already overlaps its transfers",
+            ignored="the step overlaps its transfers without speculation, with the same result",
+        ),
     ] = False
     """Step sub-groups before the norm is known."""
     cpuadam_cores_perc: Annotated[Positive, NoEffect("the number of optimizer threads is chosen from the machine")] = (
@@ -119,22 +129,28 @@ class ZeroOptimization(Section):
     """Older form of offload_param with device cpu."""
     cpu_offload_use_pin_memory: Flag | None = None
     """Older form of pin_memory in both."""
-    sub_group_size: Count = 10**9
-    """Upper bound of the elements that the optimizer steps at a time."""
-    stage3_prefetch_bucket_size: Annotated[Natural, Also(("prefetch_bucket_size",))] = 50_000_000
+    sub_group_size: Annotated[Natural, Differs("it is an upper bound, at every stage")] = 10**9
+    """Upper bound of the elements that the optimizer steps at a time; 0: the default."""
+    stage3_prefetch_bucket_size: Annotated[
+        Natural, Differs("it is an upper bound: the plan prefetches whole units"), Also(("prefetch_bucket_size",))
+    ] = 50_000_000
     """Upper bound of the elements gathered before their use."""
-    stage3_param_persistence_threshold: Annotated[Natural, Also(("param_persistence_threshold",))] = 100_000
+    stage3_param_persistence_threshold: Annotated[
+        Natural, Differs("it counts the elements of a unit, not of a parameter"), Also(("param_persistence_threshold",))
+    ] = 100_000
     """Units with fewer elements stay gathered."""
     stage3_model_persistence_threshold: Annotated[Natural, Also(("model_persistence_threshold",))] = sys.maxsize
     """Upper bound of the elements that stay gathered."""
-    stage3_max_live_parameters: Annotated[Natural, Also(("max_live_parameters",))] = 10**9
+    stage3_max_live_parameters: Annotated[
+        Natural, Differs("a weight beyond it is executed in tiles"), Also(("max_live_parameters",))
+    ] = 10**9
     """Upper bound of the elements gathered at a time."""
     stage3_max_reuse_distance: Annotated[Natural, Also(("max_reuse_distance",))] = 10**9
     """A unit stays gathered until its next use if fewer elements than this are used in between."""
     tile_parameters: Natural | None = None
-    """Upper bound of the elements of a linear or embedding weight gathered at a time; a larger weight is executed in
-    tiles of its rows. 0: never. Absent: a weight of more than stage3_max_live_parameters elements is executed in tiles
-    of a quarter of that. Needs stage 3."""
+    """Ours. Upper bound of the elements of a linear or embedding weight gathered at a time; a larger weight is executed
+    in tiles of its rows. 0: never. Absent: a weight of more than stage3_max_live_parameters elements is executed in
+    tiles of a quarter of that. Needs stage 3."""
     leaf_module: LeafModule = LeafModule()
     contiguous_gradients: Annotated[Flag, NoEffect("gradients are reduced on arrival, never collected")] = True
     """Copy gradients to one buffer as they are produced."""
@@ -156,11 +172,21 @@ class ZeroOptimization(Section):
         Flag, NoEffect("a checkpoint holds the fp32 weights, and loading always uses them")
     ] = True
     """Start master weights from the checkpoint's fp32 weights."""
-    elastic_checkpoint: Annotated[Flag, Refused("the older elastic format is not supported", "Remove the key")] = False
+    elastic_checkpoint: Annotated[
+        Flag,
+        Refused(
+            "the older elastic format is not supported",
+            "Remove the key",
+            ignored="every checkpoint loads with any number of ranks",
+        ),
+    ] = False
     """Older elastic checkpoint format."""
     stage3_gather_16bit_weights_on_model_save: Annotated[
         Flag,
-        NoEffect("export() and save_16bit_model() always write whole weights"),
+        NoEffect(
+            "export() and save_16bit_model() always write whole weights; accelerate and transformers save by it, and "
+            "read it from the engine"
+        ),
         Also(("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")),
     ] = False
     """Write whole weights in save_16bit_model."""
@@ -178,6 +204,10 @@ class ZeroOptimization(Section):
     """Allow parameters that a step does not use."""
     legacy_stage1: Annotated[Flag, Refused("there is one implementation of stage 1", "Remove the key")] = False
     """Older implementation of stage 1."""
+    compute_grad_norm: Annotated[Flag, NoEffect("the norm is computed where clipping or a check needs it")] = True
+    """Compute the gradient norm in every step."""
+    parameter_alignment: Annotated[Flag, NoEffect("every parameter of a unit starts on a cache line")] = False
+    """Align parameters in flat buffers."""
     memory_efficient_linear: Annotated[Flag, NoEffect("torch's own functions are never patched")] = True
     """Patch the linear function."""
     pipeline_loading_checkpoint: Annotated[
@@ -193,7 +223,12 @@ class ZeroOptimization(Section):
     save_muon_momentum_buffer_in_memory: Annotated[Flag, NoEffect("Muon is not supported")] = False
     """Keep Muon's momentum in memory."""
     zero_hpz_partition_size: Annotated[
-        Count, Refused("a secondary, local partition is not supported", "Set zero_hpz_partition_size to 1")
+        Count,
+        Refused(
+            "a secondary, local partition is not supported",
+            "Set zero_hpz_partition_size to 1",
+            ignored="there is no secondary partition on each node, so gathers go over all ranks, with the same result",
+        ),
     ] = 1
     """Ranks of a secondary partition."""
     zero_quantized_weights: Annotated[Flag, _QUANTIZED] = False

@@ -290,6 +290,22 @@ def broadcast(tensor: Tensor, group: AxisGroup, source: int = 0, name: str = "br
     ).wait()
 
 
+def broadcast_to_all(tensor: Tensor, source: int) -> None:
+    """Copy the `tensor` (on any device) of rank `source` to every rank, in torch's own group of all ranks, if that is
+    open. Blocks.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    # A group of NCCL's alone moves no CPU memory.
+    device = tensor.device
+    if device.type == "cpu" and "gloo" not in dist.get_backend_config():
+        device = torch.accelerator.current_accelerator() or device
+    values = tensor.to(device).contiguous()
+    dist.broadcast(values, src=source)
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.copy_(values)
+
+
 def exchange(
     values: list[float], group: AxisGroup, name: str = "exchange of numbers"
 ) -> list[list[float]]:

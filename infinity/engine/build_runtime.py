@@ -31,6 +31,7 @@ from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.deferred_init import spool_of
+from infinity.zero.foreign_attributes import publish_model
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.materialize import Materializer
@@ -68,16 +69,16 @@ def build_runtime(
     stepper = _stepper(config, plan, store, device, groups, optimizer)
     undo.callback(stepper.close)
     gradients = Gradients(
-        units, plan=plan, store=store, device=device, groups=groups, ledger=ledger, sink=stepper,
+        units, plan=plan, store=store, device=device, groups=groups, ledger=ledger,
+        sink=stepper, trains=optimizer.trains,
     )  # fmt: skip
     coordinator = Coordinator(
         units, plan=plan, store=store, gradients=gradients, group=groups.world, spare=device.spare
     )
     coordinator.memory.refresh(units)
-    for unit in units:
-        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
-            parameter.attach(param, coordinator, slot.name)
-    weight_tiles.adopt_tiles(units, coordinator)
+    _attach(units, coordinator)
+    if config.stage == 3 and config.config.provenance.conventions.parameter_attributes:
+        publish_model(model, parts=ranks.world_size)
     _move_buffers(model, device)
     hooks = ModuleHooks(model, units, coordinator, group=groups.world, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
@@ -98,6 +99,13 @@ def build_runtime(
         gradients=gradients, coordinator=coordinator, access=access, hooks=hooks, stepper=stepper,
         checkpointing=checkpointing, compiled=compiled, observer=observer, progress=progress, scaler=scaler,
     )  # fmt: skip
+
+
+def _attach(units: list[Unit], coordinator: Coordinator) -> None:
+    for unit in units:
+        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
+            parameter.attach(param, coordinator, slot.name)
+    weight_tiles.adopt_tiles(units, coordinator)
 
 
 def _move_buffers(model: nn.Module, device: Device) -> None:

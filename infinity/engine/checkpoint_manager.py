@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.background import Background, Together
+from infinity.checkpoint.deepspeed.checkpoint import find_deepspeed
 from infinity.checkpoint.format import MANIFEST, broken, complete, identity_of, latest_tag
 from infinity.checkpoint.publish import check_tag
 from infinity.checkpoint.ranks import run_on_all_ranks
@@ -22,7 +24,7 @@ from infinity.checkpoint.state import ClientState, Run
 from infinity.engine.loading import Load, LoadOptions
 from infinity.engine.runtime import Runtime
 from infinity.engine.saving import Save, SaveContents, SaveRequest
-from infinity.errors import CheckpointError, ConfigError, StateError
+from infinity.errors import CheckpointError, ConfigError
 from infinity.log import logger
 
 
@@ -93,6 +95,9 @@ class CheckpointManager:
             if self._runtime.groups.ranks.rank != 0:
                 return [], []
             tags = [folder.name for folder, _ in complete(directory)]
+            if not tags:
+                with suppress(CheckpointError):
+                    tags = [folder.name for folder in (find_deepspeed(directory),) if folder is not None]
             return tags, _unusable(directory, tags)
 
         groups = self._runtime.groups
@@ -121,11 +126,11 @@ class CheckpointManager:
         check_tag(request.tag)
         waiting = [unit.layout.name for unit, arrived in runtime.gradients.arrived.items() if any(arrived)]
         if waiting:
-            raise StateError(
-                f"cannot save: gradients have accumulated (of {waiting[0]}; micro-step {run.counters.micro_steps}, "
-                f"{runtime.config.accumulation} make a step) and are not part of a checkpoint. Save behind the "
-                "engine.step() that applies them, or call engine.zero_grad() first"
-            )
+            logger.warning(
+                "%s holds step %d without the gradients that have accumulated since (of %s, among others): a run that "
+                "resumes from it does not have them. Save behind the engine.step() that applies them to keep all",
+                request.folder, run.counters.global_steps, waiting[0],
+            )  # fmt: skip
         if not request.behind:
             runtime.stepper.finish()
         return SaveContents.of(runtime, run, request, client_state)

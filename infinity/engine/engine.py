@@ -8,7 +8,7 @@ engine.step()                 at the accumulation boundary: norm, clip, step, re
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from infinity.checkpoint.module_tensors import persistent_buffers
-from infinity.checkpoint.state import Counters, Run
+from infinity.checkpoint.state import ClientState, Counters, Run
 from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.engine import exporting, precision
+from infinity.engine.accumulation import Accumulation
 from infinity.engine.checkpoint_manager import CheckpointManager
+from infinity.engine.handover import WeightKeeper
+from infinity.engine.idle_states import IdleStates
 from infinity.engine.loading import LoadOptions
 from infinity.engine.preemption import PreemptionHandler
 from infinity.engine.runtime import Runtime
 from infinity.engine.saving import SaveRequest
 from infinity.engine.step import Boundary, StepFlags, StepVerdict
+from infinity.errors import ConfigError, StateError
 from infinity.log import logger
 from infinity.memory.memory_report import MemoryReport
 from infinity.memory.store import TieredStore
@@ -63,26 +67,26 @@ class Engine(nn.Module):
     __reduce_ex__ = guards.refuse_pickle
 
     def __init__(
-        self, runtime: Runtime, boundary: Boundary, optimizer: TieredOptimizer, lr_scheduler: Any = None,
+        self, runtime: Runtime, boundary: Boundary, optimizer: TieredOptimizer | None, lr_scheduler: Any = None,
         training_dataloader: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.module = runtime.module
+        # None: the engine runs the module and does not train it.
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         # Made of `initialize`'s training data.
         self.training_dataloader = training_dataloader
         # What the program wants back from checkpoints: a mapping, or a function that returns one when a save calls it.
-        self.client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None
+        self.client_state: ClientState = None
         self._runtime = runtime
         self._boundary = boundary
         self._counters = Counters()
         self._checkpoints = CheckpointManager(runtime)
         self._preemption = PreemptionHandler(runtime.config.config.checkpoint.on_signal)
-        # Of the micro-steps since the latest boundary, unscaled. They stay on the device until a line or a monitor
-        # reads them.
-        self._losses: list[Tensor] = []
+        self._accumulation = Accumulation(runtime.config, self._counters)
         self._applied = False
+        guards.name_engine(runtime.module, self)
 
     def __getattr__(self, name: str) -> Any:
         """Look up in the module what the engine does not have: `engine.generate(...)`."""
@@ -103,72 +107,82 @@ class Engine(nn.Module):
         runtime.observer.begin_step(self.global_steps + 1)
         if self.training:
             runtime.progress.called(args, kwargs)
-            runtime.gradients.begin_micro_step(last=self.is_gradient_accumulation_boundary())
+            runtime.gradients.begin_micro_step(last=self._accumulation.at_boundary)
         under = precision.autocast(runtime.config.config.torch_autocast, self.device)
+        if runtime.config.casts_inputs:
+            args = precision.half(args)
         with runtime.phase("forward"), under:
             return self.module(*args, **kwargs)
 
     @eager_backward
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Run backward of a scalar loss, scaled for gradient accumulation and for fp16. Return the unscaled loss.
+        """Run backward of a scalar loss, scaled for gradient accumulation and for fp16. Return the loss divided by
+        `gradient_accumulation_steps`, without fp16's scale.
+
+        retain_graph: as in torch. scale_wrt_gas: False for a loss that the program has divided by the number of
+        micro-batches itself; then it is returned as it is.
 
         May be called several times before a step; the gradients add up. A plain `loss.backward()` works too, without
         either scaling (and so not with fp16's loss scale).
         """
         self._check("run backward")
-        runtime = self._runtime
-        factor = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
+        runtime, count, optimizer = self._runtime, self.gradient_accumulation_steps(), self._stepped_by("run backward")
+        factor = 1.0 / count if scale_wrt_gas else 1.0
         scaled = precision.scaled(loss, factor * self.loss_scale)
-        if runtime.plan.policy.step_in_backward and self.is_gradient_accumulation_boundary():
-            runtime.stepper.start_in_backward(self.optimizer.param_groups, grad_scale=runtime.grad_factor)
+        if runtime.plan.policy.step_in_backward and self._accumulation.at_boundary:
+            runtime.stepper.start_in_backward(optimizer.param_groups, grad_scale=runtime.grad_factor)
         with runtime.phase("backward"):
             runtime.coordinator.begin_backward(scaled=True)
             scaled.backward(retain_graph=retain_graph)
             runtime.coordinator.end_backward()
             runtime.checkpointing.settle()
-        self._losses.append(loss.detach())
-        return loss
+        self._accumulation.ran_backward(loss, scaled=scale_wrt_gas)
+        return loss / count if scale_wrt_gas and count > 1 else loss
 
     @untraced
-    def step(self) -> None:
-        """At the accumulation boundary: average, check, clip and apply the gradients; otherwise only count."""
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At the accumulation boundary: average, check, clip and apply the gradients; otherwise only count.
+
+        lr_kwargs: for the scheduler's own `step()`, such as {"metrics": loss} of ReduceLROnPlateau.
+        """
         self._check("step")
-        runtime = self._runtime
+        self._bring_back()
+        runtime, optimizer = self._runtime, self._stepped_by("step")
         with runtime.groups.telling():
             self._boundary.check()
         self._applied = False
-        boundary = self.is_gradient_accumulation_boundary()
-        self._counters.count_micro_step()
+        boundary = self._accumulation.at_boundary
+        self._accumulation.count()
         if not boundary:
             return
         with runtime.phase("step"):
-            verdict = self._apply_gradients()
+            verdict = self._apply_gradients(optimizer, lr_kwargs or {})
         runtime.observer.end_step(self.global_steps)
         with runtime.groups.telling():
             if self._boundary.should_abort:
                 self._abort()
             self._obey(verdict.flags)
 
-    def _apply_gradients(self) -> StepVerdict:
+    def _apply_gradients(self, optimizer: TieredOptimizer, lr_kwargs: Mapping[str, Any]) -> StepVerdict:
         """Take the step at the accumulation boundary, or skip it; count it."""
-        runtime, counters = self._runtime, self._counters
+        runtime, counters, losses = self._runtime, self._counters, self._accumulation.losses
         runtime.hooks.check_tree()
         runtime.coordinator.check_unchanged()
         runtime.checkpointing.settle()
-        verdict = self._boundary.reduce_and_check(counters.global_steps, self._losses, self._flags())
+        verdict = self._boundary.reduce_and_check(counters.global_steps, losses, self._flags())
         if not verdict.skipped:
-            self.optimizer.step()
+            optimizer.step()
             self._applied = True
         self._boundary.finish()
-        counters.count_step(self.train_batch_size(), skipped=verdict.skipped)
+        self._accumulation.end_step(skipped=verdict.skipped)
         if self.lr_scheduler is not None and self._applied:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**lr_kwargs)
         runtime.progress.stepped(
-            counters.global_steps, counters.global_samples, losses=self._losses, lr=self.get_lr()[0],
+            counters.global_steps, counters.global_samples, losses=losses, lr=self.get_lr()[0],
             norm=verdict.norm, scale=self.loss_scale if runtime.scaler is not None else None,
             skipped=counters.skipped_steps,
         )  # fmt: skip
-        self._losses.clear()
+        self._accumulation.forget()
         return verdict
 
     def _flags(self) -> StepFlags:
@@ -219,12 +233,42 @@ class Engine(nn.Module):
         self._check("finish saving")
         self._checkpoints.finish()
 
+    # While the program does something else.
+
+    def offload_states(
+        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:  # fmt: skip
+        """Move the states of an idle engine to a slower tier, and free their memory. Every rank calls it.
+
+        include: DeepSpeed's names ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer");
+        default: all. device: "cpu" for what lies on an accelerator, "nvme" for that and what lies in CPU memory.
+        pin_memory: whether CPU memory is pinned for it. non_blocking: accepted; the call returns when all has moved.
+
+        `reload_states` brings everything back, and so does whatever needs it (docs/engine_life.md). Raises StateError
+        while gradients accumulate, TransferError or CapacityError where the drive fails or is full, TierMemoryError
+        without CPU memory: what has not moved stays where it was, and the engine goes on.
+        """
+        self._check("offload states")
+        self._checkpoints.finish()
+        with self.groups.telling():
+            IdleStates(self._runtime).offload(include, device, pin=pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` has moved; nothing otherwise. Collective.
+
+        non_blocking: accepted; the call returns when all is back. An error leaves the rest offloaded.
+        """
+        self._check("reload states")
+        with self.groups.telling():
+            IdleStates(self._runtime).reload()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw away what has accumulated since the last step."""
         self._check("throw gradients away")
         self._runtime.stepper.forget()
         self._runtime.gradients.reset()
-        self._losses.clear()
+        self._accumulation.forget()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -235,8 +279,20 @@ class Engine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step()` applies the gradients."""
-        managed = self.config.config.managed_gradient_accumulation
-        return not managed or (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._accumulation.at_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the micro-batch at hand is the last of its optimizer step, in place of the engine's count.
+
+        Called before its backward. Each backward is a micro-batch then, and `step()` may be called once, after the last
+        one, however many there were. It holds for every further micro-batch until it is called again. The divisor of
+        `backward` stays `gradient_accumulation_steps`.
+
+        Raises ConfigError where `managed_gradient_accumulation` is false.
+        """
+        self._check("set the accumulation boundary")
+        self._accumulation.set_boundary(is_boundary)
+        self._runtime.gradients.begin_micro_step(last=self._accumulation.at_boundary)
 
     def was_step_applied(self) -> bool:
         """Return whether the latest `step()` changed the weights: False between boundaries and for a skipped step."""
@@ -290,7 +346,7 @@ class Engine(nn.Module):
         return self.groups.ranks.local_rank
 
     global_steps: int = _counter("global_steps", "Optimizer steps of the run, skipped ones included.")
-    micro_steps: int = _counter("micro_steps", "Calls of `step()`.")
+    micro_steps: int = _counter("micro_steps", "Micro-batches, as `step()` counts them.")
     global_samples: int = _counter("global_samples", "Samples that all ranks have trained on.")
     skipped_steps: int = _counter("skipped_steps", "Optimizer steps that were skipped.")
 
@@ -311,9 +367,21 @@ class Engine(nn.Module):
     def zero_optimization_stage(self) -> int:
         return self.config.stage
 
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Return whether each rank keeps a part of the gradients: from stage 2 on."""
+        return self.config.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return whether each rank keeps a part of the weights: at stage 3."""
+        return self.config.stage == 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return `stage3_gather_16bit_weights_on_model_save`, by which programs of DeepSpeed's decide how to save."""
+        return self.config.zero.stage3_gather_16bit_weights_on_model_save
+
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+        """Return the learning rate of each parameter group; none without an optimizer."""
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def get_global_grad_norm(self) -> float:
         """Return the global gradient norm of the latest step, before clipping; infinite where an element was not
@@ -351,16 +419,28 @@ class Engine(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the module's full tensors on rank 0's CPU, gathered unit by unit; {} on other ranks. Collective."""
+        return self._whole_tensors(frozen=True)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """DeepSpeed's name for `state_dict`, at stage 3 only, which accelerate and transformers call; None on ranks
+        above 0. Collective.
+        """
+        if self.config.stage != 3:
+            raise ConfigError(f"the weights are whole at stage {self.config.stage}: use the module's state_dict()")
+        tensors = self._whole_tensors(frozen=not exclude_frozen_parameters)
+        return tensors if self.global_rank == 0 else None
+
+    def _whole_tensors(self, *, frozen: bool) -> dict[str, Any]:
         self._runtime.hooks.check_tree()
         wanted = self.global_rank == 0
-        params = param_access.full_state_dict(self._runtime.access, self.module, wanted=wanted)
+        params = param_access.full_state_dict(self._runtime.access, self.module, wanted=wanted, frozen=frozen)
         buffers = persistent_buffers(self.module) if wanted else {}
         return {**params, **{name: buffer.detach().cpu() for name, buffer in buffers.items()}}
 
     # Checkpoints.
 
     def save_checkpoint(
-        self, save_dir: str | os.PathLike[str], tag: object = None, client_state: Mapping[str, Any] | None = None,
+        self, save_dir: str | os.PathLike[str], tag: object = None, client_state: ClientState = None,
         save_latest: bool = True, exclude_frozen_parameters: bool = False, asynchronous: bool | None = None,
     ) -> str:  # fmt: skip
         """Save weights, optimizer states and the state of the run below `save_dir`; return the tag. Collective.
@@ -370,10 +450,13 @@ class Engine(nn.Module):
         exclude_frozen_parameters: leave out parameters that are not trained. asynchronous: return once the state is
         captured (default: checkpoint.async); the next verb raises its errors, with several ranks the next step.
 
-        Raises on all ranks alike, and keeps the older checkpoints: StateError while gradients accumulate, TransferError
-        where the drive fails or is full, CheckpointError for a value that cannot be saved.
+        While gradients accumulate, it saves the latest complete step and warns that they are not part of it.
+
+        Raises on all ranks alike, and keeps the older checkpoints: TransferError where the drive fails or is full,
+        CheckpointError for a value that cannot be saved.
         """
         self._check("save a checkpoint")
+        self._bring_back()
         behind = self.config.config.checkpoint.asynchronous if asynchronous is None else asynchronous
         request = SaveRequest(
             Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag), latest=save_latest,
@@ -388,8 +471,8 @@ class Engine(nn.Module):
     ) -> tuple[str | None, Any]:  # fmt: skip
         """Resume the run that `save_checkpoint` saved, with any number of ranks, stage, tiers, precision. Collective.
 
-        Returns (the checkpoint's folder, its client_state), or (None, {}) without a checkpoint and a tag. A folder of
-        safetensors files serves, too, for the weights.
+        Returns (the checkpoint's folder, its client_state), or (None, {}) without a checkpoint and a tag. A checkpoint
+        of DeepSpeed's ZeRO serves, too, and for the weights a folder of safetensors files.
 
         tag: default: the one that `latest` in `load_dir` names; a given tag must exist. load_module_strict: missing or
         unexpected tensors are an error. load_optimizer_states, load_lr_scheduler_states: False keeps the engine's own.
@@ -398,8 +481,10 @@ class Engine(nn.Module):
         Raises CheckpointError on all ranks alike; nothing has changed then, unless the message says otherwise.
         """
         self._check("load a checkpoint", broken_is_fine=True)
+        self._bring_back()
         options = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        return self._checkpoints.load(self._run, Path(load_dir), None if tag is None else str(tag), options)
+        found = self._checkpoints.load(self._run, Path(load_dir), None if tag is None else str(tag), options)
+        return self._begin_anew(found)
 
     def resume(self, load_dir: str | os.PathLike[str] | None = None) -> tuple[str | None, Any]:
         """Load the newest checkpoint below `load_dir` (default: checkpoint.path) that is complete and undamaged; warn
@@ -408,7 +493,14 @@ class Engine(nn.Module):
         Returns what `load_checkpoint` does; (None, {}) without any. CheckpointError where none of them can be loaded.
         """
         self._check("resume", broken_is_fine=True)
-        return self._checkpoints.resume(self._run, load_dir)
+        self._bring_back()
+        return self._begin_anew(self._checkpoints.resume(self._run, load_dir))
+
+    def _begin_anew(self, found: tuple[str | None, Any]) -> tuple[str | None, Any]:
+        """A load has dropped the gradients: forget the micro-batches that they are of."""
+        if found[0] is not None:
+            self._accumulation.forget()
+        return found
 
     def export(
         self, folder: str | os.PathLike[str], dtype: str = "bf16", *, max_shard_size: int | str = "5GB",
@@ -446,13 +538,39 @@ class Engine(nn.Module):
 
     # The end.
 
-    def close(self) -> None:
+    def close(self, *, keep_weights: bool = False) -> None:
         """Finish the step that goes on behind the program, then return memory, files, threads and process groups.
 
-        Weights that are whole stay usable. Further calls, and calls in a forked child, do nothing. Raise the error of
-        that step, once everything is returned.
+        keep_weights: leave the weights in the module, in the precision that the engine computes in, so that the program
+        or another engine goes on with it (docs/engine_life.md). Collective then; an error leaves the engine open.
+        Without it only weights that are whole stay usable.
+
+        Further calls, and calls in a forked child, do nothing. Raise the error of that step, once everything is
+        returned.
         """
-        self._close(at_once=False)
+        if self._runtime.health.closed or self._runtime.store.is_elsewhere:
+            return
+        keeper = WeightKeeper(self._runtime) if keep_weights else None
+        if keeper is not None:
+            self._check("hand the weights to the module")
+            self._checkpoints.finish()
+            with self.groups.telling():
+                keeper.take()
+        try:
+            self._close(at_once=False)
+        finally:
+            if keeper is not None:
+                keeper.finish()
+                self._runtime.health.mark_handed_over()
+
+    def destroy(self) -> None:
+        """DeepSpeed's name for `close(keep_weights=True)`; an engine that an error has broken is closed without the
+        weights, with a warning: programs call this when they end, however that comes.
+        """
+        broken = self._runtime.health.broken
+        if broken:
+            logger.warning("the engine is closed, and its weights are not left in the module: %s", broken)
+        self.close(keep_weights=not broken)
 
     def _close(self, *, at_once: bool) -> None:
         runtime = self._runtime
@@ -479,8 +597,28 @@ class Engine(nn.Module):
             # The error under way is the one that the program sees.
             logger.error("while closing the engine: %s", failure)
 
+    def _bring_back(self) -> None:
+        """Reload what is offloaded, on every rank alike."""
+        if self._runtime.store.offloaded():
+            self.reload_states()
+
+    def _stepped_by(self, verb: str) -> TieredOptimizer:
+        if self.optimizer is None:
+            raise StateError(
+                f"cannot {verb}: this engine was made without an optimizer, runs its model and keeps neither gradients "
+                "nor optimizer states. To train, name one in the configuration or pass one to infinity.initialize()"
+            )
+        return self.optimizer
+
     def _check(self, verb: str, *, broken_is_fine: bool = False) -> None:
         self._runtime.check(verb, broken_is_fine=broken_is_fine)
         if self.world_size == 1:
             # With other ranks, every rank raises it at the end of the same step.
             self._checkpoints.check()
+
+
+def close_engines_of(model: nn.Module) -> None:
+    """Close the engines that the program has left open, with their weights in the model. Collective."""
+    for engine in guards.engines_of(model):
+        logger.info("the model goes to another engine: the one that it had is closed, and the model keeps its weights")
+        engine.close(keep_weights=True)

@@ -16,26 +16,26 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils.data import DataLoader, Dataset
 
-from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve, unfilled
+from infinity.config import STRICT, Config, Conventions, ResolveContext, ResolvedConfig, load_config, resolve, unfilled
 from infinity.config.optimizer import Adam
 from infinity.distributed.collectives import exchange
 from infinity.distributed.consistency import agree_on_plan
 from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.engine.build_runtime import build_runtime
 from infinity.engine.data import Loader, Workers
-from infinity.engine.engine import Engine
+from infinity.engine.engine import Engine, close_engines_of
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, groups_of
 from infinity.engine.preflight import checkpointed_blocks, preflight, remarks
 from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
-from infinity.log import configure_logging, logger
+from infinity.log import configure_logging, logger, warn_once
 from infinity.memory.ledger import Ledger
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import trim
 from infinity.observability.monitors import check_installed
-from infinity.optim.factory import Chosen, adam_from_params, from_name, from_torch
+from infinity.optim.factory import Chosen, adam_from_params, from_name, from_torch, no_optimizer
 from infinity.optim.lr import build_scheduler, check_steps_alone
 from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.plan.plan import Plan
@@ -43,7 +43,7 @@ from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind
 from infinity.zero.activation_measurement import measure_activations
 from infinity.zero.compiled import unwrapped
-from infinity.zero.deferred_init import spool_of
+from infinity.zero.deferred_init import merged_spool
 from infinity.zero.param_access import modify, read
 from infinity.zero.states import ParameterState
 
@@ -62,29 +62,31 @@ def initialize(
     config_params: ConfigSource = None,
     args: Any = None,
     dist_init_required: bool | None = None,
+    conventions: Conventions = STRICT,
     **others: Any,
-) -> tuple[Engine, TieredOptimizer, DataLoader[Any] | None, Any]:
+) -> tuple[Engine, TieredOptimizer | None, DataLoader[Any] | None, Any]:
     """Make a model trainable on the memory that the machine has.
 
     model: any `nn.Module` with real parameters, ordinary or made under `infinity.Init`; they move to their tiers.
     config: path, dict or JSON string with DeepSpeed's keys (aliases: `config_params`, `args.deepspeed_config`).
     others: arguments that only DeepSpeed has, each refused with the next step (`dist_init_required`: see launch).
     model_parameters: parameters or torch-style groups to train; default: all that require a gradient.
-    optimizer: None (from the configuration), or a class, factory or instance of an elementwise torch optimizer.
+    optimizer: None (from the configuration), or a class, factory or instance of an elementwise torch optimizer. With
+    none in either place (`"optimizer": null`) the engine only runs the model: no gradients, masters or moments.
     lr_scheduler: None (from the configuration), a class or factory that takes the optimizer, or an instance.
+    conventions: how the configuration is read; `infinity.config.DEEPSPEED` for programs written for DeepSpeed.
     training_data: a dataset of which the loader (see the keys dataloader_...) draws each rank's batches on its device.
 
-    Returns (engine, optimizer, dataloader, lr_scheduler); the last two are None without data or scheduler. Raises
+    Returns (engine, optimizer, dataloader, lr_scheduler); each of the last three is None where there is none. Raises
     ConfigError for what the configuration or the arguments cannot mean, CapacityError for a plan that does not fit.
     Nothing is allocated or written before the plan has been checked.
     """
     source, ranks = configuration_of(config, config_params, args), detect()
     check_arguments({"mesh": mesh, **others}, dist_init_required, ranks)
-    model = unwrapped(_checked(model))
-    resolved = _resolve(source, model, ranks, optimizer, lr_scheduler)
-    configure_logging(ranks.rank, resolved.config.log_level)
-    device = Device.detect(ranks.local_rank)
-    spool = spool_of(list(model.parameters()))
+    model, device = unwrapped(_checked(model)), Device.detect(ranks.local_rank)
+    resolved = _resolve(load_config(source, conventions=conventions), model, ranks, optimizer, lr_scheduler)
+    _free(model, conventions)
+    spool = merged_spool(list(model.parameters()))
     # First of all: from here on an error of one rank ends the others, too.
     groups = spool.groups if spool is not None else groups_of(resolved, ranks, device)
     with ExitStack() as undo, groups.telling():
@@ -97,9 +99,7 @@ def initialize(
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
         again = checkpointed_blocks(resolved, question.node, question.blocks)
         runtime = build_runtime(resolved, model, plan, groups, device, trained.optimizer, ledger, undo, again)
-        boundary = Boundary(runtime)
-        chosen = trained.optimizer
-        stepped = TieredOptimizer(trained.groups, chosen.defaults, boundary.apply, kind=chosen.name)
+        stepped = (boundary := Boundary(runtime)).optimizer(trained.groups, trained.optimizer, optimizer)
         scheduler = _scheduler(resolved, lr_scheduler, stepped)
         loader = _loader(resolved, training_data, collate_fn, groups, device)
         engine = Engine(runtime, boundary, stepped, scheduler, loader)
@@ -162,11 +162,6 @@ def _checked(model: nn.Module | None) -> nn.Module:
                 f"{name} is a {kind.__name__}, which wraps other tensors and cannot be partitioned as plain bytes: "
                 "pass a model with plain weights, or quantized ones whose parameters are plain int8 or uint8 tensors"
             )
-        owner = param.__dict__.get("_infinity_owner")
-        if owner is not None and not owner.coordinator.closed:
-            raise ConfigError(
-                f"{name} belongs to another engine: close() that one first, or give each engine a model of its own"
-            )
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ConfigError(
@@ -175,6 +170,18 @@ def _checked(model: nn.Module | None) -> nn.Module:
                 "bound the norms yourself after engine.step(), inside `with infinity.modify(weight):`"
             )
     return model
+
+
+def _free(model: nn.Module, conventions: Conventions) -> None:
+    """See to it that no engine has the model, or raise ConfigError. Collective."""
+    if conventions.owned_model == "hand over":
+        close_engines_of(model)
+    for name, param in model.named_parameters():
+        owner = param.__dict__.get("_infinity_owner")
+        if owner is not None and not owner.coordinator.closed:
+            raise ConfigError(
+                f"{name} belongs to another engine: close() that one first, or give each engine a model of its own"
+            )
 
 
 def _not_a_model(given: object) -> str:
@@ -189,7 +196,7 @@ def _not_a_model(given: object) -> str:
     return f"{type(given).__name__}: pass the model to train"
 
 
-def _resolve(source: ConfigSource, model: nn.Module, ranks: Ranks, optimizer: Any, scheduler: Any) -> ResolvedConfig:
+def _resolve(config: Config, model: nn.Module, ranks: Ranks, optimizer: Any, scheduler: Any) -> ResolvedConfig:
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     dtypes = [dtype_name(param.dtype) for param in model.parameters() if param.is_floating_point()]
     known = dtypes[0] if dtypes and dtypes[0] in ("fp32", "bf16", "fp16") else None
@@ -201,8 +208,14 @@ def _resolve(source: ConfigSource, model: nn.Module, ranks: Ranks, optimizer: An
         model_dtype=known, optimizer_lr=float(lr) if lr is not None else None,  # type: ignore[arg-type]
         no_auto=unfilled(optimizer=optimizer is not None, scheduler=scheduler is not None),
     )  # fmt: skip
-    resolved = resolve(load_config(source), context)
+    configure_logging(ranks.rank, config.log_level)
+    if scheduler is not None and config.scheduler is not None:
+        logger.info("scheduler: no effect here: the program passes its own")
+        config = config.model_copy(update={"scheduler": None})
+    resolved = resolve(config, context)
     check_installed(resolved.config)
+    for path, sentence in config.provenance.foreign.items():
+        warn_once(f"foreign-key {path}", f"{config.provenance.origin}: {sentence}")
     return resolved
 
 
@@ -224,9 +237,9 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
         # torch's schedulers warn unless their optimizer was stepped; the engine steps in its place.
         vars(optimizer)["_opt_called"] = True
         found = from_torch(optimizer)
+    elif (section := config.config.optimizer) is None:
+        return _Trained([], no_optimizer())
     else:
-        section = config.config.optimizer
-        assert section is not None
         params = section.params.model_dump()
         if isinstance(section, Adam):
             found = adam_from_params(params, decoupled=section.decoupled)
@@ -242,7 +255,16 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
     return trained
 
 
-def _scheduler(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer) -> Any:
+def _scheduler(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer | None) -> Any:
+    if optimizer is None:
+        if given is not None:
+            raise ConfigError(
+                "lr_scheduler has no optimizer whose rate it could set: name an optimizer in the configuration or pass "
+                "one to initialize(), or leave the scheduler out of an engine that only runs its model"
+            )
+        if config.config.scheduler is not None:
+            logger.warning("scheduler has no effect: there is no optimizer whose rate it could set")
+        return None
     if given is not None:
         scheduler = given(optimizer) if _is_factory(given) else given
         check_steps_alone(scheduler)
@@ -275,12 +297,18 @@ def _loader(
 
 def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
     """Return the line that says what was decided, with the defaults that often surprise."""
+    model = f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}"
+    if not trained.optimizer.trains:
+        return (
+            f"{model}, {config.compute_dtype}, {plan.topology.dp} rank(s), no optimizer: the engine runs the model and "
+            f"does not train it; parameters on {plan.homes(Kind.PARAM)}"
+        )
     clip, bound = config.clip_norm, config.clip_value
     autocast = config.config.torch_autocast
     precision = f"{config.compute_dtype}{f' under {autocast.dtype} autocast' if autocast.enabled else ''}"
     default = " (default)" if config.sources["gradient_clipping"] == "default" else ""
     return (
-        f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}, {precision}, {plan.topology.dp} "
+        f"{model}, {precision}, {plan.topology.dp} "
         f"rank(s), {trained.optimizer.name}{_rates(config, trained)}; parameters on {plan.homes(Kind.PARAM)}, "
         f"optimizer states on {plan.homes(Kind.STATES)}; "
         f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "

@@ -9,9 +9,10 @@ refuses to go on until a load succeeds.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from infinity.checkpoint.codec import decode
+from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedSource, find_deepspeed, holds_deepspeed, read_deepspeed
 from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import (
     BUFFER,
@@ -66,18 +68,21 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint, or a folder of weights, that suits the model. `manifest` and `indexes` are the checkpoint's."""
+    """A checkpoint, ours or DeepSpeed's, or a folder of weights, that suits the model.
+
+    state: of the run; None for weights alone. has_states: an optimizer had something to step. singles, rng: of every
+    rank that saved. identity: the same on ranks that see the same files. source: opens the values.
+    """
 
     folder: Path
     match: Match
-    manifest: Manifest | None = None
-    indexes: Sequence[RankIndex] = ()
+    identity: str
+    source: Callable[[Runtime], AbstractContextManager[ValueSource]]
+    state: Mapping[str, Any] | None = None
+    has_states: bool = False
+    singles: Sequence[Mapping[str, Any]] = ()
+    rng: Sequence[Mapping[str, Any]] = ()
     client_state: Any = field(default_factory=dict)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether an optimizer had anything to step."""
-        return self.manifest is not None and any(info.trainable for info in self.manifest.tensors.values())
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Load:
 
         def examine() -> str | None:
             found.append(self._find(directory, tag))
-            return None if found[0] is None else str(found[0].manifest.id if found[0].manifest else found[0].folder)
+            return None if found[0] is None else found[0].identity
 
         seen = run_on_all_ranks(self.runtime.groups, "what to load", examine, path=directory)
         if len(set(seen)) > 1:
@@ -115,28 +120,56 @@ class Load:
     def _find(self, directory: Path, tag: str | None) -> Found | None:
         """Return the checkpoint, looked at as far as can be without reading its tensors; None where there is none."""
         folder = find(directory, tag)
-        if folder is None:
-            holds_weights = any((directory / name).is_file() for name in (INDEX, SINGLE))
-            if tag is None and latest_tag(directory) is None and holds_weights:
-                with closing(WeightFolder(directory)) as weights:
-                    return Found(directory, self._match(directory, Stored(weights.tensors).tensors, {}))
-            _say_none(directory, tag)
-            return None
+        if folder is not None:
+            return self._look(folder)
+        theirs = find_deepspeed(directory, tag)
+        if theirs is not None:
+            return self._look_at_deepspeed(theirs)
+        holds_weights = any((directory / name).is_file() for name in (INDEX, SINGLE))
+        if tag is None and latest_tag(directory) is None and holds_weights:
+            with closing(WeightFolder(directory)) as weights:
+                matched = self._match(directory, Stored(weights.tensors).tensors, {})
+            return Found(directory, matched, str(directory), partial(_weights, directory))
+        _say_none(directory, tag)
+        return None
+
+    def _look(self, folder: Path) -> Found:
         manifest = read_manifest(folder)
         indexes = check_files(folder, manifest)
-        found = Found(folder, Match(), manifest, indexes)
-        if not self.options.module_only:
-            self.to.check(
-                manifest.engine, [index.singles for index in indexes], scheduler=self.options.scheduler,
-                optimizer=self.options.optimizer and found.has_states, path=folder,
-            )  # fmt: skip
-            rank = self.runtime.groups.ranks.rank
-            if rank < len(indexes):
-                check_random(indexes[rank].rng, self.runtime.device, path=folder)
+        has_states = any(info.trainable for info in manifest.tensors.values())
+        singles, rng = [index.singles for index in indexes], [index.rng for index in indexes]
+        self._check_run(folder, manifest.engine, singles, rng, has_states=has_states)
         matched = self._match(folder, manifest.tensors, manifest.tied)
         with ExtentReader(folder, manifest, indexes) as reader:
             reader.check_covered(manifest.tensors)
-        return replace(found, match=matched, client_state=_client_state(folder, manifest))
+        return Found(
+            folder, matched, manifest.id, partial(_extents, folder, manifest, indexes), manifest.engine, has_states,
+            singles, rng, _client_state(folder, manifest),
+        )  # fmt: skip
+
+    def _look_at_deepspeed(self, folder: Path) -> Found:
+        theirs = read_deepspeed(folder)
+        self._check_run(folder, theirs.engine, (), (), has_states=True)
+        matched = self._match(folder, theirs.tensors, theirs.tied)
+        logger.info("%s was saved by DeepSpeed %s", folder, theirs.facts["version"])
+        return Found(
+            folder, matched, theirs.identity, lambda runtime: nullcontext(DeepSpeedSource(theirs.layout)),
+            theirs.engine, has_states=True, client_state=theirs.client_state,
+        )  # fmt: skip
+
+    def _check_run(
+        self, folder: Path, state: Mapping[str, Any], singles: Sequence[Mapping[str, Any]],
+        rng: Sequence[Mapping[str, Any]], *, has_states: bool,
+    ) -> None:  # fmt: skip
+        if self.options.module_only:
+            return
+        self.to.check(
+            state, singles, scheduler=self.options.scheduler, optimizer=self.options.optimizer and has_states,
+            path=folder,
+        )  # fmt: skip
+        rank = self.runtime.groups.ranks.rank
+        if rank < len(rng):
+            check_random(rng[rank], self.runtime.device, path=folder)
 
     def _match(self, folder: Path, saved: Mapping[str, TensorInfo], tied: Mapping[str, str]) -> Match:
         found = match(tensors_of(self.runtime), tied_names(self.runtime.module), saved, tied)
@@ -164,32 +197,19 @@ class Load:
         runtime, options = self.runtime, self.options
         filling = Filling(
             plan=runtime.plan, index=runtime.groups.data.index, names=found.match.source,
-            moments=found.manifest is not None and options.optimizer and not options.module_only,
+            moments=found.has_states and options.optimizer and not options.module_only,
             start=runtime.stepper.rule.start,
         )  # fmt: skip
 
         def job() -> None:
             for settle in (runtime.stepper.reset, runtime.coordinator.next_step, runtime.gradients.reset):
                 settle()
-            with self._source(found) as source:
+            with found.source(runtime) as source:
                 fill_partitions(filling, runtime.store, source)
                 self._fill_buffers(found, source)
 
         run_on_all_ranks(runtime.groups, "partitions of a checkpoint", job, path=found.folder)
         runtime.coordinator.memory.refresh(runtime.units)
-
-    @contextmanager
-    def _source(self, found: Found) -> Iterator[ValueSource]:
-        runtime = self.runtime
-        with ExitStack() as stack:
-            if found.manifest is None:
-                yield Stored(stack.enter_context(closing(WeightFolder(found.folder))).tensors)
-                return
-            queue = stack.enter_context(checkpoint_queue(runtime))
-            total = sum(piece.nbytes for piece in holdings(runtime.plan, runtime.groups.data.index))
-            tell = PhaseProgress(f"loading {found.folder}", total).advance
-            reader = ExtentReader(found.folder, found.manifest, found.indexes, queue, tell)
-            yield CheckpointSource(stack.enter_context(reader))
 
     def _fill_buffers(self, found: Found, source: ValueSource) -> None:
         for name, buffer in checkpoint_buffers(self.runtime.module).items():
@@ -204,16 +224,32 @@ class Load:
 
     def _restore(self, found: Found) -> None:
         """Give the run its counters, schedules and random states back."""
-        if found.manifest is None or self.options.module_only:
+        if found.state is None or self.options.module_only:
             return
         config, rank = self.runtime.config, self.runtime.groups.ranks.rank
         self.to.restore(
-            found.manifest.engine, [index.singles for index in found.indexes], found.match.source,
+            found.state, found.singles, found.match.source,
             optimizer=self.options.optimizer and found.has_states, scheduler=self.options.scheduler,
             accumulation=config.accumulation if config.config.managed_gradient_accumulation else 1, path=found.folder,
         )  # fmt: skip
-        if rank < len(found.indexes):
-            restore_random(found.indexes[rank].rng, self.runtime.device)
+        if rank < len(found.rng):
+            restore_random(found.rng[rank], self.runtime.device)
+
+
+@contextmanager
+def _weights(folder: Path, runtime: Runtime) -> Iterator[ValueSource]:
+    with closing(WeightFolder(folder)) as weights:
+        yield Stored(weights.tensors)
+
+
+@contextmanager
+def _extents(
+    folder: Path, manifest: Manifest, indexes: Sequence[RankIndex], runtime: Runtime
+) -> Iterator[ValueSource]:
+    total = sum(piece.nbytes for piece in holdings(runtime.plan, runtime.groups.data.index))
+    tell = PhaseProgress(f"loading {folder}", total).advance
+    with checkpoint_queue(runtime) as queue, ExtentReader(folder, manifest, indexes, queue, tell) as reader:
+        yield CheckpointSource(reader)
 
 
 def _client_state(folder: Path, manifest: Manifest) -> Any:
@@ -247,5 +283,10 @@ def _say_none(directory: Path, tag: str | None) -> None:
         raise CheckpointError(
             directory, "it is a checkpoint itself", f"Load from {directory.parent} with tag={directory.name!r}"
         )
+    if holds_deepspeed(directory):
+        raise CheckpointError(
+            directory, "it is a checkpoint of DeepSpeed's itself",
+            f"Load from {directory.parent} with tag={directory.name!r}",
+        )  # fmt: skip
     more = f"; there are {there}" if there else ""
     logger.warning("nothing loaded: there is no `latest`, and no tag was given, in %s%s", directory, more)

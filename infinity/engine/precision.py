@@ -24,6 +24,19 @@ def autocast(section: TorchAutocast, device: torch.device) -> AbstractContextMan
     return torch.autocast(device.type, DTYPES[section.dtype], cache_enabled=False)
 
 
+def half(values: Any) -> Any:
+    """Return `values`, a tensor or lists, tuples and dictionaries of them, with floating-point tensors cast to fp16."""
+    if isinstance(values, Tensor):
+        return values.half() if values.is_floating_point() else values
+    if isinstance(values, tuple) and hasattr(values, "_fields"):
+        return type(values)(*map(half, values))
+    if isinstance(values, (list, tuple)):
+        return type(values)(map(half, values))
+    if isinstance(values, dict):
+        return {key: half(value) for key, value in values.items()}
+    return values
+
+
 def scaled(loss: Tensor, factor: float) -> Tensor:
     """Return the loss times a factor, in fp32 unless that is 1. StateError for anything but one element that requires a
     gradient.

@@ -55,7 +55,7 @@ def preflight(
     ranks = groups.ranks
     check_drives(config)
     free = _agreed(_free(config, model, device, ranks.local_size), groups.world)
-    taken = baseline_nbytes(model)
+    taken = max(baseline_nbytes(model) - _spooled_nbytes(model), 0)
     node = module_tree(model, compute_dtype=config.compute_dtype, groups=dict(param_groups))
 
     classes = tuple(getattr(model, "_no_split_modules", None) or ())
@@ -204,6 +204,7 @@ def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: 
     storages = [param.untyped_storage() for param in model.parameters() if _has_memory(param)]
     for storage in {storage.data_ptr(): storage for storage in storages}.values():
         held[storage.device.type] = held.get(storage.device.type, 0) + storage.nbytes()
+    held["cpu"] += _spooled_nbytes(model)
     free = device.free_nbytes()
     drives = None
     if config.nvme_path is not None:
@@ -214,6 +215,12 @@ def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: 
         ranks=local_size, device_free_nbytes=None if free is None else free + held[device.torch.type],
         own_nbytes=held["cpu"], nvme_free_nbytes=drives,
     )  # fmt: skip
+
+
+def _spooled_nbytes(model: nn.Module) -> int:
+    """Return the bytes of values in memory that no parameter shows; they go, too."""
+    spool = spool_of(list(model.parameters()))
+    return 0 if spool is None else spool.released_nbytes
 
 
 def _agreed(mine: Capacity, group: AxisGroup) -> Capacity:

@@ -35,12 +35,13 @@ class Health:
     """Whether the engine can go on.
 
     `broken` is the reason why it cannot, after a step or a load that failed in the middle; "" while it can. `closed`:
-    everything was returned.
+    everything was returned. `handed_over`: the module has the weights.
     """
 
     def __init__(self) -> None:
         self.broken = ""
         self.closed = False
+        self.handed_over = False
 
     def mark_broken(self, reason: str) -> None:
         """Refuse every further verb with `reason`, until `mark_whole`."""
@@ -53,6 +54,10 @@ class Health:
     def mark_closed(self) -> None:
         """Refuse every further verb for good."""
         self.closed = True
+
+    def mark_handed_over(self) -> None:
+        """Have the refusals say where the weights are."""
+        self.handed_over = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +106,11 @@ class Runtime:
         """
         self.store.check_process(verb)
         if self.health.closed:
-            raise StateError(f"cannot {verb}: this engine was closed")
+            further = (
+                ", and its model has the weights: give the model to initialize() again (of transformers, to another "
+                "Trainer: one that has trained or evaluated cannot train again)"
+            ) if self.health.handed_over else ""  # fmt: skip
+            raise StateError(f"cannot {verb}: this engine was closed{further}")
         if self.health.broken and not broken_is_fine:
             raise StateError(f"cannot {verb}: {self.health.broken}")
         self.stepper.check()
@@ -143,7 +152,8 @@ class Runtime:
             stack.callback(self.compiled.close)
             stack.callback(self.observer.close)
             stack.callback(self.progress.close)
-            stack.callback(self.stepper.close, at_once=at_once)
+            # What the program keeps is stepped to its end.
+            stack.callback(self.stepper.close, at_once=at_once and not self.coordinator.memory.outdated)
 
     def _release(self) -> None:
         """Take the module off the tiers and give the tiers back."""

@@ -8,6 +8,7 @@ the checkpoint that was there, and the engine as it was: training can go on.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -92,7 +93,7 @@ class SaveContents:
         # Called on every rank: it may be a collective of the program's.
         own = client_state() if callable(client_state) else client_state
         tensors: dict[str, Tensor] = {}
-        encoded = encode_client_state(dict(own or {}), tensors, path=request.directory) if rank == 0 else None
+        encoded = encode_client_state(_plain(own), tensors, path=request.directory) if rank == 0 else None
         capture = Capture(
             rank=rank,
             pieces=tuple(shares(runtime.plan, runtime.groups.data.index, frozen=request.frozen)),
@@ -221,6 +222,10 @@ class Save:
         stack = ExitStack()
         stack.push(remove_files)
         return stack
+
+
+def _plain(state: Any) -> dict[str, Any]:
+    return vars(state) if isinstance(state, argparse.Namespace) else dict(state or {})
 
 
 def checkpoint_queue(runtime: Runtime) -> Queue:

@@ -25,7 +25,10 @@ from infinity.errors import NonFiniteError, StateError
 from infinity.log import logger
 from infinity.ops.adam import GradStats
 from infinity.optim.clip import clip_factor
+from infinity.optim.factory import Chosen
 from infinity.optim.nonfinite_guard import Skips
+from infinity.optim.optimizer_view import TieredOptimizer
+from infinity.zero.foreign_attributes import ParameterOffload
 from infinity.zero.nonfinite import first_nonfinite
 from infinity.zero.prefetch_timing import agree
 
@@ -83,11 +86,26 @@ class Boundary:
         self._skips = Skips(limit=runtime.config.config.max_skipped_steps, scaler=runtime.scaler)
         self._state = BoundaryState.ACCUMULATING
         self._latest: StepVerdict | None = None
+        self._trained = [runtime.units[index] for index in runtime.plan.refresh_order()]
 
     @property
     def norm(self) -> float:
         """The gradient norm of the latest step, before clipping; 0 before the first."""
         return self._latest.norm if self._latest is not None else 0.0
+
+    def optimizer(self, groups: list[dict[str, Any]], chosen: Chosen, given: object) -> TieredOptimizer | None:
+        """Return the optimizer that the program holds, whose step is this one's; None where nothing is trained. given:
+        what the program has brought as its own.
+        """
+        runtime = self._runtime
+        if not chosen.trains:
+            return None
+        return TieredOptimizer(
+            groups, chosen.defaults, self.apply, kind=chosen.name, steps=runtime.stepper.steps,
+            skipped=lambda: self._latest is not None and self._latest.skipped,
+            given=given if isinstance(given, torch.optim.Optimizer) else None,
+            parameter_offload=ParameterOffload(runtime.module),
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raise StateError where no step can be taken. Nothing has changed then."""
@@ -122,15 +140,12 @@ class Boundary:
         return verdict
 
     def apply(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Step every sub-group as the verdict says, then bring whole units up to date. `param_groups` are live."""
+        """Step every sub-group as the verdict says, and have whole units follow. `param_groups` are live."""
         if self._state is not BoundaryState.CHECKED or self._latest is None:
             raise StateError("optimizer.step() is called by engine.step(): call that instead")
         runtime, verdict = self._runtime, self._latest
         runtime.stepper.step(param_groups, grad_scale=verdict.grad_scale, arrived=verdict.arrived)
-        trained = [unit for unit in runtime.units if unit.layout.trainable]
-        for unit in trained:
-            unit.stepped()
-        runtime.coordinator.memory.refresh(trained)
+        runtime.coordinator.memory.follow_step(self._trained)
         self._state = BoundaryState.APPLIED
 
     def finish(self) -> None:

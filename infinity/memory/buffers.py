@@ -5,6 +5,8 @@ The ledger books every buffer from `take` to `give`. The store's lock guards all
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -108,10 +110,12 @@ class Buffers:
         for section in partition.spec.sections:
             self._ledger.add(partition.spec.home, section.kind, sign * section.nbytes)
 
-    def check(self, partitions: list[Partition]) -> None:
-        """Verify that one buffer belongs to one partition, and the ledger against the sum over partitions."""
+    def check(self, partitions: list[Partition], elsewhere: Mapping[tuple[Tier, Kind], int] = {}) -> None:
+        """Verify that one buffer belongs to one partition, and the ledger against the sum over partitions and what is
+        elsewhere.
+        """
         buffers: set[int] = set()
-        sums: dict[tuple[Tier, Kind], int] = {}
+        sums: dict[tuple[Tier, Kind], int] = dict(elsewhere)
         taken = dict.fromkeys(self.arenas, 0)
         for partition in partitions:
             if partition.buffer is not None and partition.spec.nbytes:

@@ -21,7 +21,7 @@ from infinity.memory.process_lock import ProcessLock
 from infinity.memory.tiers.base import TierBackend
 from infinity.observability import trace
 from infinity.ops.transfer import Completed, Transfer
-from infinity.plan.types import Extent, Key, PartitionSpec, Tier
+from infinity.plan.types import Extent, Key, Kind, PartitionSpec, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +169,15 @@ class Residency:
         read = partial(self.backends[partition.spec.home].read, priority=-1)
         return _moved(read, partition, extent.offset + begin, buffer, held)
 
-    def check(self) -> None:
-        """Verify the invariants of every partition, one buffer one partition, the queues and the ledger."""
+    def check(self, elsewhere: Mapping[tuple[Tier, Kind], int] = {}) -> None:
+        """Verify the invariants of every partition, one buffer one partition, the queues and the ledger.
+
+        elsewhere: what the ledger has of values that are offloaded.
+        """
         for partition in self.partitions.values():
             partition.check()
             self.eviction.check(partition)
-        self.buffers.check([*self.partitions.values()])
+        self.buffers.check([*self.partitions.values()], elsewhere)
 
     def close(self) -> None:
         """End what is in flight, unpin memory and return every buffer, in this order. Late failures are logged."""

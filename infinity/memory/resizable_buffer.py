@@ -154,5 +154,26 @@ class ElasticBuffer:
             raise MemoryError(f"no memory for {self._nbytes} bytes: {os.strerror(ctypes.get_errno())}")
 
 
+def vacate(tensor: torch.Tensor) -> None:
+    """Return the bytes of a flat tensor: those of torch's own storage, or the pages that lie in it whole, where that
+    cannot be resized: in a mapping, and once a numpy array shares it.
+    """
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+        return
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if length > 0 and tensor.is_cpu:
+        _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+def occupy(tensor: torch.Tensor) -> None:
+    """Give a tensor that `vacate` was called for bytes of undefined content."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() < tensor.nbytes:
+        storage.resize_(tensor.nbytes)
+
+
 def _drop(part: int) -> None:
     _LIBC.madvise(ctypes.c_void_p(part), ctypes.c_size_t(HUGE_PAGE), ctypes.c_int(mmap.MADV_DONTNEED))

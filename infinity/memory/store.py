@@ -23,6 +23,7 @@ from infinity.memory.buffers import Buffers
 from infinity.memory.eviction import Rank, arena_name
 from infinity.memory.ledger import Ledger
 from infinity.memory.memory_report import PoolUse
+from infinity.memory.offloaded import Offloaded, Refuge
 from infinity.memory.partition import Partition, State
 from infinity.memory.residency import Residency
 from infinity.memory.tiers.base import TierBackend
@@ -47,6 +48,7 @@ class TieredStore:
         self._buffers = Buffers(device=device, host=host, ledger=ledger, pools=pools)
         self._residency = Residency(specs, buffers=self._buffers, backends=backends, rank=rank, overlap=overlap)
         self._eviction = self._residency.eviction
+        self._offloaded = Offloaded(ledger)
         self._lock = self._residency.lock
         self.access = AccessControl(self._residency)
 
@@ -58,10 +60,39 @@ class TieredStore:
         return self._residency.partitions.keys()
 
     def adopt(self, key: Key, buffer: Tensor) -> None:
-        """Make `buffer` (uint8) the home of a partition that is a view of a whole unit."""
+        """Make `buffer` (uint8) the home of a partition that is a view of a whole unit. A value that is offloaded comes
+        back into it.
+        """
         with self._lock:
+            if key in self._offloaded:
+                self._offloaded.restore(key, buffer)
             self._buffers.adopt(key)
             self[key].materialize(buffer)
+
+    # An idle engine's values elsewhere.
+
+    def offload(self, key: Key, refuge: Refuge) -> int:
+        """Move the value of a partition whose home is memory to a refuge; return the bytes that this has freed.
+
+        A lease of the partition brings it back, and so does `adopt`; the buffer of an adopted one is the caller's to
+        free. StateError where the partition is in use.
+        """
+        with self._lock:
+            self.access.wait_unreserved([key], None)
+            self.access.wait_saved([key], None)
+            partition = self[key]
+            if partition.on_drive or partition.buffer is None or not partition.spec.nbytes:
+                return 0
+            if partition.leased or self.access.claims(key):
+                raise partition.error("offload")
+            self._offloaded.keep(partition, refuge)
+            self._residency.discard(partition)
+            return partition.spec.nbytes
+
+    def offloaded(self) -> list[Key]:
+        """The keys of partitions whose values are offloaded."""
+        with self._lock:
+            return self._offloaded.keys()
 
     # Leases.
 
@@ -212,6 +243,8 @@ class TieredStore:
         with self._lock:
             self.access.wait_saved(keys, None)
             for key in keys:
+                if key in self._offloaded:
+                    self._offloaded.forget(key)
                 self._residency.discard(self[key])
 
     # Reports.
@@ -251,15 +284,18 @@ class TieredStore:
     def check(self) -> None:
         """Verify all invariants; for tests and the debug flag."""
         with self._lock:
-            self._residency.check()
+            self._residency.check(self._offloaded.booked())
 
     def close(self) -> None:
         """Return every buffer and remove the swap file, in whatever state partitions are. Nothing in a forked child."""
         if self._lock.is_elsewhere:
             return
         with self._lock:
-            self._residency.close()
-            self.access.clear()
+            try:
+                self._offloaded.close()
+            finally:
+                self._residency.close()
+                self.access.clear()
 
     def check_process(self, verb: str) -> None:
         """Raise StateError in a forked child, which cannot do what `verb` says."""
@@ -301,10 +337,25 @@ class TieredStore:
             raise partition.error("use")
         if buffer is None:
             return
-        if partition.state is State.SPILLED and not fresh:
+        if partition.key in self._offloaded:
+            self._return_offloaded(partition, buffer, fresh=fresh)
+        elif partition.state is State.SPILLED and not fresh:
             self._fetch(partition, buffer, by)
         else:
             self._residency.materialize(partition, buffer, prefix_nbytes)
+
+    def _return_offloaded(self, partition: Partition, buffer: Tensor, *, fresh: bool) -> None:
+        """Bring a value back, or begin a new one. Other parties wait: the engine was idle."""
+        try:
+            if fresh:
+                buffer.zero_()
+                self._offloaded.forget(partition.key)
+            else:
+                self._offloaded.restore(partition.key, buffer)
+        except BaseException:
+            self._buffers.give(partition, buffer)
+            raise
+        partition.materialize(buffer)
 
     def _fetch(self, partition: Partition, buffer: Tensor, by: Reservation | None) -> None:
         # The training loop needs its fetches soon; those of a step in the background have time.

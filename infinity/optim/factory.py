@@ -27,11 +27,18 @@ class Chosen:
     rule: UpdateRule
     defaults: dict[str, Any]
     groups: list[dict[str, Any]] | None = None
+    # False of what `no_optimizer` returns.
+    trains: bool = True
 
     @property
     def spec(self) -> OptimizerSpec:
         """What the plan has to know of it."""
-        return OptimizerSpec(self.rule.moments, self.rule.guarded)
+        return OptimizerSpec(self.rule.moments, self.rule.guarded, self.trains)
+
+
+def no_optimizer() -> Chosen:
+    """Return what stands for the optimizer of a model that is only run. It has no parameter to step."""
+    return Chosen("no optimizer", update_rules.none(), {}, trains=False)
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> Chosen:
@@ -44,6 +51,11 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Chosen:
         raise ConfigError(
             f"optimizer {kind.__name__} makes its states when it is constructed, for whole parameters; pass one that "
             "makes them in its first step, as torch's do"
+        )
+    if native is None and all(callable(getattr(kind, mode, None)) for mode in ("train", "eval")):
+        raise ConfigError(
+            f"optimizer {kind.__name__} has a mode for training and one for evaluation, between which it changes the "
+            "weights: those lie on their tiers and would not follow. Use another optimizer"
         )
     chosen = native if native is not None else TorchRule(optimizer)
     # The very dictionaries, not copies: a scheduler of the given optimizer writes to them.

@@ -174,11 +174,16 @@ class LRScheduler:
 
 def build_scheduler(type: str, params: Mapping[str, Any], optimizer: HasGroups) -> LRScheduler:
     """Return the schedule of a configuration's `scheduler` section; ConfigError for an unknown type or key."""
+    return LRScheduler(curve_of(type, params), optimizer)
+
+
+def curve_of(type: str, params: Mapping[str, Any]) -> Curve:
+    """Return the curve of a schedule's type and keys; ConfigError for an unknown one."""
     curve = LRScheduler.curves.get(type)
     if curve is None:
         raise ConfigError(f"scheduler.type: {type!r} is not one of {', '.join(LRScheduler.curves)}")
     try:
-        return LRScheduler(curve(**params), optimizer)
+        return curve(**params)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise ConfigError(f"scheduler.params: {wrong}; the keys are {', '.join(curve.model_fields)}") from error

@@ -32,12 +32,14 @@ class StepContext:
 
     hyper: by parameter group. grad_scale: multiplies every gradient.
     arrived, steps: by unit index, which parameters have a gradient, and the step count of each.
+    begun: the device's mark of the step's begin; None where it begins in backward.
     """
 
     hyper: tuple[Any, ...]
     grad_scale: float
     arrived: Mapping[int, Sequence[bool]]
     steps: Mapping[int, Sequence[int]]
+    begun: Any = None
 
     def segments(self, layout: UnitLayout, piece: Slice, first: int, *, joins: bool) -> list[Segment]:
         """Cut a slice into segments; leave out parameters without a gradient.

@@ -6,7 +6,8 @@ sub-groups are stepped.
 [Note: step behind the program] Under the plan's policy `step_behind`, a thread (`step_worker`) steps the sub-groups
 that the program cannot see, because their units are gathered before use, while the next forward runs. It does so under
 a reservation: a gather of a unit that is not stepped yet waits in the store. What the thread steps first is read while
-the last gradients are still to come.
+the last gradients are still to come. Units that stay whole are gathered again after such a step: see [Note: refresh] in
+`infinity.zero.gathered_memory`.
 
 [Note: step in backward] If nothing has to be known about all gradients before the first is used (no clipping, no check
 for NaN), the thread begins during backward: it steps a sub-group as soon as the gradients of all its units are there,
@@ -100,6 +101,7 @@ class Stepper:
     ) -> None:  # fmt: skip
         self._plan = plan
         self._store = store
+        self._device = device
         self.rule = rule
         # Steps that each parameter has taken: one without a gradient is not stepped, as in torch.
         self.steps: dict[str, int] = {
@@ -237,7 +239,7 @@ class Stepper:
     def step(
         self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float, arrived: Mapping[int, Sequence[bool]]
     ) -> None:
-        """Step every parameter that has a gradient; those that the program can see are stepped on return.
+        """Step every parameter that has a gradient; the visible ones are stepped on return, the others reserved.
 
         groups: the live parameter groups (lr, betas, eps, weight_decay).
         grad_scale: multiplies every gradient (unscaling, averaging and clipping in one).
@@ -246,7 +248,7 @@ class Stepper:
         self._move(StepperState.STEPPING)
         try:
             hyper = tuple(map(self.rule.hyper, groups))
-            self._step(StepContext(hyper, grad_scale, arrived, self._count(arrived)))
+            self._step(StepContext(hyper, grad_scale, arrived, self._count(arrived), self._device.mark()))
         finally:
             self._move(StepperState.IDLE)
 

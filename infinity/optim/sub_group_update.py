@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ class SubGroupUpdater:
 
     [Note: stepped elsewhere] Values are stepped where the states lie. Those with another home are copied there first;
     into CPU memory through the plan's staging. On the way back the device orders the copies with the program's stream,
-    and the host waits only before it uses the staging again.
+    and the host waits only before it uses the staging again. What is staged was last used before the step began, so its
+    copies, in both directions, do not wait for what the program has queued since.
     """
 
     def __init__(
@@ -72,8 +74,8 @@ class SubGroupUpdater:
             for (piece, at), grad, param in zip(group.placed(), grads, params, strict=True):
                 span = slice(piece.start, piece.stop)
                 home = param.view(Kind.PARAM)[span]
-                local = self._bring(home, device, arriving)
-                local_grad = self._bring(grad.view(Kind.GRAD)[span], device, arriving)
+                local = self._bring(home, device, arriving, context.begun)
+                local_grad = self._bring(grad.view(Kind.GRAD)[span], device, arriving, context.begun)
                 if local is not home:
                     copies.append((home, local))
                 layout = self._plan.layouts[piece.unit]
@@ -86,14 +88,15 @@ class SubGroupUpdater:
                 self._arrive(transfer, device)
             with trace.span(trace.COMPUTE, "optimizer", states.key, states.spec.nbytes):
                 self._rule.step(slices, grad_scale=context.grad_scale, grad_bound=self._grad_bound)
-            self._return(copies)
+            self._return(copies, context.begun)
 
-    def _bring(self, tensor: Tensor, device: torch.device, arriving: list[Transfer]) -> Tensor:
+    def _bring(self, tensor: Tensor, device: torch.device, arriving: list[Transfer], begun: Any) -> Tensor:
         """The tensor, if it lies where the states lie; else a copy that is added to `arriving`."""
         if tensor.device == device:
             return tensor
         if device.type != "cpu":
             copy = self._device.empty(tensor.numel(), tensor.dtype)
+            arriving.append(self._device.copy(copy, tensor))
         else:
             for transfer in self._leaving:
                 self._device.arrived(transfer)
@@ -101,7 +104,7 @@ class SubGroupUpdater:
             begin, end = self._staged_nbytes, self._staged_nbytes + tensor.nbytes
             self._staged_nbytes = align_up(end, CACHE_LINE)
             copy = self._store.staging[begin:end].view(tensor.dtype)
-        arriving.append(self._device.copy(copy, tensor))
+            arriving.append(self._device.copy_since(copy, tensor, begun))
         return copy
 
     def _arrive(self, transfer: Transfer, device: torch.device) -> None:
@@ -111,10 +114,11 @@ class SubGroupUpdater:
         else:
             transfer.wait()
 
-    def _return(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _return(self, copies: Sequence[tuple[Tensor, Tensor]], begun: Any) -> None:
         """Copy stepped parameters to their homes, which the program may use at once."""
         for home, local in copies:
-            transfer = self._device.copy(home, local)
+            staged = local.is_cpu
+            transfer = self._device.copy_since(home, local, begun) if staged else self._device.copy(home, local)
             self._arrive(transfer, home.device)
             if not home.is_cpu:
                 self._leaving.append(transfer)

@@ -6,6 +6,7 @@ and knows no optimizer; a rule steps slices and knows neither tiers nor units.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,9 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from infinity.errors import StateError
 from infinity.ops.adam import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Piece, adam_step
+from infinity.optim.lion import LionOptimizer
 from infinity.optim.step_context import Segment
 from infinity.plan.types import ADAM_MOMENTS, Kind
+
+# The file of torch's own wrappers of a step.
+_WRAPPER = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +144,44 @@ def momentum() -> NativeRule:
     )  # fmt: skip
 
 
+def none() -> NativeRule:
+    """Return the rule of no optimizer, which keeps nothing of an element and steps no slice."""
+
+    def hyper(group: Mapping[str, Any]) -> Hyper:
+        raise StateError("there is no optimizer, and so no hyper-parameters")
+
+    return NativeRule((), hyper)
+
+
 def native_rule_of(optimizer: torch.optim.Optimizer) -> NativeRule | None:
     """Return the native rule with the arithmetic of a torch optimizer; None if there is none."""
     groups = optimizer.param_groups
     if any(group.get(key) for group in groups for key in ("amsgrad", "maximize", "differentiable")):
         return None
-    kind = type(optimizer)
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        return adam(decoupled=kind is torch.optim.AdamW or bool(groups[0].get("decoupled_weight_decay")))
-    if kind is torch.optim.Adagrad and len({group["initial_accumulator_value"] for group in groups}) == 1:
+    if _steps_as(optimizer, LionOptimizer):
+        return lion()
+    if _steps_as(optimizer, torch.optim.Adam):
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(groups[0].get("decoupled_weight_decay"))
+        return adam(decoupled=decoupled)
+    starts = {group.get("initial_accumulator_value") for group in groups}
+    if _steps_as(optimizer, torch.optim.Adagrad) and len(starts) == 1:
         return adagrad(float(groups[0]["initial_accumulator_value"]))
-    if kind is torch.optim.SGD and all(group["momentum"] for group in groups):
+    if _steps_as(optimizer, torch.optim.SGD) and all(group["momentum"] for group in groups):
         return momentum()
     return None
+
+
+def _steps_as(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether an optimizer is torch's `kind`, or a subclass that leaves its arithmetic alone."""
+    if not isinstance(optimizer, kind):
+        return False
+    theirs = type(optimizer)
+    return _own_step(theirs) is _own_step(kind) and (
+        # A step calls this for the states and the gradients that it takes.
+        getattr(theirs, "_init_group", None) is getattr(kind, "_init_group", None)
+    )
+
+
+def _own_step(kind: type[torch.optim.Optimizer]) -> Any:
+    """Return a class's step as it was written: torch wraps that of each class whose optimizers are made."""
+    return inspect.unwrap(kind.step, stop=lambda step: step.__code__.co_filename != _WRAPPER)

@@ -48,6 +48,8 @@ class PlanInputs:
     numels: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        if not self._chosen.trains:
+            object.__setattr__(self, "node", self.node.frozen())
         specs = self.node.all_params().values()
         trained = sum(spec.numel for spec in specs if spec.trainable)
         object.__setattr__(self, "numels", (sum(spec.numel for spec in specs), trained))
@@ -56,6 +58,10 @@ class PlanInputs:
     def limits(self) -> Capacity:
         """The limits of this configuration."""
         return self.budget if self._by_budget and self.budget is not None else self.capacity
+
+    @property
+    def _chosen(self) -> OptimizerSpec:
+        return self.optimizer or optimizer_spec(self.config.config.optimizer)
 
     @property
     def _by_budget(self) -> bool:
@@ -81,7 +87,7 @@ class PlanInputs:
     def request(self) -> PlanRequest:
         """What the configuration asks for, before anything is lowered."""
         config, zero, compute = self.config, self.config.zero, self.config.compute_dtype
-        optimizer = self.optimizer or optimizer_spec(config.config.optimizer)
+        optimizer = self._chosen
         # Several micro-batches add up in fp32 unless the configuration says otherwise; a single one is kept as it
         # arrives.
         several = config.accumulation > 1 or not config.config.managed_gradient_accumulation

@@ -20,12 +20,20 @@ class OptimizerSpec:
     moments: tuple[Kind, ...] = ADAM_MOMENTS
     # Whether it leaves elements alone whose gradient is not finite, so that a step may begin before all are known.
     guarded: bool = True
+    # Whether there is one.
+    trains: bool = True
+
+
+# Of a model that is only run: every parameter is frozen, whatever it says of itself.
+NO_OPTIMIZER = OptimizerSpec((), trains=False)
 
 
 def optimizer_spec(section: AnyOptimizer | None) -> OptimizerSpec:
-    """The optimizer that a configuration names; Adam where it names none. Those that torch runs are not guarded."""
+    """The optimizer that a configuration names, or NO_OPTIMIZER. Those that torch runs are not guarded."""
     match section:
-        case None | Adam():
+        case None:
+            return NO_OPTIMIZER
+        case Adam():
             return OptimizerSpec()
         case Nadam():
             return OptimizerSpec(guarded=False)

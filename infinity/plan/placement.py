@@ -42,6 +42,18 @@ class UnitPlacement:
     whole: bool
     aliased: bool
 
+    @property
+    def refreshed_apart(self) -> bool:
+        """Whether the whole unit follows its partition as soon as that is stepped, while others still are: states that
+        are not on the device take their time. See [Note: refresh].
+        """
+        return self.whole and not self.param.on_drive and not self.grad.on_device
+
+    @property
+    def refreshed_at_use(self) -> bool:
+        """Whether it does so only when it is used next, which needs no other rank."""
+        return self.refreshed_apart and self.parts == 1
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

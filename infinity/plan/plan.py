@@ -72,9 +72,9 @@ class Pools:
 class StepParts:
     """A plan's sub-groups by the time at which they are stepped, each part in the order of stepping."""
 
-    # Before `step()` returns: they change what the program sees without a gather.
+    # In the program's thread, before the others: they change what the program sees without a gather.
     visible: tuple[SubGroup, ...]
-    # Beside the next forward. See [Note: step behind the program].
+    # Beside the program. See [Note: step behind the program].
     hidden: tuple[SubGroup, ...]
     # The hidden ones that may begin in backward. See [Note: step in backward].
     in_backward: tuple[SubGroup, ...]
@@ -119,8 +119,23 @@ class Plan:
         raise KeyError(str(key))
 
     def visible(self, group: SubGroup) -> bool:
-        """Whether a sub-group changes parameters that the program sees without a gather: those that stay whole."""
-        return any(self.placement.units[piece.unit].whole for piece in group.slices)
+        """Whether a sub-group changes parameters that the program sees without a gather: those that stay whole, and do
+        not follow their partitions one by one.
+        """
+        units = (self.placement.units[piece.unit] for piece in group.slices)
+        return any(placed.whole and not placed.refreshed_apart for placed in units)
+
+    def refreshed_at_use(self, unit: int) -> bool:
+        """Whether a unit that stays whole is brought up to date when it is used next. See [Note: refresh]."""
+        return self.policy.step_behind and self.placement.units[unit].refreshed_at_use
+
+    def refresh_order(self) -> list[int]:
+        """The units that are trained, in the order in which their last sub-groups are stepped."""
+        last = {
+            piece.unit: at for at, index in enumerate(self.step_order) for piece in self.sub_groups[index].slices
+        }
+        trained = (layout.index for layout in self.layouts if layout.trainable)
+        return sorted(trained, key=lambda unit: last.get(unit, -1))
 
     @property
     def wire_in_backward(self) -> str | None:
@@ -241,13 +256,14 @@ class Plan:
     def explain(self) -> str:
         """The plan in words and numbers, for people."""
         request, units = self.request, self.placement.units
+        kept = f"optimizer states on {self.homes(Kind.STATES)}, gradients ({request.grad_dtype}) on "
         lines = [
             f"{self.numel / 1e6:,.1f} M parameters in {len(self.layouts)} units, stage {request.stage}, "
             f"{request.compute_dtype}, {self.topology.dp} rank{'s' if self.topology.dp > 1 else ''}; "
             f"{len(self.sub_groups)} optimizer sub-groups",
-            f"parameters on {self.homes(Kind.PARAM)}, optimizer states on {self.homes(Kind.STATES)}, "
-            f"gradients ({request.grad_dtype}) on {self.homes(Kind.GRAD)}; "
-            f"{sum(placed.whole for placed in units)} units stay gathered",
+            f"parameters on {self.homes(Kind.PARAM)}, "
+            + (kept + self.homes(Kind.GRAD) if self.sub_groups else "none of them trained: no states, no gradients")
+            + f"; {sum(placed.whole for placed in units)} units stay gathered",
         ]
         held = self.bytes_by_memory()
         width = max(map(len, held))

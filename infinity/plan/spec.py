@@ -26,6 +26,8 @@ _DATA_DEPENDENT = re.compile(r"(moe|mixtureofexperts|experts?)(block|layer|mlp|m
 _EXPERT = re.compile(r"expert(block|layer|mlp|mixer)?$", re.IGNORECASE)
 # Containers have no forward: a hook on one would never run, so no unit is hooked to them.
 _CONTAINERS = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
+# Attribute of a module that the program wants as one unit: see `infinity.zero.leaf_modules`.
+LEAF_MARK = "_infinity_leaf"
 
 
 def dtype_name(dtype: object) -> str:
@@ -64,7 +66,8 @@ class ParamSpec:
 class ModuleNode:
     """One module of the tree: its own parameters (by attribute name) and its children.
 
-    `shared`: it stands in the model more than once; in the tree it has its first path only.
+    `shared`: it stands in the model more than once; in the tree it has its first path only. `leaf`: the program wants
+    it as one unit.
     """
 
     path: str
@@ -72,6 +75,11 @@ class ModuleNode:
     params: dict[str, ParamSpec] = field(default_factory=dict)
     children: dict[str, ModuleNode] = field(default_factory=dict)
     shared: bool = False
+    leaf: bool = False
+
+    def mark_leaf(self) -> None:
+        """The program wants the module as one unit."""
+        self.leaf = True
 
     def share(self) -> None:
         """The module stands in the model once more."""
@@ -109,6 +117,12 @@ class ModuleNode:
     def numel(self) -> int:
         return sum(spec.numel for spec in self.all_params().values())
 
+    def frozen(self) -> ModuleNode:
+        """The same tree without a parameter to train."""
+        params = {name: replace(spec, group=-1) for name, spec in self.params.items()}
+        children = {name: child.frozen() for name, child in self.children.items()}
+        return replace(self, params=params, children=children)
+
 
 @dataclass(frozen=True, slots=True)
 class UnitRules:
@@ -139,7 +153,8 @@ class UnitRules:
 
     def _is_named(self, node: ModuleNode) -> bool:
         return (
-            node.class_name in self.leaf_classes
+            node.leaf
+            or node.class_name in self.leaf_classes
             or node.path in self.leaf_names
             or node.path.endswith(self.leaf_suffixes or ("\0",))
         )
@@ -214,6 +229,8 @@ def module_tree(module: Any, *, compute_dtype: str, groups: dict[int, int] | Non
     def node_of(current: Any, path: str) -> ModuleNode:
         params = {name: spec_of(param) for name, param in current._parameters.items() if param is not None}
         node = nodes[id(current)] = ModuleNode(path, type(current).__name__, params)
+        if current.__dict__.get(LEAF_MARK, False):
+            node.mark_leaf()
         for name, child in current._modules.items():
             if child is None:
                 continue

@@ -17,17 +17,22 @@ SOON_UNITS = 2
 
 
 def step_order_of(groups: tuple[SubGroup, ...], placement: Placement, uses: tuple[int, ...]) -> tuple[int, ...]:
-    """Indices of sub-groups: first those with units that stay whole, which the program may look at once a step is over;
-    then in the order in which the next forward needs their parameters, so that the step may go on beside it.
+    """Indices of sub-groups: first those with units that stay whole, which are up to date once a step is over (the ones
+    that go on beside its end last); then in the order in which the next forward needs their parameters, so that the
+    step may go on beside it.
     """
     first_use: dict[int, int] = {}
     for position, unit in enumerate(uses):
         first_use.setdefault(unit, position)
 
-    def rank(group: SubGroup) -> tuple[bool, int, int]:
+    def rank(group: SubGroup) -> tuple[bool, bool, int, int]:
         units = [piece.unit for piece in group.slices]
         first = min(first_use.get(unit, len(uses)) for unit in units)
-        return not any(placement.units[unit].whole for unit in units), first, group.index
+        whole = [placed for placed in (placement.units[unit] for unit in units) if placed.whole]
+        return (
+            all(placed.refreshed_apart for placed in whole), all(placed.refreshed_at_use for placed in whole), first,
+            group.index,
+        )  # fmt: skip
 
     return tuple(group.index for group in sorted(groups, key=rank))
 

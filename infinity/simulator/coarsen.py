@@ -78,13 +78,16 @@ def _blocks(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _groups(plan: Plan) -> list[list[SubGroup]]:
-    """Runs of sub-groups in their order of stepping, with equal homes; visible ones apart from the others."""
+    """Runs of sub-groups in their order of stepping, with equal homes. Those of units that stay whole are apart from
+    the others, and so are visible ones.
+    """
     size = -(-len(plan.sub_groups) // _GROUPS_MAX)
     found: list[list[SubGroup]] = []
-    seen: tuple[Tier, bool] | None = None
+    seen: tuple[Tier, bool, bool] | None = None
     for index in plan.step_order:
         group = plan.sub_groups[index]
-        kind = plan.placement.states[index], plan.visible(group)
+        whole = any(plan.placement.units[piece.unit].whole for piece in group.slices)
+        kind = plan.placement.states[index], whole, plan.visible(group)
         if kind == seen and len(found[-1]) < size:
             found[-1].append(group)
         else:

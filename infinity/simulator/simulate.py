@@ -263,10 +263,23 @@ class _Optimizer:
         if self._plan.request.accelerator and self._plan.placement.states[group.index].on_device:
             yield self._resources.submit(Resource.ACCELERATOR, group.numel * speeds.device_adam_seconds)
         else:
+            # See [Note: stepped elsewhere]: one sub-group's parameters come and go before the next one's come.
+            staged = self._staged_nbytes(group)
+            if staged:
+                yield self._resources.submit(Resource.DOWN, staged)
             yield from self._resources.host(group.numel * speeds.adam_seconds + speeds.group_seconds)
+            if staged:
+                yield self._resources.submit(Resource.UP, staged)
         jobs = self._arenas.write(group)
         if not self._plan.policy.overlap:
             yield from jobs
+
+
+    def _staged_nbytes(self, group: SubGroup) -> int:
+        """Bytes of a sub-group's parameters whose home is the accelerator, while its states are not there."""
+        request, units = self._plan.request, self._plan.placement.units
+        homes = ((piece.numel, units[piece.unit].param) for piece in group.slices if request.accelerator)
+        return sum(numel for numel, home in homes if home.on_device) * DTYPE_NBYTES[request.compute_dtype]
 
 
 class _Simulation:
@@ -288,6 +301,8 @@ class _Simulation:
         # Gathered units, and whether each is complete; whether a unit's gradients are under way.
         self._gathered: dict[int, bool] = {}
         self._travelling = False
+        # Units that stay whole and are brought up to date at their next use, in the order of their steps.
+        self._outdated: dict[int, None] = {}
         # At the beginning of each step: the time, the work of each queue, and the bytes read and written.
         self._marks: list[tuple[float, dict[QueueKey, float], int, int]] = []
 
@@ -319,8 +334,12 @@ class _Simulation:
         overlap, speeds = self._plan.policy.overlap, self._speeds
         computes = Resource.ACCELERATOR if self._plan.request.accelerator else Resource.CORES
         for at, unit, gathered in self._uses:
+            if unit in self._outdated:
+                del self._outdated[unit]
+                gathered = True
             if gathered:
                 self._start(unit)
+            self._update_ahead()
             if overlap:
                 yield from self._submit_ahead(at)
             if gathered:
@@ -345,6 +364,14 @@ class _Simulation:
             if self._optimizer.stepped(other):
                 yield from self._arenas.fetch_param(other, wait=False)
 
+    def _update_ahead(self) -> None:
+        """Bring up to date what is stepped by now."""
+        for unit in [*self._outdated]:
+            if not self._optimizer.stepped(unit):
+                break
+            del self._outdated[unit]
+            self._start(unit)
+
     def _start(self, unit: int) -> None:
         if unit not in self._gathered:
             self._gathered[unit] = False
@@ -355,7 +382,9 @@ class _Simulation:
         own = layout.nbytes // placed.parts
         yield lambda: self._optimizer.stepped(unit)
         yield from self._arenas.fetch_param(unit, wait=True)
-        if not self._plan.request.accelerator:
+        if placed.aliased:
+            pass
+        elif not self._plan.request.accelerator:
             yield from self._resources.host(own * self._speeds.copy_seconds)
         elif not placed.param.on_device:
             yield self._resources.submit(Resource.UP, own)
@@ -406,7 +435,19 @@ class _Simulation:
             kept = sum(layout.numel // placement.units[layout.index].parts for layout in trained)
             yield from self._resources.host(kept * self._speeds.norm_seconds)
         yield from self._optimizer.step_visible()
-        whole = [layout for layout in trained if placement.units[layout.index].whole]
-        yield from self._resources.host(sum(layout.nbytes for layout in whole) * self._speeds.copy_seconds)
+        whole = [unit for unit in self._plan.refresh_order() if placement.units[unit].whole]
+        apart = self._plan.policy.step_behind
+        seen = [unit for unit in whole if not (apart and placement.units[unit].refreshed_apart)]
+        yield from self._resources.host(
+            sum(self._plan.layouts[unit].nbytes for unit in seen) * self._speeds.copy_seconds
+        )
         self._optimizer.go_on()
+        self._gathered.clear()
+        for unit in whole:
+            if self._plan.refreshed_at_use(unit):
+                self._outdated[unit] = None
+            elif unit not in seen:
+                self._start(unit)
+        for unit in [*self._gathered]:
+            yield lambda unit=unit: self._gathered[unit]  # type: ignore[misc]
         self._gathered.clear()

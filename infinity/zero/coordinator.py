@@ -70,6 +70,10 @@ class Coordinator:
             self.end_pass()
         self.calls.begin_forward()
         for unit in self._whole if idle else ():
+            if unit.vacant:
+                # On all ranks alike. One that is only outdated waits for its own step when a module uses it.
+                self.memory.gather(unit)
+                unit.finish_gather()
             unit.begin_use()
         self.prefetcher.begin_pass(mode)
 
@@ -105,6 +109,11 @@ class Coordinator:
         else:
             self._leave(call)
 
+    @property
+    def gathers_on_use(self) -> bool:
+        """Whether an operation gathers the parameters that it uses: during a forward or a backward."""
+        return not self.closed and (self.calls.innermost is not None or self.in_backward)
+
     def materialize(self, params: Sequence[nn.Parameter], use: str) -> None:
         """Gather partitioned parameters whose data is used. Inside a forward their units join the innermost call's."""
         for param in params:
@@ -113,10 +122,13 @@ class Coordinator:
             unit = self.unit_of(param)
             if self.closed:
                 raise StateError(
-                    f"{name_of(param)} was left on its tier when the engine was closed, and {use} needs its data: read "
-                    "it before close() with infinity.read(param)"
+                    f"{name_of(param)} was left on its tier when the engine was closed, and {use} needs its data: keep "
+                    "the weights with engine.close(keep_weights=True), or read it before with infinity.read(param)"
                 )
-            if (call := self.calls.innermost) is not None:
+            if unit.placed.whole and not unit.vacant:
+                # No use of the innermost call's: it would have its gradients collected at another time.
+                self._update(unit)
+            elif (call := self.calls.innermost) is not None:
                 call.units.append(unit)
                 self._use(unit)
             elif self.in_backward:
@@ -201,6 +213,7 @@ class Coordinator:
     def close(self) -> None:
         """Release everything; a released parameter that is used from now on raises StateError."""
         self.abandon()
+        self.memory.close()
         self.closed = True
 
     # Use of one unit.
@@ -208,6 +221,7 @@ class Coordinator:
     def _use(self, unit: Unit, *, needed: bool = True) -> None:
         first = self.memory.begin_use(unit)
         if unit.placed.whole:
+            self._update(unit)
             return
         # A use inside another one is no event of the trace: how often a module is called inside one that has its
         # weights (a tile of tokens each time) may differ from rank to rank, and schedules may not.
@@ -215,6 +229,13 @@ class Coordinator:
             with trace.span(trace.ENGINE, "use", unit.key):
                 self.prefetcher.bring(unit, needed=needed)
         if first:
+            unit.begin_use()
+
+    def _update(self, unit: Unit) -> None:
+        """Bring a unit that is whole for good up to date with the latest step, before its use."""
+        if not unit.visible:
+            with trace.span(trace.ENGINE, "use", unit.key):
+                self.memory.update(unit)
             unit.begin_use()
 
     def _leave(self, call: ModuleCall) -> None:

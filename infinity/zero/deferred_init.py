@@ -4,38 +4,44 @@ Every parameter that a module registers is adopted. The latest ones stay in memo
 written to this rank's files on the tier that the configuration names for parameters, and are released. Code that then
 initialises such a parameter (an in-place function, a copy, an index) makes it whole again, and its change is kept. So
 the model's own constructor builds a model of any size, with the values that an ordinary construction would give.
+
+[Note: slices] Each rank builds the whole model, and what rank 0 has built counts. Once the model is built ("sealed"),
+a parameter that all ranks read or modify together (`infinity.zero.deferred_access`) has one value on every rank. From
+then on a rank keeps its slice of it only (`infinity.zero.value_slices`), but for small parameters. Whether a parameter
+is cut is decided only by what all ranks do alike: by the sizes of parameters and the order of these blocks.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from infinity.distributed.process_groups import ProcessGroups
-from infinity.errors import ConfigError, StateError
-from infinity.memory.pages import page_aligned
-from infinity.memory.tiers.base import QueueOptions
+from infinity.errors import StateError
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.memory.tiers.pinned import trim
 from infinity.ops.transfer import Transfer
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up
 from infinity.zero import parameter
+from infinity.zero.swap_files import SwapFiles, read_extent
+from infinity.zero.value_slices import broadcast_values, gather_range, keep_broadcast, kept_range
 
 # Bytes of values in memory at once, besides the parameter being worked on.
 WINDOW_NBYTES = 256 << 20
-# Swap files of the spool grow by whole files of at least this many bytes.
-_FILE_NBYTES = 1 << 30
-
-# Bytes written at a time, and how many such parts are in flight.
-_PART_NBYTES = 8 << 20
-_PARTS_MAX = 8
+# A parameter of at most this many bytes leaves the window last, and may be used at any time: biases and norms, which
+# programs change before they train. One of several dimensions is cut once such take a quarter of the window.
+_SMALL_NBYTES = 1 << 20
+_SERIALS = itertools.count()
+# In the attributes of what `detach()` has returned for a released parameter.
+_STANDS_FOR = "_infinity_stands_for"
 
 
 # Functions that replace every value of the only parameter among their arguments, so its old values are not read.
@@ -57,19 +63,67 @@ class WeightSource(Protocol):
 
 @dataclass(slots=True)
 class _Place:
-    """The place of one parameter's values: memory (`data`), a file (`tier`, `extent`), or still its `origin`."""
+    """The place of one parameter's values: memory (`data`), a file (`tier`, `extent`), or still its `origin`.
+
+    serial: the parameters' order, the same on every rank.
+    """
 
     param: weakref.ref[nn.Parameter]
     data: Tensor | None
     shape: torch.Size
     dtype: torch.dtype
+    serial: int
     tier: NvmeTier | None = None
     extent: Extent | None = None
     origin: WeightSource | None = None
+    # The elements, from and to, that `data` or the file have of the flat values; None for all. See [Note: slices].
+    kept: tuple[int, int] | None = None
+    # How many blocks hold the parameter whole, and how many changes of theirs all ranks have taken over.
+    blocks: int = 0
+    changes: int = 0
+    # Whether it counts as a small one that all ranks have whole.
+    counted: bool = False
+
+    @property
+    def numel(self) -> int:
+        """How many elements this rank keeps."""
+        return self.shape.numel() if self.kept is None else self.kept[1] - self.kept[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return self.numel * self.dtype.itemsize
 
     def put(self, tier: NvmeTier, extent: Extent) -> None:
         """The values have a place in a file."""
         self.tier, self.extent = tier, extent
+
+    def take(self, data: Tensor) -> None:
+        """The whole values are `data`, which may have another shape and dtype than before."""
+        self.data, self.shape, self.dtype, self.kept = data, data.shape, data.dtype, None
+
+    def cut(self, data: Tensor, shape: torch.Size, kept: tuple[int, int]) -> None:
+        """This rank keeps a slice."""
+        self.data, self.shape, self.dtype, self.kept, self.origin = data, shape, data.dtype, kept, None
+
+    def enter(self) -> bool:
+        """A block begins to hold the parameter whole; return whether it is the outermost."""
+        self.blocks += 1
+        return self.blocks == 1
+
+    def leave(self) -> bool:
+        """A block ends; return whether none is left."""
+        self.blocks -= 1
+        return self.blocks == 0
+
+    def change(self) -> None:
+        """All ranks have taken over a change."""
+        self.changes += 1
+        self.origin = None
+
+    def count(self) -> None:
+        """It counts as a small one."""
+        self.counted = True
 
 
 class DeferredInit:
@@ -78,36 +132,47 @@ class DeferredInit:
     """
 
     def __init__(self, directory: Sequence[str] | None, *, groups: ProcessGroups, timeout_seconds: float) -> None:
-        self._directory = directory
         # The engine that takes the model over takes the process groups with it.
         self.groups = groups
-        self._timeout = timeout_seconds
+        rank = groups.ranks.rank
+        self._files = None if directory is None else SwapFiles(directory, rank=rank, timeout_seconds=timeout_seconds)
         self._places: dict[int, _Place] = {}
-        # Parameters whose values are in memory, the one used longest ago first.
+        self._serials = itertools.count()
+        # Which one this is of all that the process has made.
+        self.serial = next(_SERIALS)
+        # Parameters whose values are in memory, the one used longest ago first; none that a block holds.
         self._recent: OrderedDict[int, None] = OrderedDict()
-        self._files: list[tuple[NvmeTier, int]] = []
         self._freed_nbytes = 0
-        # Parts on their way to the drive, with the memory that they lie in, and memory for others.
-        self._writing: deque[tuple[Transfer, Tensor]] = deque()
-        self._rooms: list[Tensor] = []
+        # Bytes of small parameters that all ranks have whole, those of parameters that are gone included.
+        self._small_nbytes = 0
         # A parameter's values on their way back.
         self._coming: dict[int, tuple[Tensor, list[Transfer]]] = {}
         # Keys of parameters that the model has dropped (one that was tied to another) and that are not yet forgotten.
         self._dead: list[int] = []
         # Whether the model is still being built: then using a parameter makes it whole.
         self.open = True
-        # What origins need open.
+        # What origins need open, and others whose files have parameters of this one.
         self.resources = ExitStack()
+        self._absorbed: list[DeferredInit] = []
 
     @property
     def held_nbytes_max(self) -> int:
         """Bytes of values that lie in memory at a time, besides the parameter being worked on."""
-        if self._directory is not None:
+        if self._files is not None:
             return WINDOW_NBYTES
-        return sum(_nbytes(place) for place in self._places.values() if place.data is not None)
+        return sum(place.nbytes for place in self._places.values() if place.data is not None)
+
+    @property
+    def released_nbytes(self) -> int:
+        """Bytes of values in memory that no parameter shows."""
+        return sum(
+            place.data.nbytes
+            for place in self._places.values()
+            if place.data is not None and (param := place.param()) is not None and parameter.is_released(param)
+        )
 
     def attach(self, param: nn.Parameter, name: str, origin: WeightSource | None = None) -> None:
-        """Adopt a parameter that a module has just registered; a known parameter is left as it is.
+        """Adopt a parameter that a module has just registered; a known parameter, and another's, are left as they are.
 
         origin: the source of its values. They are read from there when the program first uses the parameter, and its
         own data is ignored.
@@ -115,25 +180,38 @@ class DeferredInit:
         self._forget_dead()
         if id(param) in self._places or param.is_meta or isinstance(param, nn.UninitializedParameter):
             return
-        key, dead = id(param), self._dead
-        alive = weakref.ref(param, lambda _: dead.append(key))
+        if parameter.is_kept(param):
+            return
+        key, serial, alive = id(param), next(self._serials), self._watch(param)
         if origin is not None:
-            self._places[key] = _Place(alive, None, param.shape, param.dtype, origin=origin)
+            self._places[key] = _Place(alive, None, param.shape, param.dtype, serial, origin=origin)
             parameter.attach(param, self, name)
             parameter.release(param, parameter.placeholder(param.shape, param.dtype, param.device))
             return
         data = param.data
-        self._places[key] = _Place(alive, data, data.shape, data.dtype)
+        self._places[key] = _Place(alive, data, data.shape, data.dtype, serial)
         parameter.attach(param, self, name)
-        self._use(id(param))
+        self._use(key)
+
+    @property
+    def gathers_on_use(self) -> bool:
+        """Whether an operation makes the parameters whole that it uses: while the model is being built."""
+        return self.open
 
     def materialize(self, params: Sequence[nn.Parameter], use: str) -> None:
-        """Make released parameters whole again, all of one operation at once, while the model is being built."""
-        if not self.open:
+        """Make released parameters whole again, all of one operation at once: while the model is being built, and what
+        is in memory or small later too.
+        """
+        if not self.open and not all(map(self._is_usable, params)):
             raise StateError(
                 f"{parameter.name_of(params[0])} is on its tier since the model was built, and {use} needs its data: "
-                "pass the model to infinity.initialize() first, then use infinity.read() or infinity.modify()"
+                "read it inside `with infinity.read(param):`, change it inside `with infinity.modify(param):` (on all "
+                "ranks together), or pass the model to infinity.initialize() first"
             )
+        for stand_in in [param for param in params if _STANDS_FOR in param.__dict__]:
+            self.materialize([stand_in.__dict__[_STANDS_FOR]], use)
+            parameter.restore(stand_in, stand_in.__dict__[_STANDS_FOR].data)
+        params = [param for param in params if _STANDS_FOR not in param.__dict__]
         for param in params:
             place = self._places[id(param)]
             if parameter.is_released(param):
@@ -142,10 +220,24 @@ class DeferredInit:
                 place.data = self._load(place) if fresh is None else fresh
                 parameter.restore(param, place.data)
             self._recent.pop(id(param), None)
-            self._recent[id(param)] = None
+            if not place.blocks:
+                self._recent[id(param)] = None
         self._shrink(keep=len(params))
 
+    def stand_in(self, param: nn.Parameter) -> Tensor | None:
+        """Return what `detach()` of a released parameter gives once the model is built: a tensor of its shape that is
+        released too. So `state_dict()` has every name and shape, and only a use of its values asks for them.
+        """
+        if self.open:
+            return None
+        other = nn.Parameter(parameter.placeholder(param.shape, param.dtype, param.device), requires_grad=False)
+        parameter.attach(other, self, parameter.name_of(param))
+        parameter.release(other, other.data)
+        other.__dict__[_STANDS_FOR] = param
+        return other
+
     def holds(self, param: nn.Parameter) -> bool:
+        """Return whether this has the parameter's values."""
         self._forget_dead()
         return id(param) in self._places
 
@@ -160,19 +252,130 @@ class DeferredInit:
         place = self._places.get(id(param))
         return place is not None and place.origin is not None and place.data is None and place.extent is None
 
+    # What all ranks do together. See [Note: slices].
+
+    def in_order(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return parameters in the order in which they were registered, which is the same on every rank."""
+        return sorted(params, key=lambda param: self._places[id(param)].serial)
+
+    def make_whole(self, param: nn.Parameter) -> None:
+        """Make a parameter whole until `release_whole`. Collective where ranks keep slices of it."""
+        place = self._places[id(param)]
+        if not place.enter():
+            return
+        self._recent.pop(id(param), None)
+        if place.kept is not None:
+            name = parameter.name_of(param)
+            values = gather_range(self._load(place), place.shape.numel(), self.groups.world, name)
+            parameter.restore(param, values.view(place.shape))
+        elif parameter.is_released(param):
+            place.data = self._load(place)
+            parameter.restore(param, place.data)
+
+    def release_whole(self, param: nn.Parameter) -> None:
+        """End `make_whole`: what ranks have not taken over is lost where they keep slices, and stays otherwise."""
+        place = self._places[id(param)]
+        if not place.leave():
+            return
+        if place.kept is not None:
+            parameter.release(param, parameter.placeholder(place.shape, place.dtype, torch.device("cpu")))
+        else:
+            place.take(param.data)
+        if place.data is not None:
+            self._recent[id(param)] = None
+        self._shrink(keep=0)
+
+    def changes(self, param: nn.Parameter) -> int:
+        """Return how many changes of a parameter all ranks have taken over."""
+        return self._places[id(param)].changes
+
+    def is_shared(self, param: nn.Parameter) -> bool:
+        """Return whether every rank has rank 0's value of a parameter that is held."""
+        return self.groups.world.size == 1 or self.open or self._places[id(param)].kept is not None
+
+    def take_over(self, param: nn.Parameter, source: int, *, used: bool = False) -> None:
+        """Give all ranks the value that a held parameter has on rank `source`. Collective.
+
+        used: the block goes on, so each rank gets the whole value. Otherwise only where an outer block goes on.
+        """
+        place, world = self._places[id(param)], self.groups.world
+        name = parameter.name_of(param)
+        place.change()
+        if world.size == 1:
+            place.take(param.data)
+            return
+        whole = param.data.contiguous()
+        flat = whole.view(-1)
+        if not self._is_cut(place, whole):
+            broadcast_values(flat, world, source, name)
+            parameter.set_data(param, whole)
+            place.take(whole)
+            return
+        kept = kept_range(flat.numel(), world)
+        if used or place.blocks > 1:
+            broadcast_values(flat, world, source, name)
+            parameter.set_data(param, whole)
+            place.cut(flat[slice(*kept)].clone(), whole.shape, kept)
+        else:
+            place.cut(keep_broadcast(flat, world, source, name), whole.shape, kept)
+
+    def settle(self, param: nn.Parameter, wanted: tuple[int, int]) -> None:
+        """Exchange slices so that this rank has the elements `wanted` (from, to), for good. Collective."""
+        place = self._places[id(param)]
+        values = gather_range(
+            self._load(place), place.shape.numel(), self.groups.world, parameter.name_of(param), wanted
+        )
+        place.cut(values, place.shape, wanted)
+        self._use(id(param))
+
+    def is_sliced(self, param: nn.Parameter) -> bool:
+        """Return whether ranks keep slices of a parameter."""
+        return self.holds(param) and self._places[id(param)].kept is not None
+
+    def _is_cut(self, place: _Place, values: Tensor) -> bool:
+        """Decide whether ranks keep slices of a parameter from now on, the same on every rank."""
+        if place.kept is not None or self.open or place.counted:
+            return place.kept is not None
+        if not _is_small(values.nbytes) or (
+            values.ndim > 1 and self._small_nbytes + values.nbytes > WINDOW_NBYTES // 4
+        ):
+            return True
+        self._small_nbytes += values.nbytes
+        place.count()
+        return False
+
+    def _is_usable(self, param: nn.Parameter) -> bool:
+        """Return whether a released parameter can be used once the model is built: uncut, and in memory or small."""
+        place = self._places.get(id(param.__dict__.get(_STANDS_FOR, param)))
+        return place is not None and place.kept is None and (place.data is not None or _is_small(place.nbytes))
+
+    # What the engine asks that takes the model over.
+
     def read(self, param: nn.Parameter, start: int, target: Tensor) -> None:
         """Copy the parameter's elements from `start` on into `target` ([n]), converted to its dtype."""
         origin = self._places[id(param)].origin
         if origin is not None and self.at_origin(param):
             origin.read(start, target)
         else:
-            target.copy_(self.values(param)[start : start + target.numel()])
+            target.copy_(self.elements(param, start, target.numel()))
+
+    def elements(self, param: nn.Parameter, start: int, numel: int) -> Tensor:
+        """Return elements of the flat values, of a slice those that it has. Valid until the next call."""
+        place = self._places[id(param)]
+        if place.kept is None:
+            return self.values(param)[start : start + numel]
+        if place.data is None:
+            place.data = self._load(place)
+        self._use(id(param))
+        assert place.data is not None
+        return place.data[start - place.kept[0] :][:numel]
 
     def values(self, param: nn.Parameter) -> Tensor:
         """A parameter's values, flat; what is written into them is kept. Valid until the next call."""
         place = self._places[id(param)]
         if not parameter.is_released(param):
-            place.data = param.data = param.data.contiguous()
+            param.data = param.data.contiguous()
+            place.take(param.data)
         elif place.data is None:
             place.data = self._load(place)
         self._use(id(param))
@@ -183,12 +386,35 @@ class DeferredInit:
         """Begin to read the values of a parameter that is wanted next, if they lie in a swap file."""
         place = self._places.get(id(param))
         if place is not None and place.data is None and place.extent is not None and not self._coming:
-            self._drain()
             self._coming[id(param)] = self._submit_reads(place)
+
+    def absorb(self, other: DeferredInit, params: Sequence[nn.Parameter]) -> None:
+        """Take parameters over from another, so that one has all of a model. Collective: `other` may close its groups.
+
+        Files stay the other's, which is closed with this one unless it has parameters of another model left.
+        """
+        if other._files is not None:
+            other._files.settle()
+        for param in other.in_order([param for param in params if other.holds(param)]):
+            key, serial = id(param), next(self._serials)
+            self._places[key] = replace(other._places.pop(key), param=self._watch(param), serial=serial)
+            if key in other._recent:
+                del other._recent[key]
+                self._recent[key] = None
+            parameter.attach(param, self, parameter.name_of(param))
+        self._absorbed.append(other)
+        if not other._places:
+            other.groups.close()
+        self._shrink(keep=0)
 
     def forget(self, param: nn.Parameter) -> None:
         """The engine has taken the values over: free them here."""
         self._forget(id(param))
+
+    def _watch(self, param: nn.Parameter) -> weakref.ref[nn.Parameter]:
+        """Return a reference by which this hears that the parameter was freed."""
+        key, dead = id(param), self._dead
+        return weakref.ref(param, lambda _: dead.append(key))
 
     def _forget_dead(self) -> None:
         """Note that a parameter was freed. That may happen while the places are iterated, so it is forgotten later."""
@@ -201,14 +427,28 @@ class DeferredInit:
         if (coming := self._coming.pop(key, None)) is not None:
             for read in coming[1]:
                 read.wait()
-        if place is not None and not any(other.tier is place.tier for other in self._places.values()):
-            self._close_file(place.tier)
+        # The newest file stays while parameters may still be registered.
+        if place is None or self._files is None or self.open:
+            return
+        if not any(other.tier is place.tier for other in self._places.values()):
+            self._files.remove(place.tier)
 
     def seal(self) -> None:
-        """End the construction: a released parameter that the program uses from now on raises StateError."""
+        """End the construction: a released parameter that the program uses from now on raises StateError.
+
+        Large parameters in memory are released too, though their use is no error. Otherwise a `state_dict()` that a
+        program holds while it loads the model would hold their memory after they have left it.
+        """
         self.open = False
-        self._drain()
-        self._rooms.clear()
+        if self._files is not None:
+            self._files.settle()
+        if self._files is None and self.groups.world.size == 1:
+            return
+        for place in self._places.values():
+            param = place.param()
+            if param is not None and not parameter.is_released(param) and not _is_small(place.nbytes):
+                place.take(param.data.contiguous())
+                parameter.release(param, parameter.placeholder(place.shape, place.dtype, param.device))
 
     def __del__(self) -> None:
         # A model that was built and never trained: its files go with it.
@@ -216,13 +456,13 @@ class DeferredInit:
 
     def close(self) -> None:
         """Remove every file and forget every value."""
-        # Their queues end what is in flight.
-        for tier, _ in self._files:
-            tier.close()
-        self._files.clear()
-        self._writing.clear()
+        if self._files is not None:
+            self._files.close()
         self._coming.clear()
-        self._rooms.clear()
+        for other in self._absorbed:
+            if not other._places:
+                other.close()
+        self._absorbed.clear()
         self.resources.close()
         self._places.clear()
         self._recent.clear()
@@ -230,20 +470,29 @@ class DeferredInit:
     def _use(self, key: int) -> None:
         """Note a use, and write out the parameters used longest ago until the window is within its bound."""
         self._recent.pop(key, None)
-        self._recent[key] = None
+        if not self._places[key].blocks:
+            self._recent[key] = None
         self._shrink(keep=1)
 
     def _shrink(self, keep: int) -> None:
         """Write out parameters until the window is within its bound; the latest `keep` parameters stay."""
         self._forget_dead()
-        if self._directory is None:
+        if self._files is None:
             return
-        held = sum(_nbytes(self._places[key]) for key in self._recent)
-        while held > WINDOW_NBYTES and len(self._recent) > keep:
-            oldest = next(iter(self._recent))
-            held -= _nbytes(self._places[oldest])
-            self._spill(self._places[oldest])
-            del self._recent[oldest]
+        held = sum(self._places[key].nbytes for key in self._recent)
+        # Once the model is built, the memory of parts on their way to the drive counts too.
+        bound = WINDOW_NBYTES if self.open else max(WINDOW_NBYTES - self._files.buffer_nbytes, WINDOW_NBYTES // 2)
+        if held <= bound:
+            return
+        recent = list(self._recent)
+        recent = recent[: len(recent) - keep]
+        # A stable sort: each kind in the order of use.
+        for key in sorted(recent, key=lambda key: _is_small(self._places[key].nbytes)):
+            if held <= bound:
+                break
+            held -= self._places[key].nbytes
+            self._spill(self._places[key])
+            del self._recent[key]
 
     def _spill(self, place: _Place) -> None:
         """Write a parameter's values if they are new, and release it."""
@@ -251,16 +500,19 @@ class DeferredInit:
         if param is None:
             place.data = None
             return
-        assert place.data is not None
-        if not parameter.is_released(param):
-            place.data = param.data
-        nbytes = _nbytes(place)
+        assert self._files is not None and place.data is not None
+        if place.kept is None and not parameter.is_released(param):
+            place.take(param.data)
+        nbytes = place.nbytes
         if nbytes:
-            if place.extent is None:
-                place.put(*self._allocate(align_up(nbytes, EXTENT_ALIGNMENT)))
+            space = align_up(nbytes, EXTENT_ALIGNMENT)
+            if place.extent is None or place.tier is None or place.extent.nbytes < space:
+                place.put(*self._files.allocate(space))
+            elif place.extent.nbytes > space:
+                place.put(place.tier, Extent(place.extent.offset, space))
             assert place.tier is not None and place.extent is not None
-            self._write(place.tier, place.extent, place.data.detach().contiguous().view(-1).view(torch.uint8))
-        if not parameter.is_released(param):
+            self._files.write(place.tier, place.extent, place.data)
+        if place.kept is None and not parameter.is_released(param):
             parameter.release(param, parameter.placeholder(place.shape, place.dtype, place.data.device))
         place.data = None
         self._freed_nbytes += nbytes
@@ -269,90 +521,56 @@ class DeferredInit:
             self._freed_nbytes = 0
             trim()
 
-    def _write(self, tier: NvmeTier, extent: Extent, values: Tensor) -> None:
-        """Submit writes of `values` (uint8, flat) in parts, from buffers that direct I/O accepts."""
-        for begin in range(0, values.numel(), _PART_NBYTES):
-            part = values[begin : begin + _PART_NBYTES]
-            room = self._room()
-            room[: part.numel()].copy_(part)
-            nbytes = align_up(part.numel(), EXTENT_ALIGNMENT)
-            self._writing.append((tier.write(Extent(extent.offset + begin, nbytes), room[:nbytes]), room))
-
-    def _room(self) -> Tensor:
-        """Return memory for a part: new memory, or that of the oldest part in flight, once it is written."""
-        if self._rooms:
-            return self._rooms.pop()
-        if len(self._writing) < _PARTS_MAX:
-            return page_aligned(_PART_NBYTES)
-        transfer, room = self._writing.popleft()
-        transfer.wait()
-        return room
-
-    def _drain(self) -> None:
-        """Wait until every part is on the drive."""
-        while self._writing:
-            transfer, room = self._writing.popleft()
-            transfer.wait()
-            self._rooms.append(room)
-
     def _load(self, place: _Place) -> Tensor:
+        """Return the values that this rank keeps: in the parameter's shape, or a slice, flat."""
+        if place.data is not None:
+            return place.data
+        shape = place.shape if place.kept is None else (place.numel,)
         if place.extent is None or place.tier is None:
-            fresh = torch.empty(place.shape, dtype=place.dtype, device="cpu")
+            fresh = torch.empty(shape, dtype=place.dtype, device="cpu")
             if place.origin is not None:
                 place.origin.read(0, fresh.view(-1))
             return fresh
         coming = self._coming.pop(id(place.param()), None)
         if coming is None:
-            self._drain()
             coming = self._submit_reads(place)
         buffer, reads = coming
         for read in reads:
             read.wait()
-        numel = place.shape.numel()
-        return buffer.view(place.dtype)[:numel].view(place.shape)
+        return buffer.view(place.dtype)[: place.numel].view(shape)
 
     def _submit_reads(self, place: _Place) -> tuple[Tensor, list[Transfer]]:
-        assert place.extent is not None and place.tier is not None
-        offset, nbytes = place.extent.offset, place.extent.nbytes
-        buffer = page_aligned(nbytes)
-        # Cut as it was written: of each part the tier knows a checksum.
-        parts = [(begin, buffer[begin : begin + _PART_NBYTES]) for begin in range(0, nbytes, _PART_NBYTES)]
-        return buffer, [place.tier.read(Extent(offset + begin, part.numel()), part) for begin, part in parts]
-
-    def _allocate(self, nbytes: int) -> tuple[NvmeTier, Extent]:
-        """A place in the newest swap file, or in a new one."""
-        assert self._directory is not None
-        if not self._files or self._files[-1][1] + nbytes > self._files[-1][0].nbytes:
-            size = max(_FILE_NBYTES, nbytes)
-            options = QueueOptions(timeout_seconds=self._timeout)
-            tier = NvmeTier.open(self._directory, nbytes=size, rank=self.groups.ranks.rank, options=options)
-            self._files.append((tier, 0))
-        tier, used = self._files[-1]
-        self._files[-1] = (tier, used + nbytes)
-        return tier, Extent(used, nbytes)
-
-    def _close_file(self, tier: NvmeTier | None) -> None:
-        """Remove a swap file without values; the newest one stays while parameters may still be registered."""
-        for index, (candidate, _) in enumerate(self._files):
-            if candidate is tier and not self.open:
-                candidate.close()
-                del self._files[index]
-                return
+        assert place.tier is not None and place.extent is not None
+        if self._files is not None:
+            self._files.drain()
+        return read_extent(place.tier, place.extent)
 
 
-def _nbytes(place: _Place) -> int:
-    return place.shape.numel() * place.dtype.itemsize
+def _is_small(nbytes: int) -> bool:
+    return nbytes <= min(_SMALL_NBYTES, WINDOW_NBYTES // 4)
 
 
 def spool_of(params: list[nn.Parameter]) -> DeferredInit | None:
-    """The spool that keeps a model's parameters, if it was built under `Init`."""
-    spools = {
-        id(keeper): keeper
-        for param in params
-        if isinstance(keeper := param.__dict__.get("_infinity_keeper"), DeferredInit)
-    }
-    if len(spools) > 1:
-        raise ConfigError(
-            "the model's parameters were built under different infinity.Init contexts: build it under one"
-        )
-    return next(iter(spools.values()), None)
+    """Return what keeps a model's parameters, if it was built under `Init`; `merged_spool` makes it one."""
+    return next(iter(spools_of(params)), None)
+
+
+def merged_spool(params: list[nn.Parameter]) -> DeferredInit | None:
+    """Have one `Init`'s spool keep all of a model's parameters that were built under several; return it. Collective."""
+    first: DeferredInit | None = None
+    for spool, theirs in spools_of(params).items():
+        if first is None:
+            first = spool
+        else:
+            first.absorb(spool, theirs)
+    return first
+
+
+def spools_of(params: list[nn.Parameter]) -> dict[DeferredInit, list[nn.Parameter]]:
+    """Group the parameters that spools keep, in the order in which the spools were made."""
+    found: dict[DeferredInit, list[nn.Parameter]] = {}
+    for param in params:
+        keeper = param.__dict__.get("_infinity_keeper")
+        if isinstance(keeper, DeferredInit):
+            found.setdefault(keeper, []).append(param)
+    return dict(sorted(found.items(), key=lambda each: each[0].serial))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
+from infinity.memory.resizable_buffer import occupy, vacate
 from infinity.memory.tiers.device import Device
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import UnitPlacement
@@ -24,6 +25,8 @@ class FullBuffer:
         dtype = DTYPES[layout.dtype]
         self._ledger = ledger
         self._name = f"the whole of {layout.name}"
+        # Whether a unit that is whole for good has given its bytes up for a while.
+        self._vacant = False
         # Bytes by kind: this rank's slice is the partition's home where the partition is aliased.
         own = layout.partition_numel(placed.parts) * dtype.itemsize if placed.aliased else 0
         self.kinds = {Kind.FULL: layout.nbytes - own, **({Kind.PARAM: own} if own else {})}
@@ -38,13 +41,24 @@ class FullBuffer:
     @property
     def has_bytes(self) -> bool:
         """Whether the buffer takes memory, for values or for the next gather."""
-        return self._resizable is None or self._resizable.has_bytes
+        return not self._vacant if self._resizable is None else self._resizable.has_bytes
 
     def take(self) -> None:
         """Give the buffer bytes of undefined content, unless it has some."""
+        if self._vacant:
+            with self._booked():
+                occupy(self.tensor)
+            self._vacant = False
         if self._resizable is not None and not self._resizable.has_bytes:
             with self._booked():
                 self._resizable.take()
+
+    def vacate(self) -> None:
+        """Give up the bytes of a unit that is whole for good, until `take`. Views of it stay views."""
+        if self._resizable is None and not self._vacant:
+            vacate(self.tensor)
+            self._unbook()
+            self._vacant = True
 
     def free(self, *, to_spare: bool = False) -> None:
         """Give the bytes back, or make their pages spare for other buffers."""
@@ -53,9 +67,11 @@ class FullBuffer:
             self._unbook()
 
     def close(self) -> None:
-        """Book the bytes out; the tensor stays as it is."""
+        """Book the bytes out, and let go of them where parameters may keep them alive."""
         if self.has_bytes:
             self._unbook()
+        if self._resizable is None:
+            self.tensor, self.views = self.tensor[:0].clone(), []
 
     def _cut(self, layout: UnitLayout) -> list[Tensor]:
         """The parameters' views. A buffer whose storage is resized needs its bytes to be cut."""

@@ -3,13 +3,19 @@
 `UnitMemory` decides which released units retain their bytes for the next gathers. It keeps the totals: no gather
 scans all units. This module carries the decisions out: a unit that gives up its bytes leaves their pages as spare pages
 to other units.
+
+[Note: refresh] A unit that is whole for good has to follow its partition after a step. Where the states lie on the
+device, the device does both in order. Elsewhere the step takes its time, so each unit follows as soon as its own
+sub-groups are stepped, while others still are. If that needs other ranks, `step()` gathers unit after unit, in one
+order on all ranks. If it does not, `step()` returns before: the unit looks partitioned until its next use, a module's
+or the program's own, which waits for this unit's step only and begins to bring those that are stepped by then.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from infinity.memory.resizable_buffer import SparePages
 from infinity.memory.store import TieredStore
@@ -35,6 +41,8 @@ class GatheredMemory:
         self._held = self._nothing_held()
         # Units whose copy to the device may still read their partition, in the order of the copies.
         self._copying: deque[Unit] = deque()
+        # Units that are brought up to date at their next use, in the order of their steps. Some may be already.
+        self._outdated: deque[Unit] = deque()
 
     @property
     def live_nbytes(self) -> int:
@@ -83,19 +91,55 @@ class GatheredMemory:
         while not self._store.prefetch(*keys) and self._copying:
             self._copying.popleft().release_lease(wait=True)
 
+    def follow_step(self, units: Sequence[Unit]) -> None:
+        """The optimizer steps the partitions of these units, in this order, and may still be at it. Collective.
+        See [Note: refresh].
+        """
+        self._outdated.clear()
+        at_once: list[Unit] = []
+        for unit in units:
+            unit.stepped()
+            if self._plan.refreshed_at_use(unit.layout.index):
+                unit.outdate(hide=True)
+                self._outdated.append(unit)
+            else:
+                at_once.append(unit)
+        self.refresh(at_once)
+
+    def update(self, unit: Unit) -> None:
+        """Bring a unit that is whole for good up to date, and begin to bring those that are stepped by now."""
+        self.gather(unit)
+        waiting = self._outdated
+        while waiting and (waiting[0].state is not GatherState.PARTITIONED or self._store.readable_now(waiting[0].key)):
+            self.gather(waiting.popleft())
+        unit.finish_gather()
+
+    @property
+    def outdated(self) -> bool:
+        """Whether a unit that is whole for good is still to be brought up to date."""
+        return any(unit.state is GatherState.PARTITIONED for unit in self._outdated)
+
     def refresh(self, units: Sequence[Unit]) -> None:
         """Bring those of the units that are whole for good up to date with partitions that were written. Collective.
 
-        No later gather would return what their copies hold of a pool, so the host waits for those out of a pool here.
+        One gather goes on while the next one waits for its partition. No later gather would return what their copies
+        hold of a pool, so the host waits for those out of a pool here.
         """
+        latest: Unit | None = None
         for unit in units:
             if not unit.placed.whole:
                 continue
             if self._copying:
                 self.prefetch(unit)
-            unit.refresh()
+            unit.outdate(hide=False)
+            unit.start_gather()
+            if latest is not None:
+                latest.finish_gather()
+            latest = unit
             if unit.leasing and unit.placed.param.on_drive:
                 self._copying.append(unit)
+        if latest is not None:
+            latest.finish_gather()
         self.return_partitions()
 
     def return_partitions(self) -> None:
@@ -157,6 +201,16 @@ class GatheredMemory:
         for unit in self._units:
             if not unit.placed.whole and unit.state is not GatherState.PARTITIONED:
                 self._held.gather(unit.layout.index, unit.layout.nbytes)
+
+    def close(self) -> None:
+        """Bring what is outdated up to date: the program keeps it. What no step has reached stays partitioned, if that
+        has failed with an error, which the optimizer raises.
+        """
+        for unit in self._outdated:
+            with suppress(Exception):
+                self.gather(unit)
+                unit.finish_gather()
+        self._outdated.clear()
 
     def check(self) -> None:
         """Compare what is tracked with the units: for tests."""

@@ -48,10 +48,11 @@ class Gradients:
 
     def __init__(
         self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, device: Device, groups: ProcessGroups,
-        ledger: Ledger, sink: GradientSink,
+        ledger: Ledger, sink: GradientSink, trains: bool = True,
     ) -> None:  # fmt: skip
+        """trains: whether there is an optimizer at all."""
         self._units = [unit for unit in units if unit.layout.trainable]
-        self._frozen = FrozenGradients(units)
+        self._frozen = FrozenGradients(units, trains=trains)
         self._groups = groups
         self._reducer = Reducer(plan, device=device, group=groups.reduction, ledger=ledger)
         self._partitions = GradientPartitions(store, device)
@@ -100,7 +101,9 @@ class Gradients:
     # In a micro-step.
 
     def begin_micro_step(self, *, last: bool) -> None:
-        """A training forward begins. last: a step is due after its backward, so that the sink gets final gradients."""
+        """A training forward begins, or the program says since which micro-step its is. last: a step is due after its
+        backward, so that the sink gets final gradients.
+        """
         self._last = last
 
     def begin_backward(self, *, scaled: bool) -> None:
@@ -163,6 +166,13 @@ class Gradients:
         for unit in self._units:
             self.arrived[unit] = [False] * len(unit.params)
         self._drop_autograds()
+
+    def drop_memory(self) -> None:
+        """Give up what holds no gradient between two steps, until gradients come: see `Reducer`, `WholeGradients`."""
+        self._settle()
+        self._reducer.drop_memory()
+        if self._whole is not None:
+            self._whole.close()
 
     def close(self) -> None:
         """Return the buffers of whole gradients and drop what autograd left."""

@@ -55,11 +55,23 @@ class ModelGuards:
         self._handles.clear()
 
 
+def name_engine(model: nn.Module, engine: object) -> None:
+    """Have a guarded model keep its engine, for `engines_of`. The two are collected together."""
+    model.__dict__[_NAME] = _NotPickled(model, engine)
+
+
+def engines_of(model: nn.Module) -> list[Any]:
+    """Return the open engines of a model and of models in it."""
+    held = (module.__dict__.get(_NAME) for module in model.modules())
+    return [each.engine for each in held if isinstance(each, _NotPickled) and each.engine is not None]
+
+
 class _NotPickled:
     """Stands in the model's attributes. In a deep copy, which is free of the engine, stands None."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, engine: object = None) -> None:
         self._model = model
+        self.engine = engine
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_pickle(self._model, protocol)

@@ -57,6 +57,10 @@ class Materializer:
         # In the order in which they are taken in, with what follows each.
         wholes = {id(whole): whole for unit in self._units for whole in map(parameter.whole_of, unit.params)}
         self._following = {id(one): other for one, other in pairwise(wholes.values())}
+        self._holders: dict[int, list[Unit]] = {}
+        for unit in self._units:
+            for whole in map(parameter.whole_of, unit.params):
+                self._holders.setdefault(id(whole), []).append(unit)
         own = sum(unit.layout.nbytes // unit.placed.parts for unit in self._units)
         self._progress = PhaseProgress("taking the model in", own)
 
@@ -161,7 +165,7 @@ class Materializer:
             values = torch.empty(numel, dtype=torch.float32, device="cpu")
             self._spool.read(param, start, values)
         else:
-            values = self._spool.values(param)[start : start + numel]
+            values = self._spool.elements(param, start, numel)
         return values.to("cpu", torch.float32)
 
     def _advance(self, unit: Unit, param: nn.Parameter, numel: int) -> None:
@@ -189,12 +193,31 @@ class Materializer:
             if not param.numel() or id(param) in self._alike:
                 continue
             name = f"broadcast of {slot.name}"
-            if self._spool.holds(param):
+            if self._spool.is_sliced(param):
+                self._spool.settle(param, self._wanted(param))
+            elif self._spool.holds(param):
                 collectives.broadcast(self._spool.values(param), self._groups.world, name=name)
             else:
                 values = param.detach().contiguous().cpu()
                 collectives.broadcast(values, self._groups.world, name=name)
                 parameter.set_data(param, values)
+
+    def _wanted(self, param: nn.Parameter) -> tuple[int, int]:
+        """Return the elements of a parameter, from and to, that this rank's partitions have; tiles have several."""
+        found: list[tuple[int, int]] = []
+        for unit in self._holders[id(param)]:
+            numel = unit.layout.partition_numel(unit.placed.parts)
+            first = unit.rank_in_parts * numel
+            names = [
+                slot.name for slot, one in zip(unit.layout.slots, unit.params, strict=True)
+                if parameter.whole_of(one) is param
+            ]  # fmt: skip
+            found += [
+                (overlap.tensor_start, overlap.tensor_start + overlap.numel)
+                for overlap in unit.layout.overlaps(first, first + numel)
+                if overlap.slot.name in names
+            ]
+        return min((start for start, _ in found), default=0), max((stop for _, stop in found), default=0)
 
     def _taken(self, unit: Unit) -> None:
         """Free the parameters' own memory: the unit's values are in its partitions."""

@@ -23,6 +23,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.types import Kind
 from infinity.zero import parameter
 from infinity.zero.coordinator import Coordinator
+from infinity.zero.deferred_access import deferred_of, listed_params, modify_deferred, modify_ordinary, read_deferred
 from infinity.zero.gradients import Gradients
 from infinity.zero.guards import not_pickled
 from infinity.zero.parameter import name_of, whole_of
@@ -30,6 +31,8 @@ from infinity.zero.saved_weights import gathered_for_backward
 from infinity.zero.unit import Unit
 from infinity.zero.weight_tiles import assembled, tiles_of
 
+# Names in a parameter's attributes of what keeps or trains it.
+_OURS = {"_infinity_keeper", "_infinity_owner"}
 Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
 
@@ -59,14 +62,10 @@ class ParamAccess:
                 parameter.give_to(whole_of(param), self)
 
 
-def owners_of(params: Params) -> list[tuple[ParamAccess, list[nn.Parameter]]]:
+def owners_of(params: Iterable[nn.Parameter]) -> list[tuple[ParamAccess, list[nn.Parameter]]]:
     """Group parameters by the engine that trains them; parameters without an engine are left out."""
-    if isinstance(params, nn.Module):
-        chosen = list(params.parameters())
-    else:
-        chosen = [params] if isinstance(params, nn.Parameter) else list(params)
     found: dict[int, tuple[ParamAccess, list[nn.Parameter]]] = {}
-    for param in chosen:
+    for param in params:
         owner = param.__dict__.get("_infinity_owner")
         if owner is not None:
             found.setdefault(id(owner), (owner, []))[1].append(param)
@@ -83,10 +82,15 @@ def units_of(owner: ParamAccess, params: Iterable[nn.Parameter]) -> list[Unit]:
     return sorted(found, key=lambda unit: unit.layout.index)
 
 
-def full_state_dict(owner: ParamAccess, module: nn.Module, *, wanted: bool) -> dict[str, Tensor]:
-    """Return a module's full parameters in CPU memory, gathered unit by unit; {} unless `wanted`. Collective."""
+def full_state_dict(
+    owner: ParamAccess, module: nn.Module, *, wanted: bool, frozen: bool = True
+) -> dict[str, Tensor]:
+    """Return a module's full parameters in CPU memory, gathered unit by unit; {} unless `wanted`. Collective.
+
+    frozen: with those that are not trained, which are not even gathered otherwise.
+    """
     whole: dict[int, Tensor] = {}
-    for unit in owner.units:
+    for unit in owner.units if frozen else [unit for unit in owner.units if unit.layout.trainable]:
         with owner.coordinator.memory.holding([unit]):
             for param, slot in zip(unit.params, unit.layout.slots, strict=True) if wanted else ():
                 if slot.is_tile:
@@ -96,7 +100,7 @@ def full_state_dict(owner: ParamAccess, module: nn.Module, *, wanted: bool) -> d
     if not wanted:
         return {}
     names = {name: param for name, param in module.named_parameters(remove_duplicate=False)}
-    return {name: whole[id(param)] for name, param in names.items()}
+    return {name: whole[id(param)] for name, param in names.items() if id(param) in whole}
 
 
 def _put_rows(whole: dict[int, Tensor], tile: nn.Parameter, slot: Slot) -> None:
@@ -111,10 +115,14 @@ def _put_rows(whole: dict[int, Tensor], tile: nn.Parameter, slot: Slot) -> None:
 def read(params: Params) -> Iterator[None]:
     """Gather parameters (of a module, one, or an iterable) on every rank for reading. Collective.
 
+    Parameters made under `infinity.Init` that no engine has yet are made whole likewise; ordinary ones are left alone.
     Raises StateError on every rank if one of them was changed in place: use `modify` for that.
     """
+    wanted = listed_params(params)
     with ExitStack() as stack:
-        entered = [(owner, chosen) for owner, chosen in owners_of(params)]
+        for spool, deferred in deferred_of(wanted):
+            stack.enter_context(read_deferred(spool, deferred))
+        entered = owners_of(wanted)
         for owner, chosen in entered:
             stack.enter_context(owner.coordinator.memory.holding(_cut_together(units_of(owner, chosen))))
             for param in chosen:
@@ -143,10 +151,16 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
     """Gather parameters on every rank for writing; the values of rank `source` are kept on all of them. Collective.
 
     Master weights follow: where a 16-bit value was changed its master becomes that value; elsewhere it is unchanged.
+    Parameters that no engine has yet, made under `infinity.Init` or ordinary ones, get the source's values too.
     """
+    wanted = listed_params(params)
     with ExitStack() as stack:
+        for spool, deferred in deferred_of(wanted):
+            stack.enter_context(modify_deferred(spool, deferred, source))
+        ordinary = [param for param in wanted if param.__dict__.keys().isdisjoint(_OURS)]
+        stack.enter_context(modify_ordinary(ordinary, source))
         entered = []
-        for owner, chosen in owners_of(params):
+        for owner, chosen in owners_of(wanted):
             units = _cut_together(units_of(owner, chosen))
             stack.enter_context(owner.coordinator.memory.holding(units))
             tiled = [(param, stack.enter_context(_assembled(owner, param))) for param in chosen]

@@ -8,6 +8,7 @@ model is being built) or raises an error that names the parameter and the fix. `
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,8 +27,30 @@ STATE_DICT, SAVE_PRETRAINED = "state_dict()", "save_pretrained()"
 WHOLE_MODEL_USES = (STATE_DICT, SAVE_PRETRAINED)
 
 
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter has its data, under DeepSpeed's names: see `infinity.zero.foreign_attributes`."""
+
+    # Its data is there, whole.
+    AVAILABLE = 1
+    # It is partitioned, or on its tier.
+    NOT_AVAILABLE = 2
+    # Never here: a gather in flight belongs to a unit.
+    INFLIGHT = 3
+
+
+# What `infinity.zero.foreign_attributes` gives to a parameter.
+FOREIGN_ATTRIBUTES = ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_active_sub_modules", "partition_numel")
+
+
 class ParamOwner(Protocol):
-    """An object that can make released parameters whole."""
+    """An object that can make released parameters whole.
+
+    One that has a method `stand_in(param) -> Tensor | None` is asked there for what `param.detach()` returns.
+    """
+
+    # Whether it does so now for an operation that uses their data.
+    @property
+    def gathers_on_use(self) -> bool: ...
 
     def materialize(self, params: list[nn.Parameter], use: str) -> None:
         """Make all `params` whole (some may be already), or raise an error that says how the program can."""
@@ -35,6 +58,15 @@ class ParamOwner(Protocol):
 
 class ReleasedParameter(nn.Parameter):
     """The class of a parameter between release and gather; see the module's text."""
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Overrides what a published parameter says of itself while it is whole."""
+        if "ds_status" not in self.__dict__:
+            raise AttributeError("this parameter has no ds_status: its engine has infinity's own conventions")
+        # During a forward or backward whoever uses the data gets it; a program that reads this gathers nothing then.
+        away = is_released(self) and not owner_of(self).gathers_on_use
+        return ZeroParamStatus.NOT_AVAILABLE if away else ZeroParamStatus.AVAILABLE
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         # The copy is an ordinary parameter, so this one must be whole before deepcopy looks at its class.
@@ -57,6 +89,10 @@ class ReleasedParameter(nn.Parameter):
             return found
         if func is Tensor.__repr__:
             return describe_released(args[0])
+        if func is Tensor.detach and is_released(args[0]):
+            stand_in = getattr(owner_of(args[0]), "stand_in", None)
+            if stand_in is not None and (found := stand_in(args[0])) is not None:
+                return found
         used = list(kept(args, kwargs))
         for keeper in {id(keeper): keeper for keeper in map(owner_of, filter(is_released, used))}.values():
             owned = [param for param in used if owner_of(param) is keeper]
@@ -106,6 +142,11 @@ def owner_of(param: nn.Parameter) -> ParamOwner:
     return param.__dict__["_infinity_keeper"]
 
 
+def is_kept(param: nn.Parameter) -> bool:
+    """Return whether a parameter has an owner."""
+    return "_infinity_keeper" in param.__dict__
+
+
 def name_of(param: nn.Parameter) -> str:
     """Return the parameter's name in the model, or its shape in words while it has no name."""
     return param.__dict__.get("_infinity_name") or f"a parameter of shape {tuple(param.shape)}"
@@ -124,7 +165,7 @@ def give_to(param: nn.Parameter, access: object) -> None:
 
 def forget(param: nn.Parameter) -> None:
     """Undo `attach`: the parameter is an ordinary one of the program's."""
-    for name in ("_infinity_keeper", "_infinity_name", "_infinity_owner"):
+    for name in ("_infinity_keeper", "_infinity_name", "_infinity_owner", *FOREIGN_ATTRIBUTES):
         param.__dict__.pop(name, None)
 
 

@@ -91,12 +91,17 @@ class Reducer:
         if self._in_flight is not None:
             (_, self._abandoned), self._in_flight = self._in_flight, None
 
-    def close(self) -> None:
-        """Drop the memory. A reduction that is still in flight keeps what it needs."""
-        self._in_flight = self._abandoned = None
+    def drop_memory(self) -> None:
+        """Give the memory up until the next reduction; none is in flight."""
+        self._settle()
         if self._made is not None:
             self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -self._planned.nbytes)
         self._made = None
+
+    def close(self) -> None:
+        """Drop the memory. A reduction that is still in flight keeps what it needs."""
+        self._in_flight = self._abandoned = None
+        self.drop_memory()
 
     def _flat(self, unit: Unit) -> Tensor:
         """A unit's gradients [numel] as its layout has them, zero where there are none: autograd's own where that is

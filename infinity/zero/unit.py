@@ -2,8 +2,8 @@
 
 PARTITIONED -> `start_gather` -> GATHERING -> `finish_gather` -> GATHERED -> `release` -> PARTITIONED. The full buffer
 is one tensor for life: release frees its bytes, and gather takes and refills them. So the views of a weight that
-autograd has saved are valid again when backward runs. A unit that is whole for good is gathered once and refreshed
-after each step.
+autograd has saved are valid again when backward runs. A unit that is whole for good is gathered once, and again after
+each step: then it has its old values until it is GATHERED.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Unit:
         self._hidden = False
         self.versions = ValueVersions(self.params)
         self.buffer = FullBuffer(layout, placed, device=device, ledger=ledger)
+        self._store = store
         self._copy = PartitionCopy(self.key, store=store, device=device)
         self._group = group
         self._device = device
@@ -97,8 +98,13 @@ class Unit:
         self.buffer.take()
         self.state = GatherState.GATHERING
         try:
+            if self.placed.aliased and self._store[self.key].absent:
+                # It was vacated.
+                self._store.adopt(self.key, self.local_partition.view(torch.uint8))
             self._transfer = self._fill()
         except BaseException:
+            if self.placed.whole:
+                self.state = GatherState.PARTITIONED
             self.release()
             raise
 
@@ -170,6 +176,10 @@ class Unit:
         keep_bytes: leave the full buffer's memory to the next gather, until `free`.
         """
         if self.placed.whole or self.state is GatherState.PARTITIONED:
+            if self.state is GatherState.GATHERING:
+                # A unit that was vacated could not be filled.
+                self.state = GatherState.PARTITIONED
+                self.buffer.vacate()
             return
         if self.state is GatherState.GATHERING:
             self._transfer.wait()
@@ -185,6 +195,20 @@ class Unit:
         """Give the memory of a released unit's full buffer back, or leave its pages to other units' buffers."""
         if self.state is GatherState.PARTITIONED:
             self.buffer.free(to_spare=to_spare)
+
+    def vacate(self) -> None:
+        """Give up the whole values of a unit that is whole for good, until the next gather; its partition, if that is
+        a view of them, has been offloaded.
+        """
+        if self.placed.whole and self.state is not GatherState.GATHERING:
+            self.set_placeholders()
+            self.state = GatherState.PARTITIONED
+            self.buffer.vacate()
+
+    @property
+    def vacant(self) -> bool:
+        """Whether a unit that is whole for good has given up its values: its next gather needs all ranks."""
+        return self.placed.whole and not self.buffer.has_bytes
 
     def abandon(self) -> None:
         """Release after an error. A gather that still runs keeps its buffer: waiting for it might fail the same way."""
@@ -224,27 +248,32 @@ class Unit:
         """The optimizer has changed the partition: a backward of what was computed with older values is refused."""
         self.versions.advance()
 
-    def refresh(self) -> None:
-        """Bring a whole unit up to date with the partitions that the optimizer has written."""
-        self.state = GatherState.GATHERING
-        self._transfer = self._fill()
-        self.finish_gather()
+    def outdate(self, *, hide: bool) -> None:
+        """The partitions of a unit that is whole for good get other values: it is to be gathered again. hide: the
+        parameters look partitioned until then.
+        """
+        self.state = GatherState.PARTITIONED
+        if hide:
+            self.set_placeholders()
 
     def close(self) -> None:
         """Drop the partition's lease and stop booking; parameters that are whole keep their values."""
         self._copy.close()
         _open.pop(self, None)
-        self.buffer.close()
-        if self.placed.whole:
+        if self.placed.whole and self.state is GatherState.GATHERED:
             # From now on the parameters are the program's, in its children too.
             let_inherit(self.full)
+            if self._hidden:
+                # Its step has failed.
+                return
             for param in map(parameter.whole_of, self.params):
                 parameter.forget(param)
+        self.buffer.close()
 
     def _fill(self) -> Transfer:
         """Put this rank's partition into its place in the full buffer and gather the others'."""
         trace.begin_async("gathers", self.key, self.layout.nbytes)
-        copied = Completed() if self.placed.aliased else self._copy.start(self.local_partition)
+        copied = self._copy.await_step() if self.placed.aliased else self._copy.start(self.local_partition)
         if self.placed.parts == 1 or not self.layout.numel:
             return copied
         with trace.span(trace.WAIT, "copy to the device", self.key):
@@ -258,6 +287,7 @@ class _Elsewhere:
 
     def __init__(self, owner: int) -> None:
         self._owner = owner
+        self.gathers_on_use = False
 
     def materialize(self, params: list[nn.Parameter], use: str) -> None:
         raise of_another_process(f"use {parameter.name_of(params[0])} ({use})", self._owner)

@@ -87,13 +87,18 @@ class Tiles:
         self.tiles = tuple(tiles)
         self.coordinator = coordinator
 
+    @property
+    def gathers_on_use(self) -> bool:
+        """Never: see `materialize`."""
+        return False
+
     def materialize(self, params: Sequence[nn.Parameter], use: str) -> None:
         """Raise StateError: the whole weight is too large to be gathered implicitly."""
         name = parameter.name_of(self.param)
         if self.coordinator.closed:
             raise StateError(
-                f"{name} was left on its tier when the engine was closed, and {use} needs its data: read it before "
-                "close() with infinity.read(param)"
+                f"{name} was left on its tier when the engine was closed, and {use} needs its data: keep the weights "
+                "with engine.close(keep_weights=True), or read it before with infinity.read(param)"
             )
         raise StateError(
             f"{name} is executed in {len(self.tiles)} tiles, because it is too large to gather, and {use} needs all of "

@@ -19,18 +19,24 @@ class WholeGradients:
     def __init__(self, units: Sequence[Unit], dtype: torch.dtype, *, device: Device, ledger: Ledger) -> None:
         self._ledger = ledger
         self._device = device
+        self._dtype = dtype
         self._buffers: dict[Unit, Tensor] = {}
         for unit in units:
-            nbytes = unit.layout.numel * dtype.itemsize
-            with ledger.taking(Tier.GPU, {Kind.FULL_GRAD: nbytes}, f"whole gradients of {unit.layout.name}"):
-                self._buffers[unit] = device.empty(unit.layout.numel, dtype)
+            self._make(unit)
 
     def __getitem__(self, unit: Unit) -> Tensor:
+        if unit not in self._buffers:
+            self._make(unit)
         return self._buffers[unit]
+
+    def _make(self, unit: Unit) -> None:
+        nbytes = unit.layout.numel * self._dtype.itemsize
+        with self._ledger.taking(Tier.GPU, {Kind.FULL_GRAD: nbytes}, f"whole gradients of {unit.layout.name}"):
+            self._buffers[unit] = self._device.empty(unit.layout.numel, self._dtype)
 
     def add(self, unit: Unit, *, first: bool) -> None:
         """Add the gradients on a unit's parameters. The first ones of a step replace what was there."""
-        buffer = self._buffers[unit]
+        buffer = self[unit]
         if first:
             buffer.zero_()
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
@@ -43,7 +49,7 @@ class WholeGradients:
                     self._device.add(piece, grad)
 
     def close(self) -> None:
-        """Return the buffers."""
+        """Return the buffers. One that is asked for again is made anew."""
         for buffer in self._buffers.values():
             self._ledger.add(Tier.GPU, Kind.FULL_GRAD, -buffer.numel() * buffer.element_size())
         self._buffers.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import infinity
 from infinity.checkpoint import files, publish, save
 from infinity.checkpoint.format import check_files, complete, find, read_manifest
 from infinity.checkpoint.module_tensors import checkpoint_buffers
-from infinity.errors import CheckpointError, StateError, TransferError
+from infinity.errors import CheckpointError, TransferError
 from infinity.ops import file as ops_file
 from tests.checkpoint.cells import join
 from tests.checkpoint.test_format import flip
@@ -27,16 +28,53 @@ def listing(directory: Path) -> dict[str, int]:
     return {str(path.relative_to(directory)): path.stat().st_size for path in directory.rglob("*") if path.is_file()}
 
 
-def test_gradients_that_accumulate_are_not_saved(tmp_path):
-    with engine_of(tmp_path, accumulation=2) as engine:
-        engine.backward(engine(**token_batch(0, 0, positions=8)))
-        engine.step()
-        with pytest.raises(StateError, match=r"micro-step 1, 2 make a step.*engine.zero_grad\(\)"):
-            engine.save_checkpoint(tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-        engine.backward(engine(**token_batch(0, 1, positions=8)))
-        engine.step()
-        assert engine.save_checkpoint(tmp_path / "out") == "global_step1"
+# By what an engine does with gradients: whole until the boundary; in partitions; stepped while backward still runs.
+ACCUMULATING = {
+    "whole": {"stage": 1}, "partitioned": {"param": "nvme", "optimizer": "nvme"},
+    "early": {
+        "param": "nvme", "optimizer": "nvme", "bf16": {"enabled": True, "check_grad_overflow": False},
+        "zero": {"sub_group_size": 640},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("kind", list(ACCUMULATING))
+def test_a_save_while_gradients_accumulate_holds_the_last_complete_step(tmp_path, caplog, kind, behind):
+    options = ACCUMULATING[kind]
+
+    def run(saving: bool) -> dict[str, list[torch.Tensor]]:
+        with engine_of(tmp_path, accumulation=2, **options) as engine:
+            caplog.set_level("WARNING", logger="infinity")
+            for micro in range(6):
+                engine.backward(engine(**token_batch(0, micro, positions=8)))
+                if saving and micro == 3:
+                    # Before the step that its gradients are for; with "early" it has begun.
+                    before.update(states(engine))
+                    assert engine.save_checkpoint(tmp_path / "out", asynchronous=behind) == "global_step1"
+                    engine.finish_saving()
+                engine.step()
+            return states(engine)
+
+    before: dict[str, list[torch.Tensor]] = {}
+    assert same(run(saving=True), run(saving=False)), "the save has changed the run"
+    assert caplog.text.count("without the gradients that have accumulated") == 1
+    with engine_of(tmp_path, seed=1, accumulation=2, **options) as engine:
+        engine.load_checkpoint(tmp_path / "out")
+        assert same(states(engine), before)
+        assert (engine.global_steps, engine.micro_steps) == (1, 2)
+
+
+def test_the_options_of_a_program_are_saved_as_a_dictionary(tmp_path):
+    options = Namespace(lr=0.1, names=["a"], inner=Namespace(depth=2))
+    plain = {"lr": 0.1, "names": ["a"], "inner": {"depth": 2}}
+    with engine_of(tmp_path) as engine:
+        for given in (options, {"args": options}):
+            engine.save_checkpoint(tmp_path / "out", client_state=given)
+            assert engine.load_checkpoint(tmp_path / "out")[1] == (plain if given is options else {"args": plain})
+        engine.client_state = lambda: options
+        engine.save_checkpoint(tmp_path / "out")
+        assert engine.load_checkpoint(tmp_path / "out")[1] == plain
 
 
 def test_a_buffer_that_the_module_leaves_out_of_its_state_dict_is_not_saved(tmp_path):

@@ -119,7 +119,7 @@ def test_one_line_says_what_liger_does_here(package: Package, accelerator: str, 
 def test_it_vouches_for_what_is_declared_and_imports_it():
     assert {*REQUIRED} == {requirement.name for requirement in bare.declared()}
     extras = bare.project()["optional-dependencies"]
-    assert {*EXTRAS} == extras.keys() - {"dev", "docs", "examples"}
+    assert {*EXTRAS} == extras.keys() - {"clients", "dev", "docs", "examples"}
     for extra, (name, _) in EXTRAS.items():
         assert extras[extra][0].startswith(name)
     found = {package.name: package for package in look_at_packages()}

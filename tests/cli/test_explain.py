@@ -55,7 +55,7 @@ def initialized(raw: Any, tmp_path: Path) -> tuple[dict[str, str], str]:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(raw))
     try:
-        resolved = _resolve(str(file), model(), detect(), None, None)
+        resolved = _resolve(load_config(file), model(), detect(), None, None)
     except ConfigError as error:
         return {}, str(error)
     return dict(line.split(" = ", 1) for line in resolved.explain().splitlines()), ""

@@ -213,7 +213,7 @@ def test_a_wrong_value_is_one_sentence_with_its_path(raw: dict[Any, Any], senten
         (
             {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_max_lr": 1e-3}}},
             "scheduler.params.warmup_max_lr: unknown key for this type: it is one of WarmupLR or WarmupDecayLR",
-            "the keys here are cos_min_ratio, total_num_steps",
+            "the keys here are cos_min_ratio, last_batch_iteration, total_num_steps",
         ),
         (
             {"optimizer": {"type": "SGD", "params": {"lr": 1, "betas": [0.9, 0.9]}}},

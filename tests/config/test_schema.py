@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
-from infinity.config import load_config
+from infinity.config import DEEPSPEED, load_config
 from infinity.config.schema import Config
 from infinity.config.section import Absent, Also, Refused, Section, dotted, mark, reply_of, sections_of
 from infinity.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
-# Read from DeepSpeed 0.19.6. Absent is None.
+# Read from DeepSpeed 0.19.8. Absent is None.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "": {
         **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")),
@@ -26,7 +26,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "managed_gradient_accumulation": True,
         "gradient_clipping": 1.0,
         "gradient_clipping_value": 0.0,
-        **dict.fromkeys(("dump_state", "disable_allgather", "sparse_gradients", "graph_harvesting"), False),
+        **dict.fromkeys(("dump_state", "disable_python_gc", "disable_allgather"), False),
+        **dict.fromkeys(("sparse_gradients", "graph_harvesting"), False),
         **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "prescale_gradients"), False),
         "dataloader_num_workers": 0,
         "dataloader_prefetch_factor": None,
@@ -85,6 +86,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "zeropp_loco_param": None,
         "mics_shard_size": -1,
         "mics_hierarchical_params_gather": False,
+        "compute_grad_norm": True,
+        "parameter_alignment": False,
         "memory_efficient_linear": True,
         "pipeline_loading_checkpoint": False,
         "override_module_apply": True,
@@ -153,7 +156,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "bf16_optimizer_states": False,
     },
     "torch_autocast": {"enabled": False, "dtype": "bf16", "lower_precision_safe_modules": None},
-    "data_types": {"grad_accum_dtype": None, "param_dtype": None, "buffer_dtype": None},
+    "data_types": dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules")),
     "pipeline": {
         "stages": None,
         "partition": "best",
@@ -191,12 +194,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_grad_norm": None,
     },
     "scheduler.params LRRangeTestParams": {
+        "last_batch_iteration": -1,
         "lr_range_test_min_lr": 1e-3,
         "lr_range_test_step_size": 2000,
         "lr_range_test_step_rate": 1.0,
         "lr_range_test_staircase": False,
     },
     "scheduler.params OneCycleParams": {
+        "last_batch_iteration": -1,
         "cycle_min_lr": None,
         "cycle_max_lr": None,
         "decay_lr_rate": 0.0,
@@ -211,12 +216,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "decay_mom_rate": 0.0,
     },
     "scheduler.params WarmupLRParams": {
+        "last_batch_iteration": -1,
         "warmup_min_lr": 0.0,
         "warmup_max_lr": None,
         "warmup_num_steps": 1000,
         "warmup_type": "log",
     },
     "scheduler.params WarmupDecayLRParams": {
+        "last_batch_iteration": -1,
         "total_num_steps": None,
         "warmup_min_lr": 0.0,
         "warmup_max_lr": 1e-3,
@@ -224,6 +231,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "warmup_type": "log",
     },
     "scheduler.params WarmupCosineLRParams": {
+        "last_batch_iteration": -1,
         "total_num_steps": None,
         "warmup_min_ratio": 0.0,
         "warmup_num_steps": 1000,
@@ -294,6 +302,10 @@ def test_the_longer_name_has_its_short_spelling() -> None:
 
 REFUSED = [(path, name, field) for path, _, name, field in ALL if isinstance(reply_of(field), Refused)]
 
+# Sections that DeepSpeed does not have, and hyper-parameters of optimizers that only torch has.
+OURS = ("memory", "kernels", "timeline")
+TORCHS = ("AdagradParams", "SgdParams", "RmspropParams", "AdamaxParams", "NadamParams")
+
 # A value that switches the feature on, where it is not the opposite of the default.
 SWITCHED_ON: dict[str, Any] = {
     "zero_optimization.zero_hpz_partition_size": 8,
@@ -301,8 +313,8 @@ SWITCHED_ON: dict[str, Any] = {
     "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
     "optimizer.params.max_grad_norm": 1.0,
-    "data_types.param_dtype": "bf16",
     "data_types.buffer_dtype": "fp32",
+    "scheduler.params.last_batch_iteration": 5,
     "pipeline.stages": 2,
     "sequence_parallel_size": 2,
     "compile": {"deepcompile": True},
@@ -318,6 +330,12 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def _choose_type(raw: dict[str, Any], path: str) -> None:
+    for section, kind in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+        if path == f"{section}.params":
+            raw[section]["type"] = kind
+
+
 @pytest.mark.parametrize(("path", "name", "field"), REFUSED, ids=[dotted(path, name) for path, name, _ in REFUSED])
 def test_what_is_refused_says_why_and_what_to_do(path: str, name: str, field: FieldInfo) -> None:
     place = dotted(path, name)
@@ -325,8 +343,7 @@ def test_what_is_refused_says_why_and_what_to_do(path: str, name: str, field: Fi
     assert isinstance(reply, Refused)
     on = SWITCHED_ON.get(place, {"enabled": True} if mark(field, Absent) else not field.default)
     raw = _nested(place, on)
-    if path == "optimizer.params":
-        raw["optimizer"]["type"] = "AdamW"
+    _choose_type(raw, path)
     with pytest.raises(ConfigError) as caught:
         load_config(raw)
     message = str(caught.value)
@@ -334,19 +351,59 @@ def test_what_is_refused_says_why_and_what_to_do(path: str, name: str, field: Fi
     assert reply.why in message
     assert reply.instead in message
     assert reply.instead.split()[0] in ("Remove", "Set", "Leave", "Enable", "Cast", "Call"), "a next step is an order"
+    if reply.ignored:
+        config = load_config(raw, conventions=DEEPSPEED)
+        assert list(config.provenance.foreign) == [place]
+        assert config == load_config({}, conventions=DEEPSPEED) or path.endswith("offload_optimizer")
+    else:
+        with pytest.raises(ConfigError) as caught:
+            load_config(raw, conventions=DEEPSPEED)
+        assert reply.instead in str(caught.value)
     for harmless in (field.default, *reply.accepted):
         raw = _nested(place, harmless)
-        if path == "optimizer.params":
-            raw["optimizer"]["type"] = "AdamW"
+        _choose_type(raw, path)
         load_config(raw)
 
 
-def test_the_reference_is_what_the_schema_says() -> None:
-    spec = importlib.util.spec_from_file_location("make_configuration", ROOT / "docs" / "make_configuration.py")
+def _script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_the_page_says_what_becomes_of_every_key_of_deepspeeds() -> None:
+    script = _script("make_coming_from_deepspeed")
+    page = (ROOT / "docs" / "coming_from_deepspeed.md").read_text(encoding="utf-8")
+    assert page == script.render(), "run: python docs/make_coming_from_deepspeed.py"
+    paths = [path for path, _ in script.listed_keys()]
+    assert len(paths) == len(set(paths)) >= 340
+    for path, removed in script.listed_keys():
+        assert script.disposition(path).startswith(
+            ("**works**", "**works differently**: ", "**said and ignored**: ", "**refused**: ")
+        ), path
+        section, _, name = path.rpartition(".")
+        heading = "Removed from DeepSpeed" if removed else f"`{section}`" if section else "Top level"
+        table = page.split(f"\n### {heading}\n")[1].split("\n### ")[0]
+        assert f"`{path if removed else name}`" in table, path
+    # What the schema does not have: only the size that a bare `"zero_optimization": true` reads beside it.
+    assert [path for path in paths if script._GONE in script.disposition(path)] == ["allgather_size"]
+
+
+def test_the_list_of_deepspeeds_keys_has_every_key_that_is_not_ours() -> None:
+    listed = {path for path, _ in _script("make_coming_from_deepspeed").listed_keys()}
+    for path, section, name, field in ALL:
+        ours = (field.description or "").startswith(("Ours.", "Ours,")) or path.split(".")[0] in OURS
+        place = dotted(path, name)
+        sub_keys = any(other.startswith(f"{place}.") for other in listed)
+        if not ours and section.__name__ not in TORCHS:
+            assert place in listed or sub_keys, place
+
+
+def test_the_reference_is_what_the_schema_says() -> None:
+    script = _script("make_configuration")
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert page == script.render(), "run: python docs/make_configuration.py"
     assert all(f"`{name}`" in page for _, _, name, _ in ALL)

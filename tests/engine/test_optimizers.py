@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 import infinity
 from infinity.errors import ConfigError
 from infinity.optim import torch_rule
+from infinity.optim.lion import LionOptimizer
 from infinity.optim.torch_rule import TorchRule
+from infinity.optim.update_rules import native_rule_of
 from infinity.plan.types import Kind
 from tests.support.models import token_batch
 from tests.support.oracle import SmallModel, join, settings
@@ -245,3 +248,39 @@ def test_torch_steps_one_parameter_at_a_time_unless_it_was_chosen():
         template = torch.optim.NAdam([param], foreach=chosen)
         hyper = TorchRule(template).hyper(template.param_groups[0])
         assert torch_rule._clone(template, hyper, [param]).param_groups[0]["foreach"] is expected
+
+
+class Renamed(torch.optim.AdamW):
+    """Changes nothing."""
+
+
+class StatesOfItsOwn(torch.optim.AdamW):
+    """Changes what a step of torch's takes."""
+
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._init_group(*args, **kwargs)
+
+
+class Disguised(torch.optim.Adam):
+    """Changes the step, which looks like torch's."""
+
+    @functools.wraps(torch.optim.Adam.step)
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class SlowLion(LionOptimizer):
+    """Changes the step."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "native"),
+    [(Renamed, True), (LionOptimizer, True), (StatesOfItsOwn, False), (Disguised, False), (SlowLion, False)],
+)
+def test_a_subclass_is_stepped_natively_only_if_it_leaves_the_step_alone(kind: Any, native: bool) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(2))])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    assert (native_rule_of(optimizer) is not None) is native

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.errors import StateError
 from infinity.ops import adam
 from infinity.optim import stepper
 from infinity.optim.sub_group_update import SubGroupUpdater
@@ -365,6 +367,129 @@ def test_whole_parameters_are_up_to_date_when_step_returns(tmp_path):
     result = train(Peeking(), settings(tmp_path, **row), steps=3)
     for seen, master in zip(result.seen[::2], result.seen[1::2], strict=True):
         assert torch.equal(seen, master)
+
+
+# Parameters are whole on the device, and the step goes on behind the program.
+WHOLE = {"param": "gpu", "optimizer": "nvme", "zero": {"sub_group_size": 640}}
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is not set, the thread that steps behind the program waits before each update, 20 s at most."""
+    may_step, plain = threading.Event(), adam.adam_step
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        assert may_step.wait(20)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr("infinity.optim.update_rules.adam_step", slow)
+    return may_step
+
+
+def use_forward(engine: Any) -> list[Tensor]:
+    with torch.no_grad():
+        return [engine(**token_batch(1, 0, positions=8))]
+
+
+def use_values(engine: Any) -> list[Tensor]:
+    return [param.data.clone() for param in engine.module.parameters()]
+
+
+def use_state_dict(engine: Any) -> list[Tensor]:
+    return [value.clone() for value in engine.module.state_dict().values()]
+
+
+def use_copy(engine: Any) -> list[Tensor]:
+    return [*copy.deepcopy(engine.module).parameters()]
+
+
+def use_after_close(engine: Any) -> list[Tensor]:
+    engine.close()
+    return [*engine.module.parameters()]
+
+
+def use_after_error(engine: Any) -> list[Tensor]:
+    with pytest.raises(KeyError), engine:
+        raise KeyError("the program's own")
+    return [*engine.module.parameters()]
+
+
+@pytest.mark.parametrize(
+    "use", [use_forward, use_values, use_state_dict, use_copy, use_after_close, use_after_error]
+)
+def test_whole_parameters_have_their_step_at_their_next_use(tmp_path: Path, held: threading.Event, use: Any) -> None:
+    """step() returns before they are stepped; whatever looks at one waits for it."""
+    case = Case()
+    engine, *_ = infinity.initialize(model=case.model(), config=settings(tmp_path / "plain", **WHOLE, overlap=False))
+    with patch("infinity.optim.update_rules.adam_step", adam.adam_step):
+        step(engine, 0)
+        expected = use(engine)
+        engine.close()
+    engine, *_ = infinity.initialize(model=case.model(), config=settings(tmp_path / "behind", **WHOLE))
+    step(engine, 0)
+    trained = [unit for unit in engine.units if unit.layout.trainable]
+    assert trained and all(unit.placed.whole and not unit.visible for unit in trained)
+    assert engine.module.head.weight.shape and "partitioned" in repr(engine.module.head.weight)
+    threading.Timer(0.2, held.set).start()
+    found = use(engine)
+    assert held.is_set() and all(map(torch.equal, found, expected))
+    engine.close()
+    assert {type(param) for param in engine.module.parameters()} == {nn.Parameter}
+
+
+def test_a_forward_begins_before_whole_parameters_are_stepped(tmp_path: Path, held: threading.Event) -> None:
+    """Each unit is waited for where a module uses it."""
+    engine, *_ = infinity.initialize(model=Case().model(), config=settings(tmp_path, **WHOLE))
+    with engine:
+        step(engine, 0)
+        timer = threading.Timer(5, held.set)
+        timer.start()
+        engine._runtime.coordinator.begin_pass("eval")
+        assert not held.is_set() and not any(unit.visible for unit in engine.units if unit.layout.trainable)
+        timer.cancel()
+        held.set()
+
+
+def test_whole_parameters_that_wait_for_their_next_use_are_offloaded_too(tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(model=Case().model(), config=settings(tmp_path, **WHOLE))
+    with engine:
+        for index in range(2):
+            step(engine, index)
+            assert not any(unit.visible for unit in engine.units if unit.layout.trainable)
+            engine.offload_states(device="nvme")
+            assert not any(unit.buffer.has_bytes for unit in engine.units)
+            engine.store.check()
+        found = engine.state_dict()
+    engine, *_ = infinity.initialize(model=Case().model(), config=settings(tmp_path, **WHOLE))
+    with engine:
+        for index in range(2):
+            step(engine, index)
+        expected = engine.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whole_parameters_that_no_forward_uses_are_stepped_again(tmp_path: Path, case: str) -> None:
+    """With accumulation, and where a layer is left out between two steps."""
+    for more in ({}, {"accumulation": 2, "bf16": {"enabled": True}}):
+        expected = train(CASES[case](), settings(tmp_path / "plain", **WHOLE, **more, overlap=False))
+        found = train(CASES[case](), settings(tmp_path / "behind", **WHOLE, **more))
+        assert found.digest == expected.digest
+
+
+def test_a_failed_step_of_whole_parameters_is_raised_where_they_are_used(tmp_path, monkeypatch):
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ArithmeticError("no numbers for the step")
+
+    engine, *_ = infinity.initialize(model=Case().model(), config=settings(tmp_path, **WHOLE))
+    monkeypatch.setattr("infinity.optim.update_rules.adam_step", fail)
+    step(engine, 0)
+    with pytest.raises(ArithmeticError, match="for the step"):
+        engine.module.head.weight.sum()
+    engine.close()
+    with pytest.raises(StateError, match=r"embedding\.weight was left on its tier when the engine was closed"):
+        engine.module.head.weight.sum()
 
 
 def test_a_step_that_fails_before_it_goes_behind_leaves_nobody_waiting(tmp_path, monkeypatch):

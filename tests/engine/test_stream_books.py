@@ -31,6 +31,16 @@ def test_a_pass_takes_little_longer_than_its_busiest_part(ranks: RankPool, homes
         assert books.races == 0
 
 
+def test_the_next_forward_runs_beside_a_step_on_the_cpu(ranks: RankPool) -> None:
+    """Where each unit follows its step. With several ranks a gather needs all of them, so `step()` waits for it."""
+    for books in ranks.run(stream_books.run_step, 2):
+        assert books.races == 0
+        if books.ranks == 1:
+            assert books.share >= 0.95 and books.returned < 0.1 * books.makespan
+        else:
+            assert books.share >= 0.75 and books.returned < 1.02 * books.seconds["step"]
+
+
 def test_device_memory_stays_at_the_plan() -> None:
     require()
     for accumulation in (1, 2):

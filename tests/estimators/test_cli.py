@@ -94,7 +94,7 @@ def test_every_line_of_a_report_fits_a_hundred_columns(capsys):
     ("model", "machine", "words"),
     [
         ("qwen2.5-0.5b", " ".join(SMALL_MACHINE), "kept"),
-        ("llama-3.1-8b", "--gpu 24GB --ram 64GB --nvme 1TB", "recomputed"),
+        ("llama-3.1-8b", "--gpu 24GB --ram 64GB --nvme 1TB", "recomputed, in tiles"),
         ("llama-3.2-1b", "--gpu 12GB --ram 32GB --ranks 2", "recomputed, in tiles"),
         ("llama-3.2-1b", "--gpu 12GB --ram 32GB --ranks 2 --no-tiled-loss", "recomputed"),
         ("gpt2", "--no-gpu --ram 8GB --nvme 100GB --batch 2", "recomputed"),

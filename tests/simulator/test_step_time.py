@@ -287,7 +287,7 @@ def test_a_frozen_weights_backward_is_as_long_as_its_forward():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_checkpoints_on_another_tier_take_what_their_bytes_take(overlap):
-    plan = plan_of(optimizer_tier=Tier.CPU, accelerator=True, param_tier=Tier.GPU, overlap=overlap)
+    plan = plan_of(optimizer_tier=Tier.GPU, accelerator=True, param_tier=Tier.GPU, overlap=overlap)
     rates = PROFILE.model_copy(update={"up_rate": 1e9, "down_rate": 2e9, "device_copy_rate": 1e15})
     bare = predict(plan, rates, tokens=1).seconds
     for tier, nbytes_a_second in ((Tier.CPU, (1e9, 2e9)), (Tier.NVME, (1e9, 2e9, 2e9, 2e9))):

@@ -66,7 +66,9 @@ def check_interface() -> None:
         values = torch.arange(6.0, device="simulated").reshape(2, 3).t()[1:] * 2
         event.record(stream)
     event.synchronize()
-    assert event.query() and stream.query()
+    assert event.query()
+    stream.synchronize()
+    assert stream.query()
     assert torch.equal(values.cpu(), torch.tensor([[2.0, 8.0], [4.0, 10.0]]))
     begin, end = (torch.Event("simulated", enable_timing=True) for _ in range(2))
     accelerator.configure(delays=accelerator.Delays(copy=0, event=0.02, operator=0))
@@ -283,6 +285,17 @@ def check_makespan() -> None:
     places[0][0].item()
     schedule = makespan(accelerator.log(), lambda each: durations.get(each.kind, 0.0))
     assert schedule.host_stopped == 11
+    # A second thread works for ten seconds. It queues the last product, or the product waits for it.
+    (last,) = [each.id for each in log if each.kind == "operator"][2:]
+    accelerator.host_access(units[0], write=False)
+    (worked,) = [each for each in accelerator.log() if each.kind == "host access"]
+    durations["host access"] = 10.0
+    for second, after in (({worked.id, last}, {}), ({worked.id}, {last: worked.id})):
+        schedule = makespan(
+            [worked, *log], lambda each: durations.get(each.kind, 0.0), after=after,
+            host=lambda each, second=second: each.id in second,
+        )  # fmt: skip
+        assert schedule.seconds == 10 + 3 and schedule.spans[last][0] == 10
     assert not accelerator.races()
 
 

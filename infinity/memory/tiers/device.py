@@ -132,6 +132,12 @@ class Device:
             target.copy_(source)
         return Completed()
 
+    def copy_since(self, target: Tensor, source: Tensor, begun: Any) -> Transfer:
+        """Copy between CPU memory and a tensor of the device, of one dtype, as `copy` does. It follows what the program
+        had queued at the mark `begun` and nothing later; the device's tensor must stay allocated, too.
+        """
+        return self.copy(target, source)
+
     def add(self, target: Tensor, source: Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         """`target += source`, flat, under the rules of `copy`, once the copies `after` have written the target. A
         target in CPU memory travels to the device and back, where the sum costs the host nothing.
@@ -271,6 +277,13 @@ class Accelerator(Device):
             # The program's own stream orders everything that it does with the target.
             return Completed()
         return self._copy_up(target, source) if to_device else self._copy_down(target, source)
+
+    def copy_since(self, target: Tensor, source: Tensor, begun: Any) -> Transfer:
+        stream = self._up if self.holds(target) else self._down
+        stream.wait_event(begun)
+        with _on(stream):
+            target.copy_(source, non_blocking=True)
+            return self._mark(stream)
 
     def add(self, target: Tensor, source: Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         if self.holds(target):
@@ -439,6 +452,11 @@ class CudaDevice(Accelerator):
 
 # The types of devices, the preferred first.
 _types: list[type[Device]] = [CudaDevice, Accelerator, Device]
+
+
+def count_devices() -> int:
+    """Return the number of accelerators that this process sees."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def add_device(device: type[Device]) -> None:

@@ -5,12 +5,13 @@
 
 A list schedule in the order of submission: an operation begins when the host has queued it, its stream and its engine
 are free, and what it waits for has ended. `engine` names what several streams share, such as a device's copy engine for
-one direction, which serves them in the order in which they were queued.
+one direction, which serves them in the order in which they were queued. `host` names the thread that queues or waits,
+where there are several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tests.support.accelerator import Operation
@@ -38,32 +39,44 @@ def copy_engines(operation: Operation) -> Hashable:
     return (operation.device, operation.kind) if operation.kind.startswith("copy ") else None
 
 
+def one_host(operation: Operation) -> Hashable:
+    """One thread queues everything."""
+    return None
+
+
 def makespan(
     log: Iterable[Operation],
     seconds: Callable[[Operation], float],
     *,
     engine: Callable[[Operation], Hashable] = copy_engines,
+    host: Callable[[Operation], Hashable] = one_host,
+    after: Mapping[int, int] = {},
     submission: float = 0.0,
 ) -> Schedule:
     """Return the schedule of a log.
 
-    seconds: the duration of each operation of a stream (events and frees too). submission: what queueing one operation
+    seconds: the duration of each operation of a stream (events and frees too), and of what the host does at a "host
+    access". after: what an operation waits for besides its own waits, by ids. submission: what queueing one operation
     takes the host.
     """
     schedule = Schedule()
     free: dict[Hashable, float] = {}
-    host = 0.0
+    now: dict[Hashable, float] = {}
     for each in log:
         # What ended before the log began is not waited for.
-        ready = max((schedule.spans[other][1] for other in each.waits if other in schedule.spans), default=0.0)
+        waits = [*each.waits, *([after[each.id]] if each.id in after else [])]
+        ready = max((schedule.spans[other][1] for other in waits if other in schedule.spans), default=0.0)
+        thread = host(each)
+        time = now.get(thread, 0.0)
         if each.kind in ("host wait", "host access"):
-            schedule.host_stopped += max(0.0, ready - host)
-            host = max(host, ready)
-            schedule.spans[each.id] = (host, host)
+            schedule.host_stopped += max(0.0, ready - time)
+            begin = max(time, ready)
+            now[thread] = begin + (seconds(each) if each.kind == "host access" else 0.0)
+            schedule.spans[each.id] = (begin, now[thread])
             continue
-        host += submission
+        now[thread] = time = time + submission
         stream, shared = ("stream", each.device, each.stream), engine(each)
-        begin = max(host, ready, free.get(stream, 0.0), 0.0 if shared is None else free.get(("engine", shared), 0.0))
+        begin = max(time, ready, free.get(stream, 0.0), 0.0 if shared is None else free.get(("engine", shared), 0.0))
         duration = seconds(each)
         end = begin + duration
         free[stream] = end
@@ -72,5 +85,5 @@ def makespan(
         place = (each.device, each.stream)
         schedule.busy[place] = schedule.busy.get(place, 0.0) + duration
         schedule.spans[each.id] = (begin, end)
-    schedule.seconds = max([host, *(end for _, end in schedule.spans.values())])
+    schedule.seconds = max([0.0, *now.values(), *(end for _, end in schedule.spans.values())])
     return schedule

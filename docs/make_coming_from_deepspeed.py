@@ -1,0 +1,170 @@
+"""Writes docs/coming_from_deepspeed.md from the schema and the list of DeepSpeed's keys:
+python docs/make_coming_from_deepspeed.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from infinity.config.optimizer import OPTIMIZER_TYPES
+from infinity.config.schema import Config
+from infinity.config.section import (
+    Absent,
+    Differs,
+    NoEffect,
+    Refused,
+    Section,
+    mark,
+    reply_of,
+    sections_of,
+    spellings_of,
+)
+
+PAGE = Path(__file__).with_name("coming_from_deepspeed.md")
+KEYS = Path(__file__).with_name("deepspeed_keys.txt")
+# The names that DeepSpeed 0.19.8 has for `optimizer.type`, beside the classes of torch.optim.
+OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "Lamb", "MuAdam", "MuAdamW", "MuSGD", "Muon")
+
+_INTRODUCTION = """\
+# Coming from DeepSpeed
+
+Run a program that was written for DeepSpeed 0.19, with no line or one line changed. This page is made from the schema
+by `python docs/make_coming_from_deepspeed.py`; change that script, not the page.
+
+## Three ways in
+
+| you have | you do | what changes |
+|---|---|---|
+| a script of your own | `import infinity.deepspeed as deepspeed` | one line; nothing outside the script |
+| a script that you leave as it is, or one that uses Trainer, accelerate, peft, TRL or Lightning \
+| `infinity run --as-deepspeed [--nproc N] script.py ...` \
+| no line; `import deepspeed` finds infinity's names in the processes that this command starts, and other processes \
+find an installed DeepSpeed as before |
+| a notebook | `import infinity.deepspeed; infinity.deepspeed.install()`, before transformers is imported \
+| `import deepspeed` finds infinity's names in this process |
+
+`infinity run --as-deepspeed` has `--num_gpus`, `--hostfile`, `--include`, `--exclude` and `--master_port` of
+DeepSpeed's launcher, and starts other launchers too: `infinity run --as-deepspeed accelerate launch train.py`.
+`install()` raises an error if it comes too late. `infinity config explain FILE --as-deepspeed` shows what a run makes
+of a configuration: every value with its source, then every key that it ignores.
+
+## What differs in the configuration
+
+A configuration is read with DeepSpeed's conventions (`infinity.config.DEEPSPEED`):
+
+- A key that infinity does not have is a warning on rank 0, once, with its path and the key that was probably meant.
+- A setting that infinity lacks and that no result depends on is said and ignored. A setting that would change results
+  is refused, with the reason and the next step.
+- Dotted keys at the top level, such as `"zero_optimization.stage"`, count as keys of their sections. Comments and
+  trailing commas are allowed.
+- A section whose switch is missing is off.
+- `"auto"` may stand for every value that a client fills in later. In a plain script, `initialize()` refuses an
+  `"auto"` learning rate or number of steps that nothing else sets.
+- A configuration and a program that name no optimizer mean none: the engine runs the model and holds weights only.
+
+With infinity's own names (`import infinity`), an unknown key is an error and no optimizer means AdamW: see
+[Configuration](configuration.md). What differs in the program is in
+[Getting started](getting_started.md#coming-from-deepspeed).
+
+## Every key of DeepSpeed 0.19.8
+
+- **works**: the same meaning.
+- **works differently**: the same purpose, with the difference that the row names.
+- **said and ignored**: a line at the start gives the key and this reason. Its default is not mentioned.
+- **refused**: a value that turns the feature on is an error with this reason. Its default is accepted.
+
+"Removed" marks keys that DeepSpeed 0.19.8 itself refuses, because it has removed the feature.
+"""
+
+_ENDING = """
+Next: [Configuration](configuration.md) has every key with its type and default, and
+[Checkpoints](checkpoints.md) what a run saves.
+"""
+
+_GONE = "infinity does not have the key"
+
+
+def listed_keys() -> list[tuple[str, bool]]:
+    """Return (dotted path, whether DeepSpeed has removed it) for each key of the list."""
+    lines = [line.split() for line in KEYS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    return [(path, rest == ["removed"]) for path, *rest in lines]
+
+
+def disposition(path: str) -> str:
+    """Return what becomes of a key under DeepSpeed's conventions."""
+    if path == "optimizer.type":
+        return "**works** for the values at the end of this page"
+    fields = _fields(Config, path.split("."))
+    if not fields:
+        return f"**said and ignored**: {_GONE}"
+    field = fields[0]
+    reply = reply_of(field)
+    if isinstance(reply, NoEffect):
+        return f"**said and ignored**: {reply.why}"
+    if isinstance(reply, Refused):
+        if reply.ignored:
+            return f"**said and ignored**: {reply.ignored}"
+        return f"**refused**: {reply.why}. {reply.instead}"
+    differs = mark(field, Differs)
+    return f"**works differently**: {differs.how}" if differs else "**works**"
+
+
+def _fields(section: type[Section], path: list[str]) -> list[FieldInfo]:
+    """Return the fields of a key; several where a `type` chooses among sections that have it."""
+    name, *rest = path
+    names = spellings_of(section)
+    if name not in names:
+        return []
+    field = section.model_fields[names[name]]
+    if not rest or mark(field, Absent):
+        return [field]
+    return [found for inner in sections_of(field) for found in _fields(inner, rest)]
+
+
+def render() -> str:
+    """The whole page."""
+    return _INTRODUCTION + "".join(_tables()) + _optimizers() + _ENDING
+
+
+def _tables() -> Iterator[str]:
+    sections: dict[str, list[str]] = {}
+    for path, gone in listed_keys():
+        if not gone:
+            sections.setdefault(path.rpartition(".")[0], []).append(path)
+    for section, paths in sections.items():
+        yield _table(f"`{section}`" if section else "Top level", section, paths)
+    yield _table("Removed from DeepSpeed", "", [path for path, gone in listed_keys() if gone])
+
+
+def _table(title: str, section: str, paths: list[str]) -> str:
+    """Return a table with one row for each disposition, in the order of the first key that has it."""
+    rows: dict[str, list[str]] = {}
+    for path in paths:
+        rows.setdefault(disposition(path), []).append(f"`{path.removeprefix(f'{section}.') if section else path}`")
+    cells = [f"| {', '.join(names)} | {text} |\n" for text, names in rows.items()]
+    return f"\n### {title}\n\n| key | becomes |\n|---|---|\n" + "".join(cells)
+
+
+def _optimizers() -> str:
+    known = {name.lower() for name in OPTIMIZER_TYPES}
+    works = [name for name in OPTIMIZERS if name.lower() in known]
+    others = [name for name in OPTIMIZERS if name.lower() not in known]
+    more = [name for name in OPTIMIZER_TYPES if name not in OPTIMIZERS]
+    return (
+        "\n### Values of `optimizer.type`\n\n"
+        f"{_named(works)} work, and {_named(more)} of torch's. {_named(others)} and other classes of torch.optim are "
+        "refused: set AdamW, or pass any elementwise optimizer to `initialize(optimizer=...)`. DeepSpeed's five "
+        "schedules work.\n"
+    )
+
+
+def _named(names: list[str]) -> str:
+    quoted = [f"`{name}`" for name in names]
+    return ", ".join(quoted[:-1]) + f" and {quoted[-1]}" if len(quoted) > 1 else quoted[0]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

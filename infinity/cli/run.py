@@ -1,0 +1,219 @@
+"""`infinity run`: start a script, or another launcher, on this machine's devices; with DeepSpeed's names if asked.
+
+    infinity run train.py --lr 1e-4                     one process a device of this machine
+    infinity run --nproc 2 train.py                     two processes
+    infinity run --as-deepspeed train.py                `import deepspeed` in these processes gives infinity's names
+    infinity run --as-deepspeed accelerate launch ...   a command that starts the processes itself
+    infinity run --hostfile hosts train.py              one launcher a machine, over ssh
+
+Processes are started by torchrun. With --as-deepspeed a script is given --local_rank=N as its first argument, as
+DeepSpeed's launcher does it (--no_local_rank leaves it out). An installed DeepSpeed is not touched: other programs find
+it as before. Exit code: that of the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from infinity.cli.terminal import say
+from infinity.errors import ConfigError
+from infinity.memory.tiers.device import count_devices
+
+# Holds a package `deepspeed` that forwards to infinity's names, and its metadata.
+AS_DEEPSPEED = Path(__file__).parents[1] / "integrations" / "as_deepspeed"
+_LOCAL = ("localhost", "127.0.0.1")
+# Seconds between two looks at launchers on other machines.
+_LOOK_SECONDS = 0.2
+
+Hosts = dict[str, list[int]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to `parser`."""
+    parser.add_argument("--as-deepspeed", action="store_true", help="let `import deepspeed` find infinity's names")
+    parser.add_argument("--nproc", "--num_gpus", "--num_accelerators", type=int, metavar="N",
+                        help="processes on each machine (default: one a device, or one)")  # fmt: skip
+    parser.add_argument("--hostfile", "-H", metavar="FILE", help='machines, one a line: "name slots=8"')
+    parser.add_argument("--num_nodes", type=int, metavar="N", help="use the first N machines of the file")
+    parser.add_argument("--include", "-i", default="", metavar="WHICH",
+                        help='devices to use, such as "localhost:0,1" or "a@b:2,3"')  # fmt: skip
+    parser.add_argument("--exclude", "-e", default="", metavar="WHICH", help="devices to leave out, in the same form")
+    parser.add_argument("--master_addr", "--master-addr", default="", metavar="HOST",
+                        help="where ranks meet (default: the first machine)")  # fmt: skip
+    parser.add_argument("--master_port", "--master-port", type=int, metavar="PORT",
+                        help="(default: a free one; 29500 with several machines)")  # fmt: skip
+    parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
+    parser.add_argument("--module", "-m", action="store_true", help="SCRIPT is a module, as for python -m")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...",
+                        help="what to start, and its arguments")  # fmt: skip
+
+
+def run(given: argparse.Namespace) -> int:
+    """Start the command and return its exit code. On one machine this process becomes the launcher.
+
+    Raises:
+        ConfigError: there is nothing to start, or the machines or devices are not as the options say.
+    """
+    if not given.command:
+        raise ConfigError("name a script to start: infinity run [options] train.py [its arguments]")
+    added = _environment(given)
+    name = given.command[0]
+    if not given.module and not Path(name).is_file() and shutil.which(name):
+        # Another launcher: it starts the processes.
+        return _become([name, *given.command[1:]], added)
+    if not given.module and not Path(name).is_file():
+        raise ConfigError(f"{name}: there is no such file, nor a command of that name")
+    hosts = _hosts(given)
+    if len(hosts) == 1 and next(iter(hosts)) in _LOCAL:
+        slots = next(iter(hosts.values()))
+        if given.include or given.exclude:
+            added["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+        where = ["--standalone"] if given.master_port is None else ["--nnodes=1", f"--master-port={given.master_port}"]
+        return _become(_torchrun(given, where, len(slots)), added)
+    return _everywhere(given, hosts, added)
+
+
+def _environment(given: argparse.Namespace) -> dict[str, str]:
+    if not given.as_deepspeed:
+        return {}
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(AS_DEEPSPEED), *([before] if before else [])])}
+
+
+def _become(command: Sequence[str], added: Mapping[str, str]) -> int:
+    sys.stdout.flush()
+    try:
+        os.execvpe(command[0], list(command), {**os.environ, **added})
+    except OSError as error:
+        raise ConfigError(f"{command[0]} cannot be started: {error.strerror}") from error
+
+
+def _torchrun(given: argparse.Namespace, where: Sequence[str], count: int) -> list[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={count}"]
+    if given.no_local_rank or not given.as_deepspeed:
+        return [*launch, *(["--module"] if given.module else []), *given.command]
+    # torchrun has no such argument, so a shell makes it of the rank's variable.
+    name, *words = given.command
+    python = shlex.join([sys.executable, *(["-m"] if given.module else []), name])
+    return [*launch, "--no-python", "sh", "-c", f'exec {python} --local_rank="$LOCAL_RANK" "$@"', name, *words]
+
+
+def _hosts(given: argparse.Namespace) -> Hosts:
+    """Return each machine with the devices to use there."""
+    if given.hostfile is not None:
+        hosts = _read_hosts(Path(given.hostfile))
+        if given.num_nodes is not None:
+            if not 0 < given.num_nodes <= len(hosts):
+                raise ConfigError(f"--num_nodes {given.num_nodes}: {given.hostfile} names {len(hosts)} machine(s)")
+            hosts = dict(list(hosts.items())[: given.num_nodes])
+    else:
+        hosts = {"localhost": list(range(max(count_devices(), given.nproc or 1)))}
+    hosts = _chosen(hosts, given)
+    if given.nproc is not None:
+        if given.nproc < 1:
+            raise ConfigError(f"--nproc {given.nproc}: at least one process")
+        few = [host for host, slots in hosts.items() if len(slots) < given.nproc]
+        if few:
+            raise ConfigError(f"--nproc {given.nproc}: {few[0]} has {len(hosts[few[0]])} device(s) to use")
+        hosts = {host: slots[: given.nproc] for host, slots in hosts.items()}
+    return hosts
+
+
+def _read_hosts(path: Path) -> Hosts:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hostfile {path}: cannot be read: {error}") from error
+    hosts: Hosts = {}
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        found = re.fullmatch(r"([\w.:@-]+)\s+slots=(\d+)", words)
+        if found is None or found[1].startswith("-") or int(found[2]) < 1:
+            raise ConfigError(f'{path}, line {number}: {line!r} is not "name slots=8"')
+        if found[1] in hosts:
+            raise ConfigError(f"{path}, line {number}: {found[1]} stands twice")
+        hosts[found[1]] = list(range(int(found[2])))
+    if not hosts:
+        raise ConfigError(f'{path} names no machine: one a line, "name slots=8"')
+    return hosts
+
+
+def _chosen(hosts: Hosts, given: argparse.Namespace) -> Hosts:
+    if given.include and given.exclude:
+        raise ConfigError("--include and --exclude: keep one of the two")
+    if given.include:
+        wanted = _parsed(given.include, hosts, "--include")
+        return {host: wanted[host] for host in hosts if host in wanted}
+    without = _parsed(given.exclude, hosts, "--exclude") if given.exclude else {}
+    left = {host: [slot for slot in slots if slot not in without.get(host, ())] for host, slots in hosts.items()}
+    left = {host: slots for host, slots in left.items() if slots}
+    if not left:
+        raise ConfigError(f"--exclude {given.exclude}: leaves no device")
+    return left
+
+
+def _parsed(text: str, hosts: Hosts, option: str) -> Hosts:
+    """Return the machines and devices that "a@b:0,2" names; a machine without a list has all its devices."""
+    found: Hosts = {}
+    for part in text.split("@"):
+        host, colon, listed = part.partition(":")
+        if host not in hosts:
+            raise ConfigError(f"{option} {text}: no machine {host!r}; there is {', '.join(hosts)}")
+        if colon and not re.fullmatch(r"\d+(,\d+)*", listed):
+            raise ConfigError(f'{option} {text}: {listed!r} is not a list of devices such as "0,2"')
+        slots = sorted({int(slot) for slot in listed.split(",")}) if colon else hosts[host]
+        beyond = [slot for slot in slots if slot not in hosts[host]]
+        if beyond:
+            raise ConfigError(f"{option} {text}: {host} has devices 0 to {len(hosts[host]) - 1}, not {beyond[0]}")
+        found[host] = slots
+    return found
+
+
+def _everywhere(given: argparse.Namespace, hosts: Hosts, added: Mapping[str, str]) -> int:
+    """Start one launcher a machine over ssh, wait, and return the first exit code that is not 0."""
+    counts = {len(slots) for slots in hosts.values()}
+    if len(counts) > 1:
+        raise ConfigError(f"machines with {sorted(counts)} devices: each needs the same number; use --nproc")
+    address, port = given.master_addr or next(iter(hosts)), given.master_port or 29500
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, (host, slots) in enumerate(hosts.items()):
+            where = [f"--nnodes={len(hosts)}", f"--node-rank={rank}", f"--master-addr={address}",
+                     f"--master-port={port}"]  # fmt: skip
+            variables = dict(added)
+            if given.include or given.exclude:
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+            words = ["env", *(f"{key}={value}" for key, value in variables.items())]
+            remote = shlex.join([*words, *_torchrun(given, where, len(slots))])
+            say(f"{host}: {remote}")
+            running.append(subprocess.Popen(["ssh", "-tt", host, f"cd {shlex.quote(os.getcwd())} && {remote}"],
+                                            stdin=subprocess.DEVNULL))  # fmt: skip
+        return _wait(running)
+    except OSError as error:
+        raise ConfigError(f"ssh cannot be started: {error.strerror}") from error
+    finally:
+        for each in running:
+            # With a terminal on the other side, what runs there ends with its ssh.
+            each.terminate()
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]]) -> int:
+    while True:
+        codes = [each.poll() for each in running]
+        failed = [code for code in codes if code]
+        if failed:
+            return failed[0]
+        if None not in codes:
+            return 0
+        time.sleep(_LOOK_SECONDS)

@@ -1,0 +1,89 @@
+"""Which micro-batches make an optimizer step: those that the engine counts, or those that the program says.
+
+By default the engine counts: `step()` follows every micro-batch, and every `gradient_accumulation_steps`-th call acts.
+A program that calls `set_boundary` says instead whether the micro-batch at hand is the last of its step; then each
+backward is a micro-batch, and `step()` may be called once for all of them, however many there were.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from infinity.checkpoint.state import Counters
+from infinity.config.resolve import ResolvedConfig
+from infinity.errors import ConfigError
+
+
+class Accumulation:
+    """The micro-batches since the latest optimizer step: where the boundary is, how many they are, their losses."""
+
+    def __init__(self, config: ResolvedConfig, counters: Counters) -> None:
+        self._config = config
+        self._counters = counters
+        # Whether the micro-batch at hand is the last of its step; None while the engine counts.
+        self._said: bool | None = None
+        # Micro-batches since the latest optimizer step that `step()` has counted, and backwards that it has not.
+        self._counted = self._uncounted = 0
+        # Unscaled, and those whose scale is the program's own. They stay on the device until a line or a monitor reads
+        # them.
+        self._losses: list[Tensor] = []
+        self._shares: list[Tensor] = []
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the next `step()` applies the gradients."""
+        if self._said is not None:
+            return self._said
+        managed = self._config.config.managed_gradient_accumulation
+        return not managed or (self._counters.micro_steps + 1) % self._config.accumulation == 0
+
+    @property
+    def losses(self) -> list[Tensor]:
+        """Losses whose mean is the step's: of its micro-batches, or one where the program has scaled them to add up."""
+        if not self._shares:
+            return self._losses
+        scaled = [loss.reshape(()).float() / self._config.accumulation for loss in self._losses]
+        return [torch.stack([*scaled, *(share.reshape(()).float() for share in self._shares)]).sum()]
+
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Say whether the micro-batch at hand is the last of its step; it holds until the next call.
+
+        Raises ConfigError where `managed_gradient_accumulation` is false, and for None.
+        """
+        if not self._config.config.managed_gradient_accumulation:
+            raise ConfigError(
+                "set_gradient_accumulation_boundary() has no meaning with managed_gradient_accumulation false: every "
+                "engine.step() applies the gradients. Leave one of the two out"
+            )
+        if is_boundary is None:
+            raise ConfigError(
+                "set_gradient_accumulation_boundary() takes True or False: once it is called, the program says where "
+                "each optimizer step ends"
+            )
+        self._said = bool(is_boundary)
+
+    def ran_backward(self, loss: Tensor, *, scaled: bool) -> None:
+        """Note a backward. scaled: the engine has divided its loss by `gradient_accumulation_steps`."""
+        self._uncounted += 1
+        (self._losses if scaled else self._shares).append(loss.detach())
+
+    def count(self) -> None:
+        """Count the micro-batches of a call of `step()`: one, or where the program says the boundary each backward."""
+        count = 1 if self._said is None else max(1, self._uncounted)
+        self._counted += count
+        self._uncounted = 0
+        self._counters.count_micro_steps(count)
+
+    def end_step(self, *, skipped: bool) -> None:
+        """Count an optimizer step with its samples. The program's own boundary may give it any number of them."""
+        samples = self._config.train_batch
+        if self._said is not None:
+            samples = samples // self._config.accumulation * self._counted
+        self._counters.count_step(samples, skipped=skipped)
+
+    def forget(self) -> None:
+        """Begin a step anew: the micro-batches before are over, or not wanted."""
+        self._counted = self._uncounted = 0
+        self._losses.clear()
+        self._shares.clear()

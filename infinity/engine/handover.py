@@ -1,0 +1,103 @@
+"""Closing an engine so that its module keeps the weights: where they go, and what is given up for them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from infinity.config.units import format_bytes
+from infinity.distributed.consistency import agree_on_numbers
+from infinity.engine.model_init import groups_of
+from infinity.engine.runtime import Runtime
+from infinity.errors import CapacityError
+from infinity.log import logger
+from infinity.memory.free_bytes import free_for_rank
+from infinity.memory.tiers.pinned import mappings_of_their_own, trim
+from infinity.plan.types import Kind, Tier
+from infinity.zero import parameter
+from infinity.zero.deferred_init import DeferredInit
+from infinity.zero.handover import Handover, is_handed_over
+
+# What a process needs beside the weights while they are copied out.
+_MARGIN = 0.1
+
+
+class WeightKeeper:
+    """Hands the weights of one engine over to its module. `take` before the engine is closed, `finish` after it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._handover: Handover | None = None
+
+    def take(self) -> None:
+        """Copy the weights out of the partitions. Collective. An error leaves the engine as it was, gradients aside."""
+        runtime = self._runtime
+        for settle in (runtime.stepper.reset, runtime.gradients.reset, runtime.coordinator.next_step):
+            settle()
+        for unit in runtime.units:
+            if unit.placed.whole:
+                # One that `offload_states` has vacated.
+                runtime.coordinator.memory.gather(unit)
+                unit.finish_gather()
+        needed = sum(unit.layout.nbytes for unit in runtime.units if is_handed_over(unit))
+        spool, discard = self._place(needed)
+        if discard:
+            runtime.health.mark_broken("its states were given up for its weights, which are on their way to the module")
+            held = [partition.key for partition, _ in runtime.store.held()]
+            runtime.store.discard(*(key for key in held if key.kind is not Kind.PARAM))
+            trim()
+        self._handover = Handover(
+            runtime.units, runtime.coordinator.memory, runtime.store, spool=spool, discard=discard
+        )
+        with ExitStack() as undo, mappings_of_their_own():
+            if spool is not None:
+                undo.callback(spool.groups.close)
+            self._handover.take()
+            undo.pop_all()
+        if needed:
+            place = "CPU memory" if spool is None else f"swap files in {', '.join(runtime.config.nvme_path or ())}"
+            logger.info("the module keeps its weights, in %s: %s", place, format_bytes(needed))
+
+    def finish(self) -> None:
+        """The engine is closed: bring what was whole on the device to the rest of the weights."""
+        runtime = self._runtime
+        assert self._handover is not None
+        self._handover.finish()
+        if not any(map(is_handed_over, runtime.units)):
+            return
+        for unit in runtime.units:
+            for param in unit.params if not is_handed_over(unit) else ():
+                parameter.set_data(param, param.data.cpu())
+        for module in runtime.module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.cpu()
+
+    def _place(self, needed: int) -> tuple[DeferredInit | None, bool]:
+        """Decide where `needed` bytes go, the same on every rank: (a spool or None for CPU memory, whether states are
+        given up before). CapacityError where they have no room; nothing has changed then.
+        """
+        runtime = self._runtime
+        ranks, config = runtime.groups.ranks, runtime.config
+        free = free_for_rank(ranks=ranks.local_size, device_free_nbytes=None, own_nbytes=0, nvme_free_nbytes=None)
+        limit, room = runtime.ledger.limits.of(Tier.CPU), float(free.process or 0)
+        freed = sum(
+            partition.spec.nbytes for partition, own in runtime.store.held()
+            if own and partition.key.kind is not Kind.PARAM and partition.buffer is not None
+            and not partition.on_drive and partition.buffer.is_cpu
+        )  # fmt: skip
+        bound = room if limit is None else min(room, float(limit))
+        rows = agree_on_numbers([bound, room + freed], runtime.groups.world, "room for the weights")
+        least, with_states = (min(column) for column in zip(*rows, strict=True))
+        wanted = needed * (1 + _MARGIN)
+        if wanted <= least or not needed:
+            return None, False
+        if config.nvme_path is not None:
+            groups = groups_of(config, ranks, runtime.device)
+            return DeferredInit(config.nvme_path, groups=groups, timeout_seconds=config.config.watchdog_seconds), False
+        if wanted <= with_states:
+            return None, True
+        raise CapacityError(
+            f"the module cannot keep its weights: they take {format_bytes(needed)}, and CPU memory has "
+            f"{format_bytes(int(least))} for a rank and no drive is configured. Name one "
+            "(zero_optimization.offload_param.nvme_path), or call engine.save_checkpoint(folder) and engine.close()"
+        )

@@ -1,0 +1,1 @@
+"""With this folder first on PYTHONPATH, `import deepspeed` gives the names of `infinity.integrations.deepspeed`."""

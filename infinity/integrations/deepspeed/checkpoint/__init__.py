@@ -1,0 +1,5 @@
+"""`deepspeed.checkpoint`: helpers of clients that save themselves."""
+
+from infinity.integrations.deepspeed.checkpoint import utils
+
+__all__ = ["utils"]

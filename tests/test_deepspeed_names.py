@@ -1,0 +1,285 @@
+"""DeepSpeed's names: what clients import is there, from each of the three ways in, and nothing else is touched."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity
+from infinity import deepspeed
+from infinity.cli.main import main
+from infinity.errors import ConfigError, StateError
+
+ROOT = Path(__file__).resolve().parents[1]
+PATH_ENTRY = ROOT / "infinity" / "integrations" / "as_deepspeed"
+
+# What transformers, accelerate, peft, trl and lightning reach for, by reading their sources.
+CONTRACT = {
+    "": (
+        "__version__", "__infinity__", "initialize", "init_distributed", "zero", "comm", "ops", "utils", "runtime",
+        "checkpointing", "accelerator", "DeepSpeedEngine", "tp_model_init", "add_config_arguments", "init_inference",
+        "PipelineModule", "pipe", "OnDevice", "log_dist", "logger",
+    ),
+    ".comm": ("is_initialized", "init_distributed", "get_rank", "get_world_size", "all_reduce", "barrier", "ReduceOp"),
+    ".runtime.zero": ("Init", "GatheredParameters", "register_external_parameter"),
+    ".runtime.zero.partition_parameters": (
+        "zero_wrapper_for_fp_tensor_constructor", "_orig_torch_arange", "ZeroParamStatus", "get_accelerator",
+    ),
+    ".runtime.zero.offload_config": ("OffloadDeviceEnum", "OffloadStateTypeEnum"),
+    ".runtime.lr_schedules": ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR"),
+    ".runtime.base_optimizer": ("DeepSpeedOptimizer",),
+    ".runtime.engine": ("DeepSpeedEngine",),
+    ".runtime.utils": ("move_to_device",),
+    ".ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
+    ".ops.adagrad": ("DeepSpeedCPUAdagrad",),
+    ".ops.lion": ("DeepSpeedCPULion", "FusedLion"),
+    ".checkpoint.utils": ("clone_tensors_for_torch_save",),
+    ".utils": ("logger", "safe_get_full_grad", "is_initialized", "groups"),
+    ".utils.logging": ("logger",),
+    ".checkpointing": ("configure", "checkpoint"),
+    ".accelerator": ("get_accelerator",),
+    ".launcher.runner": ("DEEPSPEED_ENVIRONMENT_NAME",),
+}  # fmt: skip
+ASK = """
+import importlib, json, sys
+package, contract = sys.argv[1], json.loads(sys.argv[2])
+missing = [
+    f"{package}{module}.{name}" for module, names in contract.items() for name in names
+    if not hasattr(importlib.import_module(package + module), name)
+]
+print(json.dumps(missing))
+"""
+
+
+def python(text: str, *words: str, path: tuple[Path, ...] = (ROOT,)) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    return subprocess.run(
+        [sys.executable, "-c", text, *words], capture_output=True, text=True, timeout=100, env=env, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("package", "path"), [("infinity.deepspeed", (ROOT,)), ("deepspeed", (PATH_ENTRY, ROOT))], ids=["line", "path"]
+)
+def test_every_name_of_the_contract_is_there(package, path):
+    reply = python(ASK, package, json.dumps(CONTRACT), path=path)
+    assert reply.returncode == 0, reply.stderr
+    assert json.loads(reply.stdout) == []
+
+
+def test_every_way_in_gives_the_same_objects():
+    reply = python(
+        "import infinity.deepspeed as ours, sys\n"
+        "assert 'deepspeed' not in sys.modules\n"
+        "ours.install(); ours.install()\n"
+        "import deepspeed, deepspeed.ops.adam, infinity.deepspeed.ops.adam, importlib.metadata, importlib.util\n"
+        "from infinity.integrations.deepspeed.ops import adam\n"
+        "assert deepspeed is ours and deepspeed.ops.adam is infinity.deepspeed.ops.adam is adam\n"
+        "assert importlib.metadata.version('deepspeed') == deepspeed.__version__ == '0.19.8'\n"
+        "assert importlib.util.find_spec('deepspeed') is not None\n"
+        "assert deepspeed.__infinity__ == infinity.__version__\n"
+    )
+    assert reply.returncode == 0, reply.stderr
+
+
+@pytest.mark.parametrize("client", ["accelerate", "deepspeed"])
+def test_install_is_refused_when_a_client_has_looked_already(client, tmp_path):
+    (tmp_path / f"{client}.py").write_text("")
+    reply = python(
+        f"import {client}\nimport infinity.deepspeed\ninfinity.deepspeed.install()", path=(tmp_path, ROOT)
+    )
+    assert reply.returncode == 1
+    assert f"comes too late: {client} is imported already" in reply.stderr.splitlines()[-1]
+
+
+def test_another_deepspeed_is_shadowed_in_the_tree_of_a_run_and_nowhere_else(tmp_path):
+    """A stand-in for an installed DeepSpeed; children see what their parent sees."""
+    other = tmp_path / "site" / "deepspeed"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("__version__ = 'the real one'\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import subprocess, sys, deepspeed\n"
+        "child = subprocess.run([sys.executable, '-c', 'import deepspeed; print(deepspeed.__version__)'],\n"
+        "                       capture_output=True, text=True)\n"
+        "print('SEEN', deepspeed.__version__, '|', child.stdout.strip(), '|', ' '.join(sys.argv[1:]))\n"
+        "sys.exit(7)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")])}
+    before = sorted((path, path.stat().st_mtime_ns) for path in other.parent.rglob("*.py"))
+
+    def seen(*options: str) -> str:
+        reply = subprocess.run(
+            [sys.executable, "-m", "infinity", "run", *options, "--nproc", "1", str(script), "--lr", "1"],
+            capture_output=True, text=True, timeout=100, env=env, check=False,
+        )  # fmt: skip
+        assert reply.returncode == 1, "torchrun's code for a script that failed"
+        return next(line for line in reply.stdout.splitlines() if line.startswith("SEEN"))
+
+    # Without --no_local_rank, with which tests.clients start theirs.
+    assert seen("--as-deepspeed") == "SEEN 0.19.8 | 0.19.8 | --local_rank=0 --lr 1"
+    assert seen() == "SEEN the real one | the real one | --lr 1"
+    assert sorted((path, path.stat().st_mtime_ns) for path in other.parent.rglob("*.py")) == before
+
+
+def test_a_command_that_starts_processes_itself_is_run_as_it_is(tmp_path):
+    reply = subprocess.run(
+        [sys.executable, "-m", "infinity", "run", "--as-deepspeed", "env"], capture_output=True, text=True,
+        timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert reply.returncode == 0, reply.stderr
+    assert f"PYTHONPATH={PATH_ENTRY}{os.pathsep}{ROOT}" in reply.stdout.splitlines()
+
+
+def test_machines_of_a_hostfile_are_started_over_ssh(tmp_path):
+    """Two "machines" on this one, behind a stand-in for ssh that runs the command here."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/sh\n[ "$1" = -tt ] || exit 9\nexec sh -c "$3"\n')
+    ssh.chmod(0o755)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# two\n127.0.0.1 slots=4\nlocalhost slots=4\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import infinity.deepspeed as deepspeed, infinity.deepspeed.comm as dist, torch\n"
+        "deepspeed.init_distributed()\n"
+        "value = torch.tensor([dist.get_rank() + 1.0])\n"
+        "dist.all_reduce(value)\n"
+        "import os\n"
+        "os.write(1, f'SUM {value.item()} {dist.get_world_size()}\\n'.encode())\n"
+    )
+    reply = subprocess.run(
+        [sys.executable, "-m", "infinity", "run", "--hostfile", str(hosts), "--nproc", "1", "--master_port", "29617",
+         str(script)],
+        capture_output=True, text=True, timeout=110, check=False, cwd=ROOT,
+        env={**os.environ, "PATH": f"{ssh.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert reply.returncode == 0, reply.stderr[-3000:]
+    assert [line for line in reply.stdout.splitlines() if line.startswith("SUM")] == ["SUM 3.0 2"] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a script to start"),
+        (["no_such_script.py"], "there is no such file, nor a command of that name"),
+        (["--nproc", "0", "README.md"], "--nproc 0: at least one process"),
+        (["--include", "elsewhere:0", "README.md"], "no machine 'elsewhere'; there is localhost"),
+        (["--include", "localhost:7", "README.md"], "localhost has devices 0 to 0, not 7"),
+        (["--include", "localhost:a", "README.md"], "'a' is not a list of devices"),
+        (["--exclude", "localhost:0", "README.md"], "leaves no device"),
+        (["--include", "localhost", "--exclude", "localhost", "README.md"], "keep one of the two"),
+        (["--hostfile", "no_such_file", "README.md"], "cannot be read"),
+        (["--hostfile", "LICENSE", "README.md"], 'is not "name slots=8"'),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(words, said, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["run", *words]) == 2
+    complaint = capsys.readouterr().err
+    assert said in complaint
+    assert len(complaint.splitlines()) == 1
+
+
+def test_what_is_not_built_is_refused_when_it_is_asked_for():
+    import infinity.deepspeed as deepspeed
+
+    with pytest.raises(ConfigError, match="pipeline parallelism is not built yet"):
+        deepspeed.PipelineModule(layers=[], num_stages=2)
+    with pytest.raises(ConfigError, match="there is no inference engine here"):
+        deepspeed.init_inference(None)
+    with pytest.raises(ConfigError, match="tensor parallelism"):
+        deepspeed.tp_model_init(None, tp_size=2, dtype=None)
+    assert infinity.__version__ == deepspeed.__infinity__
+
+
+def test_a_model_of_an_engine_is_guarded_as_ours_and_goes_to_the_next_engine():
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
+    model = torch.nn.Linear(4, 4)
+    first, *_ = deepspeed.initialize(model=model, config=config)
+    with pytest.raises(StateError, match="cannot pickle Linear"):
+        pickle.dumps(model)
+    assert torch.equal(copy.deepcopy(model).weight, first.state_dict()["weight"])
+    second, *_ = deepspeed.initialize(model=model, config=config)
+    with second, pytest.raises(StateError, match="this engine was closed"):
+        first.step()
+
+
+def test_parameters_have_foreign_attributes_only_where_import_deepspeed_gives_these_names():
+    reply = python(
+        "import sys, torch, infinity.deepspeed as deepspeed\n"
+        "def attributes():\n"
+        "    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config={\n"
+        "        'train_batch_size': 1, 'zero_optimization': {'stage': 3}, 'optimizer': {'type': 'AdamW'}})\n"
+        "    with engine:\n"
+        "        return hasattr(engine.module.weight, 'ds_id')\n"
+        "assert not attributes()\n"
+        "deepspeed.install()\n"
+        "assert attributes()\n"
+    )
+    assert reply.returncode == 0, reply.stderr
+
+
+def test_its_optimizers_keep_the_groups_and_are_stepped_natively():
+    from infinity.deepspeed.ops import adagrad, adam, lion
+
+    from infinity.optim.update_rules import native_rule_of
+    from infinity.plan.types import Kind
+
+    weights = [torch.nn.Parameter(torch.ones(3, device="cpu"))]
+    groups = [{"params": weights, "lr": 0.5}]
+    moments = {
+        adam.DeepSpeedCPUAdam: 2, adam.FusedAdam: 2, adagrad.DeepSpeedCPUAdagrad: 1, lion.DeepSpeedCPULion: 1,
+        lion.FusedLion: 1, torch.optim.AdamW: 2,
+    }  # fmt: skip
+    for kind, count in moments.items():
+        optimizer = kind(groups)
+        rule = native_rule_of(optimizer)
+        assert rule is not None, kind
+        assert len(rule.moments) == count
+        # The very dictionaries: a schedule made for another optimizer over them stays alive.
+        assert optimizer.param_groups[0] is groups[0]
+        groups = [{"params": weights, "lr": 0.5}]
+    assert native_rule_of(lion.FusedLion(weights)).moments == (Kind.EXP_AVG,)
+
+    class Other(torch.optim.Adam):
+        def step(self, closure=None):
+            return None
+
+    assert native_rule_of(Other(weights)) is None
+    with pytest.raises(ConfigError, match="bias_correction"):
+        adam.FusedAdam(weights, bias_correction=False)
+
+
+def test_lion_by_itself_and_in_an_engine_steps_alike():
+    from infinity.deepspeed.ops.lion import FusedLion
+
+    import infinity.deepspeed as deepspeed
+
+    torch.manual_seed(3)
+    model = torch.nn.Linear(6, 5, device="cpu")
+    alone = torch.nn.Linear(6, 5, device="cpu")
+    alone.load_state_dict(model.state_dict())
+    plain = FusedLion(alone.parameters(), lr=0.01, weight_decay=0.1)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=FusedLion(model.parameters(), lr=0.01, weight_decay=0.1),
+        config={"train_batch_size": 4, "gradient_clipping": 0.0},
+    )  # fmt: skip
+    with engine:
+        for step in range(4):
+            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+            plain.zero_grad()
+            alone(batch).square().mean().backward()
+            plain.step()
+        with infinity.read(model):
+            assert torch.allclose(model.weight, alone.weight, rtol=0, atol=1e-6)
