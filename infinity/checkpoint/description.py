@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.json_bodies import ExportBody
-from infinity.checkpoint.weight_writer import Entry, Shard, cut_into_shards, index_of
+from infinity.checkpoint.weight_writer import Entry, WeightFile, cut_into_shards, index_of
 from infinity.errors import ConfigError
 from infinity.plan.types import FLOATING_DTYPES, TORCH_NAMES
 
@@ -109,7 +109,7 @@ class Description:
 
     def shards(
         self, sources: Sequence[TensorSource], dtype: str, *, stem: str = "model", nbytes_max: int | None = SHARD_NBYTES
-    ) -> list[Shard]:
+    ) -> list[WeightFile]:
         """Return the weight files for the tensors of a model. Tensors that are not in `sources` are left out.
 
         ConfigError where the model's library computes what it saves.
@@ -135,7 +135,7 @@ class Description:
             shards += cut_into_shards(stored, group if whole else stem, None if whole else nbytes_max)
         return shards
 
-    def companions(self, shards: Sequence[Shard], dtype: str, *, stem: str = "model") -> dict[str, str]:
+    def companions(self, shards: Sequence[WeightFile], dtype: str, *, stem: str = "model") -> dict[str, str]:
         """Return the small text files of the folder, by name."""
         texts = {}
         for name, value in self.texts.items():

@@ -57,7 +57,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class WeightFile:
     """One file: its name, its header with the length in front, and the tensors with their offsets in the file."""
 
     name: str
@@ -71,7 +71,7 @@ class Shard:
 
 def cut_into_shards(
     tensors: Sequence[Entry], stem: str, nbytes_max: int | None = None, metadata: Mapping[str, str] | None = None
-) -> list[Shard]:
+) -> list[WeightFile]:
     """Return the files for `tensors` in their order, each of at most `nbytes_max` bytes or with a single larger tensor.
 
     A single file is `stem.safetensors`; several are numbered as transformers does.
@@ -91,7 +91,7 @@ def cut_into_shards(
     return shards
 
 
-def index_of(shards: Iterable[Shard]) -> str:
+def index_of(shards: Iterable[WeightFile]) -> str:
     """Return the text of `stem.safetensors.index.json` for several files."""
     placed = {tensor.name: (shard.name, tensor.nbytes) for shard in shards for tensor, _ in shard.entries}
     total = sum(nbytes for _, nbytes in placed.values())
@@ -99,7 +99,7 @@ def index_of(shards: Iterable[Shard]) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2) + "\n"
 
 
-def _shard(name: str, tensors: Sequence[Entry], metadata: Mapping[str, str]) -> Shard:
+def _shard(name: str, tensors: Sequence[Entry], metadata: Mapping[str, str]) -> WeightFile:
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     offsets = []
@@ -114,13 +114,13 @@ def _shard(name: str, tensors: Sequence[Entry], metadata: Mapping[str, str]) -> 
     # Values begin at a multiple of eight bytes.
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return Shard(name, head, tuple((tensor, len(head) + at) for tensor, at in zip(tensors, offsets, strict=True)))
+    return WeightFile(name, head, tuple((tensor, len(head) + at) for tensor, at in zip(tensors, offsets, strict=True)))
 
 
 class WeightWriter:
     """The files of `shards` below `folder`, open for ranges of elements. Use as a context manager."""
 
-    def __init__(self, folder: Path, shards: Sequence[Shard], *, create: bool) -> None:
+    def __init__(self, folder: Path, shards: Sequence[WeightFile], *, create: bool) -> None:
         """create: make the files and write their headers, in one process; the others open them."""
         self.written_nbytes = 0
         self._paths = [folder / shard.name for shard in shards]
@@ -183,7 +183,7 @@ class WeightWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, path: Path, shard: Shard, create: bool) -> None:
+    def _open(self, path: Path, shard: WeightFile, create: bool) -> None:
         try:
             if create:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ class WeightWriter:
         self.written_nbytes += len(values)
 
 
-def check_complete(written_nbytes: int, shards: Iterable[Shard], where: Path) -> None:
+def check_complete(written_nbytes: int, shards: Iterable[WeightFile], where: Path) -> None:
     """Raise StateError unless all bytes of all tensors were written."""
     wanted = sum(tensor.nbytes for shard in shards for tensor, _ in shard.entries)
     if written_nbytes != wanted:

@@ -20,7 +20,7 @@ from infinity.checkpoint.module_tensors import persistent_buffers
 from infinity.checkpoint.ranks import run_on_all_ranks
 from infinity.checkpoint.weight_writer import (
     EXPORT_NUMEL,
-    Shard,
+    WeightFile,
     WeightWriter,
     as_bytes,
     check_complete,
@@ -89,7 +89,7 @@ def export_16bit(runtime: Runtime, folder: Path, filename: str, *, frozen: bool)
     export_folder(runtime, folder, dtype=dtype, stem=stem, frozen=frozen)
 
 
-def _write(runtime: Runtime, shards: Sequence[Shard], made: Path) -> int:
+def _write(runtime: Runtime, shards: Sequence[WeightFile], made: Path) -> int:
     """Write this rank's ranges; return the number of bytes."""
     groups = runtime.groups
     if not made.is_dir():

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from infinity.plan.shards import Replica, Shard
 from infinity.plan.spec import ModelSpec
 from infinity.plan.types import CACHE_LINE, DTYPE_NBYTES, Key, Kind, align_up
 
@@ -32,6 +33,12 @@ class Slot:
     numel: int
     group: int
     start: int = 0
+    shard: Shard | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The parameter's shape before a tensor axis cuts it."""
+        return self.shape if self.shard is None else self.shard.whole_shape(self.shape)
 
     @property
     def is_tile(self) -> bool:
@@ -78,6 +85,7 @@ class UnitLayout:
     trainable: bool
     slots: tuple[Slot, ...]
     numel: int
+    replica: Replica = Replica.NONE
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +151,7 @@ def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
         slots = []
         offset = 0
         for param in unit.params:
-            slots.append(Slot(param.name, param.shape, offset, param.numel, param.group, param.start))
+            slots.append(Slot(param.name, param.shape, offset, param.numel, param.group, param.start, param.shard))
             offset = align_up(offset + param.numel, alignment)
         layouts.append(
             UnitLayout(
@@ -154,6 +162,7 @@ def make_layouts(spec: ModelSpec, parts: int) -> tuple[UnitLayout, ...]:
                 trainable=unit.trainable,
                 slots=tuple(slots),
                 numel=align_up(offset, parts * PARTITION_ALIGNMENT),
+                replica=unit.replica,
             )  # fmt: skip
         )
     return tuple(layouts)

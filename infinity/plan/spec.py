@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infinity.errors import ConfigError
+from infinity.plan.shards import Replica, Shard
 from infinity.plan.tiles import cut_rows, may_be_cut
 from infinity.plan.types import FLOATING_DTYPES, TORCH_NAMES
 
@@ -26,6 +27,8 @@ _DATA_DEPENDENT = re.compile(r"(moe|mixtureofexperts|experts?)(block|layer|mlp|m
 _EXPERT = re.compile(r"expert(block|layer|mlp|mixer)?$", re.IGNORECASE)
 # Containers have no forward: a hook on one would never run, so no unit is hooked to them.
 _CONTAINERS = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
+# What a unit's name says of it on ranks of a tensor axis.
+_REPLICATED = {Replica.NONE: "", Replica.SAME: " (replicated)", Replica.PARTIAL: " (replicated, summed)"}
 # Attribute of a module that the program wants as one unit: see `infinity.zero.leaf_modules`.
 LEAF_MARK = "_infinity_leaf"
 
@@ -43,6 +46,7 @@ class ParamSpec:
     """One parameter. `group` is its optimizer parameter group, -1 for a frozen one; `tied` are its other names.
 
     Of a tile, `start` is its first element in the parameter and `tile_numel` its size; `shape` is the parameter's.
+    Where a tensor axis cuts the parameter by `shard`, all of these are the shard's. `replica`: what is not cut.
     """
 
     name: str
@@ -52,6 +56,8 @@ class ParamSpec:
     tied: tuple[str, ...] = ()
     start: int = 0
     tile_numel: int | None = None
+    shard: Shard | None = None
+    replica: Replica = Replica.NONE
 
     @property
     def numel(self) -> int:
@@ -119,8 +125,12 @@ class ModuleNode:
 
     def frozen(self) -> ModuleNode:
         """The same tree without a parameter to train."""
-        params = {name: replace(spec, group=-1) for name, spec in self.params.items()}
-        children = {name: child.frozen() for name, child in self.children.items()}
+        return self.with_params(lambda spec: replace(spec, group=-1))
+
+    def with_params(self, change: Callable[[ParamSpec], ParamSpec]) -> ModuleNode:
+        """The same tree with other parameters."""
+        params = {name: change(spec) for name, spec in self.params.items()}
+        children = {name: child.with_params(change) for name, child in self.children.items()}
         return replace(self, params=params, children=children)
 
 
@@ -162,7 +172,8 @@ class UnitRules:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """Parameters gathered by one collective: all of one dtype, all trainable or all frozen.
+    """Parameters gathered by one collective: all of one dtype, all trainable or all frozen, all cut by the tensor axis
+    or all replicated alike.
 
     `modules` are the module paths whose forward needs the unit: where hooks stand.
     """
@@ -172,6 +183,7 @@ class UnitSpec:
     dtype: str
     trainable: bool
     params: tuple[ParamSpec, ...]
+    replica: Replica = Replica.NONE
 
     @property
     def numel(self) -> int:
@@ -296,23 +308,23 @@ def _has_blocks(node: ModuleNode, rules: UnitRules) -> bool:
 
 
 def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str], rules: UnitRules) -> ModelSpec:
-    """Group parameters by (owner, trainable, dtype); merge small left-overs into the root; find the modules that need
-    each unit.
+    """Group parameters by (owner, trainable, dtype, replica); merge small left-overs into the root; find the modules
+    that need each unit.
     """
     specs = root.all_params()
     homes = _homes(root, specs, owners, blocks, rules)
-    groups: dict[tuple[str, bool, str], list[ParamSpec]] = {}
+    groups: dict[tuple[str, bool, str, Replica], list[ParamSpec]] = {}
     tiled = {name: spec for name, spec in specs.items() if name not in owners}
     for name, spec in specs.items():
         if name in tiled:
             continue
-        groups.setdefault((homes[owners[name].path], spec.trainable, spec.dtype), []).append(spec)
+        groups.setdefault((homes[owners[name].path], spec.trainable, spec.dtype, spec.replica), []).append(spec)
     nodes = [*root.walk()]
     order = {node.path: index for index, node in enumerate(nodes)}
     hooked = _hooked(root, rules)
     units = []
     in_order = sorted(groups.items(), key=lambda item: (order[item[0][0]], not item[0][1]))
-    for (path, trainable, dtype), members in in_order:
+    for (path, trainable, dtype, replica), members in in_order:
         # Parameters of one optimizer group lie next to each other, so that the optimizer sees few long pieces.
         members = sorted(members, key=lambda spec: spec.group)
         # The root's forward contains every other; a shared module is also called from outside the unit's own.
@@ -322,7 +334,7 @@ def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str],
             for point, shared in hooked[spec.name]
             if path != root.path and point != path and (shared or not point.startswith(path + "."))
         ]
-        suffix = "" if trainable else " (frozen)"
+        suffix = _REPLICATED[replica] + ("" if trainable else " (frozen)")
         units.append(
             UnitSpec(
                 name=(path or "(root)") + suffix,
@@ -330,6 +342,7 @@ def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str],
                 dtype=dtype,
                 trainable=trainable,
                 params=tuple(members),
+                replica=replica,
             )  # fmt: skip
         )
     units = _with_tiles(units, tiled.values(), hooked, order, rules)
@@ -366,7 +379,7 @@ def _with_tiles(
         for index, (start, numel) in enumerate(pieces):
             name = f"{spec.name}, tile {index + 1} of {len(pieces)}" + ("" if spec.trainable else " (frozen)")
             piece = replace(spec, start=start, tile_numel=numel)
-            made.append(UnitSpec(name, modules, spec.dtype, spec.trainable, (piece,)))
+            made.append(UnitSpec(name, modules, spec.dtype, spec.trainable, (piece,), spec.replica))
     # Sorting keeps the order of units that begin in one module.
     return sorted([*units, *made], key=lambda unit: order[unit.modules[0]]) if made else units
 
