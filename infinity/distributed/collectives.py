@@ -29,6 +29,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Elements that are summed at a time, so that two or more rows of them stay in a core's cache.
 _SUM_NUMEL = 1 << 16
+# Up to so many bytes, gloo's ranks send each other whole tensors to sum.
+_WHOLE_NBYTES_MAX = 64 << 10
 
 
 class _Works:
@@ -280,6 +282,52 @@ def all_reduce(tensor: Tensor, group: AxisGroup, name: str = "sum") -> Transfer:
     return _whole(
         tensor, lambda values: dist.all_reduce(values, op=dist.ReduceOp.SUM, group=members, async_op=True), group, name
     )
+
+
+def sum_in_order(tensor: Tensor, group: AxisGroup, name: str = "sum") -> None:
+    """Sum `tensor` over the group, in place, with the same bits on every rank. Blocks.
+
+    With gloo, and for 16-bit types over three or more ranks, members add up each other's values in their order; 16-bit
+    ones in fp32, rounded once. Otherwise the backend's own sum does it.
+    """
+    ranks, numel = group.size, tensor.numel()
+    if group.process_group is None or not numel:
+        return
+    gloo = _is_gloo(group.process_group)
+    if not gloo and (ranks == 2 or tensor.element_size() > 2):
+        all_reduce(tensor, group, name).wait()
+        return
+    if gloo and tensor.nbytes <= _WHOLE_NBYTES_MAX:
+        # One message to each other rank instead of two.
+        everyone = tensor.new_empty(ranks * numel)
+        all_gather(everyone, tensor.reshape(-1), group, name).wait()
+        tensor.copy_(_add_up(everyone.view(ranks, -1).unbind()).view(tensor.shape))
+        return
+    full = tensor.view(-1) if tensor.is_contiguous() and numel % ranks == 0 else _padded(tensor, ranks)
+    if gloo:
+        reduction = reduce_scatter(full, group=group, name=name)
+    else:
+        arrived, members = torch.empty_like(full), group.process_group
+        reduction = _Exchanged(
+            group.start(
+                name, lambda tag: dist.all_to_all_single(arrived, full, group=members, async_op=True),
+                keep=(full, arrived), nbytes=full.nbytes,
+            ),
+            arrived.view(ranks, -1).unbind(),
+        )  # fmt: skip
+    reduction.wait()
+    own = full.new_empty(full.numel() // ranks)
+    reduction.leave_in(own)
+    all_gather(full, own, group, name).wait()
+    if full.data_ptr() != tensor.data_ptr():
+        tensor.copy_(full[:numel].view(tensor.shape))
+
+
+def _padded(tensor: Tensor, ranks: int) -> Tensor:
+    """A flat copy, with zeros up to a multiple of `ranks`."""
+    full = tensor.new_zeros(-(-tensor.numel() // ranks) * ranks)
+    full[: tensor.numel()].copy_(tensor.reshape(-1))
+    return full
 
 
 def broadcast(tensor: Tensor, group: AxisGroup, source: int = 0, name: str = "broadcast") -> None:
