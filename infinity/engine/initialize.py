@@ -204,7 +204,8 @@ def _resolve(config: Config, model: nn.Module, ranks: Ranks, optimizer: Any, sch
     if scheduler is not None and not _is_factory(scheduler):
         check_steps_alone(scheduler)
     context = ResolveContext(
-        world_size=ranks.world_size, detected=True, hidden_size=hidden if isinstance(hidden, int) else None,
+        world_size=ranks.world_size, local_size=ranks.local_size, detected=True,
+        hidden_size=hidden if isinstance(hidden, int) else None,
         model_dtype=known, optimizer_lr=float(lr) if lr is not None else None,  # type: ignore[arg-type]
         no_auto=unfilled(optimizer=optimizer is not None, scheduler=scheduler is not None),
     )  # fmt: skip

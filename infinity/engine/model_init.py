@@ -189,7 +189,8 @@ def _read(source: ConfigSource, conventions: Conventions) -> tuple[Config, Resol
     config = load_config(source, conventions=conventions)
     ranks = detect()
     configure_logging(ranks.rank, config.log_level)
-    resolved = resolve(_for_building(config), ResolveContext(world_size=ranks.world_size, detected=True))
+    context = ResolveContext(world_size=ranks.world_size, local_size=ranks.local_size, detected=True)
+    resolved = resolve(_for_building(config), context)
     return config, resolved, ranks
 
 
