@@ -126,6 +126,7 @@ class ProcessGroups:
             )
             for channel, (axis, group) in enumerate(zip(("data", "data", "world"), opened, strict=True))
         )  # fmt: skip
+        self.tensor = AxisGroup("tensor")
         if ranks.world_size > 1 and backends == "gloo":
             self._meet(Introduction(wanted=cross_memory_attach), timeout.total_seconds())
 

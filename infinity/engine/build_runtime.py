@@ -78,7 +78,7 @@ def build_runtime(
     coordinator.memory.refresh(units)
     _attach(units, coordinator)
     if config.stage == 3 and config.config.provenance.conventions.parameter_attributes:
-        publish_model(model, parts=ranks.world_size)
+        publish_model(model, parts=groups.data.size)
     _move_buffers(model, device)
     hooks = ModuleHooks(model, units, coordinator, group=groups.world, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
