@@ -156,7 +156,8 @@ class _Part:
         own = self.own(kind)
         values = own.new_empty(self.slot.numel)
         first = self.slot.offset
-        partitions = [(0, own.view(1, -1))] if self._unit.placed.parts == 1 else gathered(own, groups.data, device, name)
+        alone = self._unit.placed.parts == 1
+        partitions = [(0, own.view(1, -1))] if alone else gathered(own, groups.data, device, name)
         for begin, rows in partitions:
             for index, row in enumerate(rows):
                 at = index * own.numel() + begin
