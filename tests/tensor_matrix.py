@@ -132,8 +132,10 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
-def compare_models(rank: int, world: int, families: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of one world size."""
+def compare_models(
+    rank: int, world: int, families: Sequence[str], halves: Sequence[str] = FAMILIES
+) -> list[dict[str, Any]]:
+    """The rows of one world size. halves: the families that are compared in bf16."""
     join(world)
     rows = []
     for family, sequence in itertools.product(families, (False, True)):
@@ -159,7 +161,7 @@ def compare_models(rank: int, world: int, families: Sequence[str]) -> list[dict[
                 and row["norm has one value"] and row["weight"] <= 1e-4
             )  # fmt: skip
             rows.append(row)
-    for family in families:
+    for family in halves:
         found = split(family, 0, world, stage=3, param="cpu", optimizer="cpu", dtype="bf16")
         if rank == 0:
             exact, unsplit = (plain(family, 0, dtype=dtype)["grads"] for dtype in (torch.float64, torch.bfloat16))
@@ -204,8 +206,10 @@ def own_digests(engine: Any) -> tuple[str, dict[str, str]]:
     return total.hexdigest(), single
 
 
-def compare_replicas(rank: int, world: int, cells: Sequence[tuple[str, bool, str]]) -> list[dict[str, Any]]:
-    """Replicated parameters of every rank after many steps, dp 1."""
+def compare_replicas(
+    rank: int, world: int, cells: Sequence[tuple[str, bool, str]], steps: int = LONG
+) -> list[dict[str, Any]]:
+    """Replicated parameters of every rank after many steps, dp 1. cells: (family, sequence, dtype)."""
     join(world)
     rows = []
     for family, sequence, dtype in cells:
@@ -217,7 +221,7 @@ def compare_replicas(rank: int, world: int, cells: Sequence[tuple[str, bool, str
             tokens = TOKENS if TOKENS % world == 0 else TOKENS // world * world
             engine, *_ = infinity.initialize(model=build(family, **sizes), config=config)
             with engine:
-                for step in range(LONG):
+                for step in range(steps):
                     given_batch = {name: ids[:, :tokens] for name, ids in batch(step).items()}
                     engine.backward(engine(**given_batch).loss)
                     engine.step()
@@ -226,19 +230,27 @@ def compare_replicas(rank: int, world: int, cells: Sequence[tuple[str, bool, str
         if rank == 0:
             apart = [name for name in replicated if len({each[name] for each in everyone}) > 1]
             rows.append(
-                {"family": family, "tensor": world, "sequence": sequence, "dtype": dtype, "steps": LONG,
+                {"family": family, "tensor": world, "sequence": sequence, "dtype": dtype, "steps": steps,
                  "replicated": len(replicated), "apart": apart, "right": bool(replicated) and not apart}
             )  # fmt: skip
     return rows
 
 
-def compare_tiers(rank: int, world: int, tensor: int) -> list[dict[str, Any]]:
-    """One hash for every placement at each stage, precision and clipping."""
+TIERS = ("gpu", "cpu", "nvme")
+SETTINGS = tuple(itertools.product(range(4), ("fp32", "bf16"), (0.0, 0.5)))
+
+
+def compare_tiers(
+    rank: int, world: int, tensor: int, cells: Sequence[tuple[int, str, float]] = SETTINGS,
+    tiers: Sequence[tuple[str, str]] = tuple(itertools.product(TIERS, TIERS)),
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One hash for every placement at each stage, precision and clipping (cells). Below stage 3 parameters stay on the
+    device.
+    """
     join(world)
     rows = []
-    for stage, dtype, clip in itertools.product(range(4), ("fp32", "bf16"), (0.0, 0.5)):
-        tiers = ("gpu", "cpu", "nvme")
-        placements = [(a, b) for a in tiers for b in tiers] if stage == 3 else [("gpu", b) for b in tiers]
+    for stage, dtype, clip in cells:
+        placements = tiers if stage == 3 else sorted({("gpu", states) for _, states in tiers})
         hashes: dict[str, list[str]] = {}
         for param, optimizer in placements:
             with tempfile.TemporaryDirectory() as drive:
@@ -302,22 +314,38 @@ def whole_digests(engine: Any) -> str:
     return total.hexdigest()
 
 
-def save_all(rank: int, world: int, folder: str, tensor: int) -> list[dict[str, Any]]:
-    """Train and save at a topology, at every stage and tier."""
-    join(world)
-    rows = []
-    for place in places(tensor, world // tensor):
-        with tempfile.TemporaryDirectory() as drive, _opened(place, drive) as engine:
-            for step in range(2):
-                engine.backward(engine(**batch(step, rank // tensor)).loss)
-                engine.step()
-            target = Path(folder) / str(place).replace(" ", "-")
-            engine.save_checkpoint(str(target / "saved"))
-            engine.export(str(target / "exported"), dtype="bf16")
-            digest = whole_digests(engine)
-        if rank == 0:
-            rows.append({"place": str(place), "sha256": digest, "export": _folder_hash(target / "exported")})
-    return rows
+def save_place(rank: int, world: int, folder: str, place: Place) -> dict[str, Any]:
+    """Train at a place; save and export there. Returns the hash of what was saved, and that of the export."""
+    if not torch.distributed.is_initialized():
+        join(world)
+    with tempfile.TemporaryDirectory() as drive, _opened(place, drive) as engine:
+        for step in range(2):
+            engine.backward(engine(**batch(step, rank // place.tensor)).loss)
+            engine.step()
+        target = _folder(folder, place)
+        engine.save_checkpoint(str(target / "saved"))
+        engine.export(str(target / "exported"), dtype="bf16")
+        digest = whole_digests(engine)
+    return {"place": str(place), "sha256": digest, "export": _folder_hash(target / "exported")}
+
+
+def load_place(
+    rank: int, world: int, folder: str, saved: Place, place: Place, digest: str
+) -> dict[str, Any]:
+    """Load what was saved at one place at another; right if masters and moments have its hash as whole tensors."""
+    if not torch.distributed.is_initialized():
+        join(world)
+    with tempfile.TemporaryDirectory() as drive, _opened(place, drive) as engine:
+        found, _ = engine.load_checkpoint(str(_folder(folder, saved) / "saved"))
+        right = found is not None and engine.global_steps == 2 and whole_digests(engine) == digest
+        target = _folder(folder, saved) / f"again {place}".replace(" ", "-")
+        engine.export(str(target), dtype="bf16")
+    exchanged(None)
+    return {"saved at": str(saved), "loaded at": str(place), "right": right, "export": _folder_hash(target)}
+
+
+def _folder(folder: str, place: Place) -> Path:
+    return Path(folder) / str(place).replace(" ", "-")
 
 
 def _folder_hash(folder: Path) -> str:
@@ -327,40 +355,35 @@ def _folder_hash(folder: Path) -> str:
     return total.hexdigest()
 
 
+def save_all(rank: int, world: int, folder: str, tensor: int) -> list[dict[str, Any]]:
+    """Save at a topology, at every stage and tier."""
+    return [save_place(rank, world, folder, place) for place in places(tensor, world // tensor)]
+
+
 def load_all(
-    rank: int, world: int, folder: str, tensor: int, saved: dict[str, str], exports: dict[str, str]
-) -> list[dict[str, Any]]:  # fmt: skip
+    rank: int, world: int, folder: str, tensor: int, saved: Sequence[tuple[Place, dict[str, Any]]]
+) -> list[dict[str, Any]]:
     """Load all checkpoints at a topology, at every stage and tier."""
-    join(world)
     rows = []
     for place in places(tensor, world // tensor):
-        wrong = []
-        for name, digest in saved.items():
-            with tempfile.TemporaryDirectory() as drive, _opened(place, drive) as engine:
-                found, _ = engine.load_checkpoint(str(Path(folder) / name.replace(" ", "-") / "saved"))
-                if found is None or whole_digests(engine) != digest or engine.global_steps != 2:
-                    wrong.append(name)
-                if place.stage == 3 and place.tier == "nvme" and not wrong:
-                    again = Path(folder) / f"again-{tensor}-{world}-{name}".replace(" ", "-")
-                    engine.export(str(again), dtype="bf16")
-                    if rank == 0 and _folder_hash(again) != exports[name]:
-                        wrong.append(f"{name}: its export differs")
-        if rank == 0:
-            rows.append({"loaded at": str(place), "checkpoints": len(saved), "wrong": wrong, "right": not wrong})
+        found = [load_place(rank, world, folder, origin, place, row["sha256"]) for origin, row in saved]
+        wrong = [row["saved at"] for row in found if not row["right"]]
+        wrong += [f"the export of {row['saved at']}" for row, (_, told) in zip(found, saved, strict=True)
+                  if row["export"] != told["export"]]  # fmt: skip
+        rows.append({"loaded at": str(place), "checkpoints": len(saved), "wrong": wrong, "right": not wrong})
     return rows
 
 
 def run_checkpoints() -> list[dict[str, Any]]:
     """Save at every topology, then load everything at every one."""
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        saved, exports = {}, {}
+        saved: list[tuple[Place, dict[str, Any]]] = []
         for tensor, data in TOPOLOGIES:
-            for row in _launch(save_all, tensor * data, folder, tensor):
-                saved[row["place"]], exports[row["place"]] = row["sha256"], row["export"]
-        for tensor, data in TOPOLOGIES:
-            rows += _launch(load_all, tensor * data, folder, tensor, saved, exports)
-    return rows
+            rows = _launch(save_all, tensor * data, folder, tensor)
+            saved += zip(places(tensor, data), rows, strict=True)
+        # The same training, but for the order of sums: the data axis decides what was learned, the rest only where.
+        return [row for tensor, data in TOPOLOGIES
+                for row in _launch(load_all, tensor * data, folder, tensor, saved)]  # fmt: skip
 
 
 class Noisy(nn.Module):
