@@ -23,7 +23,7 @@ from infinity.distributed.process_groups import ProcessGroups
 from infinity.engine import exporting, precision
 from infinity.engine.accumulation import Accumulation
 from infinity.engine.checkpoint_manager import CheckpointManager
-from infinity.engine.handover import WeightKeeper
+from infinity.engine.handover import WeightKeeper, why_not_kept
 from infinity.engine.idle_states import IdleStates
 from infinity.engine.loading import LoadOptions
 from infinity.engine.preemption import PreemptionHandler
@@ -542,14 +542,19 @@ class Engine(nn.Module):
         """Finish the step that goes on behind the program, then return memory, files, threads and process groups.
 
         keep_weights: leave the weights in the module, in the precision that the engine computes in, so that the program
-        or another engine goes on with it (docs/engine_life.md). Collective then; an error leaves the engine open.
-        Without it only weights that are whole stay usable.
+        or another engine goes on with it (docs/engine_life.md). Collective then; an error leaves the engine open, as a
+        tensor axis does, of which a rank has shards. Without it only weights that are whole stay usable.
 
         Further calls, and calls in a forked child, do nothing. Raise the error of that step, once everything is
         returned.
         """
         if self._runtime.health.closed or self._runtime.store.is_elsewhere:
             return
+        if keep_weights and (reason := why_not_kept(self._runtime)) is not None:
+            raise StateError(
+                f"the module cannot keep its weights: {reason}. Write them with engine.export(folder), or take them on "
+                "rank 0 with engine.state_dict(), then call engine.close()"
+            )
         keeper = WeightKeeper(self._runtime) if keep_weights else None
         if keeper is not None:
             self._check("hand the weights to the module")
@@ -564,13 +569,13 @@ class Engine(nn.Module):
                 self._runtime.health.mark_handed_over()
 
     def destroy(self) -> None:
-        """DeepSpeed's name for `close(keep_weights=True)`; an engine that an error has broken is closed without the
-        weights, with a warning: programs call this when they end, however that comes.
+        """DeepSpeed's name for `close(keep_weights=True)`; an engine that an error has broken, or whose ranks have
+        shards, is closed without the weights, with a warning: programs call this when they end, however that comes.
         """
-        broken = self._runtime.health.broken
-        if broken:
-            logger.warning("the engine is closed, and its weights are not left in the module: %s", broken)
-        self.close(keep_weights=not broken)
+        reason = self._runtime.health.broken or why_not_kept(self._runtime)
+        if reason:
+            logger.warning("the engine is closed, and its weights are not left in the module: %s", reason)
+        self.close(keep_weights=not reason)
 
     def _close(self, *, at_once: bool) -> None:
         runtime = self._runtime

@@ -21,6 +21,14 @@ from infinity.zero.handover import Handover, is_handed_over
 _MARGIN = 0.1
 
 
+def why_not_kept(runtime: Runtime) -> str | None:
+    """Why the module cannot keep the weights of an engine; None where it can."""
+    size = runtime.groups.tensor.size
+    if size == 1:
+        return None
+    return f"each of {size} ranks of the tensor axis has shards, of which no module is made"
+
+
 class WeightKeeper:
     """Hands the weights of one engine over to its module. `take` before the engine is closed, `finish` after it."""
 

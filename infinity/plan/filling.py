@@ -62,7 +62,7 @@ class _Filling:
         self._own_left = sum(self._own.values())
         self._own_max = self._own_left
         if model_nbytes_max is not None:
-            largest = max((math.prod(slot.shape) for layout in plan.layouts for slot in layout.slots), default=0)
+            largest = max((math.prod(slot.whole_shape) for layout in plan.layouts for slot in layout.slots), default=0)
             self._own_max = model_nbytes_max + largest * DTYPE_NBYTES[model_dtype]
 
     def fill(self, *keys: Key) -> None:
@@ -89,8 +89,8 @@ class _Filling:
 
 def _own_nbytes(layout: UnitLayout, model_dtype: str) -> int:
     floating = layout.dtype in FLOATING_DTYPES
-    # A parameter in tiles goes with the last of them.
-    numel = sum(math.prod(slot.shape) for slot in layout.slots if slot.ends)
+    # A parameter in tiles goes with the last of them. The model that comes in has parameters that no axis has cut.
+    numel = sum(math.prod(slot.whole_shape) for slot in layout.slots if slot.ends)
     return numel * DTYPE_NBYTES[model_dtype if floating else layout.dtype]
 
 

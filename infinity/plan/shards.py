@@ -138,3 +138,18 @@ def whole_range(whole: Sequence[int], dim: int, ranges: Sequence[Range], start: 
     found = list(runs(whole, dim, ranges, start, numel))
     ends = (run.whole + (run.count - 1) * run.whole_step + run.length for run in found)
     return min((run.whole for run in found), default=0), max(ends, default=0)
+
+
+def shard_range(whole: Sequence[int], dim: int, ranges: Sequence[Range], start: int, numel: int) -> Range:
+    """The range of a shard's own order whose elements lie in [start, start + numel) of the whole tensor."""
+    return _elements_before(whole, dim, ranges, start), _elements_before(whole, dim, ranges, start + numel)
+
+
+def _elements_before(whole: Sequence[int], dim: int, ranges: Sequence[Range], place: int) -> int:
+    """A shard's elements in front of element `place` of the whole tensor."""
+    inner = math.prod(whole[dim + 1 :])
+    if not whole[dim] * inner:
+        return 0
+    rows, rest = divmod(place, whole[dim] * inner)
+    lengths = (max(0, min(rest, end * inner) - begin * inner) for begin, end in ranges)
+    return rows * sum(end - begin for begin, end in ranges) * inner + sum(lengths)

@@ -3,11 +3,15 @@
 Master weights have the full precision of the model: a model in fp32 that is trained in bf16 starts from its fp32
 values. All ranks start from rank 0's values; from files each rank reads its own slices. A parameter's own memory is
 freed as soon as its unit has its partitions.
+
+The model comes in with whole parameters. Where the tensor axis cuts one, the partition takes the elements of this
+rank's shard, in the shard's order, and the parameter has the shard's shape from then on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -19,11 +23,13 @@ from infinity.distributed.process_groups import ProcessGroups
 from infinity.log import PhaseProgress
 from infinity.memory.master_weights import store_masters
 from infinity.memory.partition import DTYPES, Partition
+from infinity.memory.shard_copy import gather_shard, read_shard
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.pinned import trim
 from infinity.plan.filling import FILL_NUMEL
-from infinity.plan.layout import Overlap, Slice, SubGroup
+from infinity.plan.layout import Overlap, Slice, Slot, SubGroup
 from infinity.plan.plan import Plan
+from infinity.plan.shards import Range, whole_range
 from infinity.plan.types import Key, Kind
 from infinity.zero import parameter
 from infinity.zero.deferred_init import DeferredInit
@@ -134,7 +140,7 @@ class Materializer:
             for begin in range(0, overlap.numel, FILL_NUMEL):
                 numel = min(FILL_NUMEL, overlap.numel - begin)
                 first = overlap.range_start + begin
-                values = self._values(param, overlap.tensor_start + begin, numel)
+                values = self._values(param, overlap.slot, overlap.tensor_start + begin, numel)
                 store_masters(values, target[first : first + numel], states, at + first)
             self._advance(unit, param, overlap.numel)
 
@@ -142,10 +148,7 @@ class Materializer:
         """Copy the elements of this rank's partition from `start` on into `target`, whose padding is zero already."""
         for overlap, param in self._parameters(unit, start, target.numel()):
             piece = target[overlap.range_start : overlap.range_start + overlap.numel]
-            if self._spool.holds(param):
-                self._spool.read(param, overlap.tensor_start, piece)
-            else:
-                piece.copy_(param.detach().reshape(-1)[overlap.tensor_start :][: overlap.numel])
+            self._copy(param, overlap.slot, overlap.tensor_start, piece)
             self._advance(unit, param, overlap.numel)
 
     def _parameters(self, unit: Unit, start: int, numel: int) -> Iterator[tuple[Overlap, nn.Parameter]]:
@@ -157,13 +160,30 @@ class Materializer:
         for overlap in unit.layout.overlaps(first, first + numel):
             yield overlap, by_name[overlap.slot.name]
 
-    def _values(self, param: nn.Parameter, start: int, numel: int) -> Tensor:
-        """Return elements of a parameter in fp32 in CPU memory: a view if they lie there, a copy otherwise."""
-        if not self._spool.holds(param):
-            values = param.detach().reshape(-1)[start : start + numel]
-        elif self._spool.at_origin(param):
+    def _copy(self, param: nn.Parameter, slot: Slot, start: int, target: Tensor) -> None:
+        """Copy elements from `start` on of what this rank has of a parameter into `target` ([n])."""
+        held, shard = self._spool.holds(param), slot.shard
+        if shard is not None:
+            ranges = shard.ranges(self._groups.tensor.index)
+            if held:
+                read_shard(partial(self._spool.read, param), slot.whole_shape, shard.dim, ranges, start, target)
+            else:
+                flat = param.detach().reshape(-1)
+                gather_shard(flat, 0, slot.whole_shape, shard.dim, ranges, start, target)
+        elif held:
+            self._spool.read(param, start, target)
+        else:
+            target.copy_(param.detach().reshape(-1)[start : start + target.numel()])
+
+    def _values(self, param: nn.Parameter, slot: Slot, start: int, numel: int) -> Tensor:
+        """Return elements of what this rank has of a parameter, in fp32 in CPU memory: a view if they lie there, a copy
+        otherwise.
+        """
+        if slot.shard is not None or self._spool.at_origin(param):
             values = torch.empty(numel, dtype=torch.float32, device="cpu")
-            self._spool.read(param, start, values)
+            self._copy(param, slot, start, values)
+        elif not self._spool.holds(param):
+            values = param.detach().reshape(-1)[start : start + numel]
         else:
             values = self._spool.elements(param, start, numel)
         return values.to("cpu", torch.float32)
@@ -202,9 +222,11 @@ class Materializer:
                 collectives.broadcast(values, self._groups.world, name=name)
                 parameter.set_data(param, values)
 
-    def _wanted(self, param: nn.Parameter) -> tuple[int, int]:
-        """Return the elements of a parameter, from and to, that this rank's partitions have; tiles have several."""
-        found: list[tuple[int, int]] = []
+    def _wanted(self, param: nn.Parameter) -> Range:
+        """Return the elements of a whole parameter, from and to, among which those of this rank's partitions are; tiles
+        have several.
+        """
+        found: list[Range] = []
         for unit in self._holders[id(param)]:
             numel = unit.layout.partition_numel(unit.placed.parts)
             first = unit.rank_in_parts * numel
@@ -213,11 +235,19 @@ class Materializer:
                 if parameter.whole_of(one) is param
             ]  # fmt: skip
             found += [
-                (overlap.tensor_start, overlap.tensor_start + overlap.numel)
+                self._range_of(overlap)
                 for overlap in unit.layout.overlaps(first, first + numel)
                 if overlap.slot.name in names
             ]
         return min((start for start, _ in found), default=0), max((stop for _, stop in found), default=0)
+
+    def _range_of(self, overlap: Overlap) -> Range:
+        """Return the range of the whole parameter that has what this rank's partition has of it."""
+        slot, start = overlap.slot, overlap.tensor_start
+        if slot.shard is None:
+            return start, start + overlap.numel
+        ranges = slot.shard.ranges(self._groups.tensor.index)
+        return whole_range(slot.whole_shape, slot.shard.dim, ranges, start, overlap.numel)
 
     def _taken(self, unit: Unit) -> None:
         """Free the parameters' own memory: the unit's values are in its partitions."""
@@ -227,7 +257,7 @@ class Materializer:
                 # Its other tiles are still to be read.
                 continue
             self._spool.forget(param)
-            if not parameter.is_released(param) or param.dtype is not dtype:
+            if not parameter.is_released(param) or param.dtype is not dtype or param.shape != slot.shape:
                 self._let_go_nbytes += param.nbytes
                 _detach_data(param, slot.shape, dtype, unit.full.device)
         if self._let_go_nbytes and self._let_go_nbytes >= self._trim_nbytes:

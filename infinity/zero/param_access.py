@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from infinity.distributed import collectives
 from infinity.distributed.consistency import on_any_rank
 from infinity.distributed.process_groups import ProcessGroups
-from infinity.errors import StateError
+from infinity.errors import ConfigError, StateError
 from infinity.memory.store import TieredStore
 from infinity.plan.layout import Slot, states_of
 from infinity.plan.plan import Plan
+from infinity.plan.shards import Replica
 from infinity.plan.types import Kind
 from infinity.zero import parameter
 from infinity.zero.coordinator import Coordinator
@@ -30,6 +31,7 @@ from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.saved_weights import gathered_for_backward
 from infinity.zero.unit import Unit
 from infinity.zero.weight_tiles import assembled, tiles_of
+from infinity.zero.whole_values import put_together
 
 # Names in a parameter's attributes of what keeps or trains it.
 _OURS = {"_infinity_keeper", "_infinity_owner"}
@@ -85,36 +87,40 @@ def units_of(owner: ParamAccess, params: Iterable[nn.Parameter]) -> list[Unit]:
 def full_state_dict(
     owner: ParamAccess, module: nn.Module, *, wanted: bool, frozen: bool = True
 ) -> dict[str, Tensor]:
-    """Return a module's full parameters in CPU memory, gathered unit by unit; {} unless `wanted`. Collective.
+    """Return a module's full parameters in CPU memory, gathered unit by unit, shards put together; {} unless `wanted`,
+    which may be on rank 0 only. Collective.
 
     frozen: with those that are not trained, which are not even gathered otherwise.
     """
     whole: dict[int, Tensor] = {}
+    groups = owner.groups
     for unit in owner.units if frozen else [unit for unit in owner.units if unit.layout.trainable]:
         with owner.coordinator.memory.holding([unit]):
-            for param, slot in zip(unit.params, unit.layout.slots, strict=True) if wanted else ():
-                if slot.is_tile:
-                    _put_rows(whole, param, slot)
-                else:
-                    whole[id(param)] = param.detach().cpu().clone()
+            # Rank 0's tensor group has the shards of what is wanted.
+            for param, slot in zip(unit.params, unit.layout.slots, strict=True) if groups.data.index == 0 else ():
+                flat = _room(whole, param, slot).view(-1) if wanted else None
+                name = f"shards of {slot.name}"
+                put_together(param.detach().reshape(-1), slot, groups.tensor, unit.full.device, name, flat)
     if not wanted:
         return {}
     names = {name: param for name, param in module.named_parameters(remove_duplicate=False)}
     return {name: whole[id(param)] for name, param in names.items() if id(param) in whole}
 
 
-def _put_rows(whole: dict[int, Tensor], tile: nn.Parameter, slot: Slot) -> None:
-    """Copy a gathered tile into the tensor of the parameter's whole shape in CPU memory."""
-    key = id(whole_of(tile))
+def _room(whole: dict[int, Tensor], param: nn.Parameter, slot: Slot) -> Tensor:
+    """Return the tensor in CPU memory for the whole of the parameter that a slot has, or has a tile of."""
+    key = id(whole_of(param))
     if key not in whole:
-        whole[key] = torch.empty(slot.shape, dtype=tile.dtype, device="cpu")
-    whole[key].view(-1)[slot.start : slot.start + slot.numel].copy_(tile.detach().view(-1))
+        whole[key] = torch.empty(slot.whole_shape, dtype=param.dtype, device="cpu")
+    return whole[key]
 
 
 @contextmanager
 def read(params: Params) -> Iterator[None]:
     """Gather parameters (of a module, one, or an iterable) on every rank for reading. Collective.
 
+    A parameter that the tensor axis cuts has what the module computes with: this rank's shard (`infinity.state` has the
+    whole one).
     Parameters made under `infinity.Init` that no engine has yet are made whole likewise; ordinary ones are left alone.
     Raises StateError on every rank if one of them was changed in place: use `modify` for that.
     """
@@ -150,6 +156,8 @@ def read(params: Params) -> Iterator[None]:
 def modify(params: Params, source: int = 0) -> Iterator[None]:
     """Gather parameters on every rank for writing; the values of rank `source` are kept on all of them. Collective.
 
+    Of a parameter that the tensor axis cuts, each rank has its shard, and the values of the rank in the same place on
+    the tensor axis are kept, of those that compute the same model as `source`.
     Master weights follow: where a 16-bit value was changed its master becomes that value; elsewhere it is unchanged.
     Parameters that no engine has yet, made under `infinity.Init` or ordinary ones, get the source's values too.
     """
@@ -178,9 +186,25 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
             for unit, old in zip(units, before, strict=True):
                 for param in unit.params:
                     _take(param, unit.reassigned_data(param), param.data)
-                if owner.groups.data.size > 1:
-                    collectives.broadcast(unit.full, owner.groups.data, source, f"broadcast of {unit.layout.name}")
+                _broadcast(owner, unit, source)
                 _write_back(owner, unit, old)
+
+
+def _broadcast(owner: ParamAccess, unit: Unit, source: int) -> None:
+    """Give every rank the values that a gathered unit has on rank `source`; shards those of its data index."""
+    groups, name = owner.groups, f"broadcast of {unit.layout.name}"
+    if groups.world.size == 1:
+        return
+    if not 0 <= source < groups.world.size:
+        raise ConfigError(
+            f"modify: rank {source} is to be the source, but the job has {groups.world.size} ranks, numbered from 0"
+        )
+    at = owner.plan.topology.coordinate(source)
+    if groups.data.size > 1:
+        collectives.broadcast(unit.full, groups.data, at.dp, name)
+    if groups.tensor.size > 1 and unit.layout.replica is not Replica.NONE:
+        # What every rank of the tensor axis has stays the same on all of them.
+        collectives.broadcast(unit.full, groups.tensor, at.tp, name)
 
 
 def _cut_together(units: list[Unit]) -> list[Unit]:
@@ -212,9 +236,7 @@ def _write_tiles(owner: ParamAccess, param: nn.Parameter, data: Tensor, source: 
         with owner.coordinator.memory.holding([tile.unit]):
             old = tile.unit.local_partition.clone()
             tile.param.data.copy_(data[tile.start : tile.stop])
-            if owner.groups.data.size > 1:
-                name = f"broadcast of {tile.unit.layout.name}"
-                collectives.broadcast(tile.unit.full, owner.groups.data, source, name)
+            _broadcast(owner, tile.unit, source)
             _write_back(owner, tile.unit, old)
 
 

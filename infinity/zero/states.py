@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from infinity.distributed import collectives
 from infinity.errors import StateError
 from infinity.memory.master_weights import load_masters, store_masters
 from infinity.plan.layout import Slice, Slot, states_of
@@ -15,6 +14,7 @@ from infinity.plan.types import Key, Kind
 from infinity.zero.param_access import ParamAccess, units_of
 from infinity.zero.parameter import whole_of
 from infinity.zero.unit import Unit
+from infinity.zero.whole_values import gathered, put_together, take_own
 
 
 def _property(kind: str, what: str) -> property:
@@ -33,8 +33,10 @@ class ParameterState:
     """One parameter's full states, wherever tiers and ranks hold them.
 
     `master`, `grad` and the optimizer's states, by torch's names (`exp_avg`, `momentum_buffer`, ...), gather on read
-    (fp32 CPU tensors of the parameter's shape, the same on every rank) and scatter on assignment. Collective. A frozen
-    parameter has only `master`. `local` and `set_local` access this rank's elements only and are not collective.
+    (fp32 CPU tensors of the whole parameter's shape, the same on every rank) and scatter on assignment. Collective. A
+    frozen parameter has only `master`. `local` and `set_local` access this rank's elements only and are not collective.
+
+    The whole parameter is the model's: where the tensor axis leaves this rank a shard, all shards are put together.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -68,17 +70,19 @@ class ParameterState:
 
     def full(self, kind: str) -> Tensor:
         """Gather one kind by its name; ValueError if the optimizer does not keep it. Collective."""
-        wholes = [part.gather(kind) for part in self._parts]
-        return wholes[0] if len(wholes) == 1 else torch.cat(wholes)
+        whole = torch.empty(self._parts[0].slot.whole_shape, dtype=torch.float32, device="cpu")
+        for part in self._parts:
+            part.gather(kind, whole.view(-1))
+        return whole
 
     def set_full(self, kind: str, value: Tensor) -> None:
-        """Replace one kind with a full value, in the parameter's shape. Collective."""
+        """Replace one kind with a full value, in the whole parameter's shape. Collective."""
         slot = self._parts[0].slot
-        if tuple(value.shape) != slot.shape:
-            raise ValueError(f"{slot.name} has shape {slot.shape}, the new value {tuple(value.shape)}")
+        if tuple(value.shape) != slot.whole_shape:
+            raise ValueError(f"{slot.name} has shape {slot.whole_shape}, the new value {tuple(value.shape)}")
         flat = value.detach().cpu().float().reshape(-1)
         for part in self._parts:
-            part.replace(kind, flat[part.slot.start : part.slot.start + part.slot.numel])
+            part.replace(kind, flat)
 
     def local(self, kind: str) -> Tensor:
         """Return this rank's elements of a kind ("master", "grad", "exp_avg", ...): [n] fp32 on the CPU; n may be 0."""
@@ -140,20 +144,27 @@ class _Part:
         return kept[name]
 
     def replace(self, kind: str, flat: Tensor) -> None:
-        """Write this rank's part of a full value (flat, fp32) into its partition."""
+        """Write this rank's part of a whole parameter's value (flat, fp32) into its partition."""
         own = self.own(kind)
         for start, at, numel in self._pieces(own):
-            own[at : at + numel] = flat[start : start + numel]
+            take_own(flat, self.slot, self._owner.groups.tensor.index, start, own[at : at + numel])
         self.set_own(kind, own)
 
-    def gather(self, kind: str) -> Tensor:
-        """Gather the slot's elements from all ranks' partitions, in their shape. Collective."""
+    def gather(self, kind: str, flat: Tensor) -> None:
+        """Gather the slot's elements from all ranks' partitions into the whole parameter's (flat, fp32). Collective."""
+        groups, device, name = self._owner.groups, self._unit.full.device, f"state of {self.slot.name}"
         own = self.own(kind)
-        full = own
-        if self._unit.placed.parts > 1:
-            full = own.new_empty(self._unit.layout.numel)
-            collectives.all_gather(full, own, self._owner.groups.world, f"state of {self.slot.name}").wait()
-        return full[self.slot.offset : self.slot.offset + self.slot.numel].clone().view(self.slot.own_shape)
+        values = own.new_empty(self.slot.numel)
+        first = self.slot.offset
+        alone = self._unit.placed.parts == 1
+        partitions = [(0, own.view(1, -1))] if alone else gathered(own, groups.data, device, name)
+        for begin, rows in partitions:
+            for index, row in enumerate(rows):
+                at = index * own.numel() + begin
+                low, high = max(at, first), min(at + row.numel(), first + self.slot.numel)
+                if low < high:
+                    values[low - first : high - first] = row[low - at : high - at]
+        put_together(values, self.slot, groups.tensor, device, name, flat)
 
     def pieces_of(self, own: Tensor) -> list[Tensor]:
         """Return views of this rank's elements of the parameter in what `own` returned, in order."""

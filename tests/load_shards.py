@@ -1,0 +1,160 @@
+"""Memory of `load_hf` where a tensor axis cuts the model: `python -m tests.load_shards [--json FILE]`.
+
+A Llama of 700 M parameters in bf16 is written as safetensors, with values from a generator, and loaded by two ranks that
+have a shard each of every matrix. The private memory of each rank is sampled from before `load_hf` until its partitions
+are filled, and compared with what should bound it: the rank's own partitions, the largest shard, and 256 MB. Then whole
+tensors are put together, a few or all of them, and compared with the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import infinity
+from infinity.plan.plan import Plan
+from infinity.plan.types import Tier
+from infinity.zero.deferred_init import WINDOW_NBYTES
+from infinity.zero.weight_files import WeightFolder
+from tests.support.private_memory import PrivatePeak
+from tests.support.shards import Cut, axis_of, sharded_runtime
+from tests.support.spawn import run_ranks
+
+RANKS = 2
+LARGE = {
+    "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "vocab_size": 8000, "max_position_embeddings": 64,
+}  # fmt: skip
+ROWWISE = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load on one rank, in bytes and seconds. own: the peak of private memory above that before the load."""
+
+    tier: str
+    rank: int
+    numel: int
+    own: int
+    partitions: int
+    largest: int
+    bound: int
+    seconds: float
+    compared: int
+
+
+def make(folder: Path, sizes: dict[str, Any]) -> None:
+    """Write config.json and one file a layer, with values from a generator."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = LlamaConfig(**sizes, dtype="bfloat16")
+    shape.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: param.shape for name, param in AutoModelForCausalLM.from_config(shape).named_parameters()}
+    files: dict[str, list[str]] = {}
+    for name in shapes:
+        files.setdefault(name.split(".")[2] if ".layers." in name else "rest", []).append(name)
+    generator = torch.Generator().manual_seed(0)
+    for file, names in files.items():
+        tensors = {name: torch.randn(shapes[name], generator=generator).bfloat16() for name in names}
+        safetensors.torch.save_file(tensors, folder / f"model-{file}.safetensors")
+    index = {"weight_map": {name: f"model-{file}.safetensors" for file, names in files.items() for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """Cut every matrix, as a Llama's own plan does."""
+    found: dict[str, Cut] = {}
+    for name, param in model.named_parameters():
+        if param.ndim == 2:
+            found[name] = (1 if name.split(".")[-2] in ROWWISE else 0, None)
+    return found
+
+
+def settings(tier: str, drive: str) -> dict[str, Any]:
+    """The configuration of a run."""
+    home = {"device": tier, "nvme_path": drive}
+    return {
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}},
+        "zero_optimization": {
+            "stage": 3, "offload_param": home, "offload_optimizer": home, "stage3_max_live_parameters": 4e7,
+            "stage3_prefetch_bucket_size": 1e7, "stage3_param_persistence_threshold": 0,
+        },
+    }  # fmt: skip
+
+
+def partitions_nbytes(plan: Plan) -> int:
+    """Bytes of a rank's partitions in memory, with the buffers of those on a drive."""
+    held = sum(spec.nbytes for spec in plan.partitions if spec.home in (Tier.GPU, Tier.CPU))
+    return held + plan.pools.param_nbytes + plan.pools.states_nbytes
+
+
+def load(rank: int, world: int, folder: str, tier: str, drive: str, every: int) -> Load:
+    """Load the folder, its matrices cut among the ranks; compare each `every`th tensor with its file."""
+    # What the first use of threads and groups takes is not the model's.
+    infinity.init_distributed()
+    torch.distributed.barrier()
+    gc.collect()
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        with PrivatePeak() as peak:
+            model = infinity.load_hf(folder, settings(tier, drive))
+            for name, param in model.named_parameters():
+                # Optimizer states of all would take six times the memory of the weights.
+                param.requires_grad_("norm" in name)
+            axis = axis_of(model, cuts_of(model), world)
+            runtime = stack.enter_context(sharded_runtime(model, axis, settings(tier, drive)))
+        seconds = time.monotonic() - begin
+        weights = WeightFolder(Path(folder))
+        stack.callback(weights.close)
+        named = list(model.named_parameters())
+        for name, param in named[::every]:
+            assert torch.equal(infinity.state(param).master, weights.tensors[name].whole().float()), name
+        partitions = partitions_nbytes(runtime.plan)
+        largest = max(param.nbytes for _, param in named)
+    numel = sum(tensor.numel for tensor in weights.tensors.values())
+    bound = partitions + largest + WINDOW_NBYTES
+    return Load(tier, rank, numel, peak.own, partitions, largest, bound, round(seconds, 1), len(named[::every]))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Load on every tier; return 1 if a rank took more memory than it may."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--folder", help="where files go (default: a temporary folder)")
+    parser.add_argument("--tiers", nargs="+", default=["cpu", "nvme"])
+    given = parser.parse_args(argv)
+    loads: list[Load] = []
+    with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
+        folder = Path(temporary)
+        make(folder / "model", LARGE)
+        for tier in given.tiers:
+            loads += run_ranks(load, RANKS, str(folder / "model"), tier, str(folder / "swap"), 20, timeout=1800)
+            for each in loads[-RANKS:]:
+                print(
+                    f"{each.tier:5} rank {each.rank} of {RANKS}, {each.numel / 1e6:.0f} M parameters: own "
+                    f"{each.own / 1e6:.1f} MB of {each.bound / 1e6:.1f} (partitions {each.partitions / 1e6:.1f}, largest "
+                    f"shard {each.largest / 1e6:.1f}), {each.seconds} s, {each.compared} tensors equal",
+                    flush=True,
+                )
+    if given.json:
+        rows = {"command": "python -m tests.load_shards", "loads": [asdict(each) for each in loads]}
+        Path(given.json).write_text(json.dumps(rows, indent=1) + "\n")
+    bad = [each for each in loads if each.own > each.bound]
+    print("ok" if not bad else f"{len(bad)} of {len(loads)} loads took more than they may")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

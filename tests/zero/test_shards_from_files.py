@@ -1,0 +1,25 @@
+"""A model that a tensor axis cuts is loaded from files shard by shard: no rank ever has a whole matrix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import load_shards
+
+# Half of a table of 66 MB, and the rest of a model of 87.
+SIZES = {
+    "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "vocab_size": 32000, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the kernel's figures of mappings")
+def test_shards_of_files_take_the_memory_of_partitions_and_one_shard(tmp_path: Path, rank_pools: Any) -> None:
+    load_shards.make(tmp_path / "model", SIZES)
+    for found in rank_pools[2].run(load_shards.load, str(tmp_path / "model"), "cpu", str(tmp_path / "swap"), 1):
+        assert found.compared == 11
+        assert found.largest == 32000 * 1024
+        assert found.own <= found.partitions + found.largest, found
