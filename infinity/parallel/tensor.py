@@ -138,15 +138,23 @@ def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup) -> Applied:
 
     for path, role in axis.roles.items():
         applied.wrap(model.get_submodule(path), _WRAPPERS[role], place(path))
-    numbers = OwnNumbers(group.index) if has_dropout(model) else None
+    numbers = OwnNumbers(group) if has_dropout(model) else None
     for region in regions:
         module, own = model.get_submodule(region.path), numbers if region.divided else None
         if axis.roles.get(region.path) is not Role.EXPERTS:
             first = next(iter(inspect.signature(module.forward).parameters), "")
-            applied.wrap(module, _region, place(region.path), first, own)
+            applied.wrap(module, _region, place(region.path), first)
+            if own is not None:
+                applied.wrap(module, _with_numbers, own.on, module)
+            elif numbers is not None and axis.sequence:
+                # Around it each rank has numbers for its own tokens; here all ranks compute the same.
+                applied.wrap(module, _with_numbers, numbers.common_on, module)
         elif own is not None:
             # They have copied their inputs.
-            applied.wrap(module, _with_own_numbers, module, own)
+            applied.wrap(module, _with_numbers, own.on, module)
+    for path in blocks if numbers is not None else ():
+        block = model.get_submodule(path)
+        applied.wrap(block, _with_numbers, numbers.on, block)
     for path, wrapper in zip(axis.blocks or (), (_first_block, _last_block), strict=False):
         block = model.get_submodule(path)
         first = next(iter(inspect.signature(block.forward).parameters), "")
@@ -250,7 +258,7 @@ def _experts(forward: Forward, place: _Place, *args: Any, **kwargs: Any) -> Tens
     return place.leave(output, owned=False)
 
 
-def _region(forward: Forward, place: _Place, first: str, numbers: OwnNumbers | None, *args: Any, **kwargs: Any) -> Any:
+def _region(forward: Forward, place: _Place, first: str, *args: Any, **kwargs: Any) -> Any:
     hidden = args[0] if args else kwargs.get(first)
     if place.cut:
         # The others (masks, tables of positions) are of all tokens already.
@@ -259,16 +267,16 @@ def _region(forward: Forward, place: _Place, first: str, numbers: OwnNumbers | N
     args, kwargs = tuple(place.copy(each) for each in args), {name: place.copy(each) for name, each in kwargs.items()}
     if place.cut:
         args, kwargs = _with_first(args, kwargs, first, hidden)
-    if numbers is None:
-        return forward(*args, **kwargs)
-    return _with_own_numbers(forward, place.module, numbers, *args, **kwargs)
+    return forward(*args, **kwargs)
 
 
-def _with_own_numbers(forward: Forward, module: nn.Module, numbers: OwnNumbers, *args: Any, **kwargs: Any) -> Any:
+def _with_numbers(
+    forward: Forward, numbers: Callable[[torch.device], Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     if not module.training:
         return forward(*args, **kwargs)
-    hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
-    with numbers.on(hidden.device):
+    device = next(each.device for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+    with numbers(device):
         return forward(*args, **kwargs)
 
 
