@@ -246,7 +246,8 @@ class Estimate:
 
     def under(self, config: Any) -> Estimate:
         """The same run under a configuration that differs in `activation_checkpointing` only: the plan is the same."""
-        resolved = _resolved(self.model, config, self.plan.topology.world_size)
+        topology = self.plan.topology
+        resolved = _resolved(self.model, config, topology.world_size, topology.local_size)
         return replace(self, config=resolved, work=self.work.under(resolved))
 
     def with_checkpointing(self, checkpointing: bool) -> Estimate:
@@ -347,11 +348,16 @@ def estimate(
         what = what.with_adapters(Lora.of(lora, lora_targets))
     elif lora_targets is not None:
         raise ConfigError("lora_targets names layers for adapters: give their rank as lora, too, such as 16")
-    resolved = _resolved(what, config, ranks)
     local = min(ranks, RANKS_PER_NODE) if ranks_per_node is None else ranks_per_node
     if local < 1 or ranks % local:
         raise ConfigError(f"{ranks} ranks cannot be {local} on each node: ranks_per_node must divide the ranks")
-    topology = Topology(dp=ranks, local_size=local)
+    resolved = _resolved(what, config, ranks, local)
+    if resolved.tensor > 1:
+        raise ConfigError(
+            f"parallel.tensor is {resolved.tensor}, but estimates are of the data axis only for now: set it to 1, or "
+            "start the program, which checks its plan before it allocates anything"
+        )
+    topology = Topology.of(resolved)
     size = resolved.micro_batch if batch is None else batch
     work = Workload.of(what, size, sequence, checkpointing=checkpointing, tiled_loss=tiled_loss).under(resolved)
     asked = PlanInputs(
@@ -368,11 +374,12 @@ def estimate(
     return fitted if fitted.fits else made
 
 
-def _resolved(model: Described, config: Any, ranks: int) -> ResolvedConfig:
+def _resolved(model: Described, config: Any, ranks: int, local: int) -> ResolvedConfig:
     # A rate or a number of steps that the program fills in does not change any size.
     context = ResolveContext(
-        world_size=ranks, hidden_size=model.hidden_size, model_dtype=model.dtype, no_auto=unfilled(), program=False
-    )
+        world_size=ranks, local_size=local, hidden_size=model.hidden_size, model_dtype=model.dtype,
+        no_auto=unfilled(), program=False,
+    )  # fmt: skip
     return resolve(load_config(config), context)
 
 

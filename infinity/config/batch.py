@@ -24,8 +24,11 @@ class _Ranks:
 
     count: int
     detected: bool
+    divided: str = ""
 
     def __str__(self) -> str:
+        if self.divided:
+            return f"{self.count} data-parallel rank{'s' if self.count > 1 else ''} ({self.divided})"
         return f"{self.count} rank{'s' if self.count > 1 else ''} {'detected' if self.detected else 'assumed'}"
 
     @property
@@ -38,8 +41,9 @@ class Unsolvable(ValueError):
 
 
 def solve_batch(
-    *, total: int | None, micro: int | None, accumulation: int | None, ranks: int, detected: bool = True
-) -> Batch:
+    *, total: int | None, micro: int | None, accumulation: int | None, ranks: int, detected: bool = True,
+    divided: str = "",
+) -> Batch:  # fmt: skip
     """Return all three sizes, derived from those that are not None; a size that nothing determines is 1.
 
     Arguments:
@@ -48,11 +52,12 @@ def solve_batch(
         accumulation: backward passes of one optimizer step.
         ranks: data-parallel ranks.
         detected: True if `ranks` was detected, False if a command assumes it to check a file.
+        divided: of which quotient `ranks` is the value, in words, where other axes have a share of the job's ranks.
 
     Raises:
         Unsolvable: the given sizes contradict each other or `ranks`.
     """
-    counted = _Ranks(ranks, detected)
+    counted = _Ranks(ranks, detected, divided)
     if total is None:
         micro, accumulation = micro or 1, accumulation or 1
         return Batch(micro * accumulation * ranks, micro, accumulation)

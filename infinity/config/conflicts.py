@@ -41,12 +41,31 @@ def conflicts(config: Config) -> list[str]:
         )
     return (
         complaints
+        + _tensor_axis(config)
         + _param_dtype(config)
         + _workers(config)
         + _offload(config)
         + _checkpointing(config)
         + _schedule(config)
     )
+
+
+def tensor_sizes(config: Config) -> dict[str, int]:
+    """Return dotted path -> size, for the keys that say among how many ranks layers are divided."""
+    section = config.tensor_parallel
+    names = {"tensor_parallel.autotp_size": section.autotp_size, "tensor_parallel.tp.tp_size": section.tp.tp_size}
+    found = {path: size for path, size in names.items() if section.enabled and size > 1}
+    if config.parallel.tensor > 1 or "parallel.tensor" in config.provenance.given:
+        found["parallel.tensor"] = config.parallel.tensor
+    return found
+
+
+def _tensor_axis(config: Config) -> list[str]:
+    sizes = tensor_sizes(config)
+    if len(set(sizes.values())) < 2:
+        return []
+    said = " and ".join(f"{path} is {size}" for path, size in sizes.items())
+    return [f"{said}, but they are names of one size: keep parallel.tensor"]
 
 
 def _param_dtype(config: Config) -> list[str]:

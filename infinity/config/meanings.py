@@ -24,6 +24,7 @@ def meanings(config: Config, compute: str) -> dict[str, str]:
         "dataloader_prefetch_factor": "2, if there are workers",
         "data_parallel_size": "not checked",
         "hardware_profile": "no profile",
+        "parallel.plan": "the model's own plan",
         "scheduler": "a constant rate",
         "data_types.grad_accum_dtype": (
             "fp32, in which several micro-batches add up" if several else f"{compute}, as the one gradient arrives"

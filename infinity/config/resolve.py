@@ -5,12 +5,13 @@ The result names the source of each value: the file, the schema's default, or a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from infinity.config.batch import Unsolvable, solve_batch
-from infinity.config.conflicts import conflicts
+from infinity.config.conflicts import conflicts, tensor_sizes
 from infinity.config.idle import idle
 from infinity.config.load import complaint
 from infinity.config.meanings import meanings, notes
@@ -29,8 +30,9 @@ TierName = str
 class ResolveContext:
     """The facts about program, model and ranks that `resolve` uses; None means unknown."""
 
-    # Data-parallel ranks; `detected` is False if a command that checks a file assumes their number.
+    # All ranks, and those of a node; `detected` is False if a command that checks a file assumes their number.
     world_size: int = 1
+    local_size: int | None = None
     detected: bool = False
     hidden_size: int | None = None
     model_dtype: DtypeName | None = None
@@ -69,6 +71,9 @@ class ResolvedConfig(Mapping[str, Any]):
     sources: Mapping[str, str]
     # Keys that only a program or its model can fill; until then `config` holds their defaults.
     open: frozenset[str] = frozenset()
+    # Ranks along the data axis, and ranks of a node.
+    data: int = 1
+    local_size: int = 1
 
     def _by_key(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -97,6 +102,16 @@ class ResolvedConfig(Mapping[str, Any]):
     @property
     def stage(self) -> int:
         return self.zero.stage
+
+    @property
+    def tensor(self) -> int:
+        """Ranks along the tensor axis."""
+        return self.config.parallel.tensor
+
+    @property
+    def pipeline(self) -> int:
+        """Ranks along the pipeline axis."""
+        return self.config.parallel.pipeline
 
     @property
     def compute_dtype(self) -> DtypeName:
@@ -274,20 +289,23 @@ def resolve(config: Config, context: ResolveContext) -> ResolvedConfig:
         value, reason = _RULES.get(leaf.path, _default)(settled, context, leaf.value)
         settled = replaced(settled, leaf.path, value)
         reasons[leaf.path] = f"auto: {still_open.get(leaf.path, reason)}"
-    settled, derived = _settle_batch(settled, context)
+    settled, named = _settle_axes(settled, context)
+    data = context.world_size // (settled.parallel.pipeline * settled.parallel.tensor)
+    settled, derived = _settle_batch(settled, context, data)
     settled, chosen = _settle_defaults(settled)
     refused = {path: why for path, why in context.no_auto.items() if path in provenance.autos - still_open.keys()}
     # A key whose "auto" is refused is not reported as missing too.
     problems = conflicts(settled.from_source(replace(settled.provenance, autos=frozenset({*still_open, *refused}))))
     problems = [f'{path}: "auto" is refused: {why}' for path, why in refused.items()] + problems
-    if problems := problems + _ranks(settled, context):
+    if problems := problems + _ranks(settled, context, data):
         raise complaint(provenance.origin, problems)
+    chosen |= named
     sources = {
         leaf.path: derived.get(leaf.path) or reasons.get(leaf.path) or chosen.get(leaf.path)
         or ("file" if leaf.path in provenance.given else "default")
         for leaf in section_leaves(settled)
     }  # fmt: skip
-    return ResolvedConfig(settled, sources, frozenset(still_open))
+    return ResolvedConfig(settled, sources, frozenset(still_open), data, context.local_size or context.world_size)
 
 
 def _open(config: Config, context: ResolveContext) -> dict[str, str]:
@@ -398,7 +416,53 @@ def _settle_defaults(config: Config) -> tuple[Config, dict[str, str]]:
     return config, chosen
 
 
-def _settle_batch(config: Config, context: ResolveContext) -> tuple[Config, dict[str, str]]:
+def _settle_axes(config: Config, context: ResolveContext) -> tuple[Config, dict[str, str]]:
+    """Give the tensor axis its size, whichever of its names says it, and check it; return the source by path.
+
+    Raises ConfigError where the ranks cannot be divided so.
+    """
+    sizes = tensor_sizes(config)
+    name, size = next(iter(sizes.items()), ("parallel.tensor", 1))
+    if why := _indivisible(name, size, context) or _idle_sequence(config, size, context):
+        raise complaint(config.provenance.origin, [why])
+    source = {} if "parallel.tensor" in {name, *sizes} else {"parallel.tensor": f"file: {name}"}
+    return replaced(config, "parallel.tensor", size), source
+
+
+def _indivisible(name: str, size: int, context: ResolveContext) -> str:
+    """Return what stands against so many ranks along the tensor axis, with the nearest sizes; "" if nothing does."""
+    world, local = context.world_size, context.local_size or context.world_size
+    if world % size == 0 and local % size == 0:
+        return ""
+    fitting = _tensor_sizes_of(context)
+    nearest = {max(each for each in fitting if each < size), *[each for each in fitting if each > size][:1]}
+    many = f"{world} rank{'s' if world > 1 else ''} {'are' if world > 1 else 'is'}"
+    against = (
+        f"{many} {'detected' if context.detected else 'assumed'}" if world % size
+        else f"a node has {local} of the {world} ranks, and a tensor group stays within a node"
+    )  # fmt: skip
+    hint = "" if context.detected else "; say with --ranks N how many there will be"
+    return (
+        f"{name} is {size} but {against}: the size must divide the ranks of a node: the nearest is "
+        f"{' or '.join(map(str, sorted(nearest)))}{hint}"
+    )
+
+
+def _idle_sequence(config: Config, tensor: int, context: ResolveContext) -> str:
+    if not config.parallel.sequence or tensor > 1:
+        return ""
+    larger = [size for size in _tensor_sizes_of(context) if size > 1]
+    instead = f"set parallel.tensor to {larger[0]}" if larger else "start at least 2 ranks and set parallel.tensor to 2"
+    return f"parallel.sequence is true but parallel.tensor is 1: leave sequence out, or {instead}"
+
+
+def _tensor_sizes_of(context: ResolveContext) -> list[int]:
+    """Return the sizes of a tensor axis that these ranks can have."""
+    common = math.gcd(context.world_size, context.local_size or context.world_size)
+    return [size for size in range(1, common + 1) if common % size == 0]
+
+
+def _settle_batch(config: Config, context: ResolveContext, data: int) -> tuple[Config, dict[str, str]]:
     given = {
         "train_batch_size": config.train_batch_size,
         "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
@@ -407,27 +471,32 @@ def _settle_batch(config: Config, context: ResolveContext) -> tuple[Config, dict
     total, micro, accumulation = given.values()
     try:
         batch = solve_batch(
-            total=total, micro=micro, accumulation=accumulation, ranks=context.world_size, detected=context.detected
-        )
+            total=total, micro=micro, accumulation=accumulation, ranks=data, detected=context.detected,
+            divided="" if data == context.world_size else _divided(config, context),
+        )  # fmt: skip
     except Unsolvable as error:
         raise complaint(config.provenance.origin, [str(error)]) from None
     sizes = dict(zip(given, (batch.total, batch.micro, batch.accumulation), strict=True))
-    reason = (
-        f"auto: {batch.total} = {batch.micro} a rank x {batch.accumulation} accumulated x {context.world_size} ranks"
-    )
+    kind = "ranks" if data == context.world_size else "data-parallel ranks"
+    reason = f"auto: {batch.total} = {batch.micro} a rank x {batch.accumulation} accumulated x {data} {kind}"
     return config.model_copy(update=sizes), {name: reason for name, value in given.items() if value is None}
 
 
-def _ranks(config: Config, context: ResolveContext) -> list[str]:
-    if config.data_parallel_size in (None, context.world_size):
-        return []
+def _divided(config: Config, context: ResolveContext) -> str:
+    return f"{context.world_size} ranks / parallel.tensor {config.parallel.tensor}"
+
+
+def _ranks(config: Config, context: ResolveContext, data: int) -> list[str]:
     size = config.data_parallel_size
+    if size is None or size == data:
+        return []
+    needed = size * config.parallel.tensor
+    there = f"{context.world_size} ranks are"
+    if data != context.world_size:
+        there = f"{data} ({_divided(config, context)}) are"
     if not context.detected:
-        return [f"data_parallel_size is {size} but {context.world_size} ranks are assumed: set --ranks {size}"]
-    return [
-        f"data_parallel_size is {size} but {context.world_size} ranks are detected: start {size} ranks, or leave the "
-        "key out"
-    ]
+        return [f"data_parallel_size is {size} but {there} assumed: set --ranks {needed}"]
+    return [f"data_parallel_size is {size} but {there} detected: start {needed} ranks, or leave the key out"]
 
 
 def _tier(section: OffloadParam | OffloadOptimizer | None) -> TierName:
@@ -465,4 +534,6 @@ def changed(config: ResolvedConfig, values: Mapping[str, Any]) -> ResolvedConfig
         # As a file may have it: one folder, or a list.
         folder = path.endswith(".nvme_path") and isinstance(value, str)
         made = replaced(made, path, (value,) if folder else value)
-    return ResolvedConfig(made, {**config.sources, **dict.fromkeys(values, "file")})
+    return replace(
+        config, config=made, sources={**config.sources, **dict.fromkeys(values, "file")}, open=frozenset()
+    )

@@ -17,6 +17,7 @@ from infinity.config.conventions import STRICT, Conventions
 from infinity.config.machine import Aio, Kernels, Memory, TimelineSection
 from infinity.config.monitoring import CsvMonitor, TensorBoard, Wandb
 from infinity.config.optimizer import AnyOptimizer
+from infinity.config.parallel import ParallelSection, Pipeline, TensorParallelSection
 from infinity.config.section import Absent, Also, Differs, NoEffect, Refused, Section, mark, reply_of, section_leaves
 from infinity.config.training import Amp, Bf16, DataTypes, Fp16, Scheduler, TorchAutocast
 from infinity.config.values import (
@@ -37,38 +38,17 @@ from infinity.config.values import (
 from infinity.config.zero import ZeroOptimization
 
 _OWN_SAVING = NoEffect("infinity writes checkpoints itself; see the checkpoint section")
-_NO_PIPELINE = NoEffect("pipeline parallelism is not supported")
 _COMET = Refused("there is no monitor for Comet", "Remove the section, and enable tensorboard, csv_monitor or wandb")
 _CHANGES_MODEL = Refused(
     "infinity never changes the model or its data", "Remove the section and do this in the program"
 )
 _NO_PARALLEL = Refused(
-    "the only parallel axis for now is data", "Remove the key; stage 3 with offload fits large models"
+    "the parallel axes for now are data and tensor", "Remove the key; stage 3 with offload fits large models"
 )
-_NO_MORE_THAN_ONE = replace(_NO_PARALLEL, accepted=(1,))
 
 
 def _absent(*keys: str) -> Absent:
     return Absent(keys=("enabled", *keys))
-
-
-class Pipeline(Section):
-    """Pipeline parallelism."""
-
-    stages: Annotated[Count | None, _NO_MORE_THAN_ONE] = None
-    """Number of stages."""
-    partition: Annotated[Text, _NO_PIPELINE] = "best"
-    """Rule that divides layers among stages."""
-    seed_layers: Annotated[Flag, _NO_PIPELINE] = False
-    """Seed every layer."""
-    activation_checkpoint_interval: Annotated[Natural, _NO_PIPELINE] = 0
-    """Layers between checkpoints."""
-    pipe_partitioned: Annotated[Flag, _NO_PIPELINE] = True
-    """Partition activations between stages."""
-    grad_partitioned: Annotated[Flag, _NO_PIPELINE] = True
-    """Partition gradients between stages."""
-    use_reentrant: Annotated[Flag, _NO_PIPELINE] = True
-    """Use reentrant activation checkpoints."""
 
 
 class ParallelWrite(Section):
@@ -184,7 +164,7 @@ class Config(Section):
     log_level: Annotated[LogLevel | None, Differs("it sets the level of infinity's own lines")] = None
     """Level of infinity's log lines."""
     data_parallel_size: Count | None = None
-    """Checked against the number of ranks."""
+    """Checked against the number of data-parallel ranks."""
     overlap: Flag = True
     """Ours. Overlap prefetches, flushes and gradient transfers with the computation; false gives the same bits without
     overlap."""
@@ -225,7 +205,9 @@ class Config(Section):
     wandb: Wandb = Wandb()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     checkpoint: Checkpoint = Checkpoint()
+    parallel: ParallelSection = ParallelSection()
     pipeline: Pipeline = Pipeline()
+    tensor_parallel: TensorParallelSection = TensorParallelSection()
 
     amp: Amp = None
     """Mixed precision of apex."""
@@ -260,8 +242,6 @@ class Config(Section):
     """Type in which sequence-parallel ranks communicate."""
     sequence_parallel_size: Annotated[Count, _NO_PARALLEL] = 1
     """Ranks that share a sequence."""
-    tensor_parallel: Annotated[None, _NO_MORE_THAN_ONE, Absent(switch="autotp_size")] = None
-    """Tensor parallelism."""
     expert_parallel: Annotated[None, _NO_PARALLEL, Absent()] = None
     """Expert parallelism."""
     use_data_before_expert_parallelism: Annotated[

@@ -202,6 +202,15 @@ def _device(value: Any) -> str:
     return "auto" if isinstance(value, str) and value.lower() == "auto" else _home(value)
 
 
+def _styles(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError(value)
+    read = _text()
+    return {read(pattern): read(style) for pattern, style in value.items()}
+
+
 _Half = Literal["bf16", "fp16"]
 Half = Annotated[_Half, _one_of(_Half, _HALVES)]
 _Dtype = Literal["fp32", "fp16", "bf16"]
@@ -210,6 +219,7 @@ Dtype = Annotated[_Dtype, _one_of(_Dtype, _DTYPES)]
 Stage = Annotated[Literal[0, 1, 2, 3], _expected("0, 1, 2 or 3", _whole(0, 3))]
 Device = Annotated[str, _expected('one of "none", "cpu", "nvme", "auto"', _device)]
 HomeDevice = Annotated[str, _expected('one of "none", "cpu", "nvme"', _home)]
+Styles = Annotated[dict[str, str] | None, _expected("an object of patterns and styles", _styles)]
 _ReduceOp = Literal["mean", "sum"]
 ReduceOp = Annotated[_ReduceOp, _one_of(_ReduceOp)]
 _LogLevel = Literal["debug", "info", "warning", "error", "critical"]

@@ -40,7 +40,10 @@ def agree_on_plan(plan: Plan, group: AxisGroup) -> None:
             f"groups of parameters and the same offload on every rank (fingerprints: {', '.join(heard)})"
         )
     number, names = found
-    lines = "\n".join(f"  rank {rank}: {name}" for rank, name in enumerate(names[:_SHOWN_MAX]))
+    place = group.watchdog.channels.place if group.watchdog is not None else str
+    lines = "\n".join(
+        f"  rank {place(rank)}: {name}" for rank, name in zip(group.members, names[:_SHOWN_MAX], strict=False)
+    )
     raise DesyncError(
         f"the ranks have different models; parameter {number} is the first that differs:\n{lines}\n"
         "Build the same modules in the same order on every rank."
@@ -65,16 +68,35 @@ def on_any_rank(mine: Sequence[bool], group: AxisGroup, name: str) -> list[bool]
 
 
 def _agree_on_history(rows: Sequence[Sequence[float]], group: AxisGroup) -> None:
-    """Raise DesyncError on every rank unless their digests (`rows`, by rank) are equal. Collective."""
-    if group.watchdog is None or all(list(row) == list(rows[0]) for row in rows):
+    """Raise DesyncError on every rank unless ranks that share a channel have equal digests of it (`rows`, by rank).
+    Collective.
+    """
+    watchdog, index_of = group.watchdog, {rank: index for index, rank in enumerate(group.members)}
+    if watchdog is None:
+        return
+    shared = [
+        [[rank for rank in members if rank in index_of] for members in watchdog.channels.groups(channel)]
+        for channel in range(len(watchdog.channels.axes))
+    ]
+    if all(
+        len({rows[index_of[rank]][channel] for rank in members}) < 2
+        for channel, groups in enumerate(shared) for members in groups
+    ):  # fmt: skip
         return
     told = []
-    for done in group.watchdog.log.histories():
-        everyone = exchange_values(done, group, "exchange of what was done")
-        found = first_difference([{int(number): name for number, name in row.items()} for row in everyone])
-        if found is not None:
-            number, names = found
-            told += [f"  rank {rank}: {name} (number {number})" for rank, name in enumerate(names[:_SHOWN_MAX])]
+    for done, groups in zip(watchdog.log.histories(), shared, strict=True):
+        everyone = [
+            {int(number): name for number, name in row.items()}
+            for row in exchange_values(done, group, "exchange of what was done")
+        ]
+        for members in groups:
+            found = first_difference([everyone[index_of[rank]] for rank in members])
+            if found is not None:
+                number, names = found
+                told += [
+                    f"  rank {watchdog.channels.place(rank)}: {name} (number {number})"
+                    for rank, name in zip(members, names[:_SHOWN_MAX], strict=False)
+                ]
     lines = "\n".join(told)
     raise DesyncError(
         f"the ranks did different things since the last step, so this one is not taken:\n{lines}\n{ADVICE}"

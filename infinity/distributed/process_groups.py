@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,9 +23,11 @@ from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.cma_transport import Introduction, acquaint, log_transport
 from infinity.distributed.hang_detection import process_exit
+from infinity.distributed.hang_detection.channels import WORLD, Channels
 from infinity.distributed.hang_detection.mailbox import StoreMailbox
 from infinity.distributed.hang_detection.watchdog import BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN, Watchdog
 from infinity.errors import ConfigError
+from infinity.plan.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,47 +87,64 @@ def open_group(ranks: Ranks, *, backends: str = "gloo", timeout: timedelta | Non
     atexit.register(_end, os.getpid())
 
 
+# The groups of a rank, by channel: the name of the axis, and the axis of the topology.
+_GROUPS = (("data", "dp"), ("data", "dp"), ("world", WORLD), ("tensor", "tp"))
+# The channel of the group of all ranks.
+_CONTROL = 2
+
+
 class ProcessGroups:
     """The groups of the axes that this rank lies on.
 
     world: every rank, for small decisions; its process group is on the CPU and never waits for the device.
     data: the ranks that share the partitions of a unit, for gathers.
     reduction: the same ranks with a process group of their own, so that reductions and gathers may overtake each other.
+    tensor: the ranks among which each layer is divided, for the sums of a forward and a backward.
 
-    At world size 1 no group has a process group, and there is no watchdog.
+    A group of one rank has no process group. At world size 1 there is no watchdog.
     """
 
     def __init__(
-        self, ranks: Ranks, *, backends: str = "gloo", timeout_seconds: float, cross_memory_attach: bool = True
-    ) -> None:
+        self, ranks: Ranks, topology: Topology | None = None, *, backends: str = "gloo", timeout_seconds: float,
+        cross_memory_attach: bool = True,
+    ) -> None:  # fmt: skip
         """Open the process groups. Collective.
 
+        topology: the axes of the ranks; default: all of them along the data axis.
         backends: see `open_group`; tensors on the device use the last one.
         timeout_seconds: how long a rank may let others wait before the watchdog ends the job.
         cross_memory_attach: without an accelerator, ranks of one host read each other's memory (`cma_transport`).
         """
         self.ranks = ranks
+        self.topology = Topology(dp=ranks.world_size, local_size=ranks.local_size) if topology is None else topology
         self._process = os.getpid()
         self.watchdog: Watchdog | None = None
         self._notes: Any = None
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=max(timeout_seconds + BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN))
-        opened: list[Any] = [None] * 3
+        kinds = _GROUPS if self.topology.tp > 1 else _GROUPS[:3]
+        channels = Channels(self.topology, tuple(axis for _, axis in kinds))
+        opened: list[Any] = [None] * len(_GROUPS)
         if ranks.world_size > 1:
             open_group(ranks, backends=backends, timeout=timeout)
-            backend = backends.rpartition(":")[2]
-            opened = [dist.new_group(backend=name, timeout=timeout) for name in (backend, backend, "gloo")]
-            self._notes = dist.PrefixStore(f"infinity/{opened[0].group_name}/", _get_default_store())
-            world = AxisPlace("world", ranks.rank, ranks.world_size, opened[2])
-            self.watchdog = Watchdog(self._notes, world, opened, seconds=timeout_seconds)
+            own = backends.rpartition(":")[2]
+            for channel, (_, axis) in enumerate(kinds):
+                backend = "gloo" if axis == WORLD else own
+                opened[channel] = _open_own(channels.groups(channel), ranks, backend=backend, timeout=timeout)
+            self._notes = dist.PrefixStore(f"infinity/{opened[_CONTROL].group_name}/", _get_default_store())
+            world = AxisPlace("world", ranks.rank, ranks.world_size, opened[_CONTROL])
+            self.watchdog = Watchdog(self._notes, world, opened[: len(kinds)], channels, seconds=timeout_seconds)
             process_exit.guard(self.watchdog)
-        self.data, self.reduction, self.world = (
-            AxisGroup(
-                axis, ranks.rank, ranks.world_size, group, channel, self.watchdog,
-                host_waits=axis == "world" or backends == "gloo",
-            )
-            for channel, (axis, group) in enumerate(zip(("data", "data", "world"), opened, strict=True))
-        )  # fmt: skip
+        groups = []
+        for channel, (name, axis) in enumerate(_GROUPS):
+            members = Channels(self.topology, (axis,)).members(ranks.rank, 0)
+            groups.append(
+                AxisGroup(
+                    name, members.index(ranks.rank), len(members), opened[channel], members, channel=channel,
+                    watchdog=self.watchdog, host_waits=axis == WORLD or backends == "gloo",
+                )
+            )  # fmt: skip
+        self.data, self.reduction, self.world, self.tensor = self._groups = groups
         if ranks.world_size > 1 and backends == "gloo":
             self._meet(Introduction(wanted=cross_memory_attach), timeout.total_seconds())
 
@@ -140,9 +159,10 @@ class ProcessGroups:
         answers = tell([sorted(found), mine.reason])
         mutual = {other: pid for other, pid in found.items() if self.world.index in answers[other][0]}
         log_transport(mutual, [reason for _, reason in answers])
-        for group in (self.data, self.reduction, self.world):
-            if mutual:
-                group.read_memory_of(mutual, limit_seconds)
+        for group in self._groups:
+            pids = {index: mutual[member] for index, member in enumerate(group.members) if member in mutual}
+            if pids and group.process_group is not None:
+                group.read_memory_of(pids, limit_seconds)
 
     def mailbox(self, topic: str) -> StoreMailbox:
         """Return a topic for notes that ranks leave for each other outside of the collectives. Use a topic once."""
@@ -173,8 +193,22 @@ class ProcessGroups:
             return
         process_exit.close(self.watchdog)
         self.watchdog = None
-        for group in (self.data, self.reduction, self.world):
+        for group in self._groups:
             group.close()
+
+
+def _open_own(groups: Sequence[Sequence[int]], ranks: Ranks, *, backend: str, timeout: timedelta) -> Any:
+    """Open a process group for each of `groups` (global ranks); return this rank's, None where it is alone. Collective
+    over all ranks: torch names a group by how many were opened, and only its members meet.
+    """
+    mine = None
+    for members in groups:
+        if len(members) == 1:
+            continue
+        everyone = None if len(members) == ranks.world_size else list(members)
+        group = dist.new_group(everyone, backend=backend, timeout=timeout)
+        mine = group if ranks.rank in members else mine
+    return mine
 
 
 def _end(owner: int) -> None:

@@ -43,7 +43,7 @@ from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind
 from infinity.zero.activation_measurement import measure_activations
 from infinity.zero.compiled import unwrapped
-from infinity.zero.deferred_init import merged_spool
+from infinity.zero.deferred_init import DeferredInit, merged_spool
 from infinity.zero.param_access import modify, read
 from infinity.zero.states import ParameterState
 
@@ -88,7 +88,7 @@ def initialize(
     _free(model, conventions)
     spool = merged_spool(list(model.parameters()))
     # First of all: from here on an error of one rank ends the others, too.
-    groups = spool.groups if spool is not None else groups_of(resolved, ranks, device)
+    groups = _groups_of_spool(spool, resolved) if spool is not None else groups_of(resolved, ranks, device)
     with ExitStack() as undo, groups.telling():
         if spool is None:
             undo.callback(groups.close)
@@ -142,6 +142,17 @@ class _Trained:
 
     def group_of(self) -> dict[int, int]:
         return {id(param): index for index, group in enumerate(self.groups) for param in group["params"]}
+
+
+def _groups_of_spool(spool: DeferredInit, config: ResolvedConfig) -> ProcessGroups:
+    """Return the groups that a model was built with; ConfigError if the configuration has other axes now."""
+    built = spool.groups.topology.tp
+    if built != config.tensor:
+        raise ConfigError(
+            f"the model was built with parallel.tensor {built}, and initialize() is given {config.tensor}: give "
+            "infinity.Init or infinity.load_hf the same configuration"
+        )
+    return spool.groups
 
 
 def _checked(model: nn.Module | None) -> nn.Module:
@@ -204,7 +215,8 @@ def _resolve(config: Config, model: nn.Module, ranks: Ranks, optimizer: Any, sch
     if scheduler is not None and not _is_factory(scheduler):
         check_steps_alone(scheduler)
     context = ResolveContext(
-        world_size=ranks.world_size, detected=True, hidden_size=hidden if isinstance(hidden, int) else None,
+        world_size=ranks.world_size, local_size=ranks.local_size, detected=True,
+        hidden_size=hidden if isinstance(hidden, int) else None,
         model_dtype=known, optimizer_lr=float(lr) if lr is not None else None,  # type: ignore[arg-type]
         no_auto=unfilled(optimizer=optimizer is not None, scheduler=scheduler is not None),
     )  # fmt: skip

@@ -19,6 +19,7 @@ from infinity.log import configure_logging
 from infinity.memory.queue_options import check_drives
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import mappings_of_their_own, trim
+from infinity.plan.topology import Topology
 from infinity.zero import parameter
 from infinity.zero.deferred_access import modify_deferred
 from infinity.zero.deferred_init import DeferredInit
@@ -189,7 +190,8 @@ def _read(source: ConfigSource, conventions: Conventions) -> tuple[Config, Resol
     config = load_config(source, conventions=conventions)
     ranks = detect()
     configure_logging(ranks.rank, config.log_level)
-    resolved = resolve(_for_building(config), ResolveContext(world_size=ranks.world_size, detected=True))
+    context = ResolveContext(world_size=ranks.world_size, local_size=ranks.local_size, detected=True)
+    resolved = resolve(_for_building(config), context)
     return config, resolved, ranks
 
 
@@ -212,8 +214,8 @@ def _for_building(config: Config) -> Config:
 
 
 def groups_of(config: ResolvedConfig, ranks: Ranks, device: Device) -> ProcessGroups:
-    """Open the process groups, with the configuration's time limit."""
+    """Open the process groups of the configuration's axes, with its time limit. Collective."""
     return ProcessGroups(
-        ranks, backends=device.backends, timeout_seconds=config.config.watchdog_seconds,
+        ranks, Topology.of(config), backends=device.backends, timeout_seconds=config.config.watchdog_seconds,
         cross_memory_attach=config.config.cross_memory_attach,
     )  # fmt: skip

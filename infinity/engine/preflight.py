@@ -73,7 +73,7 @@ def preflight(
         # Ranks may have limits of their own.
         capacity, budget = _agreed(capacity, groups.world), _agreed(budget, groups.world)
         return PlanInputs(
-            node=node, config=config, topology=Topology(dp=ranks.world_size, local_size=ranks.local_size),
+            node=node, config=config, topology=Topology.of(config),
             accelerator=device.own_memory, unified=device.unified, capacity=capacity, budget=budget, blocks=classes,
             optimizer=optimizer, reserve=reserve, free=free,
         )  # fmt: skip

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from infinity.config.resolve import ResolvedConfig
+
 
 class Coordinate(NamedTuple):
     """Where a rank stands on each axis."""
@@ -35,6 +37,11 @@ class Topology:
     def world_size(self) -> int:
         return self.dp * self.pp * self.tp
 
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> Topology:
+        """The axes that a resolved configuration divides its ranks into."""
+        return cls(dp=config.data, pp=config.pipeline, tp=config.tensor, local_size=config.local_size)
+
     def coordinate(self, rank: int) -> Coordinate:
         """The coordinate of global `rank`; raises ValueError when the rank is outside the world."""
         if not 0 <= rank < self.world_size:
@@ -49,3 +56,7 @@ class Topology:
         """Global ranks that differ from `rank` on `axis` only, in the axis' order."""
         here = self.coordinate(rank)
         return tuple(self.rank(here._replace(**{axis: index})) for index in range(getattr(self, axis)))
+
+    def axis_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The members of every group along `axis`, in the order of their first ranks: each rank is in one."""
+        return tuple(dict.fromkeys(self.axis_members(rank, axis) for rank in range(self.world_size)))

@@ -343,7 +343,7 @@ def test_a_feature_that_is_off_is_welcome() -> None:
             "data_efficiency": {**off, "anything": 1},
             "amp": off,
         }
-        | {"compression_training": {}, "zero_optimization": {"zenflow": None}, "tensor_parallel": {"autotp_size": 1}}
+        | {"compression_training": {}, "zero_optimization": {"zenflow": None}, "tensor_parallel": {"autotp_size": 0}}
     )
     assert config == Config()
     assert config.report() == []

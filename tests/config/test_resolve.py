@@ -391,3 +391,29 @@ def test_deepspeeds_other_keys_for_checkpoints_say_that_they_have_no_effect() ->
     lines = _resolved({"activation_checkpointing": keys}).report()
     assert [line.partition(" =")[0] for line in lines] == [f"activation_checkpointing.{key}" for key in keys]
     assert all("no effect here: " in line for line in lines)
+
+
+def test_the_data_axis_has_what_the_tensor_axis_leaves() -> None:
+    names = ({"parallel": {"tensor": 2}}, {"tensor_parallel": {"autotp_size": 2}})
+    for raw in (*names, {"tensor_parallel": {"tp": {"tp_size": 2}}}):
+        resolved = _resolved({**raw, "data_parallel_size": 4}, world_size=8, local_size=4, detected=True)
+        assert (resolved.data, resolved.tensor, resolved.train_batch, resolved.local_size) == (4, 2, 4, 4)
+        assert "(auto: 4 = 1 a rank x 1 accumulated x 4 data-parallel ranks)" in resolved.explain()
+    assert "parallel.tensor = 2  (file: tensor_parallel.tp.tp_size)" in resolved.explain()
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"parallel": {"tensor": 3}}, "8 ranks are detected.* nearest is 2 or 4$"),
+        ({"parallel": {"tensor": 8}}, "a node has 4 of the 8 ranks.* nearest is 4$"),
+        ({"parallel": {"sequence": True}}, "leave sequence out, or set parallel.tensor to 2"),
+        ({"parallel": {"tensor": 2}, "train_batch_size": 6}, r"4 data-parallel ranks \(8 ranks / parallel.tensor 2\)"),
+        ({"parallel": {"tensor": 2}, "data_parallel_size": 8}, "but 4 .* are detected: start 16 ranks"),
+        ({"parallel": {"tensor": 1}, "tensor_parallel": {"autotp_size": 2}}, "one size: keep parallel.tensor"),
+        ({"parallel": {"pipeline": 2}}, "pipeline parallelism is not served yet, only 1 stage is"),
+    ],
+)
+def test_axes_that_ranks_do_not_have_are_refused_with_the_nearest(raw: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _resolved(raw, world_size=8, local_size=4, detected=True)

@@ -43,7 +43,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("flops_profiler", "comms_logger", "comet")),
         **dict.fromkeys(("elasticity", "curriculum_learning", "data_efficiency", "progressive_layer_drop")),
         **dict.fromkeys(("eigenvalue", "quantize_training", "compression_training", "sparse_attention")),
-        **dict.fromkeys(("weight_quantization", "hybrid_engine", "tensor_parallel", "expert_parallel", "compile")),
+        **dict.fromkeys(("weight_quantization", "hybrid_engine", "expert_parallel", "compile")),
         **dict.fromkeys(("nebula", "datastates_ckpt", "autotuning", "timers", "amp")),
         "overlap": True,
         "check_grad_overflow": True,
@@ -157,6 +157,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "torch_autocast": {"enabled": False, "dtype": "bf16", "lower_precision_safe_modules": None},
     "data_types": dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules")),
+    "parallel": {"pipeline": 1, "tensor": 1, "sequence": False, "plan": None},
+    # Those of `enabled`, `dtype` and the backend are ours: the section alone divides nothing.
+    "tensor_parallel": {
+        "enabled": True,
+        "autotp_size": 0,
+        **dict.fromkeys(("tp_overlap_comm", "vocab_parallel_lm_head"), False),
+        **dict.fromkeys(("dtype", "vocab_parallel_ce_backend", "injection_policy_tuple", "partition_config")),
+        "preset_model": None,
+        **dict.fromkeys(("keep_module_on_host", "replace_with_kernel_inject"), False),
+    },
+    "tensor_parallel.tp": {"tp_size": 1, "tp_grain_size": 1},
     "pipeline": {
         "stages": None,
         "partition": "best",
@@ -303,7 +314,7 @@ def test_the_longer_name_has_its_short_spelling() -> None:
 REFUSED = [(path, name, field) for path, _, name, field in ALL if isinstance(reply_of(field), Refused)]
 
 # Sections that DeepSpeed does not have, and hyper-parameters of optimizers that only torch has.
-OURS = ("memory", "kernels", "timeline")
+OURS = ("memory", "kernels", "timeline", "parallel")
 TORCHS = ("AdagradParams", "SgdParams", "RmspropParams", "AdamaxParams", "NadamParams")
 
 # A value that switches the feature on, where it is not the opposite of the default.
@@ -320,7 +331,7 @@ SWITCHED_ON: dict[str, Any] = {
     "compile": {"deepcompile": True},
     "compression_training": {"weight_quantization": {}},
     "sparse_attention": {"mode": "dense"},
-    "tensor_parallel": {"autotp_size": 2},
+    "parallel.pipeline": 2,
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
+from infinity.distributed.hang_detection.channels import WORLD, Channels
 from infinity.distributed.hang_detection.flight_record import (
     Position,
     Wait,
@@ -11,6 +14,7 @@ from infinity.distributed.hang_detection.flight_record import (
     parted,
     positions_table,
 )
+from infinity.plan.topology import Topology
 
 GATHER, REDUCE = 0, 1
 
@@ -21,6 +25,11 @@ def at(rank: int, counts: tuple[int, int], wait: tuple[int, int, str] | None = N
 
 def ranks(*positions: Position) -> dict[int, Position]:
     return {position.rank: position for position in positions}
+
+
+def of(positions: Sized) -> Channels:
+    """Channels of which each has every rank."""
+    return Channels(Topology(dp=len(positions)), (WORLD, WORLD))
 
 
 def test_a_position_survives_the_journey():
@@ -34,23 +43,23 @@ def test_a_position_survives_the_journey():
 
 def test_who_is_missing():
     everyone = ranks(at(0, (3, 1), (GATHER, 3, "a")), at(1, (2, 5)), at(2, (3, 0)), at(3, (4, 0)))
-    assert missing(everyone, Wait(GATHER, 3, "a", 0.0)) == [1]
+    assert missing(everyone, 0, Wait(GATHER, 3, "a", 0.0), of(everyone)) == [1]
 
 
 def test_ranks_that_wait_for_each_other_are_a_circle():
     everyone = ranks(at(0, (3, 2), (REDUCE, 2, "r")), at(1, (4, 1), (GATHER, 4, "g")))
-    assert circle(everyone) == {0, 1}
+    assert circle(everyone, of(everyone)) == {0, 1}
 
 
 def test_a_rank_that_computes_may_still_come():
     everyone = ranks(at(0, (3, 1), (GATHER, 3, "g")), at(1, (2, 1)), at(2, (3, 1), (GATHER, 3, "g")))
-    assert circle(everyone) == set()
+    assert circle(everyone, of(everyone)) == set()
 
 
 def test_bytes_on_their_way_are_no_circle():
     """All have submitted it, and all wait."""
     everyone = ranks(*(at(rank, (3, 1), (GATHER, 3, "g")) for rank in range(3)))
-    assert circle(everyone) == set() and parted(everyone) == ""
+    assert circle(everyone, of(everyone)) == set() and parted(everyone, of(everyone)) == ""
 
 
 def test_who_waits_for_a_circle_is_stuck_with_it():
@@ -58,23 +67,23 @@ def test_who_waits_for_a_circle_is_stuck_with_it():
         at(0, (3, 2), (REDUCE, 2, "r")), at(1, (4, 1), (GATHER, 4, "g")), at(2, (3, 2), (REDUCE, 2, "r")),
         at(3, (5, 2), (GATHER, 5, "h")),
     )  # fmt: skip
-    assert circle(everyone) == {0, 1, 2, 3}
+    assert circle(everyone, of(everyone)) == {0, 1, 2, 3}
 
 
 def test_a_chain_that_ends_at_a_working_rank_is_no_circle():
     everyone = ranks(at(0, (3, 2), (REDUCE, 2, "r")), at(1, (4, 1), (GATHER, 4, "g")), at(2, (2, 1)))
     # 0 waits for 1 and 2, 1 for 0 and 2: whatever 2 does, 0 and 1 wait for each other.
-    assert circle(everyone) == {0, 1}
+    assert circle(everyone, of(everyone)) == {0, 1}
     everyone = ranks(at(0, (4, 2), (REDUCE, 2, "r")), at(1, (4, 1), (GATHER, 4, "g")), at(2, (2, 1)))
-    assert circle(everyone) == set()
+    assert circle(everyone, of(everyone)) == set()
 
 
 def test_the_first_collective_that_differs_is_found_whatever_the_windows():
     one = at(0, (4, 0), names=(((2, "b"), (3, "c"), (4, "d")), ()))
     two = at(1, (3, 0), names=(((1, "a"), (2, "b"), (3, "x")), ()))
     busy = at(2, (9, 0))
-    assert parted(ranks(one, two, busy)) == "  rank 0: c (number 3)\n  rank 1: x (number 3)"
-    assert parted(ranks(one, busy)) == ""
+    assert parted(ranks(one, two, busy), of(range(3))) == "  rank 0: c (number 3)\n  rank 1: x (number 3)"
+    assert parted({0: one, 1: at(1, (9, 0))}, of(range(2))) == ""
 
 
 def test_histories_are_compared_where_all_know_them():
@@ -90,7 +99,8 @@ def test_the_table_says_what_each_rank_does():
         ranks(
             at(1, (2, 1), where="train.py:7 in main", latest="gather of a"),
             at(0, (3, 1), (GATHER, 3, "gather of b"), waited_seconds=2.25),
-        )
+        ),
+        of(range(2)),
     ).splitlines()
     assert lines == [
         "  rank 0 has waited 2.2 s for gather of b",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from infinity.distributed.axis_place import AxisPlace
+from infinity.distributed.hang_detection.channels import Channels
 from infinity.distributed.hang_detection.flight_record import Position, Wait
 from infinity.distributed.hang_detection.judge import Diagnosis, Judge, Judgement
+from infinity.plan.topology import Topology
 
 GATHER = Wait(group=0, number=1, name="gather of a", began=0.0)
 
@@ -17,7 +19,7 @@ def positions(beat: int, **late: str) -> dict[int, Position]:
 
 def judged(seconds: float, looks: list[tuple[int, float]], **late: str) -> list[Judgement]:
     """The judgements of some looks, each the ranks' beat and the time."""
-    judge = Judge(AxisPlace("world", 0, 2), seconds)
+    judge = Judge(AxisPlace("world", 0, 2), Channels(Topology(dp=2)), seconds)
     return [judge.judge(positions(beat, **late), GATHER, now=now, connection_lost=False) for beat, now in looks]
 
 

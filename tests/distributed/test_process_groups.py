@@ -12,6 +12,7 @@ import torch.distributed as dist
 from infinity.distributed import collectives
 from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.errors import ConfigError
+from infinity.plan.topology import Topology
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -161,6 +162,38 @@ def both_orders(rank: int, world_size: int) -> list[float]:
 
 def test_gathers_and_reductions_have_no_mutual_order(rank_pools):
     assert rank_pools[2].run(both_orders) == [[0, 1, 1], [0, 1, 1]]
+
+
+def over_two_axes(rank: int, world_size: int) -> list[dict[str, object]]:
+    """Each group's place, its members' ranks as told in it, and its sum of ranks; in groups opened twice in a row."""
+    found = []
+    for _ in range(2):
+        groups = ProcessGroups(detect(), Topology(dp=2, tp=2, local_size=4), timeout_seconds=60)
+        heard = {}
+        for name, group in {
+            "data": groups.data, "reduction": groups.reduction, "tensor": groups.tensor, "world": groups.world
+        }.items():  # fmt: skip
+            summed = torch.tensor([10.0**rank])
+            collectives.all_reduce(summed, group).wait()
+            told = collectives.exchange([float(rank)], group)
+            heard[name] = (group.index, group.members, summed.item(), [int(number) for (number,) in told])
+        sent = torch.tensor([float(rank)])
+        collectives.broadcast(sent, groups.data, source=1)
+        heard["from the second of the data axis"] = sent.item()
+        groups.close()
+        found.append(heard)
+    return found
+
+
+def test_each_rank_has_the_groups_of_its_axes(rank_pools):
+    for rank, found in enumerate(rank_pools[4].run(over_two_axes)):
+        across, along = rank % 2, 2 * (rank // 2)
+        data = (rank // 2, (across, across + 2), 10.0**across + 10.0 ** (across + 2), [across, across + 2])
+        tensor = (across, (along, along + 1), 10.0**along + 10.0 ** (along + 1), [along, along + 1])
+        assert found[0] == found[1] == {
+            "data": data, "reduction": data, "tensor": tensor, "world": (rank, (0, 1, 2, 3), 1111.0, [0, 1, 2, 3]),
+            "from the second of the data axis": across + 2.0,
+        }  # fmt: skip
 
 
 def inside_of_the_programs_group(rank: int, world_size: int) -> tuple[Ranks, bool]:

@@ -23,7 +23,8 @@ def test_rank_and_coordinate_are_inverse(dp, pp, tp):
 @pytest.mark.parametrize("axis", ["dp", "pp", "tp"])
 def test_members_of_an_axis_partition_the_world(dp, pp, tp, axis):
     topology = Topology(dp=dp, pp=pp, tp=tp)
-    groups = {topology.axis_members(rank, axis) for rank in range(topology.world_size)}
+    groups = topology.axis_groups(axis)
+    assert all(topology.axis_members(rank, axis) in groups for rank in range(topology.world_size))
     assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
     for group in groups:
         assert [getattr(topology.coordinate(rank), axis) for rank in group] == list(range(getattr(topology, axis)))

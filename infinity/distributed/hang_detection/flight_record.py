@@ -1,8 +1,8 @@
 """The position of every rank among the collectives, and comparisons of positions. Pure.
 
-Every rank numbers the collectives that it submits, by group. Collective n of a group must be the same on every rank; if
-its names differ, the ranks have parted. A rank waits for the ranks that have not submitted what it waits for; ranks
-that wait for each other in a circle wait for ever.
+Every rank numbers the collectives that it submits, by group. Collective n of a group must be the same on every member;
+if its names differ, the ranks have parted. A rank waits for the members that have not submitted what it waits for;
+ranks that wait for each other in a circle, through whichever groups, wait for ever.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+
+from infinity.distributed.hang_detection.channels import Channels
 
 # How many of a group's latest collectives a position carries.
 NAMES_MAX = 64
@@ -62,41 +64,48 @@ class Position:
         names = tuple(tuple((number, name) for number, name in group) for group in raw["names"])
         return cls(**{**raw, "counts": tuple(raw["counts"]), "names": names, "wait": wait})
 
-    def describe(self) -> str:
+    def describe(self, place: str) -> str:
+        """Say in one line what the rank does; `place` names it (`Channels.place`)."""
         at = f" (at {self.where})" if self.where else ""
         if self.wait is not None:
-            return f"rank {self.rank} has waited {self.waited_seconds:.1f} s for {self.wait.name}{at}"
+            return f"rank {place} has waited {self.waited_seconds:.1f} s for {self.wait.name}{at}"
         latest = f"; its latest collective was {self.latest}" if self.latest else "; it has begun no collective"
-        return f"rank {self.rank} is in the program's own code{at}{latest}"
+        return f"rank {place} is in the program's own code{at}{latest}"
 
 
 Positions = Mapping[int, Position]
 
 
-def missing(positions: Positions, wait: Wait) -> list[int]:
-    """Return the ranks that have not submitted what the rank with this wait waits for."""
-    return [rank for rank, other in positions.items() if other.counts[wait.group] < wait.number]
+def missing(positions: Positions, rank: int, wait: Wait, channels: Channels) -> list[int]:
+    """Return the ranks that have not submitted what `rank`, which has this wait, waits for."""
+    members = channels.members(rank, wait.group)
+    return [other for other in members if positions[other].counts[wait.group] < wait.number]
 
 
-def parted(positions: Positions) -> str:
-    """Describe the first collective that is not the same on two ranks, a line a rank; empty if there is none.
+def parted(positions: Positions, channels: Channels) -> str:
+    """Describe the first collective that is not the same on two ranks of a group, a line a rank; empty if there is
+    none.
 
     Compares only the collectives that the positions carry.
     """
-    for group in range(max((len(position.names) for position in positions.values()), default=0)):
-        known = {rank: dict(position.names[group]) for rank, position in positions.items() if position.names}
-        numbers = sorted({number for names in known.values() for number in names})
-        for number in numbers:
-            names = {rank: names[number] for rank, names in known.items() if number in names}
-            if len(set(names.values())) > 1:
-                return "\n".join(f"  rank {rank}: {name} (number {number})" for rank, name in sorted(names.items()))
+    told = [rank for rank, position in positions.items() if position.names]
+    for channel in range(len(channels.axes)):
+        for members in channels.groups(channel):
+            known = {rank: dict(positions[rank].names[channel]) for rank in members if rank in told}
+            for number in sorted({number for names in known.values() for number in names}):
+                names = {rank: names[number] for rank, names in known.items() if number in names}
+                if len(set(names.values())) > 1:
+                    return "\n".join(
+                        f"  rank {channels.place(rank)}: {name} (number {number})"
+                        for rank, name in sorted(names.items())
+                    )
     return ""
 
 
-def circle(positions: Positions) -> set[int]:
+def circle(positions: Positions, channels: Channels) -> set[int]:
     """Return the ranks that wait for each other in a circle, and the ranks that wait for those."""
     waits = {rank: position.wait for rank, position in positions.items() if position.wait is not None}
-    lacking = {rank: set(missing(positions, wait)) for rank, wait in waits.items() if wait is not None}
+    lacking = {rank: set(missing(positions, rank, wait, channels)) for rank, wait in waits.items()}
     stuck = {rank for rank, others in lacking.items() if others}
     while True:
         freed = {rank for rank in stuck if not lacking[rank] & stuck}
@@ -105,9 +114,9 @@ def circle(positions: Positions) -> set[int]:
         stuck -= freed
 
 
-def positions_table(positions: Positions) -> str:
+def positions_table(positions: Positions, channels: Channels) -> str:
     """Describe the positions, a line a rank."""
-    return "\n".join(f"  {positions[rank].describe()}" for rank in sorted(positions))
+    return "\n".join(f"  {positions[rank].describe(channels.place(rank))}" for rank in sorted(positions))
 
 
 def first_difference(histories: Sequence[Mapping[int, str]]) -> tuple[int, list[str]] | None:

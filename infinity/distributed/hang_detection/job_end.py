@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.hang_detection.abort import abort
+from infinity.distributed.hang_detection.channels import Channels
 from infinity.distributed.hang_detection.flight_record import Wait
 from infinity.distributed.hang_detection.judge import INTERRUPT_ENDED_SECONDS, Diagnosis
 from infinity.distributed.hang_detection.thread_stack import where
@@ -19,6 +21,8 @@ from infinity.errors import DesyncError
 
 # From the interrupt until a process that even then does not come to Python is ended.
 _EXIT_SECONDS = 20.0
+# From a verdict until a wait for other ranks than the one that is gone ends.
+_FOLLOWING_SECONDS = 10.0
 # Real-time signals are free for a program to use; if there are none, the program's own code is not interrupted.
 SIGNAL: int | None = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 
@@ -30,11 +34,12 @@ class JobEnd:
     raises at its next verb; if it does not come to one, it is interrupted by a signal, whose handler raises.
     """
 
-    def __init__(self, groups: Sequence[Any], world: AxisPlace, *, thread_id: int) -> None:
+    def __init__(self, groups: Sequence[Any], world: AxisPlace, channels: Channels, *, thread_id: int) -> None:
         self.verdict: Diagnosis | None = None
         self._decided_at = 0.0
-        self._groups = list(groups)
+        self._groups = [group for group in groups if group is not None]
         self._world = world
+        self._channels = channels
         self._thread_id = thread_id
         self._raised = self._interrupted = self._broken = False
 
@@ -50,8 +55,12 @@ class JobEnd:
 
     def check_submit(self, channel: int, number: int) -> None:
         """Raise the verdict if this collective can no longer happen."""
-        if self.verdict is not None and self.verdict.stops(channel, number):
-            raise self._error(self.verdict)
+        if self.verdict is None or not self._stops(self.verdict, channel, number):
+            return
+        if len(set(self._channels.axes)) > 1:
+            # Others wait for this rank in groups that the rank of the verdict is not in.
+            self.break_groups()
+        raise self._error(self.verdict)
 
     def on_interrupt(self) -> None:
         """Raise the verdict in the main thread: the signal's handler calls this."""
@@ -70,7 +79,7 @@ class JobEnd:
         verdict = self.verdict
         if verdict is None:
             return
-        if wait is not None and verdict.stops(wait.group, wait.number):
+        if wait is not None and self._stops(verdict, wait.group, wait.number, began=wait.began):
             self.break_groups()
         if verdict.interrupt_seconds is None or self._raised or leaving:
             return
@@ -85,9 +94,20 @@ class JobEnd:
             signal.pthread_kill(self._thread_id, SIGNAL)
         elif waited > patience + _EXIT_SECONDS:
             at = where(self._thread_id)
-            sys.stderr.write(f"infinity: rank {self._world.index} does not come back from {at}: {verdict.text}\n")
+            place = self._channels.place(self._world.index)
+            sys.stderr.write(f"infinity: rank {place} does not come back from {at}: {verdict.text}\n")
             sys.stderr.flush()
             os._exit(1)
+
+    def _stops(self, verdict: Diagnosis, channel: int, number: int, began: float = math.inf) -> bool:
+        """Whether a collective of this rank can no longer happen. began: when this rank began to wait for it.
+
+        The rank that is gone is missing from its own groups. The members of another group raise in time, too, if they
+        wait for that rank elsewhere: so a wait for them has an end of its own.
+        """
+        if verdict.rank is None or verdict.rank in self._channels.members(self._world.index, channel):
+            return verdict.stops(channel, number)
+        return time.monotonic() - max(self._decided_at, began) > _FOLLOWING_SECONDS
 
     def _error(self, verdict: Diagnosis) -> DesyncError:
         self._raised = True

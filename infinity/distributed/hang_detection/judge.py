@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from infinity.distributed.axis_place import AxisPlace
+from infinity.distributed.hang_detection.channels import Channels
 from infinity.distributed.hang_detection.flight_record import (
     ADVICE,
     Positions,
@@ -71,8 +72,9 @@ class Judgement:
 class Judge:
     """Compares positions with those of before. `seconds`: how long a rank may let others wait (watchdog_seconds)."""
 
-    def __init__(self, world: AxisPlace, seconds: float) -> None:
+    def __init__(self, world: AxisPlace, channels: Channels, seconds: float) -> None:
         self._world = world
+        self._channels = channels
         self._seconds = seconds
         # By rank: its latest beat, and when that was first seen here.
         self._seen: dict[int, tuple[int, float]] = {}
@@ -87,26 +89,34 @@ class Judge:
     def judge(self, positions: Positions, wait: Wait | None, *, now: float, connection_lost: bool) -> Judgement:
         """Judge all ranks' positions at `now` (this rank's clock, seconds). `wait`: what this rank waits for."""
         steady = self._steady(positions, now)
-        stuck, apart = circle(positions), parted(positions)
+        stuck, apart = circle(positions, self._channels), parted(positions, self._channels)
         if apart or (stuck and stuck <= steady):
             first = f"What they did first that is not the same:\n{apart}\n" if apart else ""
-            text = f"ranks wait for different things:\n{positions_table(positions)}\n{first}{ADVICE}"
+            text = f"ranks wait for different things:\n{self._table(positions)}\n{first}{ADVICE}"
             return Judgement(Diagnosis(text))
-        awaited = list(positions) if wait is None else missing(positions, wait)
+        awaited = list(positions) if wait is None else self._missing(positions, wait)
         for rank in awaited:
             if positions[rank].failure and rank in steady:
-                return Judgement(Diagnosis(f"rank {rank} has raised:\n{positions[rank].failure}", rank=rank))
+                place = self._channels.place(rank)
+                return Judgement(Diagnosis(f"rank {place} has raised:\n{positions[rank].failure}", rank=rank))
         limit = min(_DEAD_BROKEN_SECONDS if connection_lost else _DEAD_SECONDS, max(self._seconds, 1.0))
         for rank in awaited:
             silent = now - self._seen[rank][1]
             if silent > limit and rank != self._world.index and (connection_lost or limit < self._seconds):
                 return Judgement(
                     Diagnosis(
-                        f"rank {rank} gives no sign of life for {silent:.0f} s: it was killed or stopped, or its "
-                        f"machine is gone; look at its own log. Last seen:\n{positions_table(positions)}"
+                        f"rank {self._channels.place(rank)} gives no sign of life for {silent:.0f} s: it was killed "
+                        f"or stopped, or its machine is gone; look at its own log. Last seen:\n"
+                        f"{self._table(positions)}"
                     )
                 )
         return Judgement() if wait is None else self._late(positions, wait, now)
+
+    def _missing(self, positions: Positions, wait: Wait) -> list[int]:
+        return missing(positions, self._world.index, wait, self._channels)
+
+    def _table(self, positions: Positions) -> str:
+        return positions_table(positions, self._channels)
 
     def _steady(self, positions: Positions, now: float) -> set[int]:
         """Ranks that have been in one state over two reports, and so at the moment of the first look at it."""
@@ -119,20 +129,21 @@ class Judge:
         return {rank for rank, position in positions.items() if position.beat >= self._since[rank][1] + 2}
 
     def _late(self, positions: Positions, wait: Wait, now: float) -> Judgement:
-        late = missing(positions, wait)
-        names = ", ".join(map(str, late)) or "nobody: the bytes do not arrive"
+        late = self._missing(positions, wait)
+        names = ", ".join(map(self._channels.place, late)) or "nobody: the bytes do not arrive"
         waited, reminder = now - wait.began, ""
         near = any(limit - _ASK_SECONDS < waited < limit + _GRACE_SECONDS for limit in (self._seconds, _REMIND_SECONDS))
         if waited > _REMIND_SECONDS and not self._reminded:
             self._reminded = True
-            reminder = f"waiting for rank {names} since {waited:.0f} s:\n{positions_table(positions)}"
+            reminder = f"waiting for rank {names} since {waited:.0f} s:\n{self._table(positions)}"
         verdict = None
         if waited >= self._seconds + _GRACE_SECONDS:
             silent = [rank for rank in positions if now - self._seen[rank][1] > _DEAD_BROKEN_SECONDS]
-            stopped = f"\nNo sign of life from rank {', '.join(map(str, silent))}." if silent else ""
+            gone = ", ".join(map(self._channels.place, silent))
+            stopped = f"\nNo sign of life from rank {gone}." if silent else ""
             verdict = Diagnosis(
                 f"waited {waited:.1f} s for rank {names} (watchdog_seconds is {self._seconds:g}):\n"
-                f"{positions_table(positions)}"
+                f"{self._table(positions)}"
                 f"{stopped}\nRaise watchdog_seconds if a rank may take this long."
             )
         return Judgement(verdict, tuple(late) if near else (), reminder)

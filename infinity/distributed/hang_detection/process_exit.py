@@ -37,7 +37,7 @@ def guard(watchdog: Watchdog) -> None:
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
         for each in list(_live):
-            ended = f"rank {each.world.index} has ended with an exception:\n{text}"
+            ended = f"rank {each.place} has ended with an exception:\n{text}"
             each.leave(ended, interrupt_seconds=INTERRUPT_ENDED_SECONDS)
         before(kind, error, trace)
 
@@ -59,7 +59,7 @@ def leave() -> None:
     for watchdog in list(_live):
         latest = f"its latest collective was {watchdog.log.latest or 'none'}"
         watchdog.leave(
-            f"rank {watchdog.world.index}'s process has ended with its engine open; {latest}", interrupt_seconds=None
+            f"rank {watchdog.place}'s process has ended with its engine open; {latest}", interrupt_seconds=None
         )
     for watchdog in [*_live, *_farewells]:
         watchdog.linger()

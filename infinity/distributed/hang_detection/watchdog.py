@@ -24,6 +24,7 @@ from datetime import timedelta
 from typing import Any
 
 from infinity.distributed.axis_place import AxisPlace
+from infinity.distributed.hang_detection.channels import Channels
 from infinity.distributed.hang_detection.collective_log import CollectiveLog
 from infinity.distributed.hang_detection.flight_record import Position
 from infinity.distributed.hang_detection.job_end import JobEnd
@@ -45,21 +46,24 @@ BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN = 3.0, 30.0
 class Watchdog:
     """One rank's watchdog over the process groups of one engine; created by the training thread.
 
-    store: the job's key-value store. world: every rank. groups: torch's process groups; a channel is an index into
-    them. seconds: how long a rank may let others wait.
+    store: the job's key-value store. world: every rank. groups: torch's process groups by channel, None where this rank
+    is alone. channels: those of all ranks. seconds: how long a rank may let others wait.
     """
 
-    def __init__(self, store: Any, world: AxisPlace, groups: Sequence[Any], *, seconds: float) -> None:
+    def __init__(
+        self, store: Any, world: AxisPlace, groups: Sequence[Any], channels: Channels, *, seconds: float
+    ) -> None:
         # Reports must not wait behind the program's own use of the store.
         self._store = store.clone() if hasattr(store, "clone") else store
         with contextlib.suppress(RuntimeError, NotImplementedError):
             self._store.set_timeout(timedelta(seconds=5))
         self.world = world
+        self.channels = channels
         thread_id = threading.get_ident()
         self.log = CollectiveLog(len(groups))
-        self.end = JobEnd(groups, world, thread_id=thread_id)
+        self.end = JobEnd(groups, world, channels, thread_id=thread_id)
         self._report = PositionReport(self._store, self.log, world, thread_id=thread_id)
-        self._judge = Judge(world, seconds)
+        self._judge = Judge(world, channels, seconds)
         # A collective has failed, so the connection to some rank may be gone; and whether the store is.
         self._connection_lost = self._store_lost = False
         # What this rank tells the others when it goes.
@@ -69,6 +73,11 @@ class Watchdog:
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="infinity-watchdog", daemon=True)
         self._thread.start()
+
+    @property
+    def place(self) -> str:
+        """This rank's number, and its place on each axis, for messages."""
+        return self.channels.place(self.world.index)
 
     # What the training thread calls.
 
@@ -85,7 +94,7 @@ class Watchdog:
         if ended is None:
             at = self._report.position(connection_lost=True)
             gone = "; the store that rank 0 keeps is gone too: rank 0 has ended" if self._store_lost else ""
-            return DesyncError(f"lost another rank while waiting ({error}){gone}:\n  {at.describe()}")
+            return DesyncError(f"lost another rank while waiting ({error}){gone}:\n  {at.describe(self.place)}")
         return ended
 
     def failed(self, error: BaseException) -> None:
@@ -101,7 +110,7 @@ class Watchdog:
         """
         if self._stop:
             return
-        text = f"rank {self.world.index} has closed its engine"
+        text = f"rank {self.place} has closed its engine"
         if self.log.failure:
             text += f" after an error:\n{self.log.failure}"
         else:
