@@ -243,9 +243,7 @@ class RankIndex(_Written):
         found = IndexBody.model_validate(body)
         extents = tuple(FileExtent(name, offset, nbytes, tuple(crcs)) for name, offset, nbytes, crcs in found.extents)
         shards = [ShardRanges(dim, tuple(ranges)) for dim, ranges in found.shards]
-        arrays = tuple(
-            Array(*row, shard=None if number is None else shards[number]) for *row, number in found.arrays
-        )
+        arrays = tuple(Array(*row[:7], None if row[7] is None else shards[row[7]]) for row in found.arrays)
         return cls(found.rank, found.files, extents, arrays, found.rng, found.singles)
 
 

@@ -329,7 +329,7 @@ class IndexBody(Body):
     def _arrays_lie_in_extents(self) -> IndexBody:
         sizes = [extent[2] for extent in self.extents]
         before, end = -1, 0
-        for tensor, _, dtype, _, numel, extent, offset, _ in sorted(self.arrays, key=itemgetter(5, 6)):
+        for tensor, _, dtype, _, numel, extent, offset, *_ in sorted(self.arrays, key=itemgetter(5, 6)):
             if extent >= len(sizes) or dtype not in DTYPE_NBYTES:
                 raise ValueError(f"{shortened(tensor)} lies in extent {extent} of {len(sizes)} as {shortened(dtype)}")
             if not numel:

@@ -105,7 +105,7 @@ def _write(runtime: Runtime, shards: Sequence[WeightFile], made: Path) -> int:
         progress = PhaseProgress(f"export to {made.parent}", total // groups.world.size)
         for slot, start, values in _elements(runtime, wanted):
             raw = as_bytes(values, wanted[slot.name], slot.name)
-            shard = shard_ranges(slot, runtime.tensor_index)
+            shard = shard_ranges(slot, groups.tensor.index)
             if shard is None:
                 writer.write(slot.name, start, raw)
             else:
@@ -124,7 +124,8 @@ def _elements(runtime: Runtime, wanted: Mapping[str, str]) -> Iterator[tuple[Slo
     for unit in runtime.units:
         layout: UnitLayout = unit.layout
         # What is not cut is the same on all ranks of the tensor axis.
-        mine = [slot for slot in layout.slots if runtime.tensor_index == 0 or slot.shard is not None]
+        first_of_axis = runtime.groups.tensor.index == 0
+        mine = [slot for slot in layout.slots if first_of_axis or slot.shard is not None]
         dtypes = {wanted[slot.name] for slot in mine if slot.name in wanted}
         if not dtypes:
             continue

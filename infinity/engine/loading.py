@@ -208,7 +208,7 @@ class Load:
         filling = Filling(
             plan=runtime.plan, index=runtime.groups.data.index, names=found.match.source,
             moments=found.has_states and options.optimizer and not options.module_only,
-            start=runtime.stepper.rule.start, tensor=runtime.tensor_index,
+            start=runtime.stepper.rule.start, tensor=runtime.groups.tensor.index,
         )  # fmt: skip
 
         def job() -> None:
@@ -256,7 +256,8 @@ def _weights(folder: Path, runtime: Runtime) -> Iterator[ValueSource]:
 def _extents(
     folder: Path, manifest: Manifest, indexes: Sequence[RankIndex], runtime: Runtime
 ) -> Iterator[ValueSource]:
-    total = sum(piece.nbytes for piece in holdings(runtime.plan, runtime.groups.data.index, runtime.tensor_index))
+    groups = runtime.groups
+    total = sum(piece.nbytes for piece in holdings(runtime.plan, groups.data.index, groups.tensor.index))
     tell = PhaseProgress(f"loading {folder}", total).advance
     with checkpoint_queue(runtime) as queue, ExtentReader(folder, manifest, indexes, queue, tell) as reader:
         yield CheckpointSource(reader)

@@ -86,11 +86,6 @@ class Runtime:
     health: Health = field(default_factory=Health)
 
     @property
-    def tensor_index(self) -> int:
-        """This rank's index on the tensor axis; 0 where it is alone on that."""
-        return self.plan.topology.coordinate(self.groups.ranks.rank).tp
-
-    @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes before the tensor axis cuts them of the parameters that it does cut, by name."""
         return {

@@ -79,7 +79,8 @@ class SaveContents:
     @classmethod
     def of(cls, runtime: Runtime, run: Run, request: SaveRequest, client_state: ClientState) -> SaveContents:
         """Look at everything that a checkpoint keeps, and copy none of it. Raise what cannot be saved."""
-        rank, module = runtime.groups.ranks.rank, runtime.module
+        groups, module = runtime.groups, runtime.module
+        rank = groups.ranks.rank
         kind = type(module)
         manifest = {
             "tensors": tensors_of(runtime, frozen=request.frozen),
@@ -97,9 +98,7 @@ class SaveContents:
         encoded = encode_client_state(_plain(own), tensors, path=request.directory) if rank == 0 else None
         capture = Capture(
             rank=rank,
-            pieces=tuple(
-                shares(runtime.plan, runtime.groups.data.index, runtime.tensor_index, frozen=request.frozen)
-            ),
+            pieces=tuple(shares(runtime.plan, groups.data.index, groups.tensor.index, frozen=request.frozen)),
             buffers=_buffers_of(module) if rank == 0 else (),
             rng=random_state(runtime.device),
             singles=run.parameter_scalars(),

@@ -50,8 +50,9 @@ from infinity.plan.topology import Topology
 from infinity.plan.types import Key, Kind, Tier
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Params = dict[str, tuple[tuple[int, ...], int | None, tuple[int, ...] | None, Replica, bool]]
 # name: shape, dimension that is cut (None: replicated), blocks along it (None: one), replica, trained.
-PARAMS: dict[str, tuple[tuple[int, ...], int | None, tuple[int, ...] | None, Replica, bool]] = {
+PARAMS: Params = {
     "embed.weight": ((24, 8), 0, None, Replica.NONE, True),
     "embed.scale": ((8,), None, None, Replica.SAME, True),
     **{
@@ -88,10 +89,10 @@ class Axes:
         return f"tp{self.tp}-dp{self.dp}-stage{self.stage}-{self.dtype}-{self.tier.value}"
 
 
-def plan_of(axes: Axes) -> Plan:
+def plan_of(axes: Axes, params: Params = PARAMS) -> Plan:
     """The model's plan, with a weight in tiles."""
     root = ModuleNode("", "Model")
-    for name, (shape, _, _, _, trained) in PARAMS.items():
+    for name, (shape, _, _, _, trained) in params.items():
         *path, attribute = name.split(".")
         node = root
         for depth, part in enumerate(path):
@@ -101,7 +102,7 @@ def plan_of(axes: Axes) -> Plan:
         node.params[attribute] = ParamSpec(name, shape, axes.dtype, group=0 if trained else -1)
     cut = {
         name: (None if dim is None else Shard(dim, blocks or (shape[dim],), axes.tp), replica)
-        for name, (shape, dim, blocks, replica, _) in PARAMS.items()
+        for name, (shape, dim, blocks, replica, _) in params.items()
     }
     rules = UnitRules(unit_numel_max=800, merge_numel_max=64, whole_numel_max=500, tile_numel_max=300)
     spec = find_units(TensorAxis(axes.tp, cut).divide(root), rules)
@@ -202,9 +203,9 @@ class Rank:
 
 
 @contextmanager
-def ranks_of(axes: Axes, folder: Path) -> Iterator[list[Rank]]:
+def ranks_of(axes: Axes, folder: Path, params: Params = PARAMS) -> Iterator[list[Rank]]:
     """All ranks of a run, in the order of the world."""
-    plan = plan_of(axes)
+    plan = plan_of(axes, params)
     assert all(layout.replica is Replica.NONE or axes.tp > 1 for layout in plan.layouts)
     with ExitStack() as stack:
         ranks = []
@@ -260,7 +261,7 @@ def save(ranks: list[Rank], folder: Path, *, identity: str = "0123456789ab") -> 
 
 def load(rank: Rank, folder: Path, *, moments: bool = True, source: ValueSource | None = None) -> None:
     """Fill a rank's partitions from a checkpoint, or from another source."""
-    names: dict[str, str | None] = {name: name for name in PARAMS}
+    names: dict[str, str | None] = {slot.name: slot.name for layout in rank.plan.layouts for slot in layout.slots}
     filling = Filling(rank.plan, rank.index, names, moments, 0.0, rank.tensor)
     if source is not None:
         fill_partitions(filling, rank.store, source)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from infinity.checkpoint.comparison import compare_checkpoints
+from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedSource, read_deepspeed
 from infinity.checkpoint.description import Description, TensorSource
 from infinity.checkpoint.extract import extract
 from infinity.checkpoint.files import ExtentReader
@@ -34,16 +35,18 @@ from infinity.checkpoint.format import (
     seal,
 )
 from infinity.checkpoint.pieces import holdings
+from infinity.checkpoint.restore import Filling, fill_partitions
 from infinity.checkpoint.verification import verify
 from infinity.checkpoint.weight_writer import WeightWriter
 from infinity.engine import exporting
 from infinity.errors import CheckpointError
-from infinity.plan.shards import Shard
+from infinity.plan.shards import Replica, Shard
 from infinity.plan.types import Key, Kind, Tier
 from tests.checkpoint import reader, sharded
 from tests.checkpoint.hostile import body_of
 from tests.checkpoint.sharded import PARAMS, Axes, changed, plan_of, ranks_of, values_of
 
+DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
 CELLS = [
     Axes(tp, dp, stage, tier=Tier.NVME if (tp + dp + stage) % 2 else Tier.CPU)
     for tp, dp, stage in itertools.product((1, 2, 4), (1, 2), (1, 3))
@@ -143,6 +146,38 @@ def test_a_source_of_whole_tensors_fills_shards(dtype: str, tmp_path: Path) -> N
             assert rank.check(values, moments=False)
 
 
+@pytest.mark.parametrize("cell", ["zero2-fp16", "zero3-bf16", "zero3-bf16-universal"])
+def test_deepspeeds_checkpoints_fill_shards(cell: str, tmp_path: Path) -> None:
+    folder = DEEPSPEED / cell / "global_step4"
+    source = DeepSpeedSource(read_deepspeed(folder).layout)
+    params: sharded.Params = {}
+    values: dict[tuple[str, str], np.ndarray] = {}
+    for name, info in source.tensors.items():
+        if "buffer" in info.kinds:
+            continue
+        dim = next((at for at, size in enumerate(info.shape) if size % 2 == 0 and at == len(params) % 2), None)
+        params[f"model.{name}"] = (
+            info.shape, dim, None, Replica.SAME if dim is None else Replica.NONE, info.trainable
+        )
+        for kind in ("master", *(sharded.MOMENTS if info.trainable else ())):
+            flat = torch.empty(info.numel)
+            if kind == "master":
+                flat.copy_(source.masters(name, 0, info.numel))
+            else:
+                source.read(name, kind, 0, info.numel, flat)
+            values[f"model.{name}", kind] = flat.view(info.shape).numpy()
+    assert any(case[1] == 1 for case in params.values())
+    with ranks_of(Axes(2, 2, dtype="fp32"), tmp_path / "swap", params) as ranks:
+        for rank in ranks:
+            filling = Filling(
+                rank.plan, rank.index, {name: name.removeprefix("model.") for name in params}, True, 0.0, rank.tensor
+            )
+            fill_partitions(filling, rank.store, source)
+        compared = sum(rank.check(values) for rank in ranks)
+    copies = {name: 2 if dim is None else 1 for name, (_, dim, *_) in params.items()}
+    assert compared == sum(copies[name] * each.size for (name, _), each in values.items())
+
+
 def test_equal_axes_copy_whole_extents_and_equal_shards_are_read_in_their_own_order(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,11 +249,9 @@ def runtime_of(rank: sharded.Rank) -> Any:
     ]  # fmt: skip
     groups = SimpleNamespace(
         data=SimpleNamespace(index=rank.index, size=axes.dp), ranks=SimpleNamespace(rank=rank.number),
-        world=SimpleNamespace(size=axes.world_size),
+        world=SimpleNamespace(size=axes.world_size), tensor=SimpleNamespace(index=rank.tensor),
     )  # fmt: skip
-    return SimpleNamespace(
-        plan=plan, units=units, groups=groups, store=rank.store, tensor_index=rank.tensor, module=nn.Module()
-    )
+    return SimpleNamespace(plan=plan, units=units, groups=groups, store=rank.store, module=nn.Module())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
