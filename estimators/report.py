@@ -74,7 +74,7 @@ def _nearest(near: Near) -> list[str]:
     return [
         "",
         f"The nearest that fits takes {duration(time.seconds)} a step, "
-        f"{time.tokens_a_second * near.estimate.plan.topology.world_size:,.0f} tokens/s, with these keys changed. "
+        f"{time.tokens_a_second * near.estimate.plan.topology.dp:,.0f} tokens/s, with these keys changed. "
         + _summary(near.estimate),
         as_json(near.keys),
     ]
@@ -160,7 +160,7 @@ def compare_estimates(rows: Sequence[tuple[str, Estimate]], *, title: str = "", 
             (format_bytes(peak) if (peak := found.peak(tier)) else "-") + ("!" if tier in found.excess else "")
             for tier in found.tiers
         )
-        speed = f"{time.tokens_a_second * found.plan.topology.world_size:,.0f}"
+        speed = f"{time.tokens_a_second * found.plan.topology.dp:,.0f}"
         cells.append([name, *peaks, duration(time.seconds), speed, *(own(found) for own in differing.values())])
         bounds.append(time.bound_by.value.partition(" (")[0])
     lines = _aligned(cells)
@@ -334,9 +334,10 @@ def _activations(found: Estimate) -> list[str]:
 def _step(found: Estimate) -> list[str]:
     """Time, traffic and wear, on a machine that is named."""
     time, total = found.time, found.traffic.total
-    world = found.plan.topology.world_size
+    topology = found.plan.topology
+    world = topology.world_size
     lines = [
-        f"a step: {duration(time.seconds)}, {time.tokens_a_second * world:,.0f} tokens/s of {world} "
+        f"a step: {duration(time.seconds)}, {time.tokens_a_second * topology.dp:,.0f} tokens/s of {world} "
         f"rank{'s' if world > 1 else ''}, bound by {time.bound_by.value}",
         *_list("  alone: ", [f"{part.value} {duration(s)}" for part, s in time.parts.items() if s > 1e-4]),
         *_list("  moved: ", [f"{link.value} {format_bytes(total(link))}" for link in Link if total(link)]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,6 +92,14 @@ def open_group(ranks: Ranks, *, backends: str = "gloo", timeout: timedelta | Non
 _GROUPS = (("data", "dp"), ("data", "dp"), ("world", WORLD), ("tensor", "tp"))
 # The channel of the group of all ranks.
 _CONTROL = 2
+# The groups that were opened last in this process.
+_latest: list[weakref.ref[ProcessGroups]] = []
+
+
+def latest_groups() -> ProcessGroups | None:
+    """Return the groups that were opened last, for a program that asks for ranks without an engine; None if closed."""
+    groups = _latest[0]() if _latest else None
+    return None if groups is None or groups.closed else groups
 
 
 class ProcessGroups:
@@ -118,6 +127,7 @@ class ProcessGroups:
         self.ranks = ranks
         self.topology = Topology(dp=ranks.world_size, local_size=ranks.local_size) if topology is None else topology
         self._process = os.getpid()
+        self.closed = False
         self.watchdog: Watchdog | None = None
         self._notes: Any = None
         self._timeout_seconds = timeout_seconds
@@ -145,6 +155,7 @@ class ProcessGroups:
                 )
             )  # fmt: skip
         self.data, self.reduction, self.world, self.tensor = self._groups = groups
+        _latest[:] = [weakref.ref(self)]
         if ranks.world_size > 1 and backends == "gloo":
             self._meet(Introduction(wanted=cross_memory_attach), timeout.total_seconds())
 
@@ -189,6 +200,7 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Destroy these groups; idempotent. The program's own group stays open until the process ends."""
+        self.closed = True
         if self.watchdog is None:
             return
         process_exit.close(self.watchdog)

@@ -94,9 +94,11 @@ def build_runtime(
     undo.callback(checkpointing.close)
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
-    place = {"rank": ranks.rank, "world_size": ranks.world_size}
-    observer = Observer(Breakdown(plan, ledger, store, units, device), config.config, **place)
-    progress = StepProgress(config.config, ledger, accelerator=device.own_memory, **place)
+    breakdown = Breakdown(plan, ledger, store, units, device)
+    observer = Observer(breakdown, config.config, rank=ranks.rank, world_size=ranks.world_size)
+    progress = StepProgress(
+        config.config, ledger, accelerator=device.own_memory, rank=ranks.rank, data_size=groups.data.size
+    )
     undo.callback(progress.close)
     scaler = LossScaler.of(config.config.fp16.model_dump()) if config.scales_loss else None
     averaged = groups.data.size if config.config.gradient_allreduce_op == "mean" else 1

@@ -103,7 +103,7 @@ class Init:
         _cast(param, dtype)
         spool.attach(param, name)
         if self._conventions.parameter_attributes:
-            publish(param, parts=spool.groups.world.size)
+            publish(param, parts=spool.groups.data.size)
 
     def _take_in(self, module: nn.Module) -> None:
         spool, dtype = self._open()

@@ -50,13 +50,13 @@ class _Amount:
 class StepProgress:
     """The progress of one engine. Does nothing where the configuration asks for nothing."""
 
-    def __init__(self, config: Config, ledger: Ledger, *, accelerator: bool, rank: int, world_size: int) -> None:
-        """Open the monitors; ConfigError where one cannot be opened."""
+    def __init__(self, config: Config, ledger: Ledger, *, accelerator: bool, rank: int, data_size: int) -> None:
+        """Open the monitors; ConfigError where one cannot be opened. data_size: ranks with batches of their own."""
         self._every = (config.steps_per_print or 0) if rank == 0 else 0
         self._breakdown = config.wall_clock_breakdown and rank == 0
         self._ledger = ledger
         self._accelerator = accelerator
-        self._world_size = world_size
+        self._data_size = data_size
         self._monitors = Monitors(config) if rank == 0 else None
         timed = self._every or self._monitors or config.wall_clock_breakdown
         self._clock = WallClock() if timed else None
@@ -68,7 +68,7 @@ class StepProgress:
         """Count the tokens of a forward that begins with these arguments."""
         ids = kwargs.get("input_ids", args[0] if args else None) if self._clock is not None else None
         if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
-            self._tokens += ids.numel() * self._world_size
+            self._tokens += ids.numel() * self._data_size
 
     def stepped(
         self, step: int, samples: int, *, losses: Sequence[Tensor], lr: float, norm: float, scale: float | None,

@@ -37,9 +37,12 @@ def initialize(
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None, **others: Any) -> nn.Module:
-    """Return the model for one tensor-parallel rank; ConfigError for more, which do not exist here yet."""
+    """Return the model for one tensor-parallel rank; ConfigError for more, because `initialize` divides it itself."""
     if tp_size > 1:
-        raise ConfigError(f"tensor parallelism (autotp_size = {tp_size}) is not built yet: leave tensor_parallel out")
+        raise ConfigError(
+            f"tp_model_init(tp_size={tp_size}): initialize() divides the model itself: leave this call out, and set "
+            f"tensor_parallel.autotp_size to {tp_size} in its configuration"
+        )
     return model.to(dtype=dtype)
 
 

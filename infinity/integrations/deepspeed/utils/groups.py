@@ -1,25 +1,41 @@
-"""`deepspeed.utils.groups`: ranks of the data-parallel axis, which is all of them."""
+"""`deepspeed.utils.groups`: the ranks of the data-parallel axis, which is all of them without a tensor axis."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
+from infinity.distributed.process_groups import ProcessGroups, latest_groups
 from infinity.integrations.deepspeed import comm
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the number of ranks that share the data."""
-    return comm.get_world_size()
+    """Return the number of ranks that have batches of their own."""
+    return groups.data.size if (groups := _divided()) is not None else comm.get_world_size()
 
 
 def get_data_parallel_rank() -> int:
     """Return this process's place among them."""
-    return comm.get_rank()
+    return groups.data.index if (groups := _divided()) is not None else comm.get_rank()
 
 
 def get_data_parallel_group() -> Any:
     """Return their group."""
-    return comm.get_world_group()
+    if (groups := _divided()) is None:
+        return comm.get_world_group()
+    # torch takes None for all ranks.
+    return groups.data.process_group or dist.new_group([comm.get_rank()], use_local_synchronization=True)
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Return the number of ranks among which each layer is divided."""
+    return groups.tensor.size if (groups := _divided()) is not None else 1
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Return this process's place among them."""
+    return groups.tensor.index if (groups := _divided()) is not None else 0
 
 
 _get_data_parallel_world_size = get_data_parallel_world_size
@@ -33,3 +49,9 @@ def _get_sequence_parallel_world_size() -> int:
 
 def _get_sequence_parallel_rank() -> int:
     return 0
+
+
+def _divided() -> ProcessGroups | None:
+    """Return the groups of the latest engine, if it has a tensor axis."""
+    groups = latest_groups()
+    return groups if groups is not None and groups.tensor.size > 1 else None
