@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
-from infinity.parallel import functions, tensor
+from infinity.parallel import tensor
 from infinity.plan.tensor_axis import Region, Role, TensorAxis
 from support.machine import median
 
@@ -56,16 +59,15 @@ class Layer(nn.Module):
 def run(options: dict[str, Any]) -> dict[str, Any]:
     """`layers`, `rounds`.
 
-    Returns medians in seconds of a step (`wall`), of the thread's CPU time in it (`cpu`), and of both without what
-    passes in collectives (`wall beside`, `cpu beside`), for `shard` (each rank computes with its part and nobody sums:
-    what the arithmetic takes), `ours` and `dtensor`, which take turns; and the largest difference between the losses of
-    the last two.
+    Returns medians in seconds of a step for `shard` (each rank computes with its part and nobody sums: what the
+    arithmetic takes), `ours` and `dtensor`, which take turns: `wall`, and, with collectives that return at once,
+    `wall beside` and `cpu beside` (of the thread). Also the number of collectives of a step, and the difference between
+    the losses of the last two.
     """
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     group = AxisGroup("tensor", rank, world, dist.group.WORLD)
-    meter = _Meter()
     layers = options["layers"]
     models = {"shard": _divided(layers, group), "ours": _divided(layers, group), "dtensor": _model(layers)}
     tensor.apply(models["ours"], _axis(layers, world), group)
@@ -76,27 +78,51 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
             "mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel(),
         })  # fmt: skip
     hidden = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0))
-    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in models}
+    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in models}
     losses: dict[str, float] = {}
-    with meter.watching():
-        for index in range(options["rounds"] + 5):
-            for name, model in models.items():
-                dist.barrier()
-                meter.clear()
-                wall, cpu = time.perf_counter(), time.thread_time()
-                loss = model(hidden).square().mean()
-                loss.backward()
-                wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-                model.zero_grad()
-                losses[name] = float(loss.detach())
-                if index >= 5:
-                    times[name].append((wall, cpu, wall - meter.wall, cpu - meter.cpu))
-    heads = ("wall", "cpu", "wall beside", "cpu beside")
+    calls: dict[str, int] = {}
+    for index in range(options["rounds"] + 5):
+        for name, model in models.items():
+            dist.barrier()
+            wall, _, losses[name] = _step(model, hidden)
+            with _without_collectives() as count:
+                beside, cpu, _ = _step(model, hidden)
+            calls[name] = len(count)
+            if index >= 5:
+                rows[name].append((wall, beside, cpu))
+    heads = ("wall", "wall beside", "cpu beside")
     medians = {
-        name: dict(zip(heads, (median(column) for column in zip(*rows, strict=True)), strict=True))
-        for name, rows in times.items()
+        name: dict(zip(heads, (median(column) for column in zip(*found, strict=True)), strict=True))
+        for name, found in rows.items()
     }
-    return {"medians": medians, "apart": abs(losses["ours"] - losses["dtensor"])}
+    return {"medians": medians, "calls": calls, "apart": abs(losses["ours"] - losses["dtensor"])}
+
+
+def _step(model: nn.Module, hidden: Tensor) -> tuple[float, float, float]:
+    """Wall clock and the thread's CPU time of forward and backward, which on the CPU is this thread's; the loss."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    loss = model(hidden).square().mean()
+    loss.backward()
+    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+    model.zero_grad()
+    return wall, cpu, float(loss.detach())
+
+
+@contextmanager
+def _without_collectives() -> Iterator[list[str]]:
+    """In the block our sum, and those that DTensor asks for, return at once; yield a list that counts them."""
+    count: list[str] = []
+
+    def nothing(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        count.append("sum")
+        return tensor
+
+    with (
+        patch.object(collectives, "sum_in_order", nothing),
+        patch.object(functional, "all_reduce", nothing),
+        patch.object(functional, "wait_tensor", lambda tensor: tensor),
+    ):
+        yield count
 
 
 def _model(layers: int) -> nn.Sequential:
@@ -113,8 +139,6 @@ def _divided(layers: int, group: AxisGroup) -> nn.Sequential:
         module.weight.data = module.weight.data.chunk(group.size, dim)[group.index].clone()
         if dim == 0:
             module.bias.data = module.bias.data.chunk(group.size)[group.index].clone()
-        elif group.index and False:
-            pass
     return model
 
 
@@ -124,13 +148,3 @@ def _axis(layers: int, size: int) -> TensorAxis:
     roles |= {f"{index}.{name}": Role.ROWWISE for index in range(layers) for name in ("attention.o", "mlp.down")}
     regions = tuple(Region(f"{index}.{name}") for index in range(layers) for name in ("attention", "mlp"))
     return TensorAxis(size, {}, roles, regions)
-
-
-class _Meter:
-    """Time that passes in collectives: ours, and those that DTensor asks torch for."""
-
-    def __init__(self) -> None:
-        self.wall = self.cpu = 0.0
-
-    def clear(self) -> None:
-        self.wall = self.cpu = 0.0

@@ -137,7 +137,9 @@ def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup) -> Applied:
         return _Place(module, path, group, copies=not _lies_in(path, paths), root=model if cut else None)
 
     for path, role in axis.roles.items():
-        applied.wrap(model.get_submodule(path), _WRAPPERS[role], place(path))
+        # In a region a colwise module does nothing of its own.
+        if role is not Role.COLWISE or place(path).copies:
+            applied.wrap(model.get_submodule(path), _WRAPPERS[role], place(path))
     numbers = OwnNumbers(group) if has_dropout(model) else None
     for region in regions:
         module, own = model.get_submodule(region.path), numbers if region.divided else None
@@ -152,9 +154,10 @@ def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup) -> Applied:
         elif own is not None:
             # They have copied their inputs.
             applied.wrap(module, _with_numbers, own.on, module)
-    for path in blocks if numbers is not None else ():
-        block = model.get_submodule(path)
-        applied.wrap(block, _with_numbers, numbers.on, block)
+    if numbers is not None:
+        for path in blocks:
+            block = model.get_submodule(path)
+            applied.wrap(block, _with_numbers, numbers.on, block)
     for path, wrapper in zip(axis.blocks or (), (_first_block, _last_block), strict=False):
         block = model.get_submodule(path)
         first = next(iter(inspect.signature(block.forward).parameters), "")
@@ -171,7 +174,7 @@ def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup) -> Applied:
 
 def _check(model: nn.Module, axis: TensorAxis) -> None:
     for path, role in axis.roles.items():
-        module = model.get_submodule(path)
+        module: Any = model.get_submodule(path)
         if role is Role.EMBEDDING and (module.max_norm is not None or module.scale_grad_by_freq):
             raise ConfigError(
                 f"{path}: an embedding with max_norm or scale_grad_by_freq needs its whole table, so the tensor axis "
@@ -206,7 +209,7 @@ def _paths_between(model: nn.Module, first: str, last: str) -> tuple[str, ...]:
 def _causal_model(model: nn.Module, head: str) -> Any:
     """The innermost module around the head that computes a loss by a function that a program may set; None without."""
     *parents, _ = head.split(".")
-    around = [model.get_submodule(".".join(parents[:count])) for count in range(len(parents) + 1)]
+    around: list[Any] = [model.get_submodule(".".join(parents[:count])) for count in range(len(parents) + 1)]
     return next((each for each in reversed(around) if hasattr(each, "loss_function")), None)
 
 

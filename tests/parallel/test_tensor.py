@@ -12,7 +12,15 @@ import infinity
 from infinity.errors import ConfigError
 from infinity.parallel.tensor import VOCABULARY
 from tests.parallel.divided import (
-    MODELS, axis_of, batch, divide, gradients, make, part, with_sequence, worst_error,
+    MODELS,
+    axis_of,
+    batch,
+    divide,
+    gradients,
+    make,
+    part,
+    with_sequence,
+    worst_error,
 )  # fmt: skip
 from tests.parallel.groups import open_tensor_group
 
