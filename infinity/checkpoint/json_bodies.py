@@ -320,9 +320,9 @@ class IndexBody(Body):
                 if not before <= begin < end:
                     raise ValueError(f"shard {number} has {begin} to {end} of dimension {dim}, behind {before}")
                 before = end
-        for tensor, *_, number in self.arrays:
-            if number is not None and number >= len(self.shards):
-                raise ValueError(f"{shortened(tensor)} is of shard {number} of {len(self.shards)}")
+        for tensor, *_, named in self.arrays:
+            if named is not None and named >= len(self.shards):
+                raise ValueError(f"{shortened(tensor)} is of shard {named} of {len(self.shards)}")
         return self
 
     @model_validator(mode="after")
