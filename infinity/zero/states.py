@@ -154,10 +154,9 @@ class _Part:
         """Gather the slot's elements from all ranks' partitions into the whole parameter's (flat, fp32). Collective."""
         groups, device, name = self._owner.groups, self._unit.full.device, f"state of {self.slot.name}"
         own = self.own(kind)
-        values = own.new_empty(self.slot.numel)
-        first = self.slot.offset
-        partitions = [(0, own.view(1, -1))] if self._unit.placed.parts == 1 else gathered(own, groups.data, device, name)
-        for begin, rows in partitions:
+        values, first = own.new_empty(self.slot.numel), self.slot.offset
+        shared = self._unit.placed.parts > 1
+        for begin, rows in gathered(own, groups.data, device, name) if shared else [(0, own.view(1, -1))]:
             for index, row in enumerate(rows):
                 at = index * own.numel() + begin
                 low, high = max(at, first), min(at + row.numel(), first + self.slot.numel)
