@@ -145,6 +145,9 @@ class Visit:
         self.compared = 0
 
     def run(self) -> int:
+        for name, param in self.params.items():
+            # Before anything is gathered.
+            assert param.shape == self.own(self.wholes[name], name).shape, name
         self.masters()
         self.moments()
         self.gradients()
