@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -32,6 +33,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked drive where the drive of the tests' folders is too full for it."""
+    marker = item.get_closest_marker("drive")
+    if marker is None:
+        return
+    (gigabytes,) = marker.args
+    free = shutil.disk_usage(item.config._tmp_path_factory.getbasetemp()).free / 1e9  # type: ignore[attr-defined]
+    if free < gigabytes:
+        pytest.skip(f"writes up to {gigabytes} GB, and {free:.1f} GB are free")
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ LIMIT_NBYTES = 4 << 30
 
 
 @pytest.mark.slow
+@pytest.mark.drive(24)
 @pytest.mark.timeout(900)
 def test_ten_gigabytes_of_state_train_under_four_of_memory(tmp_path: Path) -> None:
     """The large case of tests.memory_cases with default keys: what is gathered at once is fitted to the limit, clipping
@@ -39,6 +40,7 @@ def test_ten_gigabytes_of_state_train_under_four_of_memory(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.drive(8)
 @pytest.mark.timeout(600)
 def test_parameters_of_twice_the_memory_are_built_and_loaded_within_it(tmp_path: Path) -> None:
     limit = 860 << 20

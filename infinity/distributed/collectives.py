@@ -29,6 +29,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Elements that are summed at a time, so that two or more rows of them stay in a core's cache.
 _SUM_NUMEL = 1 << 16
+# Up to here a sum over more than two ranks is exchanged whole, because rounds take longer than bytes.
+_WHOLE_NBYTES = 1 << 16
 
 
 class _Works:
@@ -280,6 +282,83 @@ def all_reduce(tensor: Tensor, group: AxisGroup, name: str = "sum") -> Transfer:
     return _whole(
         tensor, lambda values: dist.all_reduce(values, op=dist.ReduceOp.SUM, group=members, async_op=True), group, name
     )
+
+
+def sum_in_order(tensor: Tensor, group: AxisGroup, name: str = "sum") -> Tensor:
+    """Sum `tensor` (contiguous) over the group, in place; every member gets the same bits. Blocks. Returns `tensor`.
+
+    Types of 16 bits are summed in fp32 and rounded once. gloo's members, and those of another back end that are three
+    or more with 16 bits, are added in the order of their indices: two members, or small tensors, are exchanged whole,
+    in one round; of others each member sums a slice, and slices are gathered.
+    """
+    members, flat = group.process_group, tensor.view(-1)
+    if members is None or not flat.numel():
+        return tensor
+    if _needs_staging(tensor, members):
+        return tensor.copy_(sum_in_order(tensor.cpu(), group, name))
+    if not _is_gloo(members) and (group.size == 2 or flat.dtype.itemsize > 2):
+        all_reduce(flat, group, name).wait()
+    elif group.size == 2 or flat.nbytes <= _WHOLE_NBYTES:
+        _sum_whole(flat, group, name)
+    else:
+        _sum_by_slices(flat, group, name)
+    return tensor
+
+
+def _sum_whole(flat: Tensor, group: AxisGroup, name: str) -> None:
+    """Sum `flat` in place from every member's copy."""
+    received = flat.new_empty((group.size, flat.numel()))
+    if _is_gloo(group.process_group):
+        rows = [flat if index == group.index else row for index, row in enumerate(received)]
+        parts = [flat] * group.size
+        group.start(
+            name, lambda tag: _swap(rows, parts, group, tag), keep=(flat, received), nbytes=flat.nbytes
+        ).wait()
+    else:
+        all_gather(received.view(-1), flat, group, name).wait()
+        rows = list(received)
+    _add_into(flat, rows)
+
+
+def _sum_by_slices(flat: Tensor, group: AxisGroup, name: str) -> None:
+    """Sum `flat` in place: every member sums a slice of all copies, and slices are gathered."""
+    padded = flat
+    if flat.numel() % group.size:
+        padded = flat.new_zeros(flat.numel() + -flat.numel() % group.size)
+        padded[: flat.numel()] = flat
+    all_gather(padded, sum_slices(padded, group, name), group, name).wait()
+    if padded is not flat:
+        flat.copy_(padded[: flat.numel()])
+
+
+def sum_slices(full: Tensor, group: AxisGroup, name: str = "sum") -> Tensor:
+    """Sum `full` [numel] over the group; return this member's slice [numel / size]. Blocks.
+
+    `full` is not changed. Types of 16 bits are summed in fp32, in the order of members, and rounded once.
+    """
+    mine = full.new_empty(full.numel() // group.size)
+    if _is_gloo(group.process_group) or group.size == 2 or full.dtype.itemsize > 2:
+        reduction = reduce_scatter(full, group=group, mine=mine, name=name)
+        reduction.wait()
+        reduction.leave_in(mine)
+        return mine
+    received = torch.empty_like(full)
+    group.start(
+        name,
+        lambda tag: dist.all_to_all_single(received, full, group=group.process_group, async_op=True),
+        keep=(full, received), nbytes=full.nbytes,
+    ).wait()  # fmt: skip
+    _add_into(mine, list(received.view(group.size, -1)))
+    return mine
+
+
+def _add_into(target: Tensor, rows: Sequence[Tensor]) -> None:
+    """Write the sum of two or more rows, one of which may be `target`, in their order."""
+    if len(rows) == 2:
+        torch.add(*rows, out=target)
+        return
+    for begin in range(0, target.numel(), _SUM_NUMEL):
+        target[begin:][:_SUM_NUMEL] = _add_up([row[begin:][:_SUM_NUMEL] for row in rows])
 
 
 def broadcast(tensor: Tensor, group: AxisGroup, source: int = 0, name: str = "broadcast") -> None:

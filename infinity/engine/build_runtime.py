@@ -25,7 +25,10 @@ from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.factory import Chosen
 from infinity.optim.loss_scaler import LossScaler, grad_factor
 from infinity.optim.stepper import Stepper
+from infinity.parallel.random_state import share_random_state
+from infinity.parallel.tensor import apply
 from infinity.plan.plan import Plan
+from infinity.plan.tensor_axis import TensorAxis
 from infinity.zero import parameter, weight_tiles
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
@@ -41,11 +44,12 @@ from infinity.zero.unit import Unit
 
 @mappings_of_their_own()
 def build_runtime(
-    config: ResolvedConfig, model: nn.Module, plan: Plan, groups: ProcessGroups, device: Device, optimizer: Chosen,
-    ledger: Ledger, undo: ExitStack, checkpointed: tuple[str, ...],
+    config: ResolvedConfig, model: nn.Module, plan: Plan, axis: TensorAxis, groups: ProcessGroups, device: Device,
+    optimizer: Chosen, ledger: Ledger, undo: ExitStack, checkpointed: tuple[str, ...],
 ) -> Runtime:  # fmt: skip
     """Allocate what the plan says and move the model into it. Each part registers its close in `undo`, in case a later
-    one fails. checkpointed: paths of the blocks that backward computes again.
+    one fails. axis: what is left of the model to each rank. checkpointed: paths of the blocks that backward computes
+    again.
     """
     spool, ranks = spool_of(list(model.parameters())), groups.ranks
     if spool is not None:
@@ -80,6 +84,10 @@ def build_runtime(
     if config.stage == 3 and config.config.provenance.conventions.parameter_attributes:
         publish_model(model, parts=groups.data.size)
     _move_buffers(model, device)
+    # Beneath the hooks, and beneath what computes blocks again.
+    exchanges = apply(model, axis, groups.tensor)
+    undo.callback(exchanges.remove)
+    share_random_state(groups.tensor, device.torch)
     hooks = ModuleHooks(model, units, coordinator, group=groups.world, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
     checkpointing = _checkpointing(config, model, checkpointed, ranks, device, ledger)
@@ -95,7 +103,8 @@ def build_runtime(
     factor = partial(grad_factor, scaler, ranks=averaged)
     access = ParamAccess(plan, store, groups, units, gradients, coordinator, factor)
     return Runtime(
-        module=model, config=config, plan=plan, device=device, groups=groups, ledger=ledger, store=store, units=units,
+        module=model, config=config, plan=plan, exchanges=exchanges, device=device, groups=groups, ledger=ledger,
+        store=store, units=units,
         gradients=gradients, coordinator=coordinator, access=access, hooks=hooks, stepper=stepper,
         checkpointing=checkpointing, compiled=compiled, observer=observer, progress=progress, scaler=scaler,
     )  # fmt: skip

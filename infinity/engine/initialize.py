@@ -29,6 +29,7 @@ from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, groups_of
 from infinity.engine.preflight import checkpointed_blocks, preflight, remarks
 from infinity.engine.step import Boundary
+from infinity.engine.tensor_plan import tensor_axis_of
 from infinity.errors import ConfigError
 from infinity.log import configure_logging, logger, warn_once
 from infinity.memory.ledger import Ledger
@@ -39,7 +40,7 @@ from infinity.optim.factory import Chosen, adam_from_params, from_name, from_tor
 from infinity.optim.lr import build_scheduler, check_steps_alone
 from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.plan.plan import Plan
-from infinity.plan.spec import dtype_name
+from infinity.plan.spec import dtype_name, module_tree
 from infinity.plan.types import Kind
 from infinity.zero.activation_measurement import measure_activations
 from infinity.zero.compiled import unwrapped
@@ -93,12 +94,17 @@ def initialize(
         if spool is None:
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
-        plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec)
+        axis = tensor_axis_of(
+            model, module_tree(model, compute_dtype=resolved.compute_dtype), size=resolved.tensor,
+            sequence=resolved.config.parallel.sequence, given=resolved.config.parallel.plan,
+        )  # fmt: skip
+        plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec, axis)
         agree_on_plan(plan, groups.world)
-        applied = apply_liger(resolved.config.kernels.liger, model, device.torch, plan.layouts)
+        liger = resolved.config.kernels.liger
+        applied = apply_liger(liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
         again = checkpointed_blocks(resolved, question.node, question.blocks)
-        runtime = build_runtime(resolved, model, plan, groups, device, trained.optimizer, ledger, undo, again)
+        runtime = build_runtime(resolved, model, plan, axis, groups, device, trained.optimizer, ledger, undo, again)
         stepped = (boundary := Boundary(runtime)).optimizer(trained.groups, trained.optimizer, optimizer)
         scheduler = _scheduler(resolved, lr_scheduler, stepped)
         loader = _loader(resolved, training_data, collate_fn, groups, device)
@@ -106,7 +112,7 @@ def initialize(
         runtime.access.own_parameters()
         undo.pop_all()
     trim()
-    for line in [*remarks(question, model, plan, device), *applied, _headline(resolved, plan, trained)]:
+    for line in [*axis.remarks, *remarks(question, model, plan, device), *applied, _headline(resolved, plan, trained)]:
         logger.info(line)
     return engine, stepped, loader, scheduler
 
@@ -312,7 +318,7 @@ def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
     model = f"{plan.numel / 1e6:.1f} M parameters, stage {config.stage}"
     if not trained.optimizer.trains:
         return (
-            f"{model}, {config.compute_dtype}, {plan.topology.dp} rank(s), no optimizer: the engine runs the model and "
+            f"{model}, {config.compute_dtype}, {plan.topology.in_words()}, no optimizer: the engine runs the model and "
             f"does not train it; parameters on {plan.homes(Kind.PARAM)}"
         )
     clip, bound = config.clip_norm, config.clip_value
@@ -320,8 +326,8 @@ def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
     precision = f"{config.compute_dtype}{f' under {autocast.dtype} autocast' if autocast.enabled else ''}"
     default = " (default)" if config.sources["gradient_clipping"] == "default" else ""
     return (
-        f"{model}, {precision}, {plan.topology.dp} "
-        f"rank(s), {trained.optimizer.name}{_rates(config, trained)}; parameters on {plan.homes(Kind.PARAM)}, "
+        f"{model}, {precision}, {plan.topology.in_words()}, "
+        f"{trained.optimizer.name}{_rates(config, trained)}; parameters on {plan.homes(Kind.PARAM)}, "
         f"optimizer states on {plan.homes(Kind.STATES)}; "
         f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "
         + (f"clipping at {clip:g}{default}" if clip else "no clipping")

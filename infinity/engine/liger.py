@@ -31,8 +31,9 @@ _APPLY = "_apply_liger_kernel_to_instance"
 
 
 def apply_liger(
-    wish: bool | Literal["auto"], model: nn.Module, device: torch.device, layouts: Iterable[UnitLayout]
-) -> list[str]:
+    wish: bool | Literal["auto"], model: nn.Module, device: torch.device, layouts: Iterable[UnitLayout], *,
+    tensor: int = 1,
+) -> list[str]:  # fmt: skip
     """Let Liger-Kernel replace layers of `model`; return lines for the log.
 
     Arguments:
@@ -40,6 +41,7 @@ def apply_liger(
         device: where the model is trained.
         layouts: the units of the plan. Weights in tiles exclude the loss without logits, which uses the head's as a
             whole.
+        tensor: ranks along the tensor axis. Several have forwards of their own in the layers, which excludes all.
 
     Raises:
         ConfigError: `wish` is True and Liger-Kernel cannot be used, or Liger-Kernel fails.
@@ -48,6 +50,8 @@ def apply_liger(
         return []
     found: list[Any] = []
     reason = _missing(device)
+    if tensor > 1:
+        reason = f"parallel.tensor is {tensor}, and it replaces whole layers only: set parallel.tensor to 1"
     if reason is None:
         found = list(_known(model))
         reason = _unfit(model, found)

@@ -34,6 +34,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.recomputation import repeated_blocks
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, UNKNOWN_ACTIVATION_NBYTES, Reserve
 from infinity.plan.spec import ModuleNode, dtype_name, module_tree
+from infinity.plan.tensor_axis import TensorAxis
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Tier
 from infinity.zero import parameter
@@ -43,11 +44,12 @@ from infinity.zero.deferred_init import spool_of
 
 def preflight(
     config: ResolvedConfig, model: nn.Module, param_groups: Mapping[int, int], device: Device, groups: ProcessGroups,
-    optimizer: OptimizerSpec,
+    optimizer: OptimizerSpec, axis: TensorAxis,
 ) -> tuple[Plan, PlanInputs]:
     """Make the plan of a run and check that it fits. Returns it with the inputs that it was made from. Collective.
 
-    param_groups: the optimizer parameter group of each trained parameter, by id. optimizer: what steps them.
+    param_groups: the optimizer parameter group of each trained parameter, by id. optimizer: what steps them. axis: what
+    is left of the model to each rank.
 
     Raises ConfigError for a folder that can hold no swap files, CapacityError for a plan that does not fit, ConfigError
     for a model without values. If the last two both apply, CapacityError is raised.
@@ -56,7 +58,7 @@ def preflight(
     check_drives(config)
     free = _agreed(_free(config, model, device, ranks.local_size), groups.world)
     taken = max(baseline_nbytes(model) - _spooled_nbytes(model), 0)
-    node = module_tree(model, compute_dtype=config.compute_dtype, groups=dict(param_groups))
+    node = axis.divide(module_tree(model, compute_dtype=config.compute_dtype, groups=dict(param_groups)))
 
     classes = tuple(getattr(model, "_no_split_modules", None) or ())
     checkpointed = checkpointed_blocks(config, node, classes)

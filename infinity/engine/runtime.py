@@ -21,6 +21,7 @@ from infinity.observability.progress import StepProgress
 from infinity.ops.adam import shutdown_threads
 from infinity.optim.loss_scaler import LossScaler
 from infinity.optim.stepper import Stepper
+from infinity.parallel.tensor import Applied
 from infinity.plan.plan import Plan
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
@@ -67,6 +68,7 @@ class Runtime:
     module: nn.Module
     config: ResolvedConfig
     plan: Plan
+    exchanges: Applied
     device: Device
     groups: ProcessGroups
     ledger: Ledger
@@ -84,6 +86,16 @@ class Runtime:
     observer: Observer
     progress: StepProgress
     health: Health = field(default_factory=Health)
+
+    @property
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes before the tensor axis cuts them of the parameters that it does cut, by name."""
+        return {
+            slot.name: slot.whole_shape
+            for layout in self.plan.layouts
+            for slot in layout.slots
+            if slot.shard is not None
+        }
 
     @property
     def loss_scale(self) -> float:
@@ -148,6 +160,7 @@ class Runtime:
         with ExitStack() as stack:
             # Last registered, first run.
             stack.callback(self._release)
+            stack.callback(self.exchanges.remove)
             stack.callback(self.checkpointing.close)
             stack.callback(self.compiled.close)
             stack.callback(self.observer.close)

@@ -28,6 +28,7 @@ from infinity.optim.clip import clip_factor
 from infinity.optim.factory import Chosen
 from infinity.optim.nonfinite_guard import Skips
 from infinity.optim.optimizer_view import TieredOptimizer
+from infinity.plan.shards import Replica
 from infinity.zero.foreign_attributes import ParameterOffload
 from infinity.zero.nonfinite import first_nonfinite
 from infinity.zero.prefetch_timing import agree
@@ -174,9 +175,8 @@ class Boundary:
             for slot, flag in zip(unit.layout.slots, verdict.arrived[unit.layout.index], strict=True)
         ]
         for unit, slot, _ in slots:
-            # What every rank has whole counts once.
-            counts = unit.placed.parts > 1 or runtime.groups.data.index == 0
-            mine += stats.get((unit.layout.index, slot), _NOTHING) if counts else _NOTHING
+            told = self._tells(unit.layout.index)
+            mine += stats.get((unit.layout.index, slot), _NOTHING) if told else _NOTHING
         rows = exchange(mine, runtime.groups.world, "exchange of norms by parameter")
         sums = [math.fsum(column) for column in zip(*rows, strict=True)]
         found: dict[str, list[float]] = {}
@@ -225,17 +225,25 @@ class Boundary:
     def _global_stats(self, flags: StepFlags) -> tuple[float, int, StepFlags]:
         """Return (sum of squares, number of non-finite elements) of all ranks' gradients, and the flags that some rank
         has raised; the same bits on every rank.
+
+        Ranks exchange a sum for each unit, and all of these are added exactly and rounded once: the order of units and
+        ranks does not matter.
         """
-        squares, nonfinite = self._runtime.stepper.grad_stats()
-        world = self._runtime.groups.world
-        if world.size == 1:
-            return squares, nonfinite, flags
-        rows = agree_on_numbers([squares, float(nonfinite), *flags], world, "exchange of gradient norms")
-        heard = StepFlags(*(any(column) for column in zip(*(row[2:] for row in rows), strict=True)))
-        if self._runtime.config.stage == 0:
-            # Nothing is partitioned: every rank has counted the same gradients.
-            return rows[0][0], int(rows[0][1]), heard
-        return math.fsum(row[0] for row in rows), int(sum(row[1] for row in rows)), heard
+        runtime, world = self._runtime, self._runtime.groups.world
+        found = runtime.stepper.grad_stats()
+        mine = [number for unit, stats in found.items() for number in (stats if self._tells(unit) else _NOTHING)]
+        rows = agree_on_numbers([*mine, *flags], world, "exchange of gradient norms") if world.size > 1 else [mine]
+        squares = math.fsum(square for row in rows for square in row[: len(mine) : 2])
+        count = sum(int(number) for row in rows for number in row[1 : len(mine) : 2])
+        if world.size > 1:
+            flags = StepFlags(*(any(column) for column in zip(*(row[len(mine) :] for row in rows), strict=True)))
+        return squares, count, flags
+
+    def _tells(self, unit: int) -> bool:
+        """Whether this rank tells the others of a unit's gradients: what several ranks have is told by one of them."""
+        groups, each = self._runtime.groups, self._runtime.units[unit]
+        parted = each.placed.parts > 1 or groups.data.index == 0
+        return parted and (each.layout.replica is Replica.NONE or groups.tensor.index == 0)
 
     def _report_nonfinite(self, step: int, losses: Sequence[Tensor], count: int, skipped: bool) -> str:
         """Warn which gradient is not finite, and return its name; "" for an overflow that only settles fp16's scale."""

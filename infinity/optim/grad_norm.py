@@ -1,4 +1,4 @@
-"""The norms of gradients (as sums of squares), and how many elements are not finite: by unit, in all, by parameter.
+"""The norms of gradients (as sums of squares), and how many elements are not finite: by unit and by parameter.
 
 Each unit is summed in a fixed tree, so that the bits of a sum depend on neither placement nor threads nor on when a
 unit was measured.
@@ -31,8 +31,7 @@ class Norms:
         self._store = store
         self._index = index
         self._trained = [layout for layout in plan.layouts if layout.trainable]
-        # By unit: sum of squares, and number of non-finite elements.
-        self._found: dict[int, tuple[float, int]] = {}
+        self._found: dict[int, GradStats] = {}
         # Units that wait to be measured in a batch, and the bytes of their gradients.
         self._waiting: dict[int, int] = {}
 
@@ -47,7 +46,7 @@ class Norms:
     def batch(self, unit: int) -> list[int]:
         """Let a unit wait to be measured; return all that wait once they are worth a job of their own, else none.
 
-        What still waits at the boundary is measured there, by `total`.
+        What still waits at the boundary is measured there, by `by_unit`.
         """
         self._waiting[unit] = self._store[Key(Kind.GRAD, unit)].spec.nbytes
         if sum(self._waiting.values()) < _BATCH_NBYTES_MIN and len(self._waiting) < _BATCH_UNITS_MAX:
@@ -61,25 +60,21 @@ class Norms:
         keys = [Key(Kind.GRAD, unit) for unit in units]
         with self._store.read(*keys, by=reservation) as partitions, trace.span(trace.COMPUTE, "gradient norm"):
             found = _stats([partition.view(Kind.GRAD) for partition in partitions])
-        self._found.update((unit, (stats[0], stats[1])) for unit, stats in zip(units, found, strict=True))
+        self._found.update(zip(units, found, strict=True))
         if reservation is not None:
             self._store.access.release(reservation, *keys)
 
-    def total(self) -> tuple[float, int]:
-        """Return the sum of squares (fp64) and the number of non-finite elements of all units, and forget them.
+    def by_unit(self) -> dict[int, GradStats]:
+        """Return the sum of squares (fp64) and the number of non-finite elements of each trained unit, in the plan's
+        order, and forget them.
 
         Measures what is not measured yet.
         """
         self._waiting.clear()
         self.measure([layout.index for layout in self._trained if layout.index not in self._found], None)
-        # In the plan's order, whatever the order of arrival: a sum's bits depend on it.
-        rows = [self._found[layout.index] for layout in self._trained]
+        found = {layout.index: self._found[layout.index] for layout in self._trained}
         self._found.clear()
-        total, nonfinite = 0.0, 0
-        for sum_of_squares, count in rows:
-            total += sum_of_squares
-            nonfinite += count
-        return total, nonfinite
+        return found
 
     def by_parameter(self, behind: Reservation | None) -> dict[tuple[int, Slot], GradStats]:
         """Measure each parameter, by (unit, slot).

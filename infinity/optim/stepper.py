@@ -183,14 +183,15 @@ class Stepper:
         self.forget()
         self.finish()
 
-    def grad_stats(self) -> tuple[float, int]:
-        """Return the sum of squares (fp64) of this rank's accumulated gradients, and their non-finite elements' number.
+    def grad_stats(self) -> dict[int, GradStats]:
+        """Return the sum of squares (fp64) of this rank's accumulated gradients, and their non-finite elements' number,
+        for each trained unit, in the plan's order.
 
         Waits for what goes on behind the program, except for a step that has begun in backward.
         """
         if self._early is None:
             self.finish()
-        return self._norms.total()
+        return self._norms.by_unit()
 
     def parameter_stats(self) -> dict[tuple[int, Slot], GradStats]:
         """Return the same of each parameter, by (unit, slot): of the latest step's gradients, until the next backward.

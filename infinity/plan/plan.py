@@ -259,7 +259,7 @@ class Plan:
         kept = f"optimizer states on {self.homes(Kind.STATES)}, gradients ({request.grad_dtype}) on "
         lines = [
             f"{self.numel / 1e6:,.1f} M parameters in {len(self.layouts)} units, stage {request.stage}, "
-            f"{request.compute_dtype}, {self.topology.dp} rank{'s' if self.topology.dp > 1 else ''}; "
+            f"{request.compute_dtype}, {self.topology.in_words()}; "
             f"{len(self.sub_groups)} optimizer sub-groups",
             f"parameters on {self.homes(Kind.PARAM)}, "
             + (kept + self.homes(Kind.GRAD) if self.sub_groups else "none of them trained: no states, no gradients")

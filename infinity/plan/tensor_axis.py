@@ -51,7 +51,8 @@ class TensorAxis:
     params: by canonical name (the first one, of a tied parameter): its shard, if it has one, and its replica. Every
     parameter of the model is in it where `size` > 1. roles: by path. head: the module of which the outputs are this
     rank's words, where the loss may be computed without gathering them. blocks: the first and the last block between
-    which activations are cut along the sequence; None without `sequence`.
+    which activations are cut along the sequence; None without `sequence`. remarks: sentences for the log, on what stays
+    whole against the model's plan.
     """
 
     size: int = 1
@@ -60,6 +61,7 @@ class TensorAxis:
     regions: tuple[Region, ...] = ()
     head: str | None = None
     blocks: tuple[str, str] | None = None
+    remarks: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def sequence(self) -> bool:

@@ -42,6 +42,13 @@ class Topology:
         """The axes that a resolved configuration divides its ranks into."""
         return cls(dp=config.data, pp=config.pipeline, tp=config.tensor, local_size=config.local_size)
 
+    def in_words(self) -> str:
+        """The ranks, and where there are several axes how they are divided: "8 ranks (2 data x 4 tensor)"."""
+        axes = [("pipeline", self.pp), ("data", self.dp), ("tensor", self.tp)]
+        divided = " x ".join(f"{size} {name}" for name, size in axes if size > 1 or name == "data")
+        several = "" if self.world_size == self.dp else f" ({divided})"
+        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}{several}"
+
     def coordinate(self, rank: int) -> Coordinate:
         """The coordinate of global `rank`; raises ValueError when the rank is outside the world."""
         if not 0 <= rank < self.world_size:

@@ -23,6 +23,7 @@ from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.observability import trace
 from infinity.plan.plan import Plan
+from infinity.plan.shards import Replica
 from infinity.zero.frozen_gradients import FrozenGradients
 from infinity.zero.gradient_partitions import GradientPartitions, key_of
 from infinity.zero.reducer import Reducer
@@ -239,6 +240,8 @@ class Gradients:
             if param.grad is not None and param.grad.layout is not torch.strided:
                 # Of an embedding with sparse=True: partitions are dense, and every element is stepped.
                 param.grad = param.grad.to_dense()
+        if unit.layout.replica is Replica.PARTIAL and any(present):
+            self._sum_partial(unit)
         self.unscaled |= any(present) and not self._scaled
         self.arrived[unit] = [old or new for old, new in zip(self.arrived[unit], present, strict=True)]
         if not unit.layout.numel:
@@ -255,6 +258,17 @@ class Gradients:
                 self._begun.add(unit)
         for param in unit.params:
             param.grad = None
+
+    def _sum_partial(self, unit: Unit) -> None:
+        """Add up what each rank of the tensor axis has of the gradients on a unit's parameters. Collective over that
+        axis: its ranks have run the same graph, so all of them have gradients of the same parameters.
+        """
+        grads = [param.grad for param in unit.params if param.grad is not None]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        with trace.span(trace.WAIT, "sum of partial gradients", key_of(unit), flat.nbytes):
+            collectives.sum_in_order(flat, self._groups.tensor, f"sum of partial gradients of {unit.layout.name}")
+        for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(summed.view(grad.shape))
 
     def _accumulate(self, unit: Unit, reduced: collectives.Reduction | None = None) -> None:
         """Put into the GRAD partition this rank's slice of the sum, or, without one, the gradients on the parameters

@@ -154,9 +154,11 @@ class _Part:
         """Gather the slot's elements from all ranks' partitions into the whole parameter's (flat, fp32). Collective."""
         groups, device, name = self._owner.groups, self._unit.full.device, f"state of {self.slot.name}"
         own = self.own(kind)
-        values, first = own.new_empty(self.slot.numel), self.slot.offset
-        shared = self._unit.placed.parts > 1
-        for begin, rows in gathered(own, groups.data, device, name) if shared else [(0, own.view(1, -1))]:
+        values = own.new_empty(self.slot.numel)
+        first = self.slot.offset
+        alone = self._unit.placed.parts == 1
+        partitions = [(0, own.view(1, -1))] if alone else gathered(own, groups.data, device, name)
+        for begin, rows in partitions:
             for index, row in enumerate(rows):
                 at = index * own.numel() + begin
                 low, high = max(at, first), min(at + row.numel(), first + self.slot.numel)

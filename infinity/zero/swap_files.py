@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from infinity.memory.free_bytes import free_nvme_nbytes
 from infinity.memory.pages import page_aligned
 from infinity.memory.tiers.base import QueueOptions
 from infinity.memory.tiers.nvme import NvmeTier
 from infinity.ops.transfer import Transfer
 from infinity.plan.types import EXTENT_ALIGNMENT, Extent, align_up
 
-# Swap files grow by whole files of at least this many bytes.
-_FILE_NBYTES = 1 << 30
+# Swap files grow by whole files of so many bytes, or of a share of what is free where that is less.
+_FILE_NBYTES, _FREE_SHARE = 1 << 30, 4
 # Bytes written at a time, and how many such parts are in flight.
 _PART_NBYTES = 8 << 20
 _PARTS_MAX = 8
@@ -42,7 +43,8 @@ class SwapFiles:
     def allocate(self, nbytes: int) -> tuple[NvmeTier, Extent]:
         """Return a place for `nbytes` (a multiple of the alignment) in the newest file, or in a new one."""
         if not self._files or self._files[-1][1] + nbytes > self._files[-1][0].nbytes:
-            size = max(_FILE_NBYTES, nbytes)
+            share = free_nvme_nbytes(self._directory) // _FREE_SHARE // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+            size = max(nbytes, min(_FILE_NBYTES, share))
             options = QueueOptions(timeout_seconds=self._timeout)
             tier = NvmeTier.open(self._directory, nbytes=size, rank=self._rank, options=options)
             self._files.append((tier, 0))

@@ -398,7 +398,7 @@ def test_the_data_axis_has_what_the_tensor_axis_leaves() -> None:
     for raw in (*names, {"tensor_parallel": {"tp": {"tp_size": 2}}}):
         resolved = _resolved({**raw, "data_parallel_size": 4}, world_size=8, local_size=4, detected=True)
         assert (resolved.data, resolved.tensor, resolved.train_batch, resolved.local_size) == (4, 2, 4, 4)
-        assert "train_batch_size = 4  (auto: 4 = 1 a rank x 1 accumulated x 4 data-parallel ranks)" in resolved.explain()
+        assert "(auto: 4 = 1 a rank x 1 accumulated x 4 data-parallel ranks)" in resolved.explain()
     assert "parallel.tensor = 2  (file: tensor_parallel.tp.tp_size)" in resolved.explain()
 
 

@@ -136,6 +136,27 @@ def test_sums_of_16_bits_are_rounded_once():
     assert rounded_once == 260, "259, to the nearest of bf16; one after the other they would all be lost"
 
 
+def summed_in_order(rank: int, world_size: int, dtype: torch.dtype) -> list[bool]:
+    """Whether sums of some sizes have the bits of a sum in the order of ranks."""
+    groups, found = ProcessGroups(detect(), timeout_seconds=60), []
+    for shape in ((1,), (7, 3), (211, 401)):
+        everyone = [
+            torch.randn(shape, generator=torch.Generator().manual_seed(each)).to(dtype) for each in range(world_size)
+        ]
+        total = everyone[0].to(torch.float32, copy=True)
+        for each in everyone[1:]:
+            total += each.float()
+        found.append(torch.equal(collectives.sum_in_order(everyone[rank], groups.data), total.to(dtype)))
+    groups.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_in_order_have_the_same_bits_everywhere_and_are_rounded_once(rank_pools, ranks, dtype):
+    assert all(all(found) for found in rank_pools[ranks].run(summed_in_order, dtype))
+
+
 def test_collectives_do_what_they_say(rank_pools):
     for rank, heard in enumerate(rank_pools[2].run(talk)):
         assert heard["gathered"] == [1, 1, 1, 2, 2, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.engine import step
+from infinity.engine.step import Boundary, StepFlags
 from infinity.errors import StateError
+from infinity.ops.adam import GradStats
+from infinity.plan.shards import Replica
 from tests.support.oracle import Case, join, settings, train
 
 Norms = list[dict[str, float]]
@@ -97,3 +102,41 @@ def test_what_had_no_gradient_is_left_out_and_what_is_not_finite_shows(tmp_path:
         engine.step()
         assert not engine.was_step_applied()
         assert engine.get_grad_norms() == {"used.weight": math.inf, "used.bias": pytest.approx(math.sqrt(8))}
+
+
+# Of each unit: whether it is partitioned over the data axis, and what the ranks of a tensor group have of it.
+UNITS = [(True, Replica.NONE), (False, Replica.NONE), (True, Replica.SAME), (False, Replica.PARTIAL)]
+
+
+def test_a_norm_over_two_axes_counts_once_what_several_ranks_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def squares(unit: int, data: int, tensor: int) -> GradStats:
+        """What a rank has measured: numbers whose sum in fp64 depends on the order, the same where the unit is."""
+        parted, replica = UNITS[unit]
+        here = 1 + unit + 10 * (data if parted else 0) + 100 * (tensor if replica is Replica.NONE else 0)
+        return GradStats(here / 7 * 10.0 ** (here % 5), here)
+
+    def on_rank(data: int, tensor: int, rows: list[list[float]] | None) -> tuple[Any, list[float]]:
+        """(the result, what the rank has told)."""
+        said: list[list[float]] = []
+        monkeypatch.setattr(step, "agree_on_numbers", lambda mine, *_: (said.append(mine), rows or [mine])[1])
+        boundary = object.__new__(Boundary)
+        boundary._runtime = SimpleNamespace(  # type: ignore[assignment]
+            stepper=SimpleNamespace(grad_stats=lambda: {unit: squares(unit, data, tensor) for unit in range(4)}),
+            groups=SimpleNamespace(
+                world=SimpleNamespace(size=4), data=SimpleNamespace(index=data), tensor=SimpleNamespace(index=tensor)
+            ),
+            units=[
+                SimpleNamespace(placed=SimpleNamespace(parts=2 if parted else 1), layout=SimpleNamespace(replica=each))
+                for parted, each in UNITS
+            ],
+        )
+        return boundary._global_stats(StepFlags(preempted=(data, tensor) == (1, 0))), said[0]
+
+    places = [(data, tensor) for data in range(2) for tensor in range(2)]
+    rows = [on_rank(*place, None)[1] for place in places]
+    distinct = {squares(unit, *place) for unit in range(4) for place in places}
+    assert len(distinct) == 4 + 2 + 2 + 1
+    total = math.fsum(stats.sum_of_squares for stats in distinct), sum(stats.nonfinite_count for stats in distinct)
+    for order in (rows, rows[::-1]):
+        for place in places:
+            assert on_rank(*place, order)[0] == (*total, StepFlags(preempted=True))

@@ -72,6 +72,22 @@ def test_code_that_changes_weights_after_construction_is_heard(tmp_path: Path) -
         assert model[4].weight is model[5].weight
 
 
+@pytest.mark.usefixtures("narrow")
+def test_a_drive_with_less_room_than_a_usual_swap_file_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 40 << 20
+    real = os.statvfs(tmp_path)
+    small = os.statvfs_result((4096, 4096, room >> 12, room >> 12, room >> 12, *tuple(real)[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda _: small)
+    with infinity.Init(config=config(str(tmp_path))):
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    assert is_released(model[0].weight)
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_size == room // 4
+    infinity.initialize(model=model, config=config(str(tmp_path)))[0].close()
+
+
 @pytest.mark.parametrize("tier", ["none", "cpu"])
 def test_without_a_drive_values_stay_in_memory(tier: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

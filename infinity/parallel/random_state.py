@@ -1,0 +1,96 @@
+"""Random numbers of a tensor group: one generator that its ranks share, and numbers of a rank's own inside regions.
+
+The shared numbers are those of torch's default generators, which `share_random_state` makes equal once. Where ranks
+compute different things, each seeds them with a number drawn from the shared ones plus its index, and restores the
+shared state behind. So nothing else is kept: a resumed run, and a block that is computed again from the state at its
+entry, draw the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.distributed import collectives
+from infinity.distributed.axis_group import AxisGroup
+
+
+def share_random_state(group: AxisGroup, device: torch.device) -> None:
+    """Set torch's default generators, of the CPU and of `device`, to those of the group's first rank. Collective."""
+    if group.process_group is None:
+        return
+    generators: list[tuple[Any, tuple[torch.device, ...]]] = [(torch, ())]
+    if device.type != "cpu":
+        generators.append((torch.get_device_module(device), (device,)))
+    for module, where in generators:
+        # On the device, because a group may move nothing else.
+        state = module.get_rng_state(*where).to(device)
+        collectives.broadcast(state, group, 0, "broadcast of the random state")
+        module.set_rng_state(state.cpu(), *where)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether the model has a dropout above zero: a module, or a number so named of a module or its config."""
+    looked_at = set()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        for owner in (module, getattr(module, "config", None)):
+            if id(owner) in looked_at:
+                continue
+            looked_at.add(id(owner))
+            if any(_is_dropout(name, value) for name, value in getattr(owner, "__dict__", {}).items()):
+                return True
+    return False
+
+
+def _is_dropout(name: str, value: Any) -> bool:
+    named = "dropout" in name.lower() or "pdrop" in name.lower()
+    return named and isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+class OwnNumbers:
+    """Gives a rank of a tensor group random numbers of its own, or back those that it shares."""
+
+    def __init__(self, group: AxisGroup) -> None:
+        self._group = group
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Draw from own numbers in the block, on the CPU and on `device`; restore the former ones behind it."""
+        with _seeded(_draw() + self._group.index, device):
+            yield
+
+    @contextmanager
+    def common_on(self, device: torch.device) -> Iterator[None]:
+        """The same with numbers that all ranks share, where former ones are own. Collective."""
+        seed = torch.tensor(_draw(), device=device)
+        collectives.broadcast(seed, self._group, 0, "broadcast of a random number")
+        with _seeded(int(seed), device):
+            yield
+
+
+def _draw() -> int:
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's default generators of the CPU and of `device`; restore their states behind the block."""
+    former = torch.get_rng_state()
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    former_there = None if accelerator is None else accelerator.get_rng_state(device)
+    try:
+        # `torch.manual_seed` would seed every device.
+        torch.default_generator.manual_seed(seed)
+        if accelerator is not None:
+            accelerator.manual_seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(former)
+        if accelerator is not None:
+            accelerator.set_rng_state(former_there, device)

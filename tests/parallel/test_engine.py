@@ -1,0 +1,56 @@
+"""The engine with a tensor axis: the cut of `tests.tensor_matrix` that would catch each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RankPools
+from tests.tensor_matrix import (
+    Place,
+    compare_dropout,
+    compare_models,
+    compare_replicas,
+    compare_tiers,
+    load_place,
+    save_place,
+)
+
+
+@pytest.mark.slow
+def test_models_of_transformers_are_what_they_are_in_one_process(rank_pools: RankPools) -> None:
+    rows = rank_pools[2].run(compare_models, ("qwen3", "mixtral"), ("gemma2",), timeout=200)[0]
+    assert len(rows) == 4
+    assert all(row["right"] for row in rows), rows
+
+
+@pytest.mark.slow
+def test_replicated_parameters_have_equal_bits_on_three_ranks(rank_pools: RankPools) -> None:
+    rows = rank_pools[3].run(compare_replicas, [("qwen3", False, "bf16"), ("llama", True, "bf16")], 6)[0]
+    assert all(row["right"] and row["replicated"] > 4 for row in rows), rows
+
+
+@pytest.mark.slow
+def test_beside_a_tensor_axis_placement_shows_in_no_bit(rank_pools: RankPools) -> None:
+    cells = [(3, "bf16", 0.5), (2, "fp32", 0.5), (0, "fp32", 0.0)]
+    tiers = [("gpu", "gpu"), ("cpu", "nvme"), ("nvme", "nvme")]
+    rows = rank_pools[4].run(compare_tiers, 2, cells, tiers, timeout=200)[0]
+    assert all(row["right"] for row in rows), rows
+
+
+def test_dropout_is_shared_outside_of_regions_and_own_inside(rank_pools: RankPools) -> None:
+    (row,) = rank_pools[2].run(compare_dropout)[0]
+    assert row["right"], row
+
+
+@pytest.mark.slow
+def test_checkpoints_pass_between_topologies(rank_pools: RankPools, tmp_path: Path) -> None:
+    """Saved with a tensor axis, loaded without, and the other way; in two launches of two ranks and one of one."""
+    divided, whole = Place(2, 1, 3, "nvme"), Place(1, 2, 1, "gpu")
+    saved = {place: rank_pools[2].run(save_place, str(tmp_path), place)[0] for place in (divided, whole)}
+    for place, target in ((divided, whole), (whole, divided), (divided, Place(1, 1, 3, "cpu"))):
+        ranks = target.tensor * target.data
+        row = rank_pools[ranks].run(load_place, str(tmp_path), place, target, saved[place]["sha256"])[0]
+        assert row["right"], (place, target, row)
+        assert row["export"] == saved[place]["export"]
