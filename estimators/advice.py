@@ -53,7 +53,7 @@ def advise(wish: Wish) -> Advice:
 
 def tokens_a_second(choice: Choice) -> float:
     """Return the tokens a second of all ranks."""
-    return choice.estimate.outline.tokens_a_second * choice.estimate.plan.topology.world_size
+    return choice.estimate.outline.tokens_a_second * choice.estimate.plan.topology.dp
 
 
 def days_of_training(choice: Choice) -> float | None:

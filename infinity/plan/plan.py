@@ -253,13 +253,22 @@ class Plan:
         for excess in excesses(self.bytes_by_tier(), capacity):
             raise CapacityError(f"rank {rank} {excess}")
 
+    @property
+    def _ranks_in_words(self) -> str:
+        """The ranks, and the axes where there is more than the data axis."""
+        topology = self.topology
+        axes = {"data": topology.dp, "pipeline": topology.pp, "tensor": topology.tp}
+        along = f" ({' x '.join(f'{name} {size}' for name, size in axes.items() if size > 1)})"
+        ranks = f"{topology.world_size} rank{'s' if topology.world_size > 1 else ''}"
+        return ranks + (along if topology.world_size > topology.dp else "")
+
     def explain(self) -> str:
         """The plan in words and numbers, for people."""
         request, units = self.request, self.placement.units
         kept = f"optimizer states on {self.homes(Kind.STATES)}, gradients ({request.grad_dtype}) on "
         lines = [
             f"{self.numel / 1e6:,.1f} M parameters in {len(self.layouts)} units, stage {request.stage}, "
-            f"{request.compute_dtype}, {self.topology.dp} rank{'s' if self.topology.dp > 1 else ''}; "
+            f"{request.compute_dtype}, {self._ranks_in_words}; "
             f"{len(self.sub_groups)} optimizer sub-groups",
             f"parameters on {self.homes(Kind.PARAM)}, "
             + (kept + self.homes(Kind.GRAD) if self.sub_groups else "none of them trained: no states, no gradients")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -120,7 +120,8 @@ def plan_tensor_axis(
         return TensorAxis()
     found = _match(root, styles, given)
     if not found:
-        had = f"its plan ({', '.join(styles)}) names nothing in it" if styles else "it brings no tensor-parallel plan"
+        first = next(iter(styles), "")
+        had = f"its plan, {first!r} first, names nothing in it" if styles else "it brings no tensor-parallel plan"
         raise ConfigError(
             f"{root.class_name} cannot be cut over parallel.tensor = {size} ranks: {had}. Name its linear layers in "
             'parallel.plan, as in {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}, or set '
@@ -137,10 +138,13 @@ def plan_tensor_axis(
         if node.path not in vocabulary:
             _plan_module(draft, node, found)
     cuts = [*_find_cuts(draft)]
-    for cut in cuts:
-        if cut.divided and _ATTENTION.search(f"{cut.node.path.rpartition('.')[2]} {cut.node.class_name}"):
-            draft.numbers.extend((f"{name} of {cut.node.path} is {count:,}", count) for name, count in heads.items())
-    _check_numbers(draft)
+    attentions = [
+        cut.node.path
+        for cut in cuts
+        if cut.divided and _ATTENTION.search(f"{cut.node.path.rpartition('.')[2]} {cut.node.class_name}")
+    ]
+    counts = [(f"{name} of {path} is {count:,}", count) for path in attentions for name, count in heads.items()]
+    _check_numbers([*counts, *draft.numbers], size)
     for cut in cuts:
         _check_styled(draft, cut)
     _check_summed(draft, found, [cut.node.path for cut in cuts if cut.divided])
@@ -417,19 +421,18 @@ def _check_styled(draft: _Draft, cut: _Cut) -> None:
                 )
 
 
-def _check_numbers(draft: _Draft) -> None:
+def _check_numbers(numbers: Sequence[tuple[str, int]], size: int) -> None:
     """ConfigError for the first number that the size does not divide, with the nearest sizes that divide them all."""
-    uneven = [named for named, number in draft.numbers if number % draft.size]
+    uneven = [named for named, number in numbers if number % size]
     if not uneven:
         return
-    common = math.gcd(*(number for _, number in draft.numbers))
-    sizes = [size for size in range(1, common + 1) if common % size == 0]
-    near = [max((size for size in sizes if size < draft.size), default=1)]
-    near += [min((size for size in sizes if size > draft.size), default=0)]
-    works = " or ".join(str(size) for size in near if size)
+    common = math.gcd(*(number for _, number in numbers))
+    sizes = [each for each in range(1, common + 1) if common % each == 0]
+    near = [max((each for each in sizes if each < size), default=1)]
+    near += [each for each in sizes if each > size][:1]
     raise ConfigError(
-        f"{uneven[0]}, which {draft.size} ranks cannot share equally: set parallel.tensor = {works}, or give "
-        "'replicate' to the modules concerned in parallel.plan"
+        f"{uneven[0]}, which {size} ranks cannot share equally: set parallel.tensor = {' or '.join(map(str, near))}, or "
+        "give 'replicate' to the modules concerned in parallel.plan"
     )
 
 
