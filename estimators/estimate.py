@@ -216,7 +216,7 @@ class Estimate:
         recomputed = 1 / self.work.every if self.work.checkpointing else 0.0
         return exchanged_nbytes(
             self.axis, self.tree, tokens=self.work.tokens, width=DTYPE_NBYTES[self.config.compute_dtype],
-            recomputed=recomputed, tiled_loss=self.work.tiled_loss,
+            recomputed=recomputed,
         )  # fmt: skip
 
     @property
@@ -269,7 +269,6 @@ class Estimate:
         values = complete_values(self.model) or {}
         if values and self.axis.size > 1:
             values = local_values(values, self.axis)
-            values["vocab_size"] //= self.axis.size if self.axis.head is not None else 1
         return step_flops(
             self.axis.divide(self.tree), values, tokens=self.work.tokens, sequence=self.work.sequence,
             checkpointing=self.work.checkpointing, every=self.work.every, tiled_loss=self.work.tiled_loss,

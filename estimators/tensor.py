@@ -63,11 +63,11 @@ def tensor_axis_of_values(
 
 
 def local_values(values: Mapping[str, Any], axis: TensorAxis) -> dict[str, Any]:
-    """The sizes in a config.json as one rank computes with them: those of divided regions are a rank's part.
-
-    The size of the vocabulary stays: logits are gathered.
+    """The sizes in a config.json as one rank computes with them in training: its part of those of divided regions, and
+    of the words of a divided head, because the loss is computed of each rank's own logits.
     """
     found = dict(values)
+    found["vocab_size"] //= axis.size if axis.head is not None else 1
     divided = {region.path.rpartition(".")[2] for region in axis.regions if region.divided}
     cut = {
         "self_attn": HEADS, "mlp": ("intermediate_size",), "shared_expert": ("shared_expert_intermediate_size",),
@@ -83,24 +83,24 @@ def local_values(values: Mapping[str, Any], axis: TensorAxis) -> dict[str, Any]:
 
 
 def exchanged_nbytes(
-    axis: TensorAxis, root: ModuleNode, *, tokens: int, width: int, recomputed: float = 0.0, tiled_loss: bool = False
+    axis: TensorAxis, root: ModuleNode, *, tokens: int, width: int, recomputed: float = 0.0
 ) -> int:
     """Bytes that one rank sends to the others of its tensor group in a micro-batch's forward and backward.
 
     root: the whole model's tree. width: bytes of an element of activations. recomputed: the share of blocks whose
-    forward runs again in backward. tiled_loss: the head's logits are not gathered. Rings are assumed: a sum sends its
-    bytes twice but for a rank's own part. Along the sequence a sum is a gather and a scatter of the same bytes.
+    forward runs again in backward. Rings are assumed: a sum sends its bytes twice but for a rank's own part. Along the
+    sequence a sum is a gather and a scatter of the same bytes. The loss's three numbers a token are left out.
     """
     if axis.size == 1:
         return 0
     part = (axis.size - 1) / axis.size * tokens * width
     found = 0.0
-    for columns, times, block in _sums(axis, root, tiled_loss=tiled_loss):
+    for columns, times, block in _sums(axis, root):
         found += part * columns * (times if not block else times * (1 + recomputed))
     return round(found)
 
 
-def _sums(axis: TensorAxis, root: ModuleNode, *, tiled_loss: bool) -> Iterator[tuple[int, int, bool]]:
+def _sums(axis: TensorAxis, root: ModuleNode) -> Iterator[tuple[int, int, bool]]:
     """(elements a token, 2 of a sum or 1 of a gather, whether it is part of a block's forward) of every exchange."""
     regions = [region.path for region in axis.regions]
     for node in root.walk():
@@ -119,8 +119,8 @@ def _sums(axis: TensorAxis, root: ModuleNode, *, tiled_loss: bool) -> Iterator[t
         elif role in (Role.COLWISE, Role.COLWISE_GATHER):
             if not inside:
                 yield columns, 2, False
-            if role is Role.COLWISE_GATHER and not (tiled_loss and node.path == axis.head):
-                yield rows, 1, node.path != axis.head
+            if role is Role.COLWISE_GATHER and node.path != axis.head:
+                yield rows, 1, True
         else:
             yield rows, 2, True
             if role is Role.ROWWISE_SPLIT:

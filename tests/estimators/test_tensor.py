@@ -93,10 +93,13 @@ def test_ranks_send_two_sums_a_region_and_what_the_vocabulary_needs():
     tokens, hidden, width = 16, 32, 2
     # Of two ranks a ring's sum sends its bytes once, a gather half of them.
     region = 2 * tokens * hidden * width
-    # Looked-up words are summed, the gradient of the head's input is summed, logits are gathered.
-    words = 2 * tokens * hidden * width + tokens * 96 * width // 2
+    # Looked-up words are summed, and so is the gradient of the head's input; the loss needs no gathered logits.
+    words = 2 * tokens * hidden * width
     assert found.exchanged_nbytes == 3 * 2 * region + words
-    assert of(tp=2, tiled_loss=True).exchanged_nbytes == 3 * 2 * region + words - tokens * 96 * width // 2
+    # What is gathered within regions: queries, keys and values, the gate and the way up; in backward, what o_proj and
+    # down_proj take.
+    gathered = tokens * (3 * 32 + 2 * 64 + 32 + 64) * width // 2
+    assert of("phi3", tp=2).exchanged_nbytes == 3 * (2 * region + gathered) + words
     # A layer that is computed again sums again.
     assert of(tp=2, checkpointing=True).exchanged_nbytes == 3 * 2 * region * 3 // 2 + words
     sent = found.traffic.total(Link.NETWORK) - found.exchanged_nbytes
@@ -120,6 +123,11 @@ def test_activations_within_regions_are_a_ranks_part():
     assert whole is not None and cut is not None and along is not None
     for part in ("attention of 3 blocks", "feed-forward of 3 blocks"):
         assert 2 * cut.parts[part] == whole.parts[part] == 2 * along.parts[part]
+    logits = "logits and loss"
+    big = {"vocab_size": 9600}
+    wide, half = (estimate({**real("llama")[1], **big}, BF16, ranks=2, sequence=512, tp=tp) for tp in (1, 2))
+    assert wide.activations is not None and half.activations is not None
+    assert 2 * half.activations.parts[logits] == wide.activations.parts[logits]
     assert along.parts["norms of 3 blocks"] < cut.parts["norms of 3 blocks"] == whole.parts["norms of 3 blocks"]
 
 
