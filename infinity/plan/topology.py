@@ -46,7 +46,8 @@ class Topology:
         """The ranks, and where there is more than the data axis how they are divided: "8 ranks (data 2 x tensor 4)"."""
         axes = {"pipeline": self.pp, "data": self.dp, "tensor": self.tp}
         along = f" ({' x '.join(f'{name} {size}' for name, size in axes.items() if size > 1)})"
-        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}" + (along if self.world_size > self.dp else "")
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return ranks + (along if self.world_size > self.dp else "")
 
     def coordinate(self, rank: int) -> Coordinate:
         """The coordinate of global `rank`; raises ValueError when the rank is outside the world."""

@@ -86,11 +86,17 @@ def test_every_rank_raises_in_time(told: list[dict[str, tuple[str, str, float]]]
     ("case", "words"),
     [
         ("another sum", [f"  rank {PLACES[0]}: sum of a, 16 bytes (number 1)", f"  rank {PLACES[1]}: sum of b"]),
-        ("another gather", [f"  rank {PLACES[1]}: gather of a, 32 bytes (number 1)", f"  rank {PLACES[3]}: gather of b"]),
+        (
+            "another gather",
+            [f"  rank {PLACES[1]}: gather of a, 32 bytes (number 1)", f"  rank {PLACES[3]}: gather of b"],
+        ),
         ("circle", [f"rank {PLACES[0]} has waited", f"rank {PLACES[3]} has waited", "for sum of a", "for gather of b"]),
         ("error", [f"rank {PLACES[3]} has closed its engine after an error", "the batch of rank 3 is broken"]),
         ("late", [f"for rank {PLACES[2]} (watchdog_seconds is 2)", f"rank {PLACES[2]} is in the program's own code"]),
-        ("nothing sent", ["not taken", f"  rank {PLACES[1]}: gather of a, 0 bytes", f"  rank {PLACES[3]}: gather of c"]),
+        (
+            "nothing sent",
+            ["not taken", f"  rank {PLACES[1]}: gather of a, 0 bytes", f"  rank {PLACES[3]}: gather of c"],
+        ),
     ],
 )  # fmt: skip
 def test_coordinates_and_collectives_are_named(
