@@ -44,6 +44,8 @@ class _Pass:
     # The names of the layers with adapters, and their rank, where all else is frozen; None where all is trained.
     adapted: frozenset[str] | None = None
     rank: int = 0
+    # Ranks that have a part each, along the sequence, of what lies between regions of a tensor axis.
+    sequence_ranks: int = 1
 
     @property
     def tokens(self) -> int:
@@ -74,7 +76,7 @@ class _Block:
 def activations(
     values: Mapping[str, Any], *, batch: int, sequence: int, compute_dtype: str, checkpointing: bool = False,
     every: int = 1, attention: str = "sdpa", accelerator: bool = False, adapted: frozenset[str] | None = None,
-    rank: int = 0, tiled_loss: bool = False,
+    rank: int = 0, tiled_loss: bool = False, sequence_ranks: int = 1,
 ) -> Activations:  # fmt: skip
     """Bytes of a micro-batch of `batch` sequences for the causal language model of a config.json.
 
@@ -83,13 +85,14 @@ def activations(
     again in backward. attention: "sdpa" or "eager" (always Gemma 2's). accelerator: whether it runs on one. The program
     is taken to keep the loss of a forward, not its logits. adapted, rank: where all but low-rank adapters is frozen,
     the names of the layers that have them; then layers without keep no input. tiled_loss: the logits are computed a
-    tile at a time, as `infinity.tile_sequence` does it. ConfigError where a size is missing, and for a loss that cannot
-    be tiled.
+    tile at a time, as `infinity.tile_sequence` does it. sequence_ranks: among so many, activations between the regions
+    of a tensor axis are cut along the sequence; `values` are then one rank's (`local_values`). ConfigError where a size
+    is missing, and for a loss that cannot be tiled.
     """
     kind = values.get("model_type")
     # transformers computes Gemma 2's attention in no other way, for its scores are capped.
     attention = "eager" if kind == "gemma2" else attention
-    run = _Pass(batch, sequence, DTYPE_NBYTES[compute_dtype], attention, accelerator, adapted, rank)
+    run = _Pass(batch, sequence, DTYPE_NBYTES[compute_dtype], attention, accelerator, adapted, rank, sequence_ranks)
     gpt2 = kind == "gpt2"
     blocks = _blocks(values, run)
     ahead = blocks[::every] if checkpointing else []
@@ -186,8 +189,10 @@ class _Part:
 def _block(values: Mapping[str, Any], run: _Pass, attention: _Part, mixing: _Part) -> _Block:
     """RMSNorm, attention with rotary positions, RMSNorm, gated feed-forward or experts; Gemma has norms behind both."""
     hidden = _size(values, "hidden_size")
-    elements = run.tokens * hidden
-    norms = elements * sum(_norm_nbytes(values, run, output=run.keeps(*layers)) for layers in (_INPUTS, _BRANCHES))
+    elements = run.tokens * hidden // run.sequence_ranks
+    norms = elements * sum(_norm_nbytes(values, run, output=False) for _ in range(2))
+    # What layers of a region take is whole on each rank.
+    norms += run.tokens * hidden * run.width * sum(run.keeps(*layers) for layers in (_INPUTS, _BRANCHES))
     if _wide_norms(values):
         # Nothing keeps what comes out of those behind.
         norms += 2 * elements * _norm_nbytes(values, run, output=False)

@@ -94,8 +94,8 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
     searches = args.fit or args.max or (args.config is None and not args.compare and machine.known)
     _refuse_idle(args, searches)
     options: dict[str, Any] = {
-        "ranks": args.ranks, "ranks_per_node": args.ranks_per_node, "batch": args.batch, "sequence": args.sequence,
-        "profile": load_profile(args.profile) if args.profile else None,
+        "ranks": args.ranks, "ranks_per_node": args.ranks_per_node, "tp": args.tp, "batch": args.batch,
+        "sequence": args.sequence, "profile": load_profile(args.profile) if args.profile else None,
     }  # fmt: skip
     wish = Wish(
         model, machine, options, dtype=args.dtype or "bf16", checkpointing=args.checkpointing,
@@ -264,7 +264,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--ranks", type=_positive, default=1, metavar="N", help="data-parallel ranks (default: 1)")
+    group.add_argument("--ranks", type=_positive, default=1, metavar="N", help="ranks in all (default: 1)")
+    group.add_argument(
+        "--tp", type=_positive, metavar="N",
+        help="of them, ranks that divide each layer (default: the configuration's parallel.tensor, else 1)",
+    )  # fmt: skip
     group.add_argument("--ranks-per-node", type=_positive, metavar="N", help="default: all, at most 8")
     group.add_argument("--gpu", type=_bytes, metavar="SIZE", help="memory of each rank's accelerator: 24GB")
     group.add_argument("--ram", type=_bytes, metavar="SIZE", help="memory of each node: 128GB")

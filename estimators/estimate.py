@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,15 +20,21 @@ from estimators.architectures import completed, known
 from estimators.compute import step_flops
 from estimators.model import Described, described
 from estimators.node import Machine
-from infinity.config import ResolveContext, ResolvedConfig, load_config, resolve, unfilled
+from estimators.tensor import exchanged_nbytes, local_values, tensor_axis_of_values
+from infinity.config import Config, ResolveContext, ResolvedConfig, load_config, resolve, unfilled
+from infinity.config.conflicts import tensor_sizes
+from infinity.config.section import replaced
 from infinity.errors import ConfigError
 from infinity.plan.activation_bytes import Activations, OffloadedCheckpoints
 from infinity.plan.capacity import Capacity, within
 from infinity.plan.hardware import HardwareProfile, assumed, load_profile
 from infinity.plan.inputs import PlanInputs
+from infinity.plan.model_styles import tensor_axis_of
 from infinity.plan.plan import Plan
+from infinity.plan.spec import ModuleNode
+from infinity.plan.tensor_axis import TensorAxis
 from infinity.plan.topology import Topology
-from infinity.plan.types import Kind, Tier
+from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
 from infinity.simulator.phases import Phase, at_rest, bytes_by_phase
 from infinity.simulator.step_time import StepTime, predict
 from infinity.simulator.traffic import Link, Traffic, traffic
@@ -88,11 +94,13 @@ class Estimate:
     work: Workload
     profile: HardwareProfile
     machine: Machine
+    # What the tensor axis makes of the model.
+    axis: TensorAxis = field(default_factory=TensorAxis)
 
     @cached_property
     def activations(self) -> Activations | None:
         """What autograd keeps; None for a module of which no hyper-parameters are known."""
-        return activations_of(self.model, self.config.compute_dtype, self.work, self.machine)
+        return activations_of(self.model, self.config.compute_dtype, self.work, self.machine, self.axis)
 
     @cached_property
     def activations_otherwise(self) -> Activations | None:
@@ -184,9 +192,32 @@ class Estimate:
         return not self.excess
 
     @cached_property
+    def tree(self) -> ModuleNode:
+        """The whole model, before the tensor axis divides it."""
+        return self.model.tree(self.config.compute_dtype)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole model."""
+        return self.plan.numel if self.axis.size == 1 else self.tree.numel
+
+    @cached_property
     def trained_numel(self) -> int:
-        """Elements that the optimizer steps."""
+        """Elements of the whole model that the optimizer steps."""
+        if self.axis.size > 1:
+            return sum(spec.numel for spec in self.tree.all_params().values() if spec.trainable)
         return sum(slot.numel for layout in self.plan.layouts if layout.trainable for slot in layout.slots)
+
+    @cached_property
+    def exchanged_nbytes(self) -> int:
+        """Bytes that a rank sends to the others of its tensor group in one micro-batch."""
+        if self.axis.size == 1:
+            return 0
+        recomputed = 1 / self.work.every if self.work.checkpointing else 0.0
+        return exchanged_nbytes(
+            self.axis, self.tree, tokens=self.work.tokens, width=DTYPE_NBYTES[self.config.compute_dtype],
+            recomputed=recomputed,
+        )  # fmt: skip
 
     @property
     def lora(self) -> dict[str, Any] | None:
@@ -201,7 +232,9 @@ class Estimate:
     @cached_property
     def traffic(self) -> Traffic:
         """Bytes a step by link."""
-        return traffic(self.plan, accumulation=self.accumulation, offloaded=self.offloaded)
+        return traffic(
+            self.plan, accumulation=self.accumulation, offloaded=self.offloaded, exchanged_nbytes=self.exchanged_nbytes
+        )
 
     @cached_property
     def time(self) -> StepTime:
@@ -227,17 +260,32 @@ class Estimate:
     def _predicted(self, *, briefly: bool) -> StepTime:
         return predict(
             self.plan, self.rates, tokens=self.work.tokens, flops=self.flops, accumulation=self.accumulation,
-            briefly=briefly, offloaded=self.offloaded,
+            briefly=briefly, offloaded=self.offloaded, exchanged_nbytes=self.exchanged_nbytes,
         )  # fmt: skip
 
     @cached_property
     def flops(self) -> float:
-        """Operations of one micro-batch's forward and backward."""
+        """Operations of one micro-batch's forward and backward on one rank."""
+        values = complete_values(self.model) or {}
+        if values and self.axis.size > 1:
+            values = local_values(values, self.axis)
         return step_flops(
-            self.model.tree(self.config.compute_dtype), complete_values(self.model) or {}, tokens=self.work.tokens,
-            sequence=self.work.sequence, checkpointing=self.work.checkpointing, every=self.work.every,
-            tiled_loss=self.work.tiled_loss,
+            self.axis.divide(self.tree), values, tokens=self.work.tokens, sequence=self.work.sequence,
+            checkpointing=self.work.checkpointing, every=self.work.every, tiled_loss=self.work.tiled_loss,
         )  # fmt: skip
+
+    def _tensor_as_dict(self) -> dict[str, Any]:
+        """The axes and what the tensor axis costs; nothing where there is one axis."""
+        topology = self.plan.topology
+        if topology.tp == 1:
+            return {}
+        return {
+            "data": topology.dp,
+            "tensor": topology.tp,
+            "parameters_of_a_rank": self.plan.numel,
+            "tensor_sent_nbytes": self.exchanged_nbytes * self.accumulation,
+            "remarks": list(self.axis.remarks),
+        }
 
     def of_node(self, phase: Phase) -> dict[Tier, int]:
         """Totals of all of a node's ranks in one phase."""
@@ -247,7 +295,7 @@ class Estimate:
     def under(self, config: Any) -> Estimate:
         """The same run under a configuration that differs in `activation_checkpointing` only: the plan is the same."""
         topology = self.plan.topology
-        resolved = _resolved(self.model, config, topology.world_size, topology.local_size)
+        resolved = _resolved(self.model, _with_tensor(config, topology.tp), topology.world_size, topology.local_size)
         return replace(self, config=resolved, work=self.work.under(resolved))
 
     def with_checkpointing(self, checkpointing: bool) -> Estimate:
@@ -269,12 +317,13 @@ class Estimate:
         time, plan = self.time, self.plan
         return {
             "model": self.model.name,
-            "parameters": plan.numel,
+            "parameters": self.numel,
             "trained_parameters": self.trained_numel,
             "lora": self.lora,
             "quantized": self.model.quantized,
             "ranks": plan.topology.world_size,
             "ranks_per_node": plan.topology.local_size,
+            **self._tensor_as_dict(),
             "stage": plan.request.stage,
             "dtype": plan.request.compute_dtype,
             "units": len(plan.layouts),
@@ -321,6 +370,7 @@ def estimate(
     *,
     ranks: int = 1,
     ranks_per_node: int | None = None,
+    tp: int | None = None,
     batch: int | None = None,
     sequence: int | None = None,
     checkpointing: bool = False,
@@ -333,7 +383,8 @@ def estimate(
     """Size a training run before it starts, without weights and without an accelerator.
 
     model: the name of a known model, a Hugging Face config.json (file, folder or its values), or a module, which may be
-    on the meta device. config: the training configuration (path, dict or JSON text). batch: sequences in a micro-batch,
+    on the meta device. config: the training configuration (path, dict or JSON text). tp: ranks of the tensor axis, of
+    `ranks` in all; otherwise the configuration's parallel.tensor. batch: sequences in a micro-batch,
     otherwise the configuration's. sequence: tokens in each, at most 4096 unless said. tiled_loss: the program calls
     `infinity.tile_sequence(model, mlps=False)`. machine: what a node has, for
     `fits` and "auto". profile: measured rates, or the path of the file that `infinity bench` has written; otherwise
@@ -351,27 +402,65 @@ def estimate(
     local = min(ranks, RANKS_PER_NODE) if ranks_per_node is None else ranks_per_node
     if local < 1 or ranks % local:
         raise ConfigError(f"{ranks} ranks cannot be {local} on each node: ranks_per_node must divide the ranks")
-    resolved = _resolved(what, config, ranks, local)
-    if resolved.tensor > 1:
-        raise ConfigError(
-            f"parallel.tensor is {resolved.tensor}, but estimates are of the data axis only for now: set it to 1, or "
-            "start the program, which checks its plan before it allocates anything"
-        )
+    resolved = _resolved(what, _with_tensor(config, tp), ranks, local)
     topology = Topology.of(resolved)
     size = resolved.micro_batch if batch is None else batch
     work = Workload.of(what, size, sequence, checkpointing=checkpointing, tiled_loss=tiled_loss).under(resolved)
+    root = what.tree(resolved.compute_dtype)
+    axis = _axis(what, root, resolved)
     asked = PlanInputs(
-        node=what.tree(resolved.compute_dtype), config=resolved, topology=topology, accelerator=machine.accelerator,
+        node=axis.divide(root), config=resolved, topology=topology, accelerator=machine.accelerator,
         capacity=_capacity(resolved, machine, local), blocks=what.blocks,
     )  # fmt: skip
     rates = _rates(profile, machine)
-    made = Estimate(model=what, config=resolved, plan=asked.plan(), work=work, profile=rates, machine=machine)
+    made = Estimate(
+        model=what, config=resolved, plan=asked.plan(), work=work, profile=rates, machine=machine, axis=axis
+    )
     if made.fits or made.activations is None:
         return made
     # Beside its activations it may fit with its bounds lowered, as the engine would.
     room = _capacity(resolved, machine, local, made.activations.nbytes)
     fitted = replace(made, plan=replace(asked, capacity=room).plan())
     return fitted if fitted.fits else made
+
+
+def tensor_axis(model: Described, root: ModuleNode, size: int) -> TensorAxis:
+    """What a tensor axis of `size` ranks makes of a model by its own plan; ConfigError where it cannot be."""
+    return _planned_axis(model, root, size=size, sequence=False, given=None)
+
+
+def _axis(model: Described, root: ModuleNode, config: ResolvedConfig) -> TensorAxis:
+    section = config.config.parallel
+    return _planned_axis(model, root, size=config.tensor, sequence=section.sequence, given=section.plan)
+
+
+def _planned_axis(
+    model: Described, root: ModuleNode, *, size: int, sequence: bool, given: Mapping[str, str] | None
+) -> TensorAxis:
+    if size == 1:
+        return TensorAxis()
+    if model.lora is not None:
+        raise ConfigError(
+            f"adapters are not divided over {size} ranks: the weights lie below the layers that a model's plan names. "
+            "Leave the adapters out, or set parallel.tensor = 1"
+        )
+    if model.module is not None:
+        return tensor_axis_of(model.module, root, size=size, sequence=sequence, given=given)
+    assert model.values is not None
+    return tensor_axis_of_values(root, completed(model.values), size=size, sequence=sequence, given=given)
+
+
+def _with_tensor(config: Any, size: int | None) -> Config:
+    """The configuration with so many ranks of the tensor axis; ConfigError where it names another number."""
+    loaded = load_config(config)
+    named = tensor_sizes(loaded)
+    if size is None or set(named.values()) == {size} or (size == 1 and not named):
+        return loaded
+    if named:
+        path, other = next(iter(named.items()))
+        raise ConfigError(f"{path} is {other}, and {size} ranks of the tensor axis are asked for: keep one of the two")
+    given = {**loaded.provenance.given, "parallel.tensor": size}
+    return replaced(loaded, "parallel.tensor", size).from_source(replace(loaded.provenance, given=given))
 
 
 def _resolved(model: Described, config: Any, ranks: int, local: int) -> ResolvedConfig:
@@ -401,15 +490,18 @@ def _rates(profile: HardwareProfile | str | os.PathLike[str] | None, machine: Ma
     return rates
 
 
-def activations_of(model: Described, dtype: str, work: Workload, machine: Machine) -> Activations | None:
+def activations_of(
+    model: Described, dtype: str, work: Workload, machine: Machine, axis: TensorAxis = TensorAxis()  # noqa: B008
+) -> Activations | None:
     """Bytes of a micro-batch's activations; None where the architecture is not known."""
     values = complete_values(model)
     if values is None:
         return None
     return activations(
-        values, batch=work.batch, sequence=work.sequence, compute_dtype=dtype, checkpointing=work.checkpointing,
-        every=work.every, accelerator=machine.accelerator, adapted=model.adapted_layers,
-        rank=0 if model.lora is None else model.lora.rank, tiled_loss=work.tiled_loss,
+        local_values(values, axis) if axis.size > 1 else values, batch=work.batch, sequence=work.sequence,
+        compute_dtype=dtype, checkpointing=work.checkpointing, every=work.every, accelerator=machine.accelerator,
+        adapted=model.adapted_layers, rank=0 if model.lora is None else model.lora.rank, tiled_loss=work.tiled_loss,
+        sequence_ranks=axis.size if axis.sequence else 1,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from estimators.node import CONTEXT_NBYTES, DRIVE_SHARE, GAPS, PROCESS_NBYTES, S
 from estimators.search import NAMES, Choice, Near
 from infinity.config.units import format_bytes
 from infinity.plan import palette
+from infinity.plan.shards import Replica
 from infinity.plan.types import Kind, Tier
 from infinity.simulator.phases import Phase, state_dict_nbytes
 from infinity.simulator.traffic import Link
@@ -85,18 +86,20 @@ def headline(found: Estimate) -> list[str]:
     plan, request, work = found.plan, found.plan.request, found.work
     topology = plan.topology
     ranks = f"{topology.world_size} rank" + ("s" if topology.world_size > 1 else "")
+    ranks += f" (data {topology.dp} x tensor {topology.tp})" if topology.tp > 1 else ""
     nodes = topology.world_size // topology.local_size
     where = f"{ranks} on {nodes} nodes" if nodes > 1 else ranks
     checkpointed = ", activations recomputed" if work.checkpointing else ""
     checkpointed += ", loss in tiles" if work.tiled_loss else ""
     accumulated = f" x {found.accumulation} accumulated" if found.accumulation > 1 else ""
     lines = [
-        f"{found.model.name}: {plan.numel / 1e9:.2f} B parameters, {request.compute_dtype}, stage {request.stage}, "
+        f"{found.model.name}: {found.numel / 1e9:.2f} B parameters, {request.compute_dtype}, stage {request.stage}, "
         f"{where}; {work.batch} x {work.sequence:,} tokens{accumulated}{checkpointed}",
         f"parameters {_where(found, *PARAMETERS)}, optimizer states {_where(found, *STATES)}, gradients "
         f"({request.grad_dtype}) {_where(found, Kind.GRAD)}; {len(plan.layouts)} units, "
         f"{len(plan.sub_groups):,} sub-groups",
     ]
+    lines += _tensor(found)
     if found.lora is not None and found.model.lora is not None:
         named = "" if found.model.lora.targets else ", peft's default"
         lines.append(
@@ -109,6 +112,20 @@ def headline(found: Estimate) -> list[str]:
             f"{request.compute_dtype}, which is what trains here. Take the model that was quantized"
         )
     return lines
+
+
+def _tensor(found: Estimate) -> list[str]:
+    """What the tensor axis leaves to a rank, what it costs, and what stays whole against the model's plan."""
+    if found.axis.size == 1:
+        return []
+    replicated = sum(layout.numel for layout in found.plan.layouts if layout.replica is not Replica.NONE)
+    line = (
+        f"tensor axis of {found.axis.size}: a rank has {found.plan.numel / 1e9:.2f} B parameters, "
+        f"{replicated / 1e6:,.1f} M of them on every rank; it sends "
+        f"{format_bytes(found.exchanged_nbytes * found.accumulation)} a step for {len(found.axis.regions)} divided "
+        f"modules{', along the sequence' if found.axis.sequence else ''}"
+    )
+    return [line, *(f"tensor axis: {remark}" for remark in found.axis.remarks)]
 
 
 def tables(found: Estimate) -> list[str]:
@@ -261,7 +278,7 @@ def largest_found(member: Choice | None, deepest: Choice) -> str:
 
 def _one_line(choice: Choice) -> str:
     found = choice.estimate
-    return f"{found.model.name}: {found.plan.numel / 1e9:.2f} B parameters, a step in {duration(found.outline.seconds)}"
+    return f"{found.model.name}: {found.numel / 1e9:.2f} B parameters, a step in {duration(found.outline.seconds)}"
 
 
 def as_json(value: object, indent: int = 0) -> str:

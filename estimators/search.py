@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from estimators.activations import may_tile_loss
-from estimators.estimate import RANKS_PER_NODE, Estimate, estimate
+from estimators.estimate import RANKS_PER_NODE, Estimate, estimate, tensor_axis
 from estimators.model import described
 from estimators.node import Machine
 from estimators.presets import PRESETS, family
@@ -168,9 +168,21 @@ class Wish:
         return replace(self, model=described(model).with_adapters(described(self.model).lora))
 
     @property
+    def tensor(self) -> int:
+        """Ranks of the tensor axis."""
+        return self.options.get("tp") or 1
+
+    @property
+    def data(self) -> int:
+        """Ranks of the data axis."""
+        return max(self.options.get("ranks", 1) // self.tensor, 1)
+
+    @property
     def numels(self) -> tuple[int, int]:
-        """Elements of the model, and of what is trained of it."""
-        specs = described(self.model).tree(self.dtype).all_params().values()
+        """Elements of what the tensor axis leaves a rank of the model, and of what is trained of it."""
+        model = described(self.model)
+        root = model.tree(self.dtype)
+        specs = tensor_axis(model, root, self.tensor).divide(root).all_params().values()
         return sum(spec.numel for spec in specs), sum(spec.numel for spec in specs if spec.trainable)
 
     @property
@@ -226,6 +238,7 @@ def fitting(wish: Wish, configs: Sequence[Mapping[str, Any]] | None = None) -> l
 
 def nearest(found: Estimate, wish: Wish) -> Near | None:
     """Of configurations that differ from one that does not fit and that do fit, the one that differs the least."""
+    wish = replace(wish, options={**wish.options, "tp": found.plan.topology.tp})
     best: tuple[int, Near] | None = None
     for cost, moved in sorted(_moves(found, wish), key=lambda item: item[0])[:_PLANS_MAX]:
         if best is not None and best[0] <= cost:
@@ -250,7 +263,7 @@ def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
     if "auto" in (config.param_tier, config.optimizer_tier):
         yield from batches
         return
-    ranks, numels = found.plan.topology.world_size, wish.numels
+    ranks, numels = found.plan.topology.dp, wish.numels
     order = {tier: place for place, tier in enumerate(Tier)}
     start = {"offload_optimizer": Tier.named(config.optimizer_tier), "offload_param": Tier.named(config.param_tier)}
     # Of the tiers that were added, those that the configuration names.
@@ -429,7 +442,7 @@ def _rounded(nbytes: int) -> str:
 
 def _candidates(wish: Wish, *, sparing: bool = False) -> Iterator[dict[str, Any]]:
     """Configurations worth a plan; `sparing`: of each placement, only the one with the smallest bounds."""
-    ranks, limits = wish.options.get("ranks", 1), wish.limits
+    ranks, limits = wish.data, wish.limits
     numels = wish.numels
     for stage, param, states in (*_WHOLE, *_PLACEMENTS) if ranks > 1 else _PLACEMENTS:
         needed = _states_nbytes(numels, ranks, wish.dtype, (stage, param, states), wish.machine)
@@ -469,8 +482,10 @@ def _config(
     precision = {} if wish.dtype == "fp32" else {wish.dtype: {"enabled": True}}
     micro = wish.options.get("batch") or 1
     optimizer = {"type": "AdamW", "params": {"lr": wish.rate}}
+    axes = {"parallel": {"tensor": wish.tensor}} if wish.tensor > 1 else {}
     return {
-        "train_micro_batch_size_per_gpu": micro, **precision, "optimizer": optimizer, "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": micro, **precision, **axes, "optimizer": optimizer,
+        "zero_optimization": zero,
     }  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Memory of `load_hf` where a tensor axis cuts the model: `python -m tests.load_shards [--json FILE]`.
 
-A Llama of 700 M parameters in bf16 is written as safetensors, with values from a generator, and loaded by two ranks that
-have a shard each of every matrix. The private memory of each rank is sampled from before `load_hf` until its partitions
-are filled, and compared with what should bound it: the rank's own partitions, the largest shard, and 256 MB. Then whole
-tensors are put together, a few or all of them, and compared with the files.
+A Llama of 700 M parameters in bf16 is written as safetensors, with values from a generator, and loaded by two ranks
+that have a shard each of every matrix. The private memory of each rank is sampled from before `load_hf` until its
+partitions are filled, and compared with what should bound it: the rank's own partitions, the largest shard, and 256 MB.
+Then whole tensors are put together, a few or all of them, and compared with the files.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def settings(tier: str, drive: str) -> dict[str, Any]:
     home = {"device": tier, "nvme_path": drive}
     return {
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}},
+        "parallel": {"tensor": RANKS},
         "zero_optimization": {
             "stage": 3, "offload_param": home, "offload_optimizer": home, "stage3_max_live_parameters": 4e7,
             "stage3_prefetch_bucket_size": 1e7, "stage3_param_persistence_threshold": 0,
@@ -144,8 +145,8 @@ def main(argv: list[str] | None = None) -> int:
             for each in loads[-RANKS:]:
                 print(
                     f"{each.tier:5} rank {each.rank} of {RANKS}, {each.numel / 1e6:.0f} M parameters: own "
-                    f"{each.own / 1e6:.1f} MB of {each.bound / 1e6:.1f} (partitions {each.partitions / 1e6:.1f}, largest "
-                    f"shard {each.largest / 1e6:.1f}), {each.seconds} s, {each.compared} tensors equal",
+                    f"{each.own / 1e6:.1f} MB of {each.bound / 1e6:.1f} (partitions {each.partitions / 1e6:.1f}, "
+                    f"largest shard {each.largest / 1e6:.1f}), {each.seconds} s, {each.compared} tensors equal",
                     flush=True,
                 )
     if given.json:

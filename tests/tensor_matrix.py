@@ -54,7 +54,7 @@ def build(family: str, *, dtype: torch.dtype = torch.float32, **sizes: Any) -> n
     """A small model of a family; sizes that four ranks divide."""
     given: dict[str, Any] = {
         "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 48,
-        "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 72,
+        "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96,
         "max_position_embeddings": 64,
     }  # fmt: skip
     if family in ("qwen3", "gemma2"):
@@ -66,6 +66,9 @@ def build(family: str, *, dtype: torch.dtype = torch.float32, **sizes: Any) -> n
     given |= sizes
     config = AutoConfig.for_model(family, **given)
     config._attn_implementation = "eager" if family == "gemma2" else "sdpa"
+    if dtype is torch.float64:
+        # torch multiplies groups of matrices in shorter types only.
+        config._experts_implementation = "eager"
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Biases and norms that are not their first values: a part that is left out or counted twice shows.

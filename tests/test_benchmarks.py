@@ -46,6 +46,13 @@ def test_units_compares_a_unit_of_two_sizes(tmp_path):
     assert text.count("a unit of 4 costs") == 3
 
 
+def test_tensor_functions_compares_with_dtensor(tmp_path):
+    text = output_of("tensor_functions", "--layers 1 --rounds 1", tmp_path)
+    # Attention and MLP: a sum of each in both directions. DTensor sums the gradients of every projection.
+    assert float(row(text, "ours")[-1]) == 4
+    assert float(row(text, "dtensor")[-1]) > 4
+
+
 def test_step_prints_time_and_bytes_of_a_tier(tmp_path):
     text = output_of("step", "--numel 65536 --only infinity:cpu --steps 1 --fio-gib 0.03", tmp_path)
     assert "0 M parameters, bf16" in text

@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,20 +28,27 @@ from infinity.config.untrusted import plain_name
 from infinity.log import logger
 from infinity.plan.spec import dtype_name
 
+# Every parameter of the module is whole.
+_AS_IS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
-def describe_model(module: nn.Module) -> Description:
-    """Describe an export of `module`. Never raises: a model that cannot be exported can still be saved."""
+
+
+def describe_model(module: nn.Module, shapes: Mapping[str, tuple[int, ...]] = _AS_IS) -> Description:
+    """Describe an export of `module`. Never raises: a model that cannot be exported can still be saved.
+
+    shapes: of parameters of which the module has a shard, the whole ones, by name.
+    """
     try:
-        return _describe(module)
+        return _describe(module, shapes)
     except Exception as error:
         reason = f"{type(module).__name__} could not be described ({type(error).__name__}: {error})"
         return Description(type(module).__name__, refusal=reason)
 
 
-def _describe(module: nn.Module) -> Description:
+def _describe(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Description:
     name = type(module).__name__
     if _of_library(module, "peft"):
-        return _of_adapters(module, name)
+        return _of_adapters(module, name, shapes)
     aliases = tied_names(module)
     if not _of_library(module, "transformers"):
         return Description(name, aliases=aliases)
@@ -52,12 +60,15 @@ def _describe(module: nn.Module) -> Description:
         texts["generation_config.json"] = json.loads(model.generation_config.to_json_string(use_diff=True))
     folder = getattr(model.config, "_name_or_path", None)
     origin = os.path.abspath(folder) if folder and os.path.isdir(folder) else None
-    return Description(name, texts, origin, _as_stored(model), aliases)
+    return Description(name, texts, origin, _as_stored(model, shapes), aliases)
 
 
-def sources_of(module: nn.Module) -> list[TensorSource]:
-    """Return all tensors of a module's state dict, tied ones once."""
-    params = [TensorSource(name, dtype_name(p.dtype), tuple(p.shape)) for name, p in module.named_parameters()]
+def sources_of(module: nn.Module, shapes: Mapping[str, tuple[int, ...]] = _AS_IS) -> list[TensorSource]:
+    """Return all tensors of a module's state dict, tied ones once. shapes: see `describe_model`."""
+    params = [
+        TensorSource(name, dtype_name(param.dtype), shapes.get(name, tuple(param.shape)))
+        for name, param in module.named_parameters()
+    ]
     buffers = persistent_buffers(module).items()
     return params + [TensorSource(name, dtype_name(b.dtype), tuple(b.shape), is_buffer=True) for name, b in buffers]
 
@@ -78,10 +89,13 @@ class _NoCopies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _shadows(module: nn.Module) -> dict[str, Tensor]:
+def _shadows(module: nn.Module, shapes: Mapping[str, tuple[int, ...]] = _AS_IS) -> dict[str, Tensor]:
     """Return meta tensors under the names of the module's own."""
     named = {**dict(module.named_parameters()), **persistent_buffers(module)}
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in named.items()}
+    return {
+        name: torch.empty(shapes.get(name, tensor.shape), dtype=tensor.dtype, device="meta")
+        for name, tensor in named.items()
+    }
 
 
 def _places(shadows: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> tuple[list[TensorLocation], list[str]]:
@@ -97,10 +111,10 @@ def _places(shadows: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> tuple
     return places, others
 
 
-def _as_stored(model: Any) -> dict[str, list[TensorLocation]] | None:
+def _as_stored(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[TensorLocation]] | None:
     """Return how transformers stores the model's tensors; None where it stores each under its own name."""
     revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
-    shadows = _shadows(model)
+    shadows = _shadows(model, shapes)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     kept = {name: tensor for name, tensor in shadows.items() if name not in ignored}
     try:
@@ -121,10 +135,10 @@ def _numel_of(places: Sequence[TensorLocation]) -> int:
     return sum(torch.Size(place.shape).numel() for place in places)
 
 
-def _of_adapters(model: Any, name: str) -> Description:
+def _of_adapters(model: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Description:
     """Describe a peft model's adapters as peft saves them: "default" in the folder, others in folders of their own."""
     peft: Any = sys.modules["peft"]
-    shadows = _shadows(model)
+    shadows = _shadows(model, shapes)
     texts: dict[str, Any] = {}
     weights = {}
     for adapter, config in model.peft_config.items():

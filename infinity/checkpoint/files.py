@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,11 +28,14 @@ from infinity.checkpoint.format import (
     FileExtent,
     Manifest,
     RankIndex,
+    ShardRanges,
     TensorInfo,
     inside,
 )
 from infinity.errors import CheckpointError, TransferError
 from infinity.memory.pages import page_aligned
+from infinity.memory.partition import DTYPES
+from infinity.memory.shard_copy import spread_shard
 from infinity.ops.aio import File, Queue, Request
 from infinity.ops.transfer import Transfer
 from infinity.plan.types import SAVE_BLOCKS, align_up
@@ -42,6 +46,7 @@ _IN_FLIGHT = 16
 # Files that a reader keeps open.
 _OPEN_MAX = 64
 _Reading = TypeVar("_Reading", bound="BlockReader")
+_ArrayPlace = tuple[Array, FileExtent]
 
 
 def file_nbytes(sizes: Sequence[int]) -> int:
@@ -266,13 +271,17 @@ class ExtentReader(BlockReader):
         self.indexes = indexes
         # Blocks of which only a part was read, the most recent last.
         self._cache: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
-        self._places: dict[tuple[str, str], list[tuple[Array, FileExtent]]] = {}
+        # By tensor and kind, then by shard: where its elements lie, in order.
+        self._places: dict[tuple[str, str], dict[ShardRanges | None, list[_ArrayPlace]]] = {}
+        # Tensors and kinds in shards of which `covered` is known.
+        self._covered: dict[tuple[str, str], bool] = {}
         for index in indexes:
             for array in index.arrays:
-                place = (array, index.extents[array.extent])
-                self._places.setdefault((array.tensor, array.kind), []).append(place)
-        for places in self._places.values():
-            places.sort(key=lambda place: place[0].start)
+                by_shard = self._places.setdefault((array.tensor, array.kind), {})
+                by_shard.setdefault(array.shard, []).append((array, index.extents[array.extent]))
+        for by_shard in self._places.values():
+            for places in by_shard.values():
+                places.sort(key=lambda place: place[0].start)
 
     def close(self) -> None:
         """Close all files."""
@@ -285,21 +294,39 @@ class ExtentReader(BlockReader):
 
     def dtype(self, tensor: str, kind: str) -> str:
         """Return the dtype in which a kind is kept."""
-        return self._places[tensor, kind][0][0].dtype
+        (place, _), *_ = next(iter(self._places[tensor, kind].values()))
+        return place.dtype
 
-    def covered(self, tensor: str, kind: str, numel: int) -> bool:
-        """Return whether every element of a tensor is there exactly once."""
-        at = 0
-        for array, _ in self._places.get((tensor, kind), ()):
-            if array.start != at:
+    def covered(self, tensor: str, kind: str) -> bool:
+        """Return whether every element of a tensor is there exactly once: in the tensor's own order, or in shards that
+        divide it along one dimension, each of which is there once.
+        """
+        info = self.manifest.tensors[tensor]
+        by_shard = self._places.get((tensor, kind), {})
+        for shard, places in by_shard.items():
+            at = 0
+            for array, _ in places:
+                if array.start != at:
+                    return False
+                at += array.numel
+            if at != (info.numel if shard is None else shard.numel(info.shape)):
                 return False
-            at += array.numel
-        return at == numel
+        shards = [shard for shard in by_shard if shard is not None]
+        if not shards:
+            return bool(by_shard) or not info.numel
+        dim, end = shards[0].dim, 0
+        if len(shards) < len(by_shard) or any(shard.dim != dim for shard in shards):
+            return False
+        for begin, stop in sorted(each for shard in shards for each in shard.ranges):
+            if begin != end:
+                return False
+            end = stop
+        return end == info.shape[dim]
 
     def check_covered(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Raise CheckpointError unless every element of every kind of these tensors is there exactly once."""
         for name, info in tensors.items():
-            lacking = [kind for kind in info.kinds if not self.covered(name, kind, info.numel)]
+            lacking = [kind for kind in info.kinds if not self.covered(name, kind)]
             if lacking:
                 raise CheckpointError(
                     self.folder, f"not all elements of {name} ({lacking[0]}) are in it", "Load another checkpoint"
@@ -312,26 +339,61 @@ class ExtentReader(BlockReader):
         """
         if not numel:
             return
-        places = self._places.get((tensor, kind), [])
-        target = out.view(torch.uint8)
-        stop = start + numel
+        by_shard = self._places.get((tensor, kind))
+        if by_shard is None:
+            raise CheckpointError(self.folder, f"no element of {tensor} ({kind}) is in it", "Load another checkpoint")
+        values = self._typed(tensor, kind, numel, out)
+        if by_shard.keys() == {None}:
+            self._read_places(by_shard[None], start, values, f"{tensor} ({kind})")
+            return
+        if (tensor, kind) not in self._covered:
+            self._covered[tensor, kind] = self.covered(tensor, kind)
+        if not self._covered[tensor, kind]:
+            raise CheckpointError(
+                self.folder, f"not all elements of {tensor} ({kind}) are in it once", "Load another checkpoint"
+            )
+        shape = self.manifest.tensors[tensor].shape
+        for shard, places in by_shard.items():
+            assert shard is not None
+            read = partial(self._read_places, places, what=f"a shard of {tensor} ({kind})")
+            spread_shard(read, shape, shard.dim, shard.ranges, 0, shard.numel(shape), values, start)
+
+    def read_shard(self, tensor: str, kind: str, shard: ShardRanges, start: int, numel: int, out: Tensor) -> bool:
+        """As `read`, with elements counted in the order of a shard's. Return False, and read nothing, where the
+        checkpoint was saved in other shards.
+        """
+        places = self._places.get((tensor, kind), {}).get(shard)
+        if places is None:
+            return False
+        if numel:
+            values = self._typed(tensor, kind, numel, out)
+            self._read_places(places, start, values, f"a shard of {tensor} ({kind})")
+        return True
+
+    def _typed(self, tensor: str, kind: str, numel: int, out: Tensor) -> Tensor:
+        dtype = self.dtype(tensor, kind)
+        if out.nbytes != numel * DTYPE_NBYTES[dtype]:
+            needed = numel * DTYPE_NBYTES[dtype]
+            raise ValueError(f"{tensor}, {kind}: {numel} elements of {dtype} need {needed} bytes")
+        return out.view(DTYPES[dtype])
+
+    def _read_places(self, places: Sequence[_ArrayPlace], start: int, values: Tensor, what: str) -> None:
+        """Fill `values` ([n], of the kind's dtype) with elements from `start` on of what lies at `places`, in order."""
+        target, width = values.view(torch.uint8), values.element_size()
         first = max(bisect_right(places, start, key=lambda place: place[0].start) - 1, 0)
-        at = start
+        at, stop = start, start + values.numel()
         for array, extent in places[first:]:
             if array.start >= stop or at >= stop:
                 break
             end = min(stop, array.start + array.numel)
             if not array.start <= at < end:
                 break
-            width = DTYPE_NBYTES[array.dtype]
-            if target.numel() != numel * width:
-                raise ValueError(f"{tensor}, {kind}: {numel} elements of {array.dtype} need {numel * width} bytes")
             begin = array.offset + (at - array.start) * width
             self.read_bytes(extent, begin, target[(at - start) * width : (end - start) * width])
             at = end
         if at < stop:
             raise CheckpointError(
-                self.folder, f"elements {at} to {stop} of {tensor} ({kind}) are not in it", "Load another checkpoint"
+                self.folder, f"elements {at} to {stop} of {what} are not in it", "Load another checkpoint"
             )
 
     def read_bytes(self, extent: FileExtent, begin: int, target: Tensor) -> None:

@@ -8,8 +8,9 @@
     DIR/TAG/ID.rank-00000.states.bin       what completes parameters to masters, and the optimizer's moments
     DIR/TAG/ID.client.safetensors          tensors of the program's own state
 
-Elements are addressed by global tensor name and range, so the format does not depend on the number of ranks.
-docs/checkpoint_format.md is the specification for readers. This module and its imports need no torch.
+Elements are addressed by global tensor name and range, of the whole tensor or of a shard that says how it lies in it,
+so the format does not depend on the number of ranks. docs/checkpoint_format.md is the specification for readers. This
+module and its imports need no torch.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from infinity.checkpoint.json_bodies import (
 from infinity.config.untrusted import METADATA_NBYTES_MAX, parse_json, read_metadata, reason, shortened
 from infinity.errors import CheckpointError, TransferError
 from infinity.ops.checksum import checksum
+from infinity.plan.shards import Range, local_numel
 from infinity.plan.types import DTYPE_NBYTES
 
 # Re-exported: a reader of the format imports this module alone.
@@ -57,7 +59,9 @@ __all__ = [
 ]  # fmt: skip
 
 FORMAT = "infinity checkpoint"
-VERSION = 1
+VERSION = 2
+# Those that are read: version 1 has no shards.
+_READ_VERSIONS = (1, VERSION)
 
 
 _Record = TypeVar("_Record", bound="_Written")
@@ -151,8 +155,23 @@ class FileExtent:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardRanges:
+    """What a shard has of a tensor: ranges along dimension `dim`, in order, without overlap, none empty."""
+
+    dim: int
+    ranges: tuple[Range, ...]
+
+    def numel(self, shape: Sequence[int]) -> int:
+        """Elements of the shard, of a tensor of shape `shape`."""
+        return local_numel(shape, self.dim, self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
 class Array:
-    """Elements [start, start + numel) of a tensor, flat in C order: at byte `offset` of extent number `extent`."""
+    """Elements [start, start + numel) of a tensor, flat in C order: at byte `offset` of extent number `extent`.
+
+    shard: the range counts in the order of this shard's elements; None: in the tensor's.
+    """
 
     tensor: str
     kind: str
@@ -161,6 +180,7 @@ class Array:
     numel: int
     extent: int
     offset: int
+    shard: ShardRanges | None = None
 
     @property
     def nbytes(self) -> int:
@@ -186,11 +206,18 @@ class RankIndex(_Written):
 
     def body(self) -> dict[str, Any]:
         """See `_Written`."""
+        numbers: dict[ShardRanges | None, int | None] = {None: None}
+        for array in self.arrays:
+            numbers.setdefault(array.shard, len(numbers) - 1)
         return {
             "rank": self.rank, "files": self.files, "rng": self.rng, "singles": self.singles,
             "extents": [[each.file, each.offset, each.nbytes, list(each.blocks)] for each in self.extents],
+            "shards": [[each.dim, [list(pair) for pair in each.ranges]] for each in numbers if each is not None],
             "arrays": [
-                [each.tensor, each.kind, each.dtype, each.start, each.numel, each.extent, each.offset]
+                [
+                    each.tensor, each.kind, each.dtype, each.start, each.numel, each.extent, each.offset,
+                    numbers[each.shard],
+                ]
                 for each in self.arrays
             ],
         }  # fmt: skip
@@ -215,7 +242,8 @@ class RankIndex(_Written):
         """See `_Written`."""
         found = IndexBody.model_validate(body)
         extents = tuple(FileExtent(name, offset, nbytes, tuple(crcs)) for name, offset, nbytes, crcs in found.extents)
-        arrays = tuple(Array(*row) for row in found.arrays)
+        shards = [ShardRanges(dim, tuple(ranges)) for dim, ranges in found.shards]
+        arrays = tuple(Array(*row[:7], None if row[7] is None else shards[row[7]]) for row in found.arrays)
         return cls(found.rank, found.files, extents, arrays, found.rng, found.singles)
 
 
@@ -269,7 +297,7 @@ class Manifest(_Written):
     number: int
     time: str
     versions: dict[str, str]
-    # fingerprint, stage, world_size, compute_dtype.
+    # fingerprint, stage, world_size (all ranks), dp and tp (of them, on each axis), compute_dtype.
     plan: dict[str, Any]
     tensors: dict[str, TensorInfo]
     # Other names of tensors.
@@ -288,6 +316,11 @@ class Manifest(_Written):
         """Optimizer steps of the run at the save."""
         return int(self.engine["counters"]["global_steps"])
 
+    @property
+    def axes(self) -> tuple[int, int]:
+        """Ranks on the data and the tensor axis of the run that was saved. Version 1 had the data axis alone."""
+        return int(self.plan.get("dp", self.plan["world_size"])), int(self.plan.get("tp", 1))
+
     def body(self) -> dict[str, Any]:
         """See `_Written`."""
         names = ("id", "tag", "number", "time", "versions", "plan", "tied", "engine", "client_state", "module")
@@ -302,7 +335,7 @@ class Manifest(_Written):
     def of(cls, body: Any) -> Manifest:
         """See `_Written`."""
         said = (body.get("format"), body.get("version")) if isinstance(body, dict) else (None, None)
-        if said != (FORMAT, VERSION) or type(said[1]) is not int:
+        if said[0] != FORMAT or type(said[1]) is not int or said[1] not in _READ_VERSIONS:
             raise ValueError(f"format {shortened(said[0])}, version {shortened(said[1])}")
         found = ManifestBody.model_validate(body)
         names = ("versions", "plan", "engine", "client_state", "module")

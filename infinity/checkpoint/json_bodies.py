@@ -15,6 +15,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from infinity.config.untrusted import METADATA_NBYTES_MAX, plain_name, shortened
+from infinity.plan.shards import Range, local_numel
 from infinity.plan.types import DTYPE_NBYTES, SAVE_BLOCK_NBYTES
 
 # An extent begins at a multiple of this many bytes; a block of it has a checksum.
@@ -26,6 +27,8 @@ PARAM, REMAINDER, MASTER, BUFFER = "param", "remainder", "master", "buffer"
 NUMBER_MAX = 2**62
 _BELOW = 2**63
 _DIMS_MAX = 64
+# Most ranges of a shard: those of a packed weight are one for each that is packed.
+_RANGES_MAX = 64
 # Most entries of a list or an object: pydantic keeps a finding for each wrong one.
 _ENTRIES_MAX = 1_000_000
 _Value = TypeVar("_Value")
@@ -169,7 +172,15 @@ class PlanBody(Body):
     fingerprint: Text
     stage: Count
     world_size: Count
+    dp: Count | None = None
+    tp: Annotated[Count, Field(ge=1)] = 1
     compute_dtype: Dtype
+
+    @model_validator(mode="after")
+    def _axes_agree(self) -> PlanBody:
+        if self.dp is not None and self.dp * self.tp != self.world_size:
+            raise ValueError(f"{self.dp} x {self.tp} ranks are not {self.world_size}")
+        return self
 
 
 class ManifestBody(Body):
@@ -252,10 +263,25 @@ ExtentRow = tuple[
     Annotated[str, Field(strict=True)], Annotated[Count, Field(multiple_of=ALIGNMENT)],
     Annotated[Count, Field(multiple_of=ALIGNMENT)], Few[list[Crc]],
 ]  # fmt: skip
-# tensor, kind, dtype, start, numel, extent, offset: names are looked up in the manifest.
-ArrayRow = tuple[
-    Annotated[str, Field(strict=True)], Annotated[str, Field(strict=True)], Annotated[str, Field(strict=True)], Count,
-    Count, Count, Count,
+# dim, ranges along it.
+ShardRow = tuple[
+    Annotated[Count, Field(lt=_DIMS_MAX)],
+    Annotated[list[tuple[Count, Count]], Field(min_length=1, max_length=_RANGES_MAX)],
+]
+
+
+def _with_shard(row: Any) -> Any:
+    # Version 1 has none.
+    return [*row, None] if isinstance(row, list) and len(row) == 7 else row
+
+
+# tensor, kind, dtype, start, numel, extent, offset, shard: names are looked up in the manifest.
+ArrayRow = Annotated[
+    tuple[
+        Annotated[str, Field(strict=True)], Annotated[str, Field(strict=True)], Annotated[str, Field(strict=True)],
+        Count, Count, Count, Count, Count | None,
+    ],
+    BeforeValidator(_with_shard),
 ]  # fmt: skip
 
 
@@ -265,6 +291,7 @@ class IndexBody(Body):
     rank: Count
     files: Few[dict[FileName, Count]]
     extents: Few[list[ExtentRow]]
+    shards: Few[list[ShardRow]] = []
     arrays: Few[list[ArrayRow]]
     rng: dict[Text, Any]
     singles: Few[dict[TensorName, dict[Text, Any]]]
@@ -286,10 +313,23 @@ class IndexBody(Body):
         return self
 
     @model_validator(mode="after")
+    def _shards_are_in_order(self) -> IndexBody:
+        for number, (dim, ranges) in enumerate(self.shards):
+            before = 0
+            for begin, end in ranges:
+                if not before <= begin < end:
+                    raise ValueError(f"shard {number} has {begin} to {end} of dimension {dim}, behind {before}")
+                before = end
+        for tensor, *_, named in self.arrays:
+            if named is not None and named >= len(self.shards):
+                raise ValueError(f"{shortened(tensor)} is of shard {named} of {len(self.shards)}")
+        return self
+
+    @model_validator(mode="after")
     def _arrays_lie_in_extents(self) -> IndexBody:
         sizes = [extent[2] for extent in self.extents]
         before, end = -1, 0
-        for tensor, _, dtype, _, numel, extent, offset in sorted(self.arrays, key=itemgetter(5, 6)):
+        for tensor, _, dtype, _, numel, extent, offset, *_ in sorted(self.arrays, key=itemgetter(5, 6)):
             if extent >= len(sizes) or dtype not in DTYPE_NBYTES:
                 raise ValueError(f"{shortened(tensor)} lies in extent {extent} of {len(sizes)} as {shortened(dtype)}")
             if not numel:
@@ -301,6 +341,16 @@ class IndexBody(Body):
                 where = f"byte {end} of extent {extent}, which has {sizes[extent]}"
                 raise ValueError(f"{shortened(tensor)} ends at {where}")
         return self
+
+
+class Part(Protocol):
+    """What a shard has of a tensor."""
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def ranges(self) -> tuple[Range, ...]: ...
 
 
 class Stretch(Protocol):
@@ -321,9 +371,15 @@ class Stretch(Protocol):
     @property
     def numel(self) -> int: ...
 
+    @property
+    def shard(self) -> Part | None: ...
+
 
 class Info(Protocol):
     """A tensor of the model."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def dtype(self) -> str: ...
@@ -346,8 +402,15 @@ def disagreement(arrays: Iterable[Stretch], tensors: Mapping[str, Info]) -> str:
         stop = array.start + array.numel
         if array.dtype != wanted:
             return f"it holds {array.tensor} ({array.kind}) as {array.dtype}, which is kept as {wanted}"
-        if stop > numels[array.tensor]:
+        if array.shard is None and stop > numels[array.tensor]:
             return f"it holds elements up to {stop} of {array.tensor}, which has {numels[array.tensor]}"
+        if array.shard is not None:
+            dim, end = array.shard.dim, array.shard.ranges[-1][1]
+            if dim >= len(info.shape) or end > info.shape[dim]:
+                shape = shortened(list(info.shape))
+                return f"it holds a shard of {array.tensor} up to {end} of dimension {dim}, which has the shape {shape}"
+            if stop > (numel := local_numel(info.shape, dim, array.shard.ranges)):
+                return f"it holds elements up to {stop} of a shard of {array.tensor}, which has {numel}"
     return ""
 
 

@@ -1,16 +1,17 @@
 """The bytes of a rank's partitions that a checkpoint holds, and the tensors' elements that they are.
 
 A piece is a range of one partition's buffer that becomes one extent: the whole partition where each rank has its own,
-an equal share of it where every rank has the same. A load fills whole partitions.
+an equal share of it where every rank has the same. A load fills whole partitions. `tensor`: the rank's index on the
+tensor axis; arrays of what that axis cuts name their shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from infinity.checkpoint.format import PARAM, Array
-from infinity.plan.layout import Slice
+from infinity.checkpoint.format import PARAM, Array, ShardRanges
+from infinity.plan.layout import Slice, Slot
 from infinity.plan.plan import Plan
 from infinity.plan.types import CACHE_LINE, DTYPE_NBYTES, Key, Kind, PartitionSpec
 
@@ -28,19 +29,30 @@ class TensorSpan:
     arrays: tuple[Array, ...]
 
 
-def shares(plan: Plan, index: int, *, frozen: bool = True) -> list[TensorSpan]:
-    """Return what this rank writes; all ranks together write every element once. frozen: with untrained parameters."""
-    return [
-        piece
-        for spec in _specs(plan, frozen=frozen)
-        for piece in _pieces(plan, spec, index, shared=plan.topology.dp > 1)
-        if piece.arrays
-    ]
+def shares(plan: Plan, index: int, tensor: int = 0, *, frozen: bool = True) -> list[TensorSpan]:
+    """Return what this rank writes; all ranks together write every element once. frozen: with untrained parameters.
+
+    What the tensor axis does not cut is the same on all of its ranks, and the first one's arrays have it.
+    """
+    found = []
+    for spec in _specs(plan, frozen=frozen):
+        for piece in _pieces(plan, spec, index, tensor, shared=plan.topology.dp > 1):
+            arrays = tuple(array for array in piece.arrays if tensor == 0 or array.shard is not None)
+            if arrays:
+                found.append(replace(piece, arrays=arrays))
+    return found
 
 
-def holdings(plan: Plan, index: int) -> list[TensorSpan]:
+def holdings(plan: Plan, index: int, tensor: int = 0) -> list[TensorSpan]:
     """Return what this rank holds: one piece for each partition of parameters and states."""
-    return [piece for spec in _specs(plan, frozen=True) for piece in _pieces(plan, spec, index, shared=False)]
+    return [piece for spec in _specs(plan, frozen=True) for piece in _pieces(plan, spec, index, tensor, shared=False)]
+
+
+def shard_ranges(slot: Slot, tensor: int) -> ShardRanges | None:
+    """Return what a rank of the tensor axis has of a slot's parameter; None where that is all of it."""
+    if slot.shard is None or slot.shard.parts == 1:
+        return None
+    return ShardRanges(slot.shard.dim, tuple(each for each in slot.shard.ranges(tensor) if each[0] < each[1]))
 
 
 def _specs(plan: Plan, *, frozen: bool) -> Iterator[PartitionSpec]:
@@ -50,7 +62,7 @@ def _specs(plan: Plan, *, frozen: bool) -> Iterator[PartitionSpec]:
             yield spec
 
 
-def _pieces(plan: Plan, spec: PartitionSpec, index: int, *, shared: bool) -> Iterator[TensorSpan]:
+def _pieces(plan: Plan, spec: PartitionSpec, index: int, tensor: int, *, shared: bool) -> Iterator[TensorSpan]:
     """Yield the pieces of one partition. shared: only this rank's share of a partition that every rank has."""
     states = spec.key.kind is Kind.STATES
     units = [spec.key.index] if not states else [piece.unit for piece in plan.sub_groups[spec.key.index].slices]
@@ -60,14 +72,16 @@ def _pieces(plan: Plan, spec: PartitionSpec, index: int, *, shared: bool) -> Ite
         arrays = [
             array
             for section in spec.sections
-            for array in _arrays(plan, spec.key, section.kind.value, section.dtype, index, 0, numel, section.offset)
+            for array in _arrays(
+                plan, spec.key, section.kind.value, section.dtype, index, tensor, 0, numel, section.offset
+            )
         ]
         yield TensorSpan(spec.key, part, 0, spec.nbytes, tuple(arrays))
         return
     first, last = (_cut(numel, at, plan.topology.dp) for at in (index, index + 1))
     for section in spec.sections:
         width = DTYPE_NBYTES[section.dtype]
-        arrays = list(_arrays(plan, spec.key, section.kind.value, section.dtype, index, first, last, 0))
+        arrays = list(_arrays(plan, spec.key, section.kind.value, section.dtype, index, tensor, first, last, 0))
         yield TensorSpan(spec.key, part, section.offset + first * width, (last - first) * width, tuple(arrays))
 
 
@@ -77,7 +91,7 @@ def _cut(numel: int, index: int, size: int) -> int:
 
 
 def _arrays(
-    plan: Plan, key: Key, kind: str, dtype: str, index: int, first: int, last: int, offset: int
+    plan: Plan, key: Key, kind: str, dtype: str, index: int, tensor: int, first: int, last: int, offset: int
 ) -> Iterator[Array]:
     """Yield the parts of tensors in elements [first, last) of a partition. offset: the byte of element `first`."""
     width = DTYPE_NBYTES[dtype]
@@ -91,6 +105,7 @@ def _arrays(
             yield Array(
                 tensor=overlap.slot.name, kind=kind, dtype=dtype, start=overlap.tensor_start, numel=overlap.numel,
                 extent=0, offset=offset + (begin - first + overlap.range_start) * width,
+                shard=shard_ranges(overlap.slot, tensor),
             )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Filling a rank's partitions from a checkpoint, or from any other source of weights.
 
 Where the checkpoint was partitioned as the plan is, whole extents are read into the partitions' memory; elsewhere each
-part of a tensor is read by name and range. Where parameters are kept in another precision, fp32 masters are made first
-and stored as this plan stores them. One partition (or sub-group) is filled at a time, so that extra memory is bounded.
+part of a tensor is read by name and range, and of what the tensor axis cuts, this rank's runs are picked from it. Where
+parameters are kept in another precision, fp32 masters are made first and stored as this plan stores them. One partition
+(or sub-group) is filled at a time, so that extra memory is bounded.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ import torch
 from torch import Tensor
 
 from infinity.checkpoint.files import ExtentReader
-from infinity.checkpoint.format import MASTER, PARAM, REMAINDER, FileExtent, TensorInfo
-from infinity.checkpoint.pieces import TensorSpan, holdings
+from infinity.checkpoint.format import MASTER, PARAM, REMAINDER, FileExtent, ShardRanges, TensorInfo
+from infinity.checkpoint.pieces import TensorSpan, holdings, shard_ranges
 from infinity.memory.master_weights import store_masters
 from infinity.memory.pages import page_aligned
 from infinity.memory.partition import DTYPES, Partition, State
+from infinity.memory.shard_copy import read_shard
 from infinity.memory.store import TieredStore
 from infinity.ops.adam import join
 from infinity.plan.layout import Overlap, Slice, SubGroup
 from infinity.plan.plan import Plan
-from infinity.plan.types import DTYPE_NBYTES, Key, Kind
+from infinity.plan.types import DTYPE_NBYTES, FLOATING_DTYPES, Key, Kind
 
 # Masters made at a time, in elements.
 _CHUNK_NUMEL = 1 << 20
 _COMPANIONS = (REMAINDER, MASTER)
+# Dtypes as which elements are moved, whatever they are.
+_BY_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ValueSource(Protocol):
@@ -46,6 +50,11 @@ class ValueSource(Protocol):
     def read(self, name: str, kind: str, start: int, numel: int, out: Tensor) -> None:
         """Read elements of one kind, unconverted, into `out` ([numel], of the kind's width)."""
 
+    def read_shard(self, name: str, kind: str, shard: ShardRanges, start: int, numel: int, out: Tensor) -> bool:
+        """As `read`, with elements counted in the order of a shard's; False, and nothing read, where the source does
+        not have them so.
+        """
+
     def extent_of(self, piece: TensorSpan) -> FileExtent | None:
         """Return the extent that holds exactly the arrays of a piece; None where there is none."""
 
@@ -62,6 +71,7 @@ class CheckpointSource:
         self.tensors = reader.manifest.tensors
         self._reader = reader
         self.read = reader.read
+        self.read_shard = reader.read_shard
         self.read_bytes = reader.read_bytes
         self._rooms: dict[str, Tensor] = {}
 
@@ -102,7 +112,8 @@ class CheckpointSource:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """What is filled. names: the source's name of each of the model's tensors, None for one that keeps its values.
+    """What is filled. index, tensor: the rank's on the data and the tensor axis. names: the source's name of each of
+    the model's tensors, None for one that keeps its values.
 
     moments: fill the optimizer's moments, too. start: the value of moments that the source does not have.
     """
@@ -112,12 +123,77 @@ class Filling:
     names: Mapping[str, str | None]
     moments: bool
     start: float
+    tensor: int = 0
 
 
-def fill_partitions(filling: Filling, store: TieredStore, source: ValueSource) -> None:
+class ShardedSource:
+    """A source as a rank's partitions see it: tensors have the model's names, and elements of what the tensor axis cuts
+    count in the order of the rank's shard. Any source of whole tensors serves it.
+    """
+
+    def __init__(self, filling: Filling, source: ValueSource) -> None:
+        self._names = filling.names
+        self._source = source
+        self._shards = {
+            slot.name: shard_ranges(slot, filling.tensor) for layout in filling.plan.layouts for slot in layout.slots
+        }
+        self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def info(self, name: str) -> TensorInfo | None:
+        """Return what the source has of a tensor; None where it has none and the values stay."""
+        source = self._names[name]
+        return None if source is None else self._source.tensors[source]
+
+    def masters(self, name: str, start: int, numel: int) -> Tensor:
+        """Return elements [start, start + numel) as `ValueSource.masters` does; valid until the next call."""
+        source, shard = self._names[name], self._shards[name]
+        assert source is not None
+        if shard is None:
+            return self._source.masters(source, start, numel)
+        info = self._source.tensors[source]
+        dtype = torch.float32 if info.dtype in FLOATING_DTYPES else DTYPES[info.dtype]
+        if self._room.numel() < numel * dtype.itemsize:
+            self._room = page_aligned(numel * dtype.itemsize)
+        found = self._room[: numel * dtype.itemsize].view(dtype)
+
+        def read(first: int, out: Tensor) -> None:
+            for at in range(0, out.numel(), _CHUNK_NUMEL):
+                part = out[at : at + _CHUNK_NUMEL]
+                part.copy_(self._source.masters(source, first + at, part.numel()))
+
+        read_shard(read, info.shape, shard.dim, shard.ranges, start, found)
+        return found
+
+    def read(self, name: str, kind: str, start: int, numel: int, out: Tensor) -> None:
+        """Read elements of one kind, unconverted, into `out` ([numel], of the kind's width, or as bytes)."""
+        source, shard = self._names[name], self._shards[name]
+        assert source is not None
+        if shard is None:
+            self._source.read(source, kind, start, numel, out)
+        elif numel and not self._source.read_shard(source, kind, shard, start, numel, out):
+            values = out.view(_BY_WIDTH[out.nbytes // numel])
+            shape = self._source.tensors[source].shape
+            read_shard(
+                lambda first, part: self._source.read(source, kind, first, part.numel(), part), shape, shard.dim,
+                shard.ranges, start, values,
+            )  # fmt: skip
+
+    def extent_of(self, piece: TensorSpan) -> FileExtent | None:
+        """Return the extent that holds exactly the arrays of a piece; None where there is none, or names differ."""
+        renamed = any(self._names[array.tensor] != array.tensor for array in piece.arrays)
+        return None if renamed else self._source.extent_of(piece)
+
+    def read_bytes(self, extent: FileExtent, begin: int, target: Tensor) -> None:
+        """Read bytes of an extent from `begin` on into `target` ([n] uint8)."""
+        self._source.read_bytes(extent, begin, target)
+
+
+def fill_partitions(filling: Filling, store: TieredStore, values: ValueSource) -> None:
     """Fill this rank's partitions from a source."""
-    raw = all(_is_raw(filling, source, piece) for piece in holdings(filling.plan, filling.index))
-    for piece in holdings(filling.plan, filling.index):
+    source = ShardedSource(filling, values)
+    pieces = holdings(filling.plan, filling.index, filling.tensor)
+    raw = all(_is_raw(filling, source, piece) for piece in pieces)
+    for piece in pieces:
         if not piece.nbytes:
             continue
         if store[piece.key].state is State.FAILED:
@@ -127,33 +203,31 @@ def fill_partitions(filling: Filling, store: TieredStore, source: ValueSource) -
         elif piece.key.kind is Kind.STATES:
             _fill_group(filling, store, source, piece)
         elif not filling.plan.layouts[piece.key.index].trainable:
-            _fill_frozen(filling, store, source, piece)
+            _fill_frozen(store, source, piece)
     store.settle()
 
 
-def _is_raw(filling: Filling, source: ValueSource, piece: TensorSpan) -> bool:
+def _is_raw(filling: Filling, source: ShardedSource, piece: TensorSpan) -> bool:
     """Return whether the source keeps the same kinds in the same dtypes as the plan, so that bytes can be copied."""
     for array in piece.arrays:
-        name = filling.names[array.tensor]
-        if name is None or (array.kind not in (PARAM, *_COMPANIONS) and not filling.moments):
+        info = source.info(array.tensor)
+        if info is None or (array.kind not in (PARAM, *_COMPANIONS) and not filling.moments):
             continue
-        info = source.tensors[name]
         if array.kind not in info.kinds or (array.kind == PARAM and info.dtype != array.dtype):
             return False
     return True
 
 
-def _fill_raw(filling: Filling, store: TieredStore, source: ValueSource, piece: TensorSpan) -> None:
+def _fill_raw(filling: Filling, store: TieredStore, source: ShardedSource, piece: TensorSpan) -> None:
     wanted = [
         array
         for array in piece.arrays
-        if filling.names[array.tensor] is not None and (filling.moments or array.kind in (PARAM, *_COMPANIONS))
+        if source.info(array.tensor) is not None and (filling.moments or array.kind in (PARAM, *_COMPANIONS))
     ]
     if not wanted:
         return
     whole = len(wanted) == len(piece.arrays)
-    renamed = any(filling.names[array.tensor] != array.tensor for array in wanted)
-    extent = source.extent_of(piece) if whole and not renamed else None
+    extent = source.extent_of(piece) if whole else None
     with store.write(piece.key, fresh=whole) as (partition,):
         assert partition.buffer is not None
         if extent is not None:
@@ -161,29 +235,27 @@ def _fill_raw(filling: Filling, store: TieredStore, source: ValueSource, piece: 
             source.read_bytes(extent, 0, partition.buffer[:nbytes])
         else:
             for array in wanted:
-                name = filling.names[array.tensor]
-                assert name is not None
                 out = partition.buffer[array.offset : array.offset + array.nbytes]
-                source.read(name, array.kind, array.start, array.numel, out)
+                source.read(array.tensor, array.kind, array.start, array.numel, out)
     store.flush(piece.key)
 
 
-def _fill_frozen(filling: Filling, store: TieredStore, source: ValueSource, piece: TensorSpan) -> None:
+def _fill_frozen(store: TieredStore, source: ShardedSource, piece: TensorSpan) -> None:
     """Fill a unit that is not trained from another dtype."""
     with store.write(piece.key) as (partition,):
         values = partition.view(Kind.PARAM)
         for array in piece.arrays:
-            name = filling.names[array.tensor]
+            if source.info(array.tensor) is None:
+                continue
             first = array.offset // DTYPE_NBYTES[array.dtype]
-            for begin in range(0, array.numel if name is not None else 0, _CHUNK_NUMEL):
-                assert name is not None
+            for begin in range(0, array.numel, _CHUNK_NUMEL):
                 numel = min(_CHUNK_NUMEL, array.numel - begin)
-                masters = source.masters(name, array.start + begin, numel)
+                masters = source.masters(array.tensor, array.start + begin, numel)
                 values[first + begin : first + begin + numel].copy_(masters)
     store.flush(piece.key)
 
 
-def _fill_group(filling: Filling, store: TieredStore, source: ValueSource, piece: TensorSpan) -> None:
+def _fill_group(filling: Filling, store: TieredStore, source: ShardedSource, piece: TensorSpan) -> None:
     """Fill a sub-group's masters, which lie in its parameters and its states, and its moments."""
     plan = filling.plan
     group = plan.sub_groups[piece.key.index]
@@ -191,8 +263,8 @@ def _fill_group(filling: Filling, store: TieredStore, source: ValueSource, piece
     with store.write(piece.key) as (states,), store.write(*params) as partitions:
         by_unit = dict(zip((key.index for key in params), partitions, strict=True))
         for part, at, overlap in _overlaps(plan, filling.index, group):
-            name = filling.names[overlap.slot.name]
-            if name is None:
+            name = overlap.slot.name
+            if source.info(name) is None:
                 continue
             target = by_unit[part.unit].view(Kind.PARAM)[part.start + overlap.range_start :][: overlap.numel]
             first = at + overlap.range_start
@@ -201,16 +273,18 @@ def _fill_group(filling: Filling, store: TieredStore, source: ValueSource, piece
                 masters = source.masters(name, overlap.tensor_start + begin, piece_of.numel())
                 store_masters(masters.float(), piece_of, states, first + begin)
             if filling.moments:
-                _fill_moments(filling, source, states, name, overlap, first)
+                _fill_moments(filling, source, states, overlap, first)
     store.flush(piece.key, *params)
 
 
 def _fill_moments(
-    filling: Filling, source: ValueSource, states: Partition, name: str, overlap: Overlap, first: int
+    filling: Filling, source: ShardedSource, states: Partition, overlap: Overlap, first: int
 ) -> None:
+    name = overlap.slot.name
+    info = source.info(name)
     for kind in filling.plan.request.moments:
         values = states.view(kind)[first : first + overlap.numel]
-        if kind.value in source.tensors[name].kinds:
+        if info is not None and kind.value in info.kinds:
             source.read(name, kind.value, overlap.tensor_start, overlap.numel, values)
         else:
             values.fill_(filling.start)

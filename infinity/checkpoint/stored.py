@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.format import PARAM, FileExtent, TensorInfo
+from infinity.checkpoint.format import PARAM, FileExtent, ShardRanges, TensorInfo
 from infinity.checkpoint.pieces import TensorSpan
 from infinity.plan.spec import dtype_name
 
@@ -47,6 +47,10 @@ class Stored:
         """Read elements, unconverted, into `out`."""
         stored = self._stored[name]
         stored.read(start, out.view(stored.dtype))
+
+    def read_shard(self, name: str, kind: str, shard: ShardRanges, start: int, numel: int, out: Tensor) -> bool:
+        """Return False: tensors are whole."""
+        return False
 
     def extent_of(self, piece: TensorSpan) -> FileExtent | None:
         """Return None: there are no extents."""

@@ -25,9 +25,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infinity.checkpoint.format import sync_folder
+from infinity.checkpoint.format import ShardRanges, sync_folder
 from infinity.errors import ConfigError, StateError, TransferError
 from infinity.memory.partition import DTYPES
+from infinity.plan.shards import runs
 from infinity.plan.types import DTYPE_NBYTES, SAFETENSORS_NAMES
 
 _SUFFIX = ".safetensors"
@@ -163,6 +164,20 @@ class WeightWriter:
             if low < high:
                 part = values[(low - start) * itemsize : (high - start) * itemsize]
                 self._put(file, offset + (low - begin) * itemsize, part)
+
+    def write_shard(
+        self, source: str, shape: Sequence[int], shard: ShardRanges, start: int, values: memoryview
+    ) -> None:
+        """As `write`, for elements from `start` on of a shard of a tensor of shape `shape`. Only the shard's own bytes
+        of a file are touched: other ranks write what lies between them.
+        """
+        if source not in self._places:
+            return
+        itemsize = DTYPE_NBYTES[self._places[source][0][1].dtype]
+        for run in runs(shape, shard.dim, shard.ranges, start, len(values) // itemsize):
+            for row in range(run.count):
+                at = (run.local - start + row * run.local_step) * itemsize
+                self.write(source, run.whole + row * run.whole_step, values[at : at + run.length * itemsize])
 
     def sync(self) -> None:
         """Block until the drive has everything that was written."""

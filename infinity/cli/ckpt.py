@@ -112,10 +112,14 @@ def show(folder: Path, facts: dict[str, Any], *, tensors: bool) -> str:
                   f"{facts['numel']['frozen']:,} frozen"],
         ["run", f"{counters['global_steps']:,} steps ({counters['skipped_steps']:,} skipped), "
                 f"{counters['global_samples']:,} samples, {facts['optimizer']}"],
-        ["plan", f"stage {plan['stage']}, {plan['world_size']} rank(s), {plan['compute_dtype']}"],
+        ["plan", f"stage {plan['stage']}, {plan['world_size']} rank(s){_axes(plan)}, {plan['compute_dtype']}"],
         ["files", f"{len(facts['files'])} of {facts['ranks']} rank(s), {format_bytes(sum(facts['files'].values()))}"],
     ]  # fmt: skip
     return "\n".join([format_table(rows, right=False), "", *_tables(facts, tensors=tensors)])
+
+
+def _axes(plan: Mapping[str, Any]) -> str:
+    return f" (data {plan['dp']}, tensor {plan['tp']})" if plan.get("tp", 1) > 1 else ""
 
 
 def _tables(facts: Mapping[str, Any], *, tensors: bool) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from infinity.checkpoint.describe import describe_model, sources_of
 from infinity.checkpoint.description import SHARD_NBYTES, copy_files, float_dtype
 from infinity.checkpoint.module_tensors import persistent_buffers
+from infinity.checkpoint.pieces import shard_ranges
 from infinity.checkpoint.ranks import run_on_all_ranks
 from infinity.checkpoint.weight_writer import (
     EXPORT_NUMEL,
@@ -33,7 +34,7 @@ from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError, StateError
 from infinity.log import PhaseProgress
 from infinity.memory.master_weights import load_masters
-from infinity.plan.layout import UnitLayout, states_of
+from infinity.plan.layout import Slot, UnitLayout, states_of
 from infinity.plan.types import Kind
 from infinity.zero.unit import Unit
 
@@ -45,7 +46,8 @@ def export_folder(
     """See `Engine.export`. stem: name of the weights' file. frozen: with parameters that are not trained."""
     runtime.hooks.check_tree()
     chosen = float_dtype(dtype)
-    description, sources = describe_model(runtime.module), sources_of(runtime.module)
+    shapes = runtime.whole_shapes
+    description, sources = describe_model(runtime.module, shapes), sources_of(runtime.module, shapes)
     if not frozen:
         trained = {slot.name for unit in runtime.units if unit.layout.trainable for slot in unit.layout.slots}
         sources = [source for source in sources if source.name in trained]
@@ -100,10 +102,14 @@ def _write(runtime: Runtime, shards: Sequence[WeightFile], made: Path) -> int:
     with WeightWriter(made, shards, create=False) as writer:
         wanted = writer.dtypes
         total = sum(entry.nbytes for shard in shards for entry, _ in shard.entries)
-        progress = PhaseProgress(f"export to {made.parent}", total // groups.data.size)
-        for name, start, values in _elements(runtime, wanted):
-            raw = as_bytes(values, wanted[name], name)
-            writer.write(name, start, raw)
+        progress = PhaseProgress(f"export to {made.parent}", total // groups.world.size)
+        for slot, start, values in _elements(runtime, wanted):
+            raw = as_bytes(values, wanted[slot.name], slot.name)
+            shard = shard_ranges(slot, groups.tensor.index)
+            if shard is None:
+                writer.write(slot.name, start, raw)
+            else:
+                writer.write_shard(slot.name, slot.whole_shape, shard, start, raw)
             progress.advance(len(raw))
         if groups.ranks.rank == 0:
             for name, buffer in persistent_buffers(runtime.module).items():
@@ -113,11 +119,14 @@ def _write(runtime: Runtime, shards: Sequence[WeightFile], made: Path) -> int:
         return writer.written_nbytes
 
 
-def _elements(runtime: Runtime, wanted: Mapping[str, str]) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield (tensor, first element, values [n] on the CPU) for all elements of parameters that this rank writes."""
+def _elements(runtime: Runtime, wanted: Mapping[str, str]) -> Iterator[tuple[Slot, int, Tensor]]:
+    """Yield (slot, first element in its order, values [n] on the CPU) for all that this rank writes of parameters."""
     for unit in runtime.units:
         layout: UnitLayout = unit.layout
-        dtypes = {wanted[slot.name] for slot in layout.slots if slot.name in wanted}
+        # What is not cut is the same on all ranks of the tensor axis.
+        first_of_axis = runtime.groups.tensor.index == 0
+        mine = [slot for slot in layout.slots if first_of_axis or slot.shard is not None]
+        dtypes = {wanted[slot.name] for slot in mine if slot.name in wanted}
         if not dtypes:
             continue
         first, start, stop = _own_range(runtime, unit)
@@ -125,9 +134,9 @@ def _elements(runtime: Runtime, wanted: Mapping[str, str]) -> Iterator[tuple[str
         masters = layout.trainable and dtypes == {"fp32"} and layout.dtype != "fp32"
         for at, values in (_masters if masters else _values)(runtime, unit, start, stop):
             for piece in layout.overlaps(first + at, first + at + values.numel()):
-                if piece.slot.name in wanted:
+                if piece.slot.name in wanted and piece.slot in mine:
                     own = values[piece.range_start : piece.range_start + piece.numel]
-                    yield piece.slot.name, piece.tensor_start, own
+                    yield piece.slot, piece.tensor_start, own
 
 
 def _own_range(runtime: Runtime, unit: Unit) -> tuple[int, int, int]:

@@ -29,7 +29,6 @@ from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, groups_of
 from infinity.engine.preflight import checkpointed_blocks, preflight, remarks
 from infinity.engine.step import Boundary
-from infinity.engine.tensor_plan import tensor_axis_of
 from infinity.errors import ConfigError
 from infinity.log import configure_logging, logger, warn_once
 from infinity.memory.ledger import Ledger
@@ -39,6 +38,7 @@ from infinity.observability.monitors import check_installed
 from infinity.optim.factory import Chosen, adam_from_params, from_name, from_torch, no_optimizer
 from infinity.optim.lr import build_scheduler, check_steps_alone
 from infinity.optim.optimizer_view import TieredOptimizer
+from infinity.plan.model_styles import tensor_axis_of
 from infinity.plan.plan import Plan
 from infinity.plan.spec import dtype_name, module_tree
 from infinity.plan.types import Kind

@@ -71,7 +71,8 @@ class Found:
     """A checkpoint, ours or DeepSpeed's, or a folder of weights, that suits the model.
 
     state: of the run; None for weights alone. has_states: an optimizer had something to step. singles, rng: of every
-    rank that saved. identity: the same on ranks that see the same files. source: opens the values.
+    rank that saved; no rng where ranks stand elsewhere. identity: the same on ranks that see the same files. source:
+    opens the values.
     """
 
     folder: Path
@@ -137,7 +138,8 @@ class Load:
         manifest = read_manifest(folder)
         indexes = check_files(folder, manifest)
         has_states = any(info.trainable for info in manifest.tensors.values())
-        singles, rng = [index.singles for index in indexes], [index.rng for index in indexes]
+        singles = [index.singles for index in indexes]
+        rng = [index.rng for index in indexes] if self._keeps_places(manifest) else []
         self._check_run(folder, manifest.engine, singles, rng, has_states=has_states)
         matched = self._match(folder, manifest.tensors, manifest.tied)
         with ExtentReader(folder, manifest, indexes) as reader:
@@ -146,6 +148,14 @@ class Load:
             folder, matched, manifest.id, partial(_extents, folder, manifest, indexes), manifest.engine, has_states,
             singles, rng, _client_state(folder, manifest),
         )  # fmt: skip
+
+    def _keeps_places(self, manifest: Manifest) -> bool:
+        """Whether a rank stands where the one of its number stood at the save, and takes its random states. Along the
+        data axis alone that holds for every rank that there was.
+        """
+        topology = self.runtime.plan.topology
+        saved, own = manifest.axes, (topology.dp, topology.tp)
+        return saved == own or saved[1] == own[1] == 1
 
     def _look_at_deepspeed(self, folder: Path) -> Found:
         theirs = read_deepspeed(folder)
@@ -198,7 +208,7 @@ class Load:
         filling = Filling(
             plan=runtime.plan, index=runtime.groups.data.index, names=found.match.source,
             moments=found.has_states and options.optimizer and not options.module_only,
-            start=runtime.stepper.rule.start,
+            start=runtime.stepper.rule.start, tensor=runtime.groups.tensor.index,
         )  # fmt: skip
 
         def job() -> None:
@@ -246,7 +256,8 @@ def _weights(folder: Path, runtime: Runtime) -> Iterator[ValueSource]:
 def _extents(
     folder: Path, manifest: Manifest, indexes: Sequence[RankIndex], runtime: Runtime
 ) -> Iterator[ValueSource]:
-    total = sum(piece.nbytes for piece in holdings(runtime.plan, runtime.groups.data.index))
+    groups = runtime.groups
+    total = sum(piece.nbytes for piece in holdings(runtime.plan, groups.data.index, groups.tensor.index))
     tell = PhaseProgress(f"loading {folder}", total).advance
     with checkpoint_queue(runtime) as queue, ExtentReader(folder, manifest, indexes, queue, tell) as reader:
         yield CheckpointSource(reader)

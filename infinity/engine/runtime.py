@@ -88,6 +88,16 @@ class Runtime:
     health: Health = field(default_factory=Health)
 
     @property
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes before the tensor axis cuts them of the parameters that it does cut, by name."""
+        return {
+            slot.name: slot.whole_shape
+            for layout in self.plan.layouts
+            for slot in layout.slots
+            if slot.shard is not None
+        }
+
+    @property
     def loss_scale(self) -> float:
         """What the loss is multiplied by: fp16's present loss scale, 1 in other precisions."""
         return self.scaler.scale if self.scaler is not None else 1.0

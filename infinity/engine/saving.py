@@ -79,14 +79,16 @@ class SaveContents:
     @classmethod
     def of(cls, runtime: Runtime, run: Run, request: SaveRequest, client_state: ClientState) -> SaveContents:
         """Look at everything that a checkpoint keeps, and copy none of it. Raise what cannot be saved."""
-        rank, module = runtime.groups.ranks.rank, runtime.module
+        groups, module = runtime.groups, runtime.module
+        rank = groups.ranks.rank
         kind = type(module)
         manifest = {
             "tensors": tensors_of(runtime, frozen=request.frozen),
             "tied": tied_names(module),
             # For readers that have none of the model's code.
             "module": {
-                "class": f"{kind.__module__}.{kind.__qualname__}", "export": describe_model(module).to_json(),
+                "class": f"{kind.__module__}.{kind.__qualname__}",
+                "export": describe_model(module, runtime.whole_shapes).to_json(),
             },
             "engine": run.to_json(path=request.directory),
         }  # fmt: skip
@@ -96,7 +98,7 @@ class SaveContents:
         encoded = encode_client_state(_plain(own), tensors, path=request.directory) if rank == 0 else None
         capture = Capture(
             rank=rank,
-            pieces=tuple(shares(runtime.plan, runtime.groups.data.index, frozen=request.frozen)),
+            pieces=tuple(shares(runtime.plan, groups.data.index, groups.tensor.index, frozen=request.frozen)),
             buffers=_buffers_of(module) if rank == 0 else (),
             rng=random_state(runtime.device),
             singles=run.parameter_scalars(),
@@ -201,7 +203,8 @@ class Save:
                 "infinity": infinity.__version__, "torch": str(torch.__version__), "python": sys.version.split()[0],
             },
             plan={
-                "fingerprint": plan.fingerprint(), "stage": plan.request.stage, "world_size": plan.topology.dp,
+                "fingerprint": plan.fingerprint(), "stage": plan.request.stage,
+                "world_size": plan.topology.world_size, "dp": plan.topology.dp, "tp": plan.topology.tp,
                 "compute_dtype": plan.request.compute_dtype,
             },
             ranks=tuple(infos), client_state=self.contents.client_state, client=client, **self.contents.manifest,
@@ -238,13 +241,13 @@ def checkpoint_queue(runtime: Runtime) -> Queue:
 
 
 def tensors_of(runtime: Runtime, *, frozen: bool = True) -> dict[str, TensorInfo]:
-    """Return the model's tensors, buffers included, with the kinds that a checkpoint keeps of each. `frozen`: with the
-    elements of parameters that are not trained.
+    """Return the model's tensors, buffers included, in their whole shapes, with the kinds that a checkpoint keeps of
+    each. `frozen`: with the elements of parameters that are not trained.
     """
     kinds = tensor_kinds(runtime.plan)
     tensors = {
         slot.name: TensorInfo(
-            shape=slot.shape, dtype=layout.dtype, trainable=layout.trainable,
+            shape=slot.whole_shape, dtype=layout.dtype, trainable=layout.trainable,
             kinds=kinds[slot.name] if layout.trainable or frozen else (),
         )
         for layout in runtime.plan.layouts

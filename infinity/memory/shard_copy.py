@@ -32,7 +32,7 @@ def gather_shard(
     of shape `whole`, in order.
     """
     for run in runs(whole, dim, ranges, start, target.numel()):
-        size = (run.count, run.length)
+        size = (run.rows, run.length)
         part = _strided(target, run.local - start, size, run.local_step)
         part.copy_(_strided(flat, run.whole - first, size, run.whole_step))
 
@@ -44,7 +44,7 @@ def scatter_shard(
     `flat` has the elements from `first` on. The inverse of `gather_shard`.
     """
     for run in runs(whole, dim, ranges, start, source.numel()):
-        size = (run.count, run.length)
+        size = (run.rows, run.length)
         part = _strided(flat, run.whole - first, size, run.whole_step)
         part.copy_(_strided(source, run.local - start, size, run.local_step))
 
@@ -63,7 +63,7 @@ def read_shard(
         piece = target[begin - start : begin - start + numel]
         if _is_long(whole, dim, ranges, begin, numel, width):
             for run in runs(whole, dim, ranges, begin, numel):
-                for row in range(run.count):
+                for row in range(run.rows):
                     at = run.local + row * run.local_step - begin
                     read(run.whole + row * run.whole_step, piece[at : at + run.length])
             continue
@@ -88,7 +88,7 @@ def spread_shard(
     block_numel = _BLOCK_NBYTES // flat.element_size()
     if begin < end and _is_long(whole, dim, ranges, begin, end - begin, flat.element_size()):
         for run in runs(whole, dim, ranges, begin, end - begin):
-            for row in range(run.count):
+            for row in range(run.rows):
                 at = run.whole + row * run.whole_step - first
                 read(run.local + row * run.local_step, flat[at : at + run.length])
         return

@@ -28,9 +28,13 @@ def copy_in(tensor: Tensor, group: AxisGroup, what: str) -> Tensor:
 def sum_out(tensor: Tensor, group: AxisGroup, what: str, *, owned: bool = False) -> Tensor:
     """Return the sum of all ranks' tensors; gradients stay.
 
-    owned: the caller just made `tensor` and autograd has not saved it, so the sum may take its place in memory.
+    owned: the caller just made `tensor`, and the operation that made it does not need its values in backward (as
+    `F.linear`), so the sum may take its place in memory, under its own gradient function.
     """
-    return _Sum.apply(tensor, group, what, owned)
+    if owned and tensor.is_contiguous():
+        collectives.sum_in_order(tensor.detach(), group, f"sum of {what}")
+        return tensor
+    return _Sum.apply(tensor, group, what)
 
 
 def gather_columns(tensor: Tensor, group: AxisGroup, what: str) -> Tensor:
@@ -99,19 +103,14 @@ class _Copy(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: AxisGroup, what: str, owned: bool) -> Tensor:
-        if owned and tensor.is_contiguous():
-            ctx.mark_dirty(tensor)
-            total = tensor
-        else:
-            total = tensor.clone(memory_format=torch.contiguous_format)
-        collectives.sum_in_order(total, group, f"sum of {what}")
-        return total
+    def forward(ctx: Any, tensor: Tensor, group: AxisGroup, what: str) -> Tensor:
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        return collectives.sum_in_order(total, group, f"sum of {what}")
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _Gather(torch.autograd.Function):

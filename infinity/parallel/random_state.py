@@ -54,26 +54,43 @@ def _is_dropout(name: str, value: Any) -> bool:
 
 
 class OwnNumbers:
-    """Gives a rank random numbers of its own."""
+    """Gives a rank of a tensor group random numbers of its own, or back those that it shares."""
 
-    def __init__(self, index: int) -> None:
-        """index: the rank's, in the group whose ranks share their numbers."""
-        self._index = index
+    def __init__(self, group: AxisGroup) -> None:
+        self._group = group
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Draw from own numbers in the block, on the CPU and on `device`; restore the shared ones behind it."""
-        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) + self._index
-        # The functions of `torch` for the CPU alone: `torch.manual_seed` would seed every device.
-        shared = torch.get_rng_state()
-        accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-        shared_there = None if accelerator is None else accelerator.get_rng_state(device)
-        try:
-            torch.default_generator.manual_seed(seed)
-            if accelerator is not None:
-                accelerator.manual_seed(seed)
+        """Draw from own numbers in the block, on the CPU and on `device`; restore the former ones behind it."""
+        with _seeded(_draw() + self._group.index, device):
             yield
-        finally:
-            torch.set_rng_state(shared)
-            if accelerator is not None:
-                accelerator.set_rng_state(shared_there, device)
+
+    @contextmanager
+    def common_on(self, device: torch.device) -> Iterator[None]:
+        """The same with numbers that all ranks share, where former ones are own. Collective."""
+        seed = torch.tensor(_draw(), device=device)
+        collectives.broadcast(seed, self._group, 0, "broadcast of a random number")
+        with _seeded(int(seed), device):
+            yield
+
+
+def _draw() -> int:
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's default generators of the CPU and of `device`; restore their states behind the block."""
+    former = torch.get_rng_state()
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    former_there = None if accelerator is None else accelerator.get_rng_state(device)
+    try:
+        # `torch.manual_seed` would seed every device.
+        torch.default_generator.manual_seed(seed)
+        if accelerator is not None:
+            accelerator.manual_seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(former)
+        if accelerator is not None:
+            accelerator.set_rng_state(former_there, device)

@@ -137,16 +137,27 @@ def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup) -> Applied:
         return _Place(module, path, group, copies=not _lies_in(path, paths), root=model if cut else None)
 
     for path, role in axis.roles.items():
-        applied.wrap(model.get_submodule(path), _WRAPPERS[role], place(path))
-    numbers = OwnNumbers(group.index) if has_dropout(model) else None
+        # In a region a colwise module does nothing of its own.
+        if role is not Role.COLWISE or place(path).copies:
+            applied.wrap(model.get_submodule(path), _WRAPPERS[role], place(path))
+    numbers = OwnNumbers(group) if has_dropout(model) else None
     for region in regions:
         module, own = model.get_submodule(region.path), numbers if region.divided else None
         if axis.roles.get(region.path) is not Role.EXPERTS:
             first = next(iter(inspect.signature(module.forward).parameters), "")
-            applied.wrap(module, _region, place(region.path), first, own)
+            applied.wrap(module, _region, place(region.path), first)
+            if own is not None:
+                applied.wrap(module, _with_numbers, own.on, module)
+            elif numbers is not None and axis.sequence:
+                # Around it each rank has numbers for its own tokens; here all ranks compute the same.
+                applied.wrap(module, _with_numbers, numbers.common_on, module)
         elif own is not None:
             # They have copied their inputs.
-            applied.wrap(module, _with_own_numbers, module, own)
+            applied.wrap(module, _with_numbers, own.on, module)
+    if numbers is not None:
+        for path in blocks:
+            block = model.get_submodule(path)
+            applied.wrap(block, _with_numbers, numbers.on, block)
     for path, wrapper in zip(axis.blocks or (), (_first_block, _last_block), strict=False):
         block = model.get_submodule(path)
         first = next(iter(inspect.signature(block.forward).parameters), "")
@@ -163,7 +174,7 @@ def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup) -> Applied:
 
 def _check(model: nn.Module, axis: TensorAxis) -> None:
     for path, role in axis.roles.items():
-        module = model.get_submodule(path)
+        module: Any = model.get_submodule(path)
         if role is Role.EMBEDDING and (module.max_norm is not None or module.scale_grad_by_freq):
             raise ConfigError(
                 f"{path}: an embedding with max_norm or scale_grad_by_freq needs its whole table, so the tensor axis "
@@ -198,7 +209,7 @@ def _paths_between(model: nn.Module, first: str, last: str) -> tuple[str, ...]:
 def _causal_model(model: nn.Module, head: str) -> Any:
     """The innermost module around the head that computes a loss by a function that a program may set; None without."""
     *parents, _ = head.split(".")
-    around = [model.get_submodule(".".join(parents[:count])) for count in range(len(parents) + 1)]
+    around: list[Any] = [model.get_submodule(".".join(parents[:count])) for count in range(len(parents) + 1)]
     return next((each for each in reversed(around) if hasattr(each, "loss_function")), None)
 
 
@@ -250,7 +261,7 @@ def _experts(forward: Forward, place: _Place, *args: Any, **kwargs: Any) -> Tens
     return place.leave(output, owned=False)
 
 
-def _region(forward: Forward, place: _Place, first: str, numbers: OwnNumbers | None, *args: Any, **kwargs: Any) -> Any:
+def _region(forward: Forward, place: _Place, first: str, *args: Any, **kwargs: Any) -> Any:
     hidden = args[0] if args else kwargs.get(first)
     if place.cut:
         # The others (masks, tables of positions) are of all tokens already.
@@ -259,16 +270,16 @@ def _region(forward: Forward, place: _Place, first: str, numbers: OwnNumbers | N
     args, kwargs = tuple(place.copy(each) for each in args), {name: place.copy(each) for name, each in kwargs.items()}
     if place.cut:
         args, kwargs = _with_first(args, kwargs, first, hidden)
-    if numbers is None:
-        return forward(*args, **kwargs)
-    return _with_own_numbers(forward, place.module, numbers, *args, **kwargs)
+    return forward(*args, **kwargs)
 
 
-def _with_own_numbers(forward: Forward, module: nn.Module, numbers: OwnNumbers, *args: Any, **kwargs: Any) -> Any:
+def _with_numbers(
+    forward: Forward, numbers: Callable[[torch.device], Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     if not module.training:
         return forward(*args, **kwargs)
-    hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
-    with numbers.on(hidden.device):
+    device = next(each.device for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+    with numbers(device):
         return forward(*args, **kwargs)
 
 

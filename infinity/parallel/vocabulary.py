@@ -22,9 +22,9 @@ from infinity.parallel import functions
 class VocabularySlice:
     """This rank's words: of a head with `rows` rows here, [rows * index, rows * (index + 1)) of the vocabulary."""
 
-    def __init__(self, group: AxisGroup, path: str) -> None:
-        """path: the head's, for names of collectives."""
-        self._group, self._path = group, path
+    def __init__(self, group: AxisGroup, path: str, *, copies: bool = True) -> None:
+        """path: the head's, for names of collectives. copies: whether losses copy the head's input."""
+        self._group, self._path, self._copies = group, path, copies
         # Whether the head leaves its outputs as they are, because the loss under way needs no more.
         self.local = False
 
@@ -41,9 +41,19 @@ class VocabularySlice:
         """Return the word of the first row here."""
         return rows * self._group.index
 
+    def count(self, rows: int) -> int:
+        """Return the number of all words."""
+        return rows * self._group.size
+
     def copy(self, hidden: Tensor) -> Tensor:
         """Return the head's input with gradients summed over ranks."""
+        if not self._copies or not hidden.requires_grad or not torch.is_grad_enabled():
+            return hidden
         return functions.copy_in(hidden, self._group, self._path)
+
+    def of_copied(self) -> VocabularySlice:
+        """Return the same for a loss whose input has been copied."""
+        return VocabularySlice(self._group, self._path, copies=False)
 
     def combine(self, highest: Tensor, total: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the same of the whole vocabulary, the same bits on all ranks. Collective.
@@ -96,7 +106,15 @@ def causal_loss(
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     rows = logits.shape[-1]
     flat = shift_labels.reshape(-1).to(logits.device)
+    valid = (flat == ignore_index) | ((flat >= 0) & (flat < words.count(rows)))
+    if flat.is_cpu and not bool(valid.all()):
+        raise IndexError(
+            f"label {int(flat[~valid][0])} is neither {ignore_index} nor one of the head's {words.count(rows)} words"
+        )
     total = _CrossEntropy.apply(words, logits.reshape(-1, rows), flat, ignore_index)
+    if not flat.is_cpu:
+        # An error would wait for the device.
+        total = torch.where(valid.all(), total, float("nan"))
     if num_items_in_batch is None:
         return total / (flat != ignore_index).sum()
     if isinstance(num_items_in_batch, Tensor):

@@ -68,13 +68,13 @@ class Shard:
 
 
 class StridedRun(NamedTuple):
-    """`count` runs of `length` elements each: from `local` on in the shard's order, `local_step` apart, and from
+    """`rows` runs of `length` elements each: from `local` on in the shard's order, `local_step` apart, and from
     `whole` on in the whole tensor's, `whole_step` apart.
     """
 
     local: int
     whole: int
-    count: int
+    rows: int
     length: int
     local_step: int
     whole_step: int
@@ -127,7 +127,7 @@ def _runs_of_range(
             # All rows but the last are whole, too.
             count = last - row + 1 if piece(last) == (0, length) else last - row
         yield StridedRun(
-            local=row * local_row + local + begin, whole=row * whole_row + whole + begin, count=count,
+            local=row * local_row + local + begin, whole=row * whole_row + whole + begin, rows=count,
             length=end - begin, local_step=local_row, whole_step=whole_row,
         )  # fmt: skip
         row += count
@@ -136,7 +136,7 @@ def _runs_of_range(
 def whole_range(whole: Sequence[int], dim: int, ranges: Sequence[Range], start: int, numel: int) -> Range:
     """The smallest range of the whole tensor that has elements [start, start + numel) of a shard; (0, 0) of none."""
     found = list(runs(whole, dim, ranges, start, numel))
-    ends = (run.whole + (run.count - 1) * run.whole_step + run.length for run in found)
+    ends = (run.whole + (run.rows - 1) * run.whole_step + run.length for run in found)
     return min((run.whole for run in found), default=0), max(ends, default=0)
 
 

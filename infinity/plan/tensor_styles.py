@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -120,48 +120,66 @@ def plan_tensor_axis(
         return TensorAxis()
     found = _match(root, styles, given)
     if not found:
-        had = f"its plan ({', '.join(styles)}) names nothing in it" if styles else "it brings no tensor-parallel plan"
-        raise ConfigError(
-            f"{root.class_name} cannot be cut over parallel.tensor = {size} ranks: {had}. Name its linear layers in "
-            'parallel.plan, as in {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}, or set '
-            "parallel.tensor = 1"
-        )
+        raise ConfigError(_no_plan(root, styles, size))
     whole = tuple(path for path, style in found.items() if style == _WHOLE)
     draft = _Draft(root, size, repeated_blocks(root), whole)
     found = {path: style for path, style in found.items() if style != _WHOLE}
-    remarks: list[str] = []
     vocabulary = _vocabulary(draft, found)
-    if vocabulary:
-        remarks += _plan_vocabulary(draft, vocabulary, found)
+    remarks = _plan_vocabulary(draft, vocabulary, found)
     for node in root.walk():
         if node.path not in vocabulary:
             _plan_module(draft, node, found)
-    cuts = [*_find_cuts(draft)]
-    for cut in cuts:
-        if cut.divided and _ATTENTION.search(f"{cut.node.path.rpartition('.')[2]} {cut.node.class_name}"):
-            draft.numbers.extend((f"{name} of {cut.node.path} is {count:,}", count) for name, count in heads.items())
-    _check_numbers(draft)
-    for cut in cuts:
-        _check_styled(draft, cut)
-    _check_summed(draft, found, [cut.node.path for cut in cuts if cut.divided])
-    divided = {cut.node.path: cut.divided for cut in cuts if _is_region(draft, cut)}
-    divided |= {path: True for path, role in draft.roles.items() if role is Role.EXPERTS}
-    if not cuts and Role.EXPERTS not in draft.roles.values():
+    divided = _plan_regions(draft, found, heads)
+    if divided is None:
         remarks.append(f"the plan of {root.class_name} cuts nothing in its blocks: every rank computes them whole")
-    order = [node.path for node in root.walk()]
+        divided = {}
     blocks = _plan_sequence(draft, divided) if sequence else None
     for name in root.all_params():
         draft.params.setdefault(name, (None, Replica.SAME))
-    heads_of_words = [path for path in vocabulary if draft.roles.get(path) is Role.COLWISE_GATHER]
+    words = [path for path in vocabulary if draft.roles.get(path) is Role.COLWISE_GATHER]
     return TensorAxis(
         size=size,
         params=MappingProxyType(draft.params),
         roles=MappingProxyType(draft.roles),
-        regions=tuple(Region(path, divided[path]) for path in order if path in divided),
-        head=heads_of_words[0] if len(heads_of_words) == 1 else None,
+        regions=tuple(Region(node.path, divided[node.path]) for node in root.walk() if node.path in divided),
+        head=words[0] if len(words) == 1 else None,
         blocks=blocks,
         remarks=tuple(remarks),
     )  # fmt: skip
+
+
+def _no_plan(root: ModuleNode, styles: Mapping[str, str], size: int) -> str:
+    first = next(iter(styles), "")
+    had = f"its plan, {first!r} first, names nothing in it" if styles else "it brings no tensor-parallel plan"
+    return (
+        f"{root.class_name} cannot be cut over parallel.tensor = {size} ranks: {had}. Name its linear layers in "
+        'parallel.plan, as in {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}, or set '
+        "parallel.tensor = 1"
+    )
+
+
+def _plan_regions(
+    draft: _Draft, found: Mapping[str, str], heads: Mapping[str, int]
+) -> dict[str, bool] | None:  # fmt: skip
+    """The regions: path -> whether ranks compute different things inside. None where nothing at all is cut.
+
+    ConfigError for what does not make whole cuts, or cannot be shared equally.
+    """
+    cuts = [*_find_cuts(draft)]
+    attentions = [
+        cut.node.path
+        for cut in cuts
+        if cut.divided and _ATTENTION.search(f"{cut.node.path.rpartition('.')[2]} {cut.node.class_name}")
+    ]
+    counts = [(f"{name} of {path} is {count:,}", count) for path in attentions for name, count in heads.items()]
+    _check_numbers([*counts, *draft.numbers], draft.size)
+    for cut in cuts:
+        _check_styled(draft, cut)
+    _check_summed(found, [cut.node.path for cut in cuts if cut.divided])
+    experts = [path for path, role in draft.roles.items() if role is Role.EXPERTS]
+    if not cuts and not experts:
+        return None
+    return {cut.node.path: cut.divided for cut in cuts if _is_region(draft, cut)} | dict.fromkeys(experts, True)
 
 
 def _match(root: ModuleNode, styles: Mapping[str, str], given: Collection[str]) -> dict[str, str]:
@@ -417,23 +435,23 @@ def _check_styled(draft: _Draft, cut: _Cut) -> None:
                 )
 
 
-def _check_numbers(draft: _Draft) -> None:
+def _check_numbers(numbers: Sequence[tuple[str, int]], size: int) -> None:
     """ConfigError for the first number that the size does not divide, with the nearest sizes that divide them all."""
-    uneven = [named for named, number in draft.numbers if number % draft.size]
+    uneven = [named for named, number in numbers if number % size]
     if not uneven:
         return
-    common = math.gcd(*(number for _, number in draft.numbers))
-    sizes = [size for size in range(1, common + 1) if common % size == 0]
-    near = [max((size for size in sizes if size < draft.size), default=1)]
-    near += [min((size for size in sizes if size > draft.size), default=0)]
-    works = " or ".join(str(size) for size in near if size)
+    common = math.gcd(*(number for _, number in numbers))
+    sizes = [each for each in range(1, common + 1) if common % each == 0]
+    near = [max((each for each in sizes if each < size), default=1)]
+    near += [each for each in sizes if each > size][:1]
+    works = " or ".join(map(str, near))
     raise ConfigError(
-        f"{uneven[0]}, which {draft.size} ranks cannot share equally: set parallel.tensor = {works}, or give "
-        "'replicate' to the modules concerned in parallel.plan"
+        f"{uneven[0]}, which {size} ranks cannot share equally: set parallel.tensor = {works}, or give 'replicate' to "
+        "the modules concerned in parallel.plan"
     )
 
 
-def _check_summed(draft: _Draft, found: Mapping[str, str], divided: Collection[str]) -> None:
+def _check_summed(found: Mapping[str, str], divided: Collection[str]) -> None:
     """ConfigError for gradients that would be summed where all ranks have the same."""
     for path, style in found.items():
         if style == _SUMMED and not any(_within(path, region) for region in divided):

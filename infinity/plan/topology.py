@@ -43,11 +43,11 @@ class Topology:
         return cls(dp=config.data, pp=config.pipeline, tp=config.tensor, local_size=config.local_size)
 
     def in_words(self) -> str:
-        """The ranks, and where there are several axes how they are divided: "8 ranks (2 data x 4 tensor)"."""
-        axes = [("pipeline", self.pp), ("data", self.dp), ("tensor", self.tp)]
-        divided = " x ".join(f"{size} {name}" for name, size in axes if size > 1 or name == "data")
-        several = "" if self.world_size == self.dp else f" ({divided})"
-        return f"{self.world_size} rank{'s' if self.world_size > 1 else ''}{several}"
+        """The ranks, and where there is more than the data axis how they are divided: "8 ranks (data 2 x tensor 4)"."""
+        axes = {"pipeline": self.pp, "data": self.dp, "tensor": self.tp}
+        along = f" ({' x '.join(f'{name} {size}' for name, size in axes.items() if size > 1)})"
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return ranks + (along if self.world_size > self.dp else "")
 
     def coordinate(self, rank: int) -> Coordinate:
         """The coordinate of global `rank`; raises ValueError when the rank is outside the world."""

@@ -113,6 +113,7 @@ class StepTime:
 def predict(
     plan: Plan, profile: HardwareProfile | None = None, *, tokens: int, flops: float | None = None,
     accumulation: int = 1, briefly: bool = False, offloaded: OffloadedCheckpoints | None = None,
+    exchanged_nbytes: int = 0,
 ) -> StepTime:  # fmt: skip
     """The step of a plan on a machine; on an assumed one without a profile.
 
@@ -120,11 +121,12 @@ def predict(
     by default 6 a parameter and token, 4 of a frozen one, embeddings left out.
     briefly: for comparing many plans: one simulation instead of two dozen; `gains` and `tokens_to_hide` are left out,
     and what would take longest alone counts as the bound. offloaded: checkpoints of activations on another tier.
+    exchanged_nbytes: what a rank sends to the others of its tensor group in a micro-batch; layers wait for it.
     """
     profile = profile or assumed(plan.request.accelerator)
     coarse = coarsen(plan)
-    machine = _Machine.of(plan, coarse, profile, tokens, flops)
-    case = _Case(plan, coarse, machine, accumulation, offloaded)
+    machine = _Machine.of(plan, coarse, profile, tokens, flops, exchanged_nbytes)
+    case = _Case(plan, coarse, machine, accumulation, offloaded, exchanged_nbytes / max(tokens, 1))
     base = case.simulate()
     parts = {bound: machine.seconds(bound, base, plan, accumulation) for bound in Bound}
     gains: dict[Bound, float] = {}
@@ -152,15 +154,22 @@ class _Machine:
 
     speeds: Speeds
     compute_seconds: float
+    # What layers wait for the tensor axis, which the speeds count as computation.
+    exchange_seconds: float = 0.0
 
     @classmethod
     def of(
-        cls, plan: Plan, coarse: Coarsened, profile: HardwareProfile, tokens: int, flops: float | None
-    ) -> _Machine:
+        cls, plan: Plan, coarse: Coarsened, profile: HardwareProfile, tokens: int, flops: float | None,
+        exchanged_nbytes: int = 0,
+    ) -> _Machine:  # fmt: skip
         request, sharers = plan.request, plan.topology.local_size
         compute = _compute(profile, request.compute_dtype)
         slower = 1 if request.accelerator else sharers
         each = _compute_seconds(plan, compute, tokens, flops)
+        computed = slower * sum(each[unit] for units in coarse.units for unit in units)
+        exchanged = exchanged_nbytes / (profile.network_rate or ASSUMED.network_rate or 1.0) if computed else 0.0
+        if exchanged:
+            each = [taken * (1 + exchanged / computed) for taken in each]
         seconds = [slower * sum(each[unit] for unit in units) for units in coarse.units]
         # Backward of a frozen weight has the gradient of its input to compute and no other.
         share = [1 / 3 if layout.trainable else 1 / 2 for layout in plan.layouts]
@@ -190,29 +199,37 @@ class _Machine:
                 device_adam_seconds=on_device, group_seconds=_GROUP_SECONDS * coarse.groups_in_one,
                 use_seconds=_USE_SECONDS * uses,
             ),
-            compute_seconds=sum(seconds),
+            compute_seconds=sum(seconds) if not exchanged else computed, exchange_seconds=exchanged,
         )  # fmt: skip
 
     def faster(self, bound: Bound, factor: float = _FASTER) -> _Machine:
         """The same machine with one resource faster."""
         speeds = self.speeds
         if bound is Bound.COMPUTE:
-            speeds = replace(
-                speeds, forward_seconds=[each / factor for each in speeds.forward_seconds],
-                backward_seconds=[each / factor for each in speeds.backward_seconds],
-            )  # fmt: skip
-            return _Machine(speeds, self.compute_seconds / factor)
+            return replace(self, speeds=self._computing(factor, 1), compute_seconds=self.compute_seconds / factor)
         if bound is Bound.MEMORY:
             speeds = replace(
                 speeds, copy_seconds=speeds.copy_seconds / factor, adam_seconds=speeds.adam_seconds / factor,
                 norm_seconds=speeds.norm_seconds / factor,
             )  # fmt: skip
-            return _Machine(speeds, self.compute_seconds)
+            return replace(self, speeds=speeds)
         rates, mixed = (
             {key: rate * (factor if key[0] is _RESOURCES[bound] else 1) for key, rate in each.items()}
             for each in (speeds.rates, speeds.mixed_rates)
         )
-        return _Machine(replace(speeds, rates=rates, mixed_rates=mixed), self.compute_seconds)
+        speeds = self._computing(1, factor) if bound is Bound.NETWORK else speeds
+        return replace(self, speeds=replace(speeds, rates=rates, mixed_rates=mixed))
+
+    def _computing(self, computed: float, exchanged: float) -> Speeds:
+        """The speeds with computation, and what layers wait for the tensor axis, faster by a factor each."""
+        factor = computed
+        if self.exchange_seconds:
+            both = self.compute_seconds + self.exchange_seconds
+            factor = both / (self.compute_seconds / computed + self.exchange_seconds / exchanged)
+        return replace(
+            self.speeds, forward_seconds=[each / factor for each in self.speeds.forward_seconds],
+            backward_seconds=[each / factor for each in self.speeds.backward_seconds],
+        )  # fmt: skip
 
     def seconds(self, bound: Bound, found: SimulatedStep, plan: Plan, accumulation: int) -> float:
         """What a resource has to do in a step, in seconds without sharing."""
@@ -223,7 +240,8 @@ class _Machine:
             return max(0.0, host - (0.0 if plan.request.accelerator else self.compute_seconds * accumulation))
         # Tiers of drives work side by side.
         rates = self.speeds.rates
-        return max(found.work.get(key, 0.0) / rates[key] for key in rates if key[0] is _RESOURCES[bound])
+        waits = self.exchange_seconds * accumulation if bound is Bound.NETWORK else 0.0
+        return waits + max(found.work.get(key, 0.0) / rates[key] for key in rates if key[0] is _RESOURCES[bound])
 
 
 _RESOURCES = {
@@ -239,6 +257,8 @@ class _Case:
     machine: _Machine
     accumulation: int
     offloaded: OffloadedCheckpoints | None
+    # Bytes a token that a rank sends to the others of its tensor group.
+    exchanged_each: float = 0.0
 
     def simulate(self) -> SimulatedStep:
         return simulate_step(
@@ -276,7 +296,8 @@ class _Case:
 
     def _longer_for_its_drives(self, profile: HardwareProfile, tokens: int, flops: float | None) -> float:
         """The seconds of a step over those with drives that cost nothing."""
-        machine = _Machine.of(self.plan, self.coarsened, profile, tokens, flops)
+        exchanged = round(self.exchanged_each * tokens)
+        machine = _Machine.of(self.plan, self.coarsened, profile, tokens, flops, exchanged)
         free = machine.faster(Bound.NVME_READ, float("inf")).faster(Bound.NVME_WRITE, float("inf"))
         return replace(self, machine=machine).simulate().seconds / replace(self, machine=free).simulate().seconds
 
@@ -329,7 +350,7 @@ def _by_dtype(values: Mapping[str, float], dtype: str) -> float:
 def _assumptions(plan: Plan, profile: HardwareProfile) -> tuple[str, ...]:
     """The assumptions of a prediction: rates that this plan uses and that were not measured."""
     found = [name for name in profile.assumptions if name != "network_rate"]
-    if plan.topology.dp > 1 and "network_rate" in profile.assumptions:
+    if plan.topology.world_size > 1 and "network_rate" in profile.assumptions:
         found.append(f"network_rate {(profile.network_rate or 0) / 1e9:g} GB/s")
     dtype = plan.request.compute_dtype
     if dtype not in profile.compute:

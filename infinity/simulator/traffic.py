@@ -15,6 +15,7 @@ from itertools import chain
 from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.layout import SubGroup
 from infinity.plan.plan import Plan
+from infinity.plan.shards import Replica
 from infinity.plan.stepping import first_reads
 from infinity.plan.types import DTYPE_NBYTES, Kind, PartitionSpec
 from infinity.simulator.arena import Cache
@@ -51,13 +52,14 @@ class Traffic:
 
 
 def traffic(
-    plan: Plan, *, accumulation: int = 1, offloaded: OffloadedCheckpoints | None = None
+    plan: Plan, *, accumulation: int = 1, offloaded: OffloadedCheckpoints | None = None, exchanged_nbytes: int = 0
 ) -> Traffic:
     """What a step moves once the run is warm.
 
     accumulation: micro-batches a step. offloaded: checkpoints of activations on another tier, which go there in forward
-    and come back in backward. Where the step goes on behind the program, the next forward is taken to follow it closely
-    and to find in memory what was just stepped; a computation that takes much longer reads those parameters again.
+    and come back in backward. exchanged_nbytes: what a rank sends to the others of its tensor group in a micro-batch.
+    Where the step goes on behind the program, the next forward is taken to follow it closely and to find in memory what
+    was just stepped; a computation that takes much longer reads those parameters again.
     """
     count = _Count(plan)
     for unit, times in _gathers(plan).items():
@@ -66,6 +68,8 @@ def traffic(
     count.steps()
     _Walk(plan, count, accumulation=accumulation).run()
     found = {link: dict(kinds) for link, kinds in count.nbytes.items()}
+    if exchanged_nbytes:
+        found[Link.NETWORK][Kind.ACTIVATION] = exchanged_nbytes * accumulation
     if offloaded is not None:
         links = [*([Link.DOWN, Link.UP] if plan.request.accelerator else [Link.DRAM])]
         for link in (*links, *([Link.NVME_WRITE, Link.NVME_READ] if offloaded.tier.on_drive else [])):
@@ -154,9 +158,13 @@ class _Count:
     def gradients(self, accumulation: int) -> None:
         """From autograd into partitions, over the ranks where there are several; and the norm."""
         ranks, late = self.plan.topology.dp, self.plan.placement.grad_whole
+        tensor = self.plan.topology.tp
         for layout, placed in zip(self.plan.layouts, self.plan.placement.units, strict=True):
             if not layout.trainable:
                 continue
+            if tensor > 1 and layout.replica is Replica.PARTIAL:
+                summed = 2 * layout.numel * self._wire * (tensor - 1) // tensor
+                self.add(Link.NETWORK, Kind.GRAD, summed * (1 if late else accumulation))
             if ranks > 1:
                 # An all-reduce sends twice the bytes of a reduce-scatter.
                 whole = layout.numel * self._wire * (ranks - 1) // ranks * (2 if placed.parts == 1 else 1)

@@ -97,11 +97,14 @@ class _TiledLoss:
         if given is None or self._model.get_output_embeddings() is not self._head:
             return type(self._head).forward(self._head, hidden)
         head = self._head
+        words = head.__dict__.get("_infinity_vocabulary")
         shifted = given.get("shift_labels")
         self._made = tiled_cross_entropy(
             hidden, head, given["labels"] if shifted is None else shifted, shift=shifted is None,
             ignore_index=given.get("ignore_index", -100), divisor=given.get("num_items_in_batch"),
             tile_tokens=self._tile_tokens,
+            # The forward that the tensor axis gives the head has copied its input.
+            vocabulary=None if words is None else words.of_copied(),
         )  # fmt: skip
         return self._made
 

@@ -65,6 +65,7 @@ def _by_tiles(call: Callable[[Tensor], Tensor], hidden: Tensor, tile_tokens: int
 def tiled_cross_entropy(
     hidden: Tensor, head: nn.Linear, labels: Tensor, *, shift: bool = False, ignore_index: int = -100,
     reduction: str = "mean", divisor: float | Tensor | None = None, tile_tokens: int = TILE_TOKENS,
+    vocabulary: Any = None,
 ) -> Tensor:  # fmt: skip
     """`F.cross_entropy(head(hidden).float(), labels)` without the logits.
 
@@ -72,6 +73,10 @@ def tiled_cross_entropy(
     each token predicts the next one's label, and the last none. reduction: "mean" over the tokens that count, or "sum";
     with `divisor` the sum divided by it. Returns a scalar in fp32. Logits and their gradient have the dtype of `head`,
     as plain layers give them; everything is summed in fp32.
+
+    vocabulary: of a head that holds a slice of the words, the rest being other ranks': how to combine with them
+    (`infinity.parallel.vocabulary.VocabularySlice`); by default the one that the tensor axis has put on the head. The
+    call is then collective, and labels count in the whole vocabulary.
     """
     if not isinstance(head, nn.Linear):
         raise TypeError(f"tiled_cross_entropy needs the head as a torch.nn.Linear, got {type(head).__name__}")
@@ -87,7 +92,10 @@ def tiled_cross_entropy(
         raise IndexError(f"a label is neither {ignore_index} nor one of the head's {head.out_features} outputs")
     if divisor is None:
         divisor = counts.sum() if reduction == "mean" else 1
-    call = _Loss(_pieces_of(head.weight), _pieces_of(head.bias), flat, counts, tile_tokens)
+    words = head.__dict__.get("_infinity_vocabulary") if vocabulary is None else vocabulary
+    if words is not None:
+        hidden, flat = words.copy(hidden), flat - words.first_word(len(head.weight))
+    call = _Loss(_pieces_of(head.weight), _pieces_of(head.bias), flat, counts, tile_tokens, words)
     inputs = hidden.reshape(-1, hidden.shape[-1])
     with torch._C.DisableTorchFunctionSubclass():
         total = _CrossEntropy.apply(call, call.returns(inputs), inputs, head.weight, head.bias)
@@ -142,10 +150,12 @@ class _Loss:
     """One call: the head's weight and bias, and the tokens that count. Yields blocks of logits."""
 
     def __init__(
-        self, weight: Tiles | _Plain | None, bias: Tiles | _Plain | None, labels: Tensor, counts: Tensor, step: int
-    ) -> None:
+        self, weight: Tiles | _Plain | None, bias: Tiles | _Plain | None, labels: Tensor, counts: Tensor, step: int,
+        words: Any,
+    ) -> None:  # fmt: skip
+        """labels: counted from the head's first row. words: how to combine with other ranks' rows, or None."""
         assert weight is not None
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.words = weight, bias, words
         self.labels, self.counts, self._step = labels, counts, step
 
     def returns(self, hidden: Tensor) -> bool:
@@ -201,6 +211,8 @@ class _CrossEntropy(torch.autograd.Function):
                     highest[tokens] = after
                     at, columns = call.own(tokens, names)
                     chosen[tokens][at] = logits[at, columns]
+        if call.words is not None:
+            highest, total, chosen = call.words.combine(highest, total, chosen)
         ctx.call, ctx.scopes, ctx.bias_scopes, ctx.offsets = call, scopes, bias_scopes, offsets
         normal = highest + total.log()
         ctx.save_for_backward(hidden, normal)

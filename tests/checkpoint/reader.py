@@ -27,6 +27,12 @@ def metadata(path):
     return json.loads(text)["body"]
 
 
+def shard_places(shape, dim, ranges):
+    """Where a shard's elements lie in the flattened tensor."""
+    places = np.arange(math.prod(shape)).reshape(shape)
+    return places.take([at for begin, end in ranges for at in range(begin, end)], dim).reshape(-1)
+
+
 def read(folder, manifest, tensor, kind):
     """All elements of one kind of a tensor, flat, as they are in the files."""
     info = manifest["tensors"][tensor]
@@ -34,14 +40,17 @@ def read(folder, manifest, tensor, kind):
     seen = 0
     for rank in manifest["ranks"]:
         index = metadata(os.path.join(folder, rank["name"]))
-        for name, its_kind, dtype, start, numel, number, offset in index["arrays"]:
+        for name, its_kind, dtype, start, numel, number, offset, *shard in index["arrays"]:
             if (name, its_kind) != (tensor, kind):
                 continue
             file, at, nbytes, crcs = index["extents"][number]
             extent = np.fromfile(os.path.join(folder, file), np.uint8, nbytes, offset=at).tobytes()
             for block, crc in enumerate(crcs):
                 assert crc == crc32c(extent[block * BLOCK : (block + 1) * BLOCK]), f"{file} is damaged"
-            whole[start : start + numel] = np.frombuffer(extent, DTYPES[dtype], numel, offset)
+            places = slice(start, start + numel)
+            if shard and shard[0] is not None:
+                places = shard_places(info["shape"], *index["shards"][shard[0]])[places]
+            whole[places] = np.frombuffer(extent, DTYPES[dtype], numel, offset)
             seen += numel
     assert seen == whole.size
     return whole

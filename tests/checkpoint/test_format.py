@@ -193,8 +193,8 @@ def test_a_tag_or_the_latest_is_found(tmp_path):
 def test_another_version_is_refused_by_name(tmp_path):
     folder = make(tmp_path, "a")
     body = complete(tmp_path)[0][1].body()
-    replace_file(folder / "manifest.json", seal({**body, "version": 2}))
-    with pytest.raises(CheckpointError, match=r"manifest.json.*version 2"):
+    replace_file(folder / "manifest.json", seal({**body, "version": 3}))
+    with pytest.raises(CheckpointError, match=r"manifest.json.*version 3"):
         Manifest.read(folder / "manifest.json")
 
 

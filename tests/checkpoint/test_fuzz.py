@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load, save
 
 from infinity.checkpoint.description import Description
-from infinity.checkpoint.format import Manifest, RankIndex
+from infinity.checkpoint.format import Manifest, RankIndex, seal
 from infinity.errors import CheckpointError, ConfigError
 from infinity.zero.weight_files import WeightFolder
 from tests.checkpoint.hostile import body_of
 from tests.checkpoint.hostile import save as save_checkpoints
+from tests.checkpoint.test_sharded import index_body
 from tests.support.hostile import damaged, headed, mutated, sealed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +41,8 @@ def test_damaged_metadata_is_read_or_refused(saved: Path) -> None:
     paths = sorted(saved.glob("*/*/manifest.json")) + sorted(saved.glob("*/*/*.rank-*.json"))
     assert len(paths) == 5 + 7
     files = [(path, path.read_bytes(), body_of(path)) for path in paths]
+    # Of a rank of a tensor axis.
+    files += [(Path("sharded.json"), seal(index_body()), index_body())] * 4
     counts, told = Counter[str](), list[str]()
     for seed in range(COUNT):
         chance = random.Random(seed)

@@ -138,7 +138,7 @@ MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a trainable that is a number": (put("tensors", "norm.weight", "trainable", value=1), "trainable is 1"),
     "counters": (put("engine", "counters", "global_steps", value="2"), "engine.counters.global_steps is '2'"),
     "steps": (put("engine", "optimizer", "steps", value=[]), "engine.optimizer.steps is"),
-    "another version": (put("version", value=2), "version 2"),
+    "another version": (put("version", value=3), "version 3"),
     "a truth for a version": (put("version", value=True), "version True"),
     "no engine": (lambda body: body.pop("engine"), "engine is missing"),
     "an identity": (put("id", value="../../../x"), "id is "),

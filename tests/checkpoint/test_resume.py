@@ -104,7 +104,7 @@ def test_a_step_begins_behind_a_load_whatever_accumulates_to_one_batch_size(two_
 
 
 def check_reader(directory: Path) -> None:
-    """A reader of sixty lines finds the masters that the engine does; what it says is kept for all of them."""
+    """A reader of seventy lines finds the masters that the engine does; what it says is kept for all of them."""
     config = settings(directory / "nvme", dtype="bf16")
     case = Case()
     model = case.model()

@@ -1,4 +1,4 @@
-"""A model divided over the ranks of a tensor group computes what the undivided one does: its loss and its gradients."""
+"""A model divided over the ranks of a tensor group computes what the undivided one does."""
 
 from __future__ import annotations
 
@@ -6,153 +6,186 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import transformers
-from torch import Tensor, nn
+from torch import nn
 
-from infinity.distributed.axis_group import AxisGroup
-from infinity.parallel import tensor
-from infinity.plan.shards import Replica, Shard
-from infinity.plan.tensor_axis import Region, Role, TensorAxis
+import infinity
+from infinity.errors import ConfigError
+from infinity.parallel.tensor import VOCABULARY
+from tests.parallel.divided import (
+    MODELS,
+    axis_of,
+    batch,
+    divide,
+    gradients,
+    make,
+    part,
+    with_sequence,
+    worst_error,
+)  # fmt: skip
+from tests.parallel.groups import open_tensor_group
 
-WORDS, WIDTH, INNER = 64, 32, 48
-COMMON = {
-    "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 3, "use_cache": False,
-    "attn_implementation": "eager",
-}  # fmt: skip
-MODELS = {
-    "llama": (transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "qwen3": (transformers.Qwen3Config, {}),
-    "phi3": (transformers.Phi3Config, {}),
-    "gemma2": (transformers.Gemma2Config, {"sliding_window": 4}),
-    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "output_router_logits": True}),
-}
+Errors = dict[str, tuple[float, float, str]]
 
 
-def make(kind: str, **more: Any) -> Any:
-    config, own = MODELS[kind]
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config(**{**COMMON, **own, **more}))
-    # Norms and biases that would hide a missing sum if they were ones and zeros.
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if param.dim() == 1:
-                param.add_(torch.randn_like(param) * 0.3)
-    return model.train()
-
-
-def axis_of(model: Any, size: int, sequence: bool = False) -> TensorAxis:
-    styles = {
-        "q_proj": Role.COLWISE, "k_proj": Role.COLWISE, "v_proj": Role.COLWISE, "o_proj": Role.ROWWISE,
-        "gate_proj": Role.COLWISE, "up_proj": Role.COLWISE, "down_proj": Role.ROWWISE,
-        "qkv_proj": Role.COLWISE_GATHER, "gate_up_proj": Role.COLWISE_GATHER, "lm_head": Role.COLWISE_GATHER,
-        "embed_tokens": Role.EMBEDDING, "experts": Role.EXPERTS,
-    }  # fmt: skip
-    roles, regions, params = {}, [], {}
-    phi = any(name.endswith("qkv_proj") for name, _ in model.named_modules())
-    for path, module in model.named_modules():
-        name = path.rpartition(".")[2]
-        if name in styles:
-            roles[path] = styles[name]
-            if phi and roles[path] is Role.ROWWISE:
-                roles[path] = Role.ROWWISE_SPLIT
-        if name == "experts" or (name == "mlp" and not hasattr(module, "experts")) or name == "self_attn":
-            regions.append(Region(path, not phi))
-    for name, param in model.named_parameters():
-        path, _, own = name.rpartition(".")
-        role = roles.get(path)
-        whole = (None, Replica.PARTIAL if sequence and ".layers." in name or "_norm." in name else Replica.SAME)
-        if name.endswith(
-            (".input_layernorm.weight", "post_attention_layernorm.weight", "feedforward_layernorm.weight")
-        ):
-            whole = (None, Replica.PARTIAL if sequence else Replica.SAME)
-        if role is Role.EXPERTS:
-            up = own == "gate_up_proj"
-            params[name] = Shard(1, (INNER, INNER), size) if up else Shard(2, (INNER,), size), Replica.NONE
-        elif role in (Role.COLWISE, Role.COLWISE_GATHER, Role.EMBEDDING):
-            params[name] = Shard(0, (len(param),), size), Replica.NONE
-        elif role in (Role.ROWWISE, Role.ROWWISE_SPLIT) and own == "weight":
-            params[name] = Shard(1, (param.shape[1],), size), Replica.NONE
-        else:
-            params[name] = whole
-    blocks = ("model.layers.0", "model.layers.1") if sequence else None
-    return TensorAxis(size, params, roles, tuple(regions), "lm_head", blocks)
-
-
-def part(whole: Tensor, shard: Shard | None, index: int) -> Tensor:
-    if shard is None:
-        return whole
-    return torch.cat([whole.narrow(shard.dim, begin, end - begin) for begin, end in shard.ranges(index)], shard.dim)
-
-
-def divide(model: nn.Module, axis: TensorAxis, group: AxisGroup) -> tensor.Applied:
-    """What the engine does with parameters, and the forwards."""
-    for name, param in model.named_parameters():
-        param.data = part(param.data, axis.params[name][0], group.index).clone()
-    return tensor.apply(model, axis, group)
-
-
-def open_group(rank: int, world: int) -> AxisGroup:
-    torch.set_num_threads(1)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", rank=rank, world_size=world)
-    return AxisGroup("tensor", rank, world, dist.group.WORLD)
-
-
-def batch(tokens: int = 8) -> dict[str, Tensor]:
-    torch.manual_seed(7)
-    words = torch.randint(4, WORDS, (2, tokens))
-    mask = torch.ones_like(words)
-    words[0, :3], mask[0, :3] = 3, 0
-    labels = words.masked_fill(mask == 0, -100)
-    return {"input_ids": words, "attention_mask": mask, "labels": labels}
-
-
-def gradients(model: nn.Module, axis: TensorAxis | None) -> dict[str, Tensor]:
-    found = {}
-    for name, param in model.named_parameters():
-        grad = torch.zeros_like(param) if param.grad is None else param.grad
-        if axis is not None and axis.params[name][1] is Replica.PARTIAL:
-            dist.all_reduce(grad)
-        found[name] = grad
-    return found
-
-
-def step(kind: str, group: AxisGroup | None, sequence: bool, checkpointing: Any, **more: Any) -> Any:
-    model = make(kind, **more)
-    axis = None
-    if group is not None:
-        axis = axis_of(model, group.size, sequence)
-        divide(model, axis, group)
+def run(model: Any, checkpointing: bool | None, **more: Any) -> float:
+    """Loss and gradients of one batch. checkpointing: reentrant, not so, or none."""
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    loss = model(**batch()).loss
+    loss = model(**{**batch(), **more}).loss
     loss.backward()
-    return float(loss.detach()), gradients(model, axis), axis
+    return float(loss.detach())
 
 
-def compare(rank: int, world: int, kinds: list[str], sequence: bool) -> dict[str, tuple[float, float, str]]:
+def compare(rank: int, world: int, kinds: list[str], sequence: bool) -> Errors:
     """Relative errors of the loss and of the worst gradient, by case."""
-    group = open_group(rank, world)
+    group = open_tensor_group(rank, world)
     found = {}
     for kind in kinds:
+        # A router's loss is of all tokens.
+        more = {"output_router_logits": not sequence} if kind == "mixtral" else {}
         for checkpointing in (None, False, True):
-            # The undivided one recomputes, too: reentrant, transformers' recorded router logits have no gradients.
-            expected_loss, expected, _ = step(kind, None, False, checkpointing)
-            loss, grads, axis = step(kind, group, sequence and kind != "mixtral", checkpointing)
-            worst, where = 0.0, ""
-            for name, grad in grads.items():
-                wanted = part(expected[name], axis.params[name][0], rank)
-                assert grad.shape == wanted.shape, name
-                error = float((grad - wanted).abs().max() / expected[name].abs().max())
-                if error >= worst:
-                    worst, where = error, name
-            found[f"{kind} {checkpointing}"] = abs(loss / expected_loss - 1), worst, where
+            # The undivided one recomputes, too: reentrant, transformers' router logits have no gradients.
+            plain, model = make(kind, **more), make(kind, **more)
+            expected = run(plain, checkpointing)
+            axis = axis_of(model, world, sequence=sequence and kind != "mixtral")
+            if sequence and kind == "mixtral":
+                axis = with_sequence(axis, "model.layers.0", "model.layers.1")
+            assert axis.sequence == sequence and axis.head == "lm_head"
+            divide(model, axis, group)
+            loss = run(model, checkpointing)
+            worst = worst_error(gradients(model, axis), gradients(plain), axis, rank)
+            found[f"{kind}, reentrant {checkpointing}"] = abs(loss / expected - 1), *worst
     return found
+
+
+def check(answers: list[Errors]) -> None:
+    for found in answers:
+        assert {name: errors for name, errors in found.items() if errors[0] > 1e-6 or errors[1] > 1e-5} == {}
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_loss_and_gradients_are_those_of_the_undivided_model(rank_pools, sequence):
-    for found in rank_pools[2].run(compare, list(MODELS), sequence):
-        assert {name: errors for name, errors in found.items() if errors[0] > 1e-6 or errors[1] > 1e-5} == {}
+    check(rank_pools[2].run(compare, list(MODELS), sequence))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+def test_loss_and_gradients_are_the_same_on_four_ranks(rank_pools, sequence):
+    check(rank_pools[4].run(compare, list(MODELS), sequence))
+
+
+def precision(rank: int, world: int, sequence: bool) -> tuple[float, float]:
+    """The errors of all gradients against float64, divided and undivided, in bf16."""
+    group = open_tensor_group(rank, world)
+    plain, model = make("llama").bfloat16(), make("llama").bfloat16()
+    # The same bf16 weights; tables of positions in full.
+    exact = make("llama").bfloat16().double()
+    for each in (exact, plain):
+        run(each, None, attention_mask=None)
+    axis = axis_of(model, world, sequence=sequence)
+    divide(model, axis, group)
+    run(model, None, attention_mask=None)
+    true, mine = gradients(exact), {"divided": gradients(model, axis), "plain": gradients(plain)}
+    squares = {"divided": 0.0, "plain": 0.0}
+    for name, grad in true.items():
+        shard = axis.params[name][0]
+        squares["divided"] += float((mine["divided"][name] - part(grad, shard, rank)).square().sum())
+        squares["plain"] += float((part(mine["plain"][name], shard, rank) - part(grad, shard, rank)).square().sum())
+    return squares["divided"] ** 0.5, squares["plain"] ** 0.5
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_bf16_is_as_exact_as_the_undivided_model(rank_pools, sequence):
+    for divided, plain in rank_pools[2].run(precision, sequence):
+        assert 0 < divided <= 1.5 * plain
+
+
+def evaluation(rank: int, world: int) -> list[Any]:
+    """Logits and words that an evaluated model gives, divided and not; then what is left of the division."""
+    group = open_tensor_group(rank, world)
+    plain, model = make("gemma2").eval(), make("gemma2").eval()
+    applied = divide(model, axis_of(model, world, sequence=True), group)
+    words = {name: values for name, values in batch(7).items() if name != "labels"}
+    with torch.no_grad():
+        expected, found = plain(**words).logits, model(**words).logits
+        labelled = abs(float(plain(**batch(7)).loss) - float(model(**batch(7)).loss))
+        told = [each.generate(**words, max_new_tokens=5, do_sample=False).tolist() for each in (plain, model)]
+    model.train()
+    gathered = model(**batch() | {"labels": None}).logits.shape[-1]
+    local = model(**batch()).logits.shape[-1]
+    try:
+        model(**batch(7))
+        refusal = ""
+    except ConfigError as error:
+        refusal = str(error)
+    applied.remove()
+    applied.remove()
+    left = [path for path, each in model.named_modules() if {"forward", VOCABULARY, "_loss_function"} & set(vars(each))]
+    return [float((expected - found).abs().max()), labelled, told[0] == told[1], gathered, local, refusal, left]
+
+
+def test_an_evaluated_model_gives_whole_logits_and_a_removed_division_leaves_nothing(rank_pools):
+    for error, labelled, same_words, gathered, local, refusal, left in rank_pools[2].run(evaluation):
+        assert error < 1e-5 and labelled < 1e-5 and same_words
+        assert (gathered, local, left) == (64, 32, [])
+        assert "7 tokens" in refusal and "multiple of 2" in refusal and "8" in refusal
+
+
+def tiled(rank: int, world: int) -> Errors:
+    """A model whose loss and MLPs go by tiles, divided."""
+    group = open_tensor_group(rank, world)
+    plain, model = make("llama"), make("llama")
+    expected = run(plain, None)
+    infinity.tile_sequence(model, tile_tokens=4)
+    axis = axis_of(model, world)
+    divide(model, axis, group)
+    loss = run(model, None)
+    worst = worst_error(gradients(model, axis), gradients(plain), axis, rank)
+    found = {"tile_sequence": (abs(loss / expected - 1), *worst)}
+    # Without labels the head gives logits, of which a program computes a loss of its own.
+    model.zero_grad(), plain.zero_grad()
+    losses = [each(input_ids=batch()["input_ids"]).logits.square().mean() for each in (plain, model)]
+    for loss in losses:
+        loss.backward()
+    worst = worst_error(gradients(model, axis), gradients(plain), axis, rank)
+    found["without labels"] = abs(float(losses[1].detach()) / float(losses[0].detach()) - 1), *worst
+    # A program's own call with the head.
+    model.zero_grad(), plain.zero_grad()
+    torch.manual_seed(2)
+    hidden = [torch.randn(2, 8, 32).requires_grad_() for _ in range(1)]
+    hidden.append(hidden[0].detach().clone().requires_grad_())
+    labels = batch()["labels"]
+    totals = []
+    for each, given in zip((plain, model), hidden, strict=True):
+        totals.append(infinity.tiled_cross_entropy(given, each.lm_head, labels, tile_tokens=4))
+        totals[-1].backward()
+    error = float((hidden[0].grad - hidden[1].grad).abs().max() / hidden[0].grad.abs().max())
+    found["tiled_cross_entropy"] = abs(float(totals[1].detach()) / float(totals[0].detach()) - 1), error, "hidden"
+    return found
+
+
+def test_a_loss_by_tiles_is_combined_over_the_vocabulary(rank_pools):
+    check(rank_pools[2].run(tiled))
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    group = open_tensor_group(rank, world)
+    found = []
+
+    def attempt(model: nn.Module, sequence: bool) -> None:
+        axis = axis_of(model, world, sequence=sequence)
+        with pytest.raises(ConfigError) as error:
+            divide(model, axis, group)
+        found.append(str(error.value))
+
+    attempt(infinity.tile_sequence(make("llama")), True)
+    model = make("llama")
+    model.model.embed_tokens.max_norm = 1.0
+    attempt(model, False)
+    return found
+
+
+def test_what_cannot_be_divided_is_refused(rank_pools):
+    for by_tiles, embedding in rank_pools[2].run(refusals):
+        assert "model.layers.0.mlp" in by_tiles and "tile_sequence(mlps=False)" in by_tiles
+        assert "model.embed_tokens" in embedding and "max_norm" in embedding

@@ -40,9 +40,9 @@ def test_runs_of_a_range_are_its_elements_in_the_whole_tensor(cut) -> None:
     covered = list(runs(whole, shard.dim, ranges, start, numel))
     assert len(covered) <= 3 * len(ranges)
     for run in covered:
-        assert run.count > 0
+        assert run.rows > 0
         assert run.length > 0
-        for row in range(run.count):
+        for row in range(run.rows):
             at = run.local + row * run.local_step
             assert (found[at : at + run.length] == -1).all(), "an element twice"
             found[at : at + run.length] = np.arange(run.length) + run.whole + row * run.whole_step

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from infinity.engine.tensor_plan import heads_of, styles_of, tensor_axis_of
 from infinity.errors import ConfigError
+from infinity.plan.model_styles import heads_of, styles_of, tensor_axis_of
 from infinity.plan.shards import Replica, Shard
 from infinity.plan.spec import ModuleNode, ParamSpec, UnitRules, find_units, module_tree
 from infinity.plan.tensor_axis import Region, Role, TensorAxis
@@ -144,8 +144,9 @@ def test_a_tied_head_and_its_embedding_are_one_shard():
     assert axis.roles["model.embed_tokens"] is Role.EMBEDDING
     # Also where only one of the two has a style.
     model = model_of("Gemma2")
-    styles = {name: style for name, style in styles_of(model).items() if name != "model.embed_tokens"}
-    assert plan_tensor_axis(tree_of(model), styles, size=2) == axis
+    root = tree_of(model)
+    styles = {name: style for name, style in styles_of(model, root).items() if name != "model.embed_tokens"}
+    assert plan_tensor_axis(root, styles, size=2) == axis
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
@@ -208,7 +209,7 @@ def test_a_given_pattern_may_leave_out_the_base_model_and_name_one_block():
 def test_a_wrapped_model_is_cut_by_the_wrapped_plan():
     outer = torch.nn.Module()
     outer.inner = model_of("Llama")
-    assert styles_of(outer)["inner.model.layers.*.mlp.up_proj"] == "colwise"
+    assert styles_of(outer, tree_of(outer))["inner.model.layers.*.mlp.up_proj"] == "colwise"
     assert heads_of(outer) == {"num_attention_heads": 4, "num_key_value_heads": 2}
     assert tensor_axis_of(outer, tree_of(outer), size=2).head == "inner.lm_head"
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from infinity.config import ResolveContext, load_config, resolve
-from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.consistency import agree_on_plan
-from infinity.distributed.process_groups import ProcessGroups, detect
+from infinity.distributed.process_groups import detect
 from infinity.engine.build_runtime import build_runtime
+from infinity.engine.engine import Engine
 from infinity.engine.model_init import groups_of
 from infinity.engine.runtime import Runtime
+from infinity.engine.step import Boundary
 from infinity.memory.ledger import Ledger
 from infinity.memory.tiers.device import Device
 from infinity.optim.factory import adam_from_params
@@ -25,7 +25,6 @@ from infinity.plan.inputs import PlanInputs
 from infinity.plan.shards import Replica, Shard
 from infinity.plan.spec import module_tree
 from infinity.plan.tensor_axis import TensorAxis
-from infinity.plan.topology import Topology
 from infinity.zero.deferred_init import merged_spool
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
@@ -54,19 +53,29 @@ def shard_of(whole: Tensor, shard: Shard | None, index: int) -> Tensor:
     return torch.cat(parts, shard.dim)
 
 
+def engine_of(runtime: Runtime) -> Engine:
+    """Return an engine of a runtime that nothing else closes."""
+    boundary, chosen = Boundary(runtime), adam_from_params(ADAM, decoupled=True)
+    trained = [param for param in runtime.module.parameters() if param.requires_grad]
+    return Engine(runtime, boundary, boundary.optimizer([{"params": trained}], chosen, None), None, None)
+
+
 @contextmanager
 def sharded_runtime(model: nn.Module, axis: TensorAxis, config: dict[str, Any]) -> Iterator[Runtime]:
-    """Build what `initialize` builds, with the tensor axis. Collective; the model has whole parameters."""
-    ranks, data = detect(), detect().world_size // axis.size
-    resolved = resolve(load_config(config), ResolveContext(world_size=data, detected=True))
+    """Build what `initialize` builds, with the tensor axis. Collective; the model has whole parameters.
+
+    config: its `parallel.tensor` is the axis' size.
+    """
+    ranks = detect()
+    context = ResolveContext(world_size=ranks.world_size, local_size=ranks.local_size, detected=True)
+    resolved = resolve(load_config(config), context)
+    assert resolved.tensor == axis.size
     device = Device.detect(ranks.local_rank)
     spool = merged_spool(list(model.parameters()))
     groups = spool.groups if spool is not None else groups_of(resolved, ranks, device)
-    _cut_groups(groups, axis.size)
     question = PlanInputs(
         node=axis.divide(module_tree(model, compute_dtype=resolved.compute_dtype)), config=resolved,
-        topology=Topology(dp=data, tp=axis.size, local_size=ranks.local_size), accelerator=device.own_memory,
-        capacity=Capacity(),
+        topology=groups.topology, accelerator=device.own_memory, capacity=Capacity(),
     )  # fmt: skip
     plan = question.plan()
     agree_on_plan(plan, groups.world)
@@ -78,17 +87,3 @@ def sharded_runtime(model: nn.Module, axis: TensorAxis, config: dict[str, Any]) 
         runtime.access.own_parameters()
         yield runtime
 
-
-def _cut_groups(groups: ProcessGroups, tensor: int) -> None:
-    rank, world = groups.ranks.rank, groups.ranks.world_size
-    rows = [list(range(first, first + tensor)) for first in range(0, world, tensor)]
-    columns = [list(range(first, world, tensor)) for first in range(tensor)]
-    groups.tensor = _group_of("tensor", rank, rows)
-    groups.data, groups.reduction = _group_of("data", rank, columns), _group_of("data", rank, columns)
-
-
-def _group_of(axis: str, rank: int, everyone: Sequence[list[int]]) -> AxisGroup:
-    opened = [dist.new_group(members, backend="gloo") for members in everyone]
-    mine = next(index for index, members in enumerate(everyone) if rank in members)
-    members = everyone[mine]
-    return AxisGroup(axis, members.index(rank), len(members), opened[mine] if len(members) > 1 else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,19 @@ from torch import Tensor, nn
 import infinity
 from infinity.engine.model_init import open_spool
 from infinity.engine.runtime import Runtime
+from infinity.errors import StateError
 from infinity.plan.shards import Replica
 from infinity.plan.tensor_axis import TensorAxis
 from infinity.zero import deferred_init
 from infinity.zero.param_access import full_state_dict
 from infinity.zero.weight_files import WeightFolder
-from tests.support.shards import Cut, axis_of, shard_of, sharded_runtime
+from tests.support.shards import Cut, axis_of, engine_of, shard_of, sharded_runtime
 
 TENSOR = 2
 CUTS: dict[str, Cut] = {
     "words.weight": (0, None), "up.weight": (0, None), "up.bias": (0, None), "down.weight": (1, None),
-    "packed.weight": (0, (16, 8, 8)), "experts.gate_up": (1, (8, 8)), "experts.down": (2, None), "fixed.weight": (1, None),
-    "query_norm.weight": Replica.PARTIAL,
+    "packed.weight": (0, (16, 8, 8)), "experts.gate_up": (1, (8, 8)), "experts.down": (2, None),
+    "fixed.weight": (1, None), "query_norm.weight": Replica.PARTIAL,
 }  # fmt: skip
 
 
@@ -62,7 +64,7 @@ def build(seed: int) -> Mixed:
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to run the model. source: what the model comes in as; tiles: what a weight may have, elsewhere in tiles."""
+    """One way to run the model. source: what the model comes in as; tiles: elements of a weight's tiles, 0 for none."""
 
     stage: int
     tier: str
@@ -80,15 +82,21 @@ class Cell:
         precision = {} if self.dtype == "fp32" else {self.dtype: {"enabled": True}}
         return {
             "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **precision,
-            "optimizer": {"type": "AdamW", "params": {}},
+            "optimizer": {"type": "AdamW", "params": {}}, "parallel": {"tensor": TENSOR},
         }  # fmt: skip
 
 
-CELLS = [
-    Cell(0, "none", "fp32"), Cell(1, "none", "bf16"), Cell(2, "cpu", "bf16", "files"), Cell(2, "nvme", "fp16", "init"),
-    Cell(3, "none", "fp32", "slices"), Cell(3, "cpu", "bf16", "slices"), Cell(3, "nvme", "bf16", "files", tiles=60),
-    Cell(3, "nvme", "bf16", "slices", tiles=60), Cell(3, "cpu", "fp32", "init", tiles=60), Cell(3, "nvme", "fp16"),
-]  # fmt: skip
+# By the number of ranks: two have a shard each, four a partition of one.
+CELLS = {
+    2: [
+        Cell(0, "none", "fp32"), Cell(2, "cpu", "bf16", "files"), Cell(2, "nvme", "fp16", "init"),
+        Cell(3, "none", "fp32", "slices"), Cell(3, "nvme", "bf16", "files", tiles=60),
+    ],
+    4: [
+        Cell(0, "none", "fp32"), Cell(1, "none", "bf16"), Cell(3, "cpu", "bf16", "slices"),
+        Cell(3, "nvme", "bf16", "slices", tiles=60), Cell(3, "nvme", "fp16", "files"),
+    ],
+}  # fmt: skip
 
 
 def incoming(cell: Cell, settings: dict[str, Any], rank: int, folder: Path) -> Mixed:
@@ -137,6 +145,9 @@ class Visit:
         self.compared = 0
 
     def run(self) -> int:
+        for name, param in self.params.items():
+            # Before anything is gathered.
+            assert param.shape == self.own(self.wholes[name], name).shape, name
         self.masters()
         self.moments()
         self.gradients()
@@ -146,7 +157,7 @@ class Visit:
 
     def equal(self, ours: Tensor, theirs: Tensor, what: str) -> None:
         assert ours.shape == theirs.shape, f"{what}: {ours.shape} and {theirs.shape}"
-        assert torch.equal(ours, theirs), f"{self.cell}: {what}: {(ours != theirs).sum()} of {theirs.numel()} differ: {ours.flatten()[:4]}, {theirs.flatten()[:4]}"
+        assert torch.equal(ours, theirs), f"{self.cell}: {what}: {(ours != theirs).sum()} of {theirs.numel()} differ"
         self.compared += 1
 
     def own(self, whole: Tensor, name: str, index: int | None = None) -> Tensor:
@@ -226,11 +237,42 @@ class Visit:
                 self.equal(param.detach(), torch.full_like(before[name], writer + 1), name)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", CELLS)
 def test_shards_of_a_model_are_whole_again_bit_for_bit_wherever_they_live(
     world: int, tmp_path: Path, rank_pools: Any
 ) -> None:
     tensors = {name: value.detach() for name, value in build(0).named_parameters()}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
-    compared = rank_pools[world].run(visit, CELLS if world == 2 else CELLS[::2], str(tmp_path))
-    assert min(compared) > 500
+    compared = rank_pools[world].run(visit, CELLS[world], str(tmp_path))
+    assert min(compared) > 50 * len(CELLS[world])
+
+
+def leave(rank: int, world: int, folder: str) -> list[Any]:
+    model, logger = build(0), logging.getLogger("infinity")
+    said: list[str] = []
+    handler = mock.Mock(level=logging.WARNING, handle=lambda record: said.append(record.getMessage()))
+    cell = Cell(3, "cpu", "bf16")
+    with sharded_runtime(model, axis_of(model, CUTS, TENSOR), cell.config(folder)) as runtime:
+        engine = engine_of(runtime)
+        whole = {name: tuple(value.shape) for name, value in engine.state_dict().items()}
+        with pytest.raises(StateError, match=r"has shards.*engine\.export\(folder\).*engine\.state_dict\(\)"):
+            engine.close(keep_weights=True)
+        refused = infinity.state(model.up.weight).master
+        logger.addHandler(handler)
+        engine.destroy()
+        logger.removeHandler(handler)
+        return [whole, torch.equal(refused, build(0).up.weight), said, runtime.health.closed]
+
+
+def test_shards_are_not_left_in_the_module_and_the_engine_says_where_whole_weights_are(
+    tmp_path: Path, rank_pools: Any
+) -> None:
+    results = rank_pools[2].run(leave, str(tmp_path))
+    shapes = {name: tuple(value.shape) for name, value in build(0).state_dict().items()}
+    assert [result[0] for result in results] == [shapes, {}]
+    for _, open_after_refusal, _, closed in results:
+        assert open_after_refusal
+        assert closed
+    # Rank 0 says it for all.
+    said = results[0][2]
+    assert any("not left in the module" in line and "2 ranks of the tensor axis" in line for line in said)

@@ -28,7 +28,7 @@ from infinity.checkpoint.deepspeed.layout import (
 from infinity.checkpoint.deepspeed.run_state import client_state_of, counters_of, engine_state, kind_of
 from infinity.checkpoint.deepspeed.torch_file import TorchFile
 from infinity.checkpoint.deepspeed.universal import FOLDER, add_universal, optimizer_file
-from infinity.checkpoint.format import BUFFER, PARAM, FileExtent, TensorInfo, latest_tag
+from infinity.checkpoint.format import BUFFER, PARAM, FileExtent, ShardRanges, TensorInfo, latest_tag
 from infinity.checkpoint.pieces import TensorSpan
 from infinity.config.untrusted import read_metadata, reason, shortened
 from infinity.errors import CheckpointError
@@ -89,6 +89,10 @@ class DeepSpeedSource:
         """See `ValueSource`."""
         dtype = DTYPES[self.tensors[name].dtype] if kind in (PARAM, BUFFER) else torch.float32
         self._read(name, kind, start, out.view(dtype))
+
+    def read_shard(self, name: str, kind: str, shard: ShardRanges, start: int, numel: int, out: Tensor) -> bool:
+        """Return False: tensors are whole."""
+        return False
 
     def extent_of(self, piece: TensorSpan) -> FileExtent | None:
         """Return None: there are no extents."""

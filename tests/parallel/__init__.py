@@ -1,0 +1,1 @@
+"""The tensor axis at run time, on ranks of gloo."""
