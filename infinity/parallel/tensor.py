@@ -163,13 +163,18 @@ def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup) -> Applied:
         first = next(iter(inspect.signature(block.forward).parameters), "")
         applied.wrap(block, wrapper, place(path), first)
     if axis.head is not None:
-        words = VocabularySlice(group, axis.head)
-        applied.mark_head(model.get_submodule(axis.head), words)
-        owner = _causal_model(model, axis.head)
-        if owner is not None:
-            names = list(inspect.signature(owner.forward).parameters)
-            applied.wrap(owner, _causal_forward, owner, words, names.index("labels") if "labels" in names else -1)
+        _apply_to_head(applied, model, axis.head, group)
     return applied
+
+
+def _apply_to_head(applied: Applied, model: nn.Module, path: str, group: AxisGroup) -> None:
+    """Let the head tell which words it has, and the model around it compute its loss with them."""
+    words = VocabularySlice(group, path)
+    applied.mark_head(model.get_submodule(path), words)
+    owner = _causal_model(model, path)
+    if owner is not None:
+        names = list(inspect.signature(owner.forward).parameters)
+        applied.wrap(owner, _causal_forward, owner, words, names.index("labels") if "labels" in names else -1)
 
 
 def _check(model: nn.Module, axis: TensorAxis) -> None:
