@@ -20,7 +20,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import infinity
@@ -29,7 +28,6 @@ from infinity.plan.types import Tier
 from infinity.zero.deferred_init import WINDOW_NBYTES
 from infinity.zero.weight_files import WeightFolder
 from tests.support.private_memory import PrivatePeak
-from tests.support.shards import Cut, axis_of, sharded_runtime
 from tests.support.spawn import run_ranks
 
 RANKS = 2
@@ -37,7 +35,6 @@ LARGE = {
     "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "num_key_value_heads": 16, "vocab_size": 8000, "max_position_embeddings": 64,
 }  # fmt: skip
-ROWWISE = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -73,15 +70,6 @@ def make(folder: Path, sizes: dict[str, Any]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def cuts_of(model: nn.Module) -> dict[str, Cut]:
-    """Cut every matrix, as a Llama's own plan does."""
-    found: dict[str, Cut] = {}
-    for name, param in model.named_parameters():
-        if param.ndim == 2:
-            found[name] = (1 if name.split(".")[-2] in ROWWISE else 0, None)
-    return found
-
-
 def settings(tier: str, drive: str) -> dict[str, Any]:
     """The configuration of a run."""
     home = {"device": tier, "nvme_path": drive}
@@ -114,15 +102,15 @@ def load(rank: int, world: int, folder: str, tier: str, drive: str, every: int) 
             for name, param in model.named_parameters():
                 # Optimizer states of all would take six times the memory of the weights.
                 param.requires_grad_("norm" in name)
-            axis = axis_of(model, cuts_of(model), world)
-            runtime = stack.enter_context(sharded_runtime(model, axis, settings(tier, drive)))
+            engine, *_ = infinity.initialize(model=model, config=settings(tier, drive))
+        stack.enter_context(engine)
         seconds = time.monotonic() - begin
         weights = WeightFolder(Path(folder))
         stack.callback(weights.close)
         named = list(model.named_parameters())
         for name, param in named[::every]:
             assert torch.equal(infinity.state(param).master, weights.tensors[name].whole().float()), name
-        partitions = partitions_nbytes(runtime.plan)
+        partitions = partitions_nbytes(engine.plan)
         largest = max(param.nbytes for _, param in named)
     numel = sum(tensor.numel for tensor in weights.tensors.values())
     bound = partitions + largest + WINDOW_NBYTES

@@ -81,7 +81,7 @@ def sharded_runtime(model: nn.Module, axis: TensorAxis, config: dict[str, Any]) 
     agree_on_plan(plan, groups.world)
     chosen = adam_from_params(ADAM, decoupled=True)
     with ExitStack() as undo, groups.telling():
-        runtime = build_runtime(resolved, model, plan, groups, device, chosen, Ledger(), undo, ())
+        runtime = build_runtime(resolved, model, plan, axis, groups, device, chosen, Ledger(), undo, ())
         undo.pop_all()
         undo.callback(runtime.close, at_once=True)
         runtime.access.own_parameters()

@@ -90,10 +90,10 @@ class Cell:
 CELLS = {
     2: [
         Cell(0, "none", "fp32"), Cell(2, "cpu", "bf16", "files"), Cell(2, "nvme", "fp16", "init"),
-        Cell(3, "none", "fp32", "slices"), Cell(3, "nvme", "bf16", "files", tiles=60),
+        Cell(3, "cpu", "fp32", "slices"), Cell(3, "nvme", "bf16", "files", tiles=60),
     ],
     4: [
-        Cell(0, "none", "fp32"), Cell(1, "none", "bf16"), Cell(3, "cpu", "bf16", "slices"),
+        Cell(0, "none", "fp32"), Cell(1, "none", "bf16"), Cell(3, "none", "bf16", "slices"),
         Cell(3, "nvme", "bf16", "slices", tiles=60), Cell(3, "nvme", "fp16", "files"),
     ],
 }  # fmt: skip
