@@ -175,7 +175,7 @@ class WeightWriter:
             return
         itemsize = DTYPE_NBYTES[self._places[source][0][1].dtype]
         for run in runs(shape, shard.dim, shard.ranges, start, len(values) // itemsize):
-            for row in range(run.count):
+            for row in range(run.rows):
                 at = (run.local - start + row * run.local_step) * itemsize
                 self.write(source, run.whole + row * run.whole_step, values[at : at + run.length * itemsize])
 

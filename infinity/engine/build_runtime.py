@@ -25,11 +25,9 @@ from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.factory import Chosen
 from infinity.optim.loss_scaler import LossScaler, grad_factor
 from infinity.optim.stepper import Stepper
-from infinity.parallel.random_state import share_random_state
 from infinity.parallel.tensor import apply
+from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
-from infinity.plan.tensor_axis import TensorAxis
-from infinity.zero import parameter, weight_tiles
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
@@ -38,32 +36,24 @@ from infinity.zero.foreign_attributes import publish_model
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.materialize import Materializer
+from infinity.zero.model_units import attach_units, make_units
 from infinity.zero.param_access import ParamAccess
-from infinity.zero.unit import Unit
 
 
 @mappings_of_their_own()
 def build_runtime(
-    config: ResolvedConfig, model: nn.Module, plan: Plan, axis: TensorAxis, groups: ProcessGroups, device: Device,
-    optimizer: Chosen, ledger: Ledger, undo: ExitStack, checkpointed: tuple[str, ...],
+    question: PlanInputs, model: nn.Module, plan: Plan, groups: ProcessGroups, device: Device, optimizer: Chosen,
+    ledger: Ledger, undo: ExitStack,
 ) -> Runtime:  # fmt: skip
     """Allocate what the plan says and move the model into it. Each part registers its close in `undo`, in case a later
-    one fails. axis: what is left of the model to each rank. checkpointed: paths of the blocks that backward computes
-    again.
+    one fails. question: what the plan was made of.
     """
-    spool, ranks = spool_of(list(model.parameters())), groups.ranks
+    spool, ranks, config = spool_of(list(model.parameters())), groups.ranks, question.config
     if spool is not None:
         undo.callback(groups.close)
     store = open_store(config, plan, rank=ranks.rank, device=device, ledger=ledger)
     undo.callback(store.close)
-    by_name = dict(model.named_parameters())
-    units = [
-        Unit(
-            layout, placed, weight_tiles.params_of(layout, by_name), store=store, device=device, group=groups.data,
-            ledger=ledger,
-        )  # fmt: skip
-        for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
-    ]
+    units = make_units(model, plan, store=store, device=device, group=groups.data, ledger=ledger)
     Materializer(
         units, plan=plan, store=store, groups=groups, spool=spool,
         moments_start=optimizer.rule.start,
@@ -80,17 +70,16 @@ def build_runtime(
         units, plan=plan, store=store, gradients=gradients, group=groups.world, spare=device.spare
     )
     coordinator.memory.refresh(units)
-    _attach(units, coordinator)
+    attach_units(units, coordinator)
     if config.stage == 3 and config.config.provenance.conventions.parameter_attributes:
         publish_model(model, parts=groups.data.size)
     _move_buffers(model, device)
     # Beneath the hooks, and beneath what computes blocks again.
-    exchanges = apply(model, axis, groups.tensor)
+    exchanges = apply(model, question.axis, groups.tensor, device.torch)
     undo.callback(exchanges.remove)
-    share_random_state(groups.tensor, device.torch)
     hooks = ModuleHooks(model, units, coordinator, group=groups.world, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
-    checkpointing = _checkpointing(config, model, checkpointed, ranks, device, ledger)
+    checkpointing = _checkpointing(config, model, question.checkpointed, ranks, device, ledger)
     undo.callback(checkpointing.close)
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
@@ -106,17 +95,10 @@ def build_runtime(
     access = ParamAccess(plan, store, groups, units, gradients, coordinator, factor)
     return Runtime(
         module=model, config=config, plan=plan, exchanges=exchanges, device=device, groups=groups, ledger=ledger,
-        store=store, units=units,
-        gradients=gradients, coordinator=coordinator, access=access, hooks=hooks, stepper=stepper,
-        checkpointing=checkpointing, compiled=compiled, observer=observer, progress=progress, scaler=scaler,
+        store=store, units=units, gradients=gradients, coordinator=coordinator, access=access, hooks=hooks,
+        stepper=stepper, checkpointing=checkpointing, compiled=compiled, observer=observer, progress=progress,
+        scaler=scaler,
     )  # fmt: skip
-
-
-def _attach(units: list[Unit], coordinator: Coordinator) -> None:
-    for unit in units:
-        for param, slot in zip(unit.params, unit.layout.slots, strict=True):
-            parameter.attach(param, coordinator, slot.name)
-    weight_tiles.adopt_tiles(units, coordinator)
 
 
 def _move_buffers(model: nn.Module, device: Device) -> None:

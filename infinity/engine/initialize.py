@@ -27,7 +27,7 @@ from infinity.engine.engine import Engine, close_engines_of
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, groups_of
-from infinity.engine.preflight import checkpointed_blocks, preflight, remarks
+from infinity.engine.preflight import preflight, remarks
 from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
 from infinity.log import configure_logging, logger, warn_once
@@ -38,9 +38,8 @@ from infinity.observability.monitors import check_installed
 from infinity.optim.factory import Chosen, adam_from_params, from_name, from_torch, no_optimizer
 from infinity.optim.lr import build_scheduler, check_steps_alone
 from infinity.optim.optimizer_view import TieredOptimizer
-from infinity.plan.model_styles import tensor_axis_of
 from infinity.plan.plan import Plan
-from infinity.plan.spec import dtype_name, module_tree
+from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind
 from infinity.zero.activation_measurement import measure_activations
 from infinity.zero.compiled import unwrapped
@@ -68,7 +67,7 @@ def initialize(
 ) -> tuple[Engine, TieredOptimizer | None, DataLoader[Any] | None, Any]:
     """Make a model trainable on the memory that the machine has.
 
-    model: any `nn.Module` with real parameters, ordinary or made under `infinity.Init`; they move to their tiers.
+    model: any `nn.Module` with parameters, ordinary or made under `infinity.Init`; they move to their tiers.
     config: path, dict or JSON string with DeepSpeed's keys (aliases: `config_params`, `args.deepspeed_config`).
     others: arguments that only DeepSpeed has, each refused with the next step (`dist_init_required`: see launch).
     model_parameters: parameters or torch-style groups to train; default: all that require a gradient.
@@ -94,17 +93,12 @@ def initialize(
         if spool is None:
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
-        axis = tensor_axis_of(
-            model, module_tree(model, compute_dtype=resolved.compute_dtype), size=resolved.tensor,
-            sequence=resolved.config.parallel.sequence, given=resolved.config.parallel.plan,
-        )  # fmt: skip
-        plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec, axis)
+        plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec)
         agree_on_plan(plan, groups.world)
         liger = resolved.config.kernels.liger
         applied = apply_liger(liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
-        again = checkpointed_blocks(resolved, question.node, question.blocks)
-        runtime = build_runtime(resolved, model, plan, axis, groups, device, trained.optimizer, ledger, undo, again)
+        runtime = build_runtime(question, model, plan, groups, device, trained.optimizer, ledger, undo)
         stepped = (boundary := Boundary(runtime)).optimizer(trained.groups, trained.optimizer, optimizer)
         scheduler = _scheduler(resolved, lr_scheduler, stepped)
         loader = _loader(resolved, training_data, collate_fn, groups, device)
@@ -112,7 +106,7 @@ def initialize(
         runtime.access.own_parameters()
         undo.pop_all()
     trim()
-    for line in [*axis.remarks, *remarks(question, model, plan, device), *applied, _headline(resolved, plan, trained)]:
+    for line in [*remarks(question, model, plan, device), *applied, _headline(resolved, plan, trained)]:
         logger.info(line)
     return engine, stepped, loader, scheduler
 

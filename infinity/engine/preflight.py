@@ -29,12 +29,12 @@ from infinity.plan.capacity_report import fits_without_activations, refuse
 from infinity.plan.filling import in_process
 from infinity.plan.fitting import lowered_in_words
 from infinity.plan.inputs import PlanInputs
+from infinity.plan.model_styles import tensor_axis_of
 from infinity.plan.optimizer_states import OptimizerSpec
 from infinity.plan.plan import Plan
-from infinity.plan.recomputation import repeated_blocks
+from infinity.plan.recomputation import checkpointed_blocks, repeated_blocks
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, UNKNOWN_ACTIVATION_NBYTES, Reserve
-from infinity.plan.spec import ModuleNode, dtype_name, module_tree
-from infinity.plan.tensor_axis import TensorAxis
+from infinity.plan.spec import dtype_name, module_tree
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Tier
 from infinity.zero import parameter
@@ -44,12 +44,11 @@ from infinity.zero.deferred_init import spool_of
 
 def preflight(
     config: ResolvedConfig, model: nn.Module, param_groups: Mapping[int, int], device: Device, groups: ProcessGroups,
-    optimizer: OptimizerSpec, axis: TensorAxis,
+    optimizer: OptimizerSpec,
 ) -> tuple[Plan, PlanInputs]:
     """Make the plan of a run and check that it fits. Returns it with the inputs that it was made from. Collective.
 
-    param_groups: the optimizer parameter group of each trained parameter, by id. optimizer: what steps them. axis: what
-    is left of the model to each rank.
+    param_groups: the optimizer parameter group of each trained parameter, by id. optimizer: what steps them.
 
     Raises ConfigError for a folder that can hold no swap files, CapacityError for a plan that does not fit, ConfigError
     for a model without values. If the last two both apply, CapacityError is raised.
@@ -58,7 +57,10 @@ def preflight(
     check_drives(config)
     free = _agreed(_free(config, model, device, ranks.local_size), groups.world)
     taken = max(baseline_nbytes(model) - _spooled_nbytes(model), 0)
-    node = axis.divide(module_tree(model, compute_dtype=config.compute_dtype, groups=dict(param_groups)))
+    whole = module_tree(model, compute_dtype=config.compute_dtype, groups=dict(param_groups))
+    parallel = config.config.parallel
+    axis = tensor_axis_of(model, whole, size=config.tensor, sequence=parallel.sequence, given=parallel.plan)
+    node = axis.divide(whole)
 
     classes = tuple(getattr(model, "_no_split_modules", None) or ())
     checkpointed = checkpointed_blocks(config, node, classes)
@@ -77,7 +79,7 @@ def preflight(
         return PlanInputs(
             node=node, config=config, topology=Topology.of(config),
             accelerator=device.own_memory, unified=device.unified, capacity=capacity, budget=budget, blocks=classes,
-            optimizer=optimizer, reserve=reserve, free=free,
+            optimizer=optimizer, reserve=reserve, free=free, axis=axis,
         )  # fmt: skip
 
     question = asked(measure=False)
@@ -100,7 +102,7 @@ def preflight(
 def remarks(question: PlanInputs, model: nn.Module, plan: Plan, device: Device) -> list[str]:
     """What the program should know of its configuration, and of a plan that fits."""
     reserve = question.reserve
-    lines = [*question.config.report(), *_checkpoint_room(question, model, plan)]
+    lines = [*question.config.report(), *question.axis.remarks, *_checkpoint_room(question, model, plan)]
     if lowered := lowered_in_words(question.request, plan):
         lines.append(f"fitted to the memory that is free: {lowered}")
     in_memory = in_process(plan.bytes_by_tier(), accelerator=device.own_memory)
@@ -192,12 +194,6 @@ def _checkpoint_room(question: PlanInputs, model: nn.Module, plan: Plan, *, rank
     if isinstance(longest, int) and sequence < longest:
         line += f", which is {sequence:,} for each of {config.micro_batch} sequences; the model takes up to {longest:,}"
     return [line]
-
-
-def checkpointed_blocks(config: ResolvedConfig, node: ModuleNode, classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Paths of the blocks that the configuration has computed again in backward. classes: the model's own blocks."""
-    every = config.config.activation_checkpointing.every
-    return repeated_blocks(node, classes=classes, every=every) if every else ()
 
 
 def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: int) -> Capacity:

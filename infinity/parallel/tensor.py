@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from infinity.distributed.axis_group import AxisGroup
 from infinity.errors import ConfigError
 from infinity.parallel import functions
-from infinity.parallel.random_state import OwnNumbers, has_dropout
+from infinity.parallel.random_state import OwnNumbers, has_dropout, share_random_state
 from infinity.parallel.vocabulary import VocabularySlice, divided_loss, is_causal_loss
 from infinity.plan.tensor_axis import Role, TensorAxis
 
@@ -109,7 +109,7 @@ class Applied:
         self._forwards, self._heads = [], []
 
 
-def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup) -> Applied:
+def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup, device: torch.device | None = None) -> Applied:
     """Make `model` compute with the shards that `axis` leaves to this rank of `group`.
 
     In training, a causal language model with `axis.head` that is called with labels computes its loss from this rank's
@@ -117,8 +117,9 @@ def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup) -> Applied:
     what the model records between blocks in training (hidden states, router logits) are this rank's tokens; evaluation
     cuts nothing.
 
-    Whether regions need random numbers of their own is decided here, by the dropouts that the model has now.
-    ConfigError for a module that cannot be divided.
+    Whether regions need random numbers of their own is decided here, by the dropouts that the model has now. device:
+    ranks share the numbers of its default generators, and of the CPU's, from now on. Collective then. ConfigError for
+    a module that cannot be divided.
     """
     applied = Applied()
     if axis.size == 1:
@@ -126,6 +127,8 @@ def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup) -> Applied:
     if axis.size != group.size:
         raise ConfigError(f"the tensor axis is planned for {axis.size} ranks, but its group has {group.size}")
     _check(model, axis)
+    if device is not None:
+        share_random_state(group, device)
     blocks = () if axis.blocks is None else _paths_between(model, *axis.blocks)
     # A region in a region has its inputs already.
     regions = [each for each in axis.regions if not _lies_in(each.path, (other.path for other in axis.regions))]

@@ -13,9 +13,11 @@ from infinity.plan.capacity import Capacity
 from infinity.plan.fitting import KEYS, fitted
 from infinity.plan.optimizer_states import OptimizerSpec, optimizer_spec
 from infinity.plan.plan import Plan, make_plan
+from infinity.plan.recomputation import checkpointed_blocks
 from infinity.plan.request import PlanRequest
 from infinity.plan.reserve import Reserve
 from infinity.plan.spec import ModuleNode, UnitRules, find_units
+from infinity.plan.tensor_axis import TensorAxis
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, Tier
 
@@ -27,7 +29,7 @@ UNBOUNDED = 2**63 - 1
 class PlanInputs:
     """Everything that a plan is made of. `replace` asks for the plan of another configuration or of more ranks."""
 
-    # The model's tree, and the classes of modules that it wants whole.
+    # The tree of what a tensor axis leaves of the model, and the classes of modules that it wants whole.
     node: ModuleNode
     config: ResolvedConfig
     topology: Topology
@@ -44,6 +46,8 @@ class PlanInputs:
     free: Capacity = field(default_factory=Capacity)
     # Whether the device's tensors are of a type of their own in the CPU's memory.
     unified: bool = False
+    # The tensor axis that `node` was divided by.
+    axis: TensorAxis = field(default_factory=TensorAxis)
     # Elements of the model, and of its trained parameters.
     numels: tuple[int, int] = field(init=False)
 
@@ -66,6 +70,11 @@ class PlanInputs:
     @property
     def _by_budget(self) -> bool:
         return "auto" in (self.config.param_tier, self.config.optimizer_tier)
+
+    @property
+    def checkpointed(self) -> tuple[str, ...]:
+        """Paths of the blocks that backward computes again."""
+        return checkpointed_blocks(self.config, self.node, self.blocks)
 
     def plan(self, *, raised: bool = True) -> Plan:
         """Make the plan; lower its bounds if it does not fit. It may still not fit: see `fits`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from infinity.config.resolve import ResolvedConfig
 from infinity.plan.spec import ModuleNode
 
 
@@ -28,3 +29,9 @@ def repeated_blocks(root: ModuleNode, *, classes: Collection[str] = (), every: i
 
     visit(root)
     return tuple(found[::every])
+
+
+def checkpointed_blocks(config: ResolvedConfig, node: ModuleNode, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Paths of the blocks that the configuration has computed again in backward. classes: the model's own blocks."""
+    every = config.config.activation_checkpointing.every
+    return repeated_blocks(node, classes=classes, every=every) if every else ()

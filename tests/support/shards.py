@@ -75,13 +75,13 @@ def sharded_runtime(model: nn.Module, axis: TensorAxis, config: dict[str, Any]) 
     groups = spool.groups if spool is not None else groups_of(resolved, ranks, device)
     question = PlanInputs(
         node=axis.divide(module_tree(model, compute_dtype=resolved.compute_dtype)), config=resolved,
-        topology=groups.topology, accelerator=device.own_memory, capacity=Capacity(),
+        topology=groups.topology, accelerator=device.own_memory, capacity=Capacity(), axis=axis,
     )  # fmt: skip
     plan = question.plan()
     agree_on_plan(plan, groups.world)
     chosen = adam_from_params(ADAM, decoupled=True)
     with ExitStack() as undo, groups.telling():
-        runtime = build_runtime(resolved, model, plan, axis, groups, device, chosen, Ledger(), undo, ())
+        runtime = build_runtime(question, model, plan, groups, device, chosen, Ledger(), undo)
         undo.pop_all()
         undo.callback(runtime.close, at_once=True)
         runtime.access.own_parameters()
