@@ -177,8 +177,8 @@ class Tiles:
         """
         grad, self.param.grad = self.param.grad, None
         self.coordinator.join_backward()
-        for tile in self.tiles if grad is not None else ():
-            if tile.wants_gradient:
+        for tile in self.tiles:
+            if grad is not None and tile.wants_gradient:
                 tile.add_gradient(grad[tile.start : tile.stop])
         if self._awaited is not None:
             self.coordinator.collect(self._awaited)
