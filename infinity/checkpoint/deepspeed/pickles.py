@@ -52,6 +52,10 @@ class Unloaded:
     def __repr__(self) -> str:
         return f"Unloaded({self.name!r})"
 
+    def fill(self, arguments: tuple[Any, ...], state: Any, items: dict[Any, Any] | list[Any] | None) -> None:
+        """Take everything at once."""
+        self.arguments, self.state, self.items = arguments, state, items
+
     def build(self, state: Any) -> None:
         """Take an object's state: its attributes, those in slots too, or what its class makes of it."""
         parts = state if type(state) is tuple and len(state) == 2 else (state,)

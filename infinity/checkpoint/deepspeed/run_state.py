@@ -142,8 +142,7 @@ class _Plain:
             if id(value) not in self._made:
                 self.unloaded.add(value.name)
                 made = self._made[id(value)] = Unloaded(value.name)
-                made.arguments = self.of(value.arguments, depth + 1)
-                made.state, made.items = self.of(value.state, depth + 1), self.of(value.items, depth + 1)
+                made.fill(*(self.of(each, depth + 1) for each in (value.arguments, value.state, value.items)))
             return self._made[id(value)]
         if value is None or isinstance(value, bool | int | float | str | bytes | np.ndarray | np.dtype):
             return value
