@@ -172,6 +172,11 @@ class Coordinator:
             self._gradients.ready(unit)
         self._leave(call)
 
+    def collect(self, call: ModuleCall) -> None:
+        """The gradients of a waiting call are there, which enters no backward of its own."""
+        for unit in self.calls.stop_waiting(call):
+            self._gradients.ready(unit)
+
     def end_backward(self) -> None:
         """Backward is over: close the calls without an input to announce it, collect all gradients, release what is
         idle.

@@ -14,9 +14,16 @@ from torch import nn
 
 from infinity.distributed.collectives import broadcast_to_all
 from infinity.distributed.consistency import on_any_rank
+from infinity.distributed.meeting import all_ranks_after
 from infinity.errors import ConfigError, StateError
 from infinity.zero import parameter
 from infinity.zero.deferred_init import DeferredInit, spools_of
+
+_ON_EVERY_RANK = (
+    "After it rank `source` sends its values to all ranks, so every rank must enter the block with the same "
+    "parameters. A parameter that neither infinity.Init nor an engine has can be changed without the block, on each "
+    "rank for itself; infinity.initialize() then takes rank 0's values"
+)
 
 
 def listed_params(params: Any) -> list[nn.Parameter]:
@@ -112,10 +119,20 @@ def _whole(spool: DeferredInit, params: Sequence[nn.Parameter]) -> Iterator[None
 def modify_ordinary(params: Sequence[nn.Parameter], source: int) -> Iterator[None]:
     """Let the block change parameters that nothing of ours keeps, and give every rank what rank `source` wrote.
 
-    Collective if torch.distributed is open; the ranks list the same parameters in the same order.
+    Collective if torch.distributed is open; the ranks list the same parameters in the same order. A rank whose others
+    do not come ends with DesyncError.
     """
+    sent = [param for param in params if not param.is_meta and not isinstance(param, nn.UninitializedParameter)]
     with torch.no_grad():
-        yield
-        for param in params:
-            if not param.is_meta and not isinstance(param, nn.UninitializedParameter):
-                broadcast_to_all(param.data, source)
+        if not sent:
+            yield
+            return
+        more = f" and of {len(sent) - 1} more" if len(sent) > 1 else ""
+        call = (
+            f"infinity.modify(source={source}), or GatheredParameters(modifier_rank={source}), of a parameter of shape "
+            f"{tuple(sent[0].shape)} that no engine has{more}"
+        )
+        with all_ranks_after(call, _ON_EVERY_RANK):
+            yield
+        for param in sent:
+            broadcast_to_all(param.data, source)

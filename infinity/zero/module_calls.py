@@ -152,6 +152,14 @@ class ModuleCalls:
         self._backward.remove(call)
         return self._stop_waiting(call.number)
 
+    def waits(self, call: ModuleCall) -> bool:
+        """Whether the call's backward is still to come."""
+        return call.number in self._waiting
+
+    def stop_waiting(self, call: ModuleCall) -> list[Unit]:
+        """The gradients of a call are there. Returns the units that no waiting call needs any more."""
+        return self._stop_waiting(call.number)
+
     def entered(self) -> list[ModuleCall]:
         """The calls that are in their backward, the latest first."""
         return self._backward[::-1]

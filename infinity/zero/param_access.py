@@ -129,13 +129,20 @@ def read(params: Params) -> Iterator[None]:
         for spool, deferred in deferred_of(wanted):
             stack.enter_context(read_deferred(spool, deferred))
         entered = owners_of(wanted)
+        again = {}
         for owner, chosen in entered:
-            stack.enter_context(owner.coordinator.memory.holding(_cut_together(units_of(owner, chosen))))
+            together = _cut_together(units_of(owner, chosen))
+            stack.enter_context(owner.coordinator.memory.holding(together))
+            if together:
+                again[owner.coordinator] = owner.units
             for param in chosen:
                 stack.enter_context(_assembled(owner, param))
         versions = [[param._version for param in chosen] for _, chosen in entered]
-        with gathered_for_backward({owner.coordinator: owner.units for owner, _ in entered}):
+        with gathered_for_backward(again):
             yield
+        for param in wanted:
+            if (tiles := tiles_of(param)) is not None:
+                tiles.await_gradient()
         for (owner, chosen), before in zip(entered, versions, strict=True):
             home = {id(param): unit for unit in units_of(owner, chosen) for param in unit.params}
             changed = [

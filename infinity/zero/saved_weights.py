@@ -63,9 +63,9 @@ _BLOCKS: ContextVar[tuple[_Uses, ...]] = ContextVar("_BLOCKS", default=())
 def gathered_for_backward(uses: Mapping[Coordinator, Sequence[Unit]]) -> Iterator[None]:
     """Open a block whose results can be differentiated after it, when its units are released again.
 
-    uses: all units of each engine, by coordinator.
+    uses: all units of each engine, by coordinator; without one there is nothing to gather again.
     """
-    if not torch.is_grad_enabled() or not all(map(backward_comes, uses)):
+    if not uses or not torch.is_grad_enabled() or not all(map(backward_comes, uses)):
         yield
         return
     mine = tuple(_Uses(coordinator, units) for coordinator, units in uses.items())

@@ -5,6 +5,13 @@ parameter of its own that no module knows. The module keeps its parameter, which
 `TiledParameter`. `F.linear` and `F.embedding` that meet one go tile by tile, in forward as in backward: gather, use,
 release; the gradient of a tile is reduced before the next tile is gathered. So the model needs no change, whoever calls
 the function with the weight, and a weight that is tied is in tiles wherever it is used.
+
+[Note: a whole weight in training] Inside `infinity.read` the parameter has all of its data, for the block only. What a
+program computes with it there may be differentiated later: torch's own functions are given a view of the data, which
+autograd keeps for them. An autograd.Function of the program's saves the parameter itself, which has no data in its
+backward, and reads it again there, as it would a partitioned one. No hook wraps what autograd saves, or it would get
+another tensor back. The gradient comes whole, on the parameter, and is divided among the tiles, whose own are
+incomplete until then.
 """
 
 from __future__ import annotations
@@ -29,6 +36,8 @@ from infinity.zero.unit import Unit
 
 # Elements that are cast at a time.
 _CAST_NUMEL = 1 << 20
+# Functions of a parameter itself, for which no view of it can stand: of attributes, of its memory and of its graph.
+_OF_THE_PARAMETER = {"__set__", "__delete__", "set_", "resize_", "resize_as_", "grad", "backward"}
 
 
 class TiledParameter(ReleasedParameter):
@@ -50,8 +59,10 @@ class TiledParameter(ReleasedParameter):
             return _BY_TILES[func](*args, **kwargs)
         if func is Tensor.__repr__ and parameter.is_released(args[0]):
             return parameter.describe_released(args[0])
-        metadata = func in parameter.METADATA
-        with _whole([] if metadata else list(parameter.kept(args, kwargs)), getattr(func, "__name__", str(func))):
+        name, metadata = getattr(func, "__name__", str(func)), func in parameter.METADATA
+        with _whole([] if metadata else list(parameter.kept(args, kwargs)), name):
+            if not metadata and name not in _OF_THE_PARAMETER and torch.is_grad_enabled():
+                args, kwargs = _viewed(args), _viewed(kwargs)
             return func(*args, **kwargs)
 
 
@@ -86,6 +97,9 @@ class Tiles:
         self.param = param
         self.tiles = tuple(tiles)
         self.coordinator = coordinator
+        # Of blocks that made the weight whole in a forward: its gradient is to come.
+        self._awaited: ModuleCall | None = None
+        self._listens = False
 
     @property
     def gathers_on_use(self) -> bool:
@@ -143,6 +157,33 @@ class Tiles:
                 latest = tile
                 yield tile, rows, room[: len(rows)]
 
+    def await_gradient(self) -> None:
+        """A block that made the weight whole is over, and its backward may follow."""
+        if not self.param.requires_grad or not backward_comes(self.coordinator):
+            return
+        if not self._listens:
+            self.param.register_post_accumulate_grad_hook(_divide_gradient)
+            self._listens = True
+        calls = self.coordinator.calls
+        # Outside of a forward most programs only look at values. A gradient that comes all the same may be late: then
+        # the boundary collects it.
+        if calls.innermost is not None and (self._awaited is None or not calls.waits(self._awaited)):
+            self._awaited = ModuleCall([tile.unit for tile in self.tiles])
+            calls.await_backward(self._awaited)
+
+    def divide_gradient(self) -> None:
+        """Give the gradient of the whole weight to the tiles: all uses have run backward. None where functions of this
+        module were the only ones.
+        """
+        grad, self.param.grad = self.param.grad, None
+        self.coordinator.join_backward()
+        for tile in self.tiles:
+            if grad is not None and tile.wants_gradient:
+                tile.add_gradient(grad[tile.start : tile.stop])
+        if self._awaited is not None:
+            self.coordinator.collect(self._awaited)
+            self._awaited = None
+
     def returns(self, *others: Tensor | None) -> bool:
         """Return whether a function of the weight and of `others` that is called now will run backward."""
         return backward_comes(self.coordinator) and any(
@@ -188,6 +229,21 @@ def assembled(param: nn.Parameter, data: Tensor) -> Iterator[None]:
     finally:
         param.data = stand_in
         param.__dict__.pop("_infinity_assembled", None)
+
+
+def _divide_gradient(param: nn.Parameter) -> None:
+    """Called by autograd; not once the parameter is the program's again."""
+    if (tiles := tiles_of(param)) is not None:
+        tiles.divide_gradient()
+
+
+def _viewed(value: Any) -> Any:
+    """Arguments of a call with a view in place of each parameter that is whole for a block."""
+    if isinstance(value, TiledParameter):
+        return value.view_as(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(_viewed, value))
+    return {key: _viewed(each) for key, each in value.items()} if type(value) is dict else value
 
 
 def _tile(whole: nn.Parameter, slot: Slot) -> nn.Parameter:

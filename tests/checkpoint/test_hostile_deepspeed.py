@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import datetime
+import enum
 import io
+import logging
 import os
 import pickle
 import random
@@ -19,8 +23,9 @@ import pytest
 import torch
 
 from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, read_deepspeed, verify_deepspeed
-from infinity.checkpoint.deepspeed.pickles import PickledObject
+from infinity.checkpoint.deepspeed.pickles import PickledObject, Unloaded
 from infinity.checkpoint.deepspeed.torch_file import TorchFile, TorchTensor
+from infinity.checkpoint.state import encode_client_state
 from infinity.errors import CheckpointError, TransferError
 
 SAVED = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints"
@@ -108,6 +113,75 @@ def test_plain_values_come_back(zero2: Path) -> None:
     assert found["args"] == {"lr": 0.5, "names": ["a"]} and found["number"] == 1.5 and found["raw"] == b"\0\xff"
     assert np.array_equal(found["rng"], given["rng"]) and torch.equal(found["view"], given["view"])
     assert (found["set"], found["none"], found["big"]) == ({1, 2}, None, 2**70)
+
+
+class Hyper(dict):  # type: ignore[type-arg]
+    """A dictionary of a program's own, as Lightning keeps hyper-parameters."""
+
+
+class Progress:
+    """An object of a program's own."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Progress.made += 1
+        self.best, self.itself, self.weights = 0.5, self, torch.arange(3.0)
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    rank: int
+
+
+def test_objects_of_a_programs_classes_are_left_out_by_name(zero2: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = {
+        "hyper": Hyper(lr=0.1, layers=[1, 2]), "progress": Progress(), "mode": Mode.FAST, "kind": Progress, "epoch": 3,
+        "by": {Mode.FAST: 1}, "slotted": Slotted(2), "when": datetime.datetime(2026, 1, 2), "loss": torch.nn.ReLU(),
+    }  # fmt: skip
+    rewrite(one(zero2, "mp_rank*"), lambda value: value.update(given))
+    Progress.made = 0
+    logging.getLogger("infinity").propagate = True
+    found = read_all(zero2).client_state
+    assert Progress.made == 0 and found["epoch"] == 3
+    here = __name__
+    names = {key: each.name for key, each in found.items() if isinstance(each, Unloaded)}
+    assert names == {
+        "hyper": f"{here}.Hyper", "progress": f"{here}.Progress", "mode": f"{here}.Mode", "kind": f"{here}.Progress",
+        "slotted": f"{here}.Slotted", "when": "datetime.datetime", "loss": "torch.nn.modules.activation.ReLU",
+    }  # fmt: skip
+    assert repr(found["mode"]) == f"Unloaded('{here}.Mode')" and found["mode"].arguments == ("fast",)
+    assert found["hyper"].items == {"lr": 0.1, "layers": [1, 2]} and found["slotted"].state == {"rank": 2}
+    progress = found["progress"].state
+    assert progress["best"] == 0.5 and progress["itself"] is found["progress"]
+    assert progress["weights"].tolist() == [0.0, 1.0, 2.0]
+    assert [(each.name, value) for each, value in found["by"].items()] == [(f"{here}.Mode", 1)]
+    (said,) = [record.getMessage() for record in caplog.records if "client_state" in record.getMessage()]
+    assert all(name in said for name in names.values()) and "mp_rank_00_model_states.pt" in said
+
+
+@pytest.mark.parametrize("name", [
+    "posix system", "nt system", "os system", "subprocess Popen", "builtins eval", "__builtin__ eval",
+    "commands getoutput", "copy_reg _reconstructor", "functools partial", "torch.hub load", "torch load",
+    "numpy.testing runstring", "deepspeed.launcher.runner main", "importlib import_module", "my.module a b",
+    "my..module f", "my.module f()",
+])  # fmt: skip
+def test_names_that_no_checkpoint_needs_are_refused(name: str, tmp_path: Path) -> None:
+    module, _, attribute = name.partition(" ")
+    parts = b"".join(b"X" + struct.pack("<I", len(part)) + part.encode() for part in (module, attribute))
+    (tmp_path / "x.pt").write_bytes(archive_of(b"\x80\x04" + parts + b"\x93)R.", {}))
+    with pytest.raises(CheckpointError, match="none of the types that are read"):
+        TorchFile(tmp_path / "x.pt")
+
+
+def test_what_stands_for_an_object_is_not_saved(zero2: Path) -> None:
+    rewrite(one(zero2, "mp_rank*"), lambda value: value.update(hyper=Hyper(lr=0.1)))
+    with pytest.raises(CheckpointError, match=r"client_state\.hyper is a .*Unloaded"):
+        encode_client_state(read_all(zero2).client_state, {}, path=zero2)
 
 
 def drop(key: str) -> Callable[[Any], Any]:

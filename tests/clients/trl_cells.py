@@ -3,8 +3,8 @@
     infinity run --as-deepspeed --no_local_rank --nproc 2 -m tests.support.clients_without_cuda \\
         -m tests.clients.trl_cells CELLS
 
-CELLS is a JSON list of objects with the fields of `Cell`, or `--all` for `matrix()`. A cell without a stage is plain
-TRL, by DDP with several ranks. Model, tokenizer and data are made here: nothing is downloaded.
+CELLS is a JSON list of objects with the fields of `Cell`. A cell without a stage is plain TRL, by DDP with several
+ranks. Model, tokenizer and data are made here: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -278,13 +278,6 @@ def run(cell: Cell, folder: Path) -> dict[str, Any]:
     return found
 
 
-def matrix() -> list[dict[str, Any]]:
-    """Return plain runs of every trainer with and without LoRA, and each at stage 3 on every tier."""
-    plain = [{"trainer": trainer, "lora": lora} for trainer in ("sft", "dpo", "grpo") for lora in (False, True)]
-    tiers = [{"stage": 3, "offload": offload} for offload in ("none", "cpu", "nvme")]
-    return [{**each, **more} for each in plain for more in ({}, *tiers)]
-
-
 def main() -> None:
     """Run all cells."""
     shared = os.environ.get("CELLS_FOLDER")
@@ -293,7 +286,7 @@ def main() -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         # Before the trainers do it: rank 0 writes the model for all.
         dist.init_process_group("gloo")
-    cells = matrix() if sys.argv[1] == "--all" else json.loads(sys.argv[1])
+    cells = json.loads(sys.argv[1])
     for number, given in enumerate(cells):
         folder = base / str(number)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.config import DEEPSPEED
-from infinity.errors import ConfigError, StateError
+from infinity.distributed import meeting
+from infinity.errors import ConfigError, DesyncError, StateError
 from infinity.zero import deferred_init, value_slices
 from infinity.zero.parameter import is_released
 from tests.conftest import RankPools
@@ -218,3 +220,45 @@ def test_ranks_keep_slices_of_what_they_have_agreed_on(tier: str, tmp_path: Path
         assert torch.equal(each["alike"], found[0]["own"])
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(each["last"], wanted, strict=True))
     assert os.listdir(tmp_path) == []
+
+
+def alone(rank: int, world_size: int) -> tuple[list[str], list[float]]:
+    """What ranks are told that do not come together; values of a block in which they do."""
+    dist.init_process_group("gloo")
+    meeting.PATIENCE_SECONDS, meeting.REMIND_SECONDS = 1.0, 0.2
+    layer = nn.Linear(3, 2)
+    told = []
+
+    def attempt(params: Any, error: Exception | None = None) -> None:
+        try:
+            with infinity.GatheredParameters(params, modifier_rank=0):
+                layer.weight.fill_(rank)
+                if error is not None:
+                    raise error
+        except (DesyncError, KeyError) as caught:
+            told.append(f"{type(caught).__name__}: {caught}")
+
+    if rank == 0:
+        attempt([layer.weight, layer.bias])
+        # Nothing that could be sent: no rank waits for another.
+        attempt([nn.Parameter(torch.empty(2, device="meta")), None])
+    dist.barrier()
+    attempt(layer.bias if rank else layer.weight)
+    dist.barrier()
+    attempt(layer.weight, KeyError("mine") if rank == 0 else None)
+    dist.barrier()
+    attempt(layer)
+    return told, layer.weight.flatten().tolist()
+
+
+def test_a_rank_that_modifies_ordinary_parameters_alone_is_told(rank_pools: RankPools) -> None:
+    (first, values), (second, same) = rank_pools[2].run(alone)
+    assert values == same == [0.0] * 6
+    late, other, own = first
+    what = r"modifier_rank=0\), of a parameter of shape \(2, 3\) that no engine has and of 1 more"
+    assert re.search(rf"rank 0 has waited 1 s for rank 1.*{what}", late)
+    assert "enter the block" in late
+    assert re.search(r"rank 1 has ended .*\(2,\) that no engine has where rank 0", other)
+    assert own == "KeyError: 'mine'"
+    assert re.search(r"rank 0 has ended .*\(2, 3\)", second[0]) and "rank 0 has raised KeyError" in second[1]
+    assert [len(first), len(second)] == [3, 2]

@@ -276,3 +276,72 @@ def test_a_checkpoint_of_tiles_is_one_of_whole_weights(tmp_path: Path, saved: An
         engine.load_checkpoint(str(tmp_path / "saved"))
         found = trained(engine, range(2, 5))
     assert found == expected or (saved != loaded and found == pytest.approx(expected, rel=1e-6))
+
+
+class Projection(torch.autograd.Function):
+    """A product that saves the parameter itself and reads it again in backward, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        with infinity.read(weight):
+            return grad @ weight, grad.t() @ x
+
+
+class ReadsItsHead(nn.Module):
+    """Computes with its head's weight by itself, in one of several ways."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(512, 32)
+        self.head = nn.Linear(32, 512, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor, way: str) -> Tensor:
+        hidden, weight = self.words(ids).flatten(0, 1), self.head.weight
+        with infinity.read(weight):
+            loss = weight.square().mean() if way == "squares" else hidden.new_zeros(())
+            logits = Projection.apply(hidden, weight) if way == "a function" else hidden @ weight.t()
+        if way == "and as a layer":
+            logits = logits + self.head(hidden)
+        return loss + F.cross_entropy(logits, ids.flatten())
+
+
+WAYS = ("a product", "squares", "a function", "and as a layer")
+
+
+def read_heads(rank: int, world: int, folder: str, tile_parameters: int | str) -> list[list[float]]:
+    """Values of the head after training in each way, of a tied and of another model."""
+    join(world)
+    found = []
+    for tied, way in itertools.product((False, True), WAYS):
+        torch.manual_seed(0)
+        chosen = settings(
+            folder, param="nvme", optimizer="nvme", accumulation=2,
+            zero={"stage3_max_live_parameters": LIVE, "tile_parameters": tile_parameters},
+        )  # fmt: skip
+        engine, *_ = infinity.initialize(model=ReadsItsHead(tied=tied), config=chosen)
+        with engine:
+            for step in range(4):
+                ids = torch.randint(512, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank))
+                engine.backward(engine(ids, way))
+                engine.step()
+            assert any(layout.is_tile for layout in engine.plan.layouts) == (tile_parameters != 0)
+            found.append(infinity.state(engine.module.head.weight).master[::37, ::5].flatten().tolist())
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_weight_that_a_program_reads_whole_in_training_is_trained(
+    rank_pools: Any, tmp_path: Path, world: int
+) -> None:
+    whole = rank_pools[world].run(read_heads, str(tmp_path), 0)[0]
+    in_tiles = rank_pools[world].run(read_heads, str(tmp_path), "auto")[0]
+    for name, mine, other in zip(itertools.product(("", "tied"), WAYS), in_tiles, whole, strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5), name

@@ -1,16 +1,20 @@
 """Reading a pickle that an attacker may have written.
 
 `pickletools` decodes one instruction after the other, and this module carries out those that data needs, on plain
-values. A name in the pickle is looked up in `_NAMES`, and nothing is imported: each name there stands for a function of
-this module that makes a plain value. Any other name, and any other instruction, is an error that names it.
+values. A name in the pickle is looked up in `_CALLS` and `_VALUES`, and nothing is imported: each name there stands for
+a function of this module that makes a plain value, or for a value. A name of a program's own (`_is_foreign`) becomes an
+`Unloaded`, which holds what the pickle would have given to it. Any other name, and any other instruction, is an error
+that names it.
 """
 
 from __future__ import annotations
 
 import pickletools
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -31,6 +35,43 @@ class PickledObject:
 
     name: str
     attributes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False, repr=False)
+class Unloaded:
+    """What stands for a name of a program's, which is neither imported nor called: a class, a function, or an object of
+    it with what the pickle gave to its constructor, as its state, and, to a dictionary or a list of its own kind, as
+    its items.
+    """
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+    items: dict[Any, Any] | list[Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"Unloaded({self.name!r})"
+
+    def fill(self, arguments: tuple[Any, ...], state: Any, items: dict[Any, Any] | list[Any] | None) -> None:
+        """Take everything at once."""
+        self.arguments, self.state, self.items = arguments, state, items
+
+    def build(self, state: Any) -> None:
+        """Take an object's state: its attributes, those in slots too, or what its class makes of it."""
+        parts = state if type(state) is tuple and len(state) == 2 else (state,)
+        if all(part is None or type(part) is dict for part in parts):
+            state = {key: value for part in parts for key, value in (part or {}).items()}
+        self.state = state
+
+    def extend(self, items: list[Any]) -> None:
+        """Take items, as a list of its own kind does."""
+        self.items = [] if self.items is None else self.items
+        _of(list, self.items).extend(items)
+
+    def update(self, items: list[tuple[Any, Any]]) -> None:
+        """Take keys and values, as a dictionary of its own kind does."""
+        self.items = {} if self.items is None else self.items
+        _of(dict, self.items).update(items)
 
 
 @dataclass
@@ -211,8 +252,8 @@ class PickleReader:
                 count = int(name[-1])
                 stack[-count:] = [tuple(map(_finished, stack[-count:]))]
             case "APPEND" | "APPENDS":
-                items = [stack.pop()] if name == "APPEND" else self._to_mark()
-                _of(list, stack[-1]).extend(map(_finished, items))
+                items = [_finished(each) for each in ([stack.pop()] if name == "APPEND" else self._to_mark())]
+                _of(list | Unloaded, stack[-1]).extend(items)
             case "ADDITEMS":
                 items = self._to_mark()
                 _of(set, stack[-1]).update(map(_key, items))
@@ -220,9 +261,10 @@ class PickleReader:
                 stack.append(frozenset(map(_key, self._to_mark())))
             case "SETITEM" | "SETITEMS":
                 items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else self._to_mark()
-                _of(dict, stack[-1]).update(zip(map(_key, items[::2]), map(_finished, items[1::2]), strict=True))
+                pairs = [*zip(map(_key, items[::2]), map(_finished, items[1::2]), strict=True)]
+                _of(dict | Unloaded, stack[-1]).update(pairs)
             case "GLOBAL" | "STACK_GLOBAL":
-                text = argument if name == "GLOBAL" else f"{stack.pop()} {stack.pop()}"
+                text = argument if name == "GLOBAL" else " ".join((str(stack.pop(-2)), str(stack.pop())))
                 stack.append(self._named(text))
             case "BINPERSID":
                 stack.append(self._storage(stack.pop()))
@@ -248,6 +290,9 @@ class PickleReader:
     def _named(self, text: str) -> Any:
         if text in _VALUES:
             return _VALUES[text]
+        if text not in self._names and _is_foreign(text):
+            name = text.replace(" ", ".", 1)
+            return Name(name, lambda *arguments: Unloaded(name, tuple(map(_finished, arguments))))
         if text not in self._names:
             name = text.replace(" ", ".", 1)
             raise ValueError(f"it holds a {shortened(name, 200)}, which is none of the types that are read")
@@ -266,6 +311,8 @@ class PickleReader:
         if isinstance(made, NumpyArray | _DType):
             self._count_copy(_of(tuple, state))
             made.build(state)
+        elif isinstance(made, Unloaded):
+            made.build(state)
         elif isinstance(made, PickledObject):
             made.attributes.update(_of(dict, state))
         elif not isinstance(made, dict):
@@ -283,8 +330,28 @@ _LITERALS = {
 }  # fmt: skip
 
 
+def _is_foreign(text: str) -> bool:
+    """Return whether a name (module, space, name) is of a program's or a library's own, so that an object of it may be
+    left out. Of Python itself, torch, numpy and DeepSpeed a checkpoint needs those that are read; of a few of their
+    modules programs keep values, too.
+    """
+    module, _, name = text.partition(" ")
+    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+        return False
+    if module in _MODULES_OF_VALUES or module.startswith(("torch.nn.", "torch.optim.")):
+        return True
+    return module.partition(".")[0] not in _OTHERS
+
+
+# `__builtin__` and others: names of Python 2, which a protocol of that time still writes.
+_OTHERS = {*sys.stdlib_module_names, "__builtin__", "copy_reg", "commands", "torch", "numpy", "deepspeed"}
+_MODULES_OF_VALUES = {"datetime", "decimal", "fractions", "uuid", "zoneinfo"}
+
+
 def _finished(value: Any) -> Any:
-    """Return what an array or a dtype of numpy has become."""
+    """Return what an array or a dtype of numpy has become, and what stands for a name that is not called."""
+    if isinstance(value, Name) and " " not in value.text:
+        return Unloaded(value.text)
     if isinstance(value, NumpyArray):
         return value.value if value.value is not None else value
     return np.dtype(value.code) if isinstance(value, _DType) else value
@@ -298,10 +365,11 @@ def _key(value: Any) -> Any:
     return value
 
 
-_KEYS = {str, bytes, int, float, bool, type(None)}
+_KEYS = {str, bytes, int, float, bool, type(None), Unloaded}
 
 
-def _of(kind: type[Any], value: Any) -> Any:
+def _of(kind: type[Any] | UnionType, value: Any) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"its instructions do not fit together (a {type(value).__name__} for a {kind.__name__})")
+        wanted = getattr(kind, "__name__", kind)
+        raise ValueError(f"its instructions do not fit together (a {type(value).__name__} for a {wanted})")
     return value

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from infinity.checkpoint.codec import NotSerializable, encode
 from infinity.checkpoint.deepspeed.layout import as_dict, as_list
-from infinity.checkpoint.deepspeed.pickles import PickledObject
+from infinity.checkpoint.deepspeed.pickles import PickledObject, Unloaded
 from infinity.checkpoint.deepspeed.torch_file import TorchFile, TorchTensor
 from infinity.config.untrusted import NESTING_MAX, shortened
+from infinity.log import logger
 
 # What DeepSpeed itself writes beside a program's client state.
 _OWN = {
@@ -34,6 +35,8 @@ _COUNT_END = 2**63
 # Values of a client state, and bytes of its tensors.
 _VALUES_MAX = 1_000_000
 _TENSORS_NBYTES_MAX = 1 << 30
+# Classes that a warning names.
+_NAMED_MAX = 10
 
 
 def counters_of(file: TorchFile) -> dict[str, int]:
@@ -87,9 +90,26 @@ def kind_of(model: TorchFile, moments: Sequence[str]) -> str | None:
 
 
 def client_state_of(file: TorchFile) -> dict[str, Any]:
-    """Return what the program had saved with the checkpoint."""
+    """Return what the program had saved with the checkpoint, with an `Unloaded` for each object of a class of its own.
+    One warning names them.
+    """
     value = as_dict(file, file.value, "its value")
-    return {str(key): _Plain(file).of(each) for key, each in value.items() if key not in _OWN}
+    found, names = {}, set()
+    for key, each in value.items():
+        if key not in _OWN:
+            plain = _Plain(file)
+            found[str(key)] = plain.of(each)
+            names |= plain.unloaded
+    if names:
+        listed = [shortened(name, 200) for name in sorted(names)]
+        more = f" and {len(listed) - _NAMED_MAX} more" if len(listed) > _NAMED_MAX else ""
+        logger.warning(
+            "%s: client_state has values of classes that a pickle would import, and nothing in a checkpoint is "
+            "executed: %s%s. Each comes back as Unloaded(name), with what had been saved of it in `arguments`, `state` "
+            "and `items`",
+            file.path, ", ".join(listed[:_NAMED_MAX]), more,
+        )  # fmt: skip
+    return found
 
 
 class _Plain:
@@ -99,6 +119,9 @@ class _Plain:
         self._file = file
         self._count = 0
         self._nbytes = 0
+        # Names of classes that were not loaded, and what stands for the objects of the pickle: they may form circles.
+        self.unloaded: set[str] = set()
+        self._made: dict[int, Unloaded] = {}
 
     def of(self, value: Any, depth: int = 0) -> Any:
         self._count += 1
@@ -110,14 +133,23 @@ class _Plain:
                 raise self._file.error(f"its client state has more than {_TENSORS_NBYTES_MAX:,} bytes of tensors")
             return value.whole()
         if isinstance(value, dict):
-            return {key: self.of(each, depth + 1) for key, each in value.items()}
+            return {self._key(key, depth): self.of(each, depth + 1) for key, each in value.items()}
         if isinstance(value, list | tuple | set | frozenset):
             return type(value)(self.of(each, depth + 1) for each in value)
         if isinstance(value, PickledObject):
             return {key: self.of(each, depth + 1) for key, each in value.attributes.items()}
+        if isinstance(value, Unloaded):
+            if id(value) not in self._made:
+                self.unloaded.add(value.name)
+                made = self._made[id(value)] = Unloaded(value.name)
+                made.fill(*(self.of(each, depth + 1) for each in (value.arguments, value.state, value.items)))
+            return self._made[id(value)]
         if value is None or isinstance(value, bool | int | float | str | bytes | np.ndarray | np.dtype):
             return value
         return str(value)
+
+    def _key(self, key: Any, depth: int) -> Any:
+        return self.of(key, depth + 1) if isinstance(key, Unloaded) else key
 
 
 def _loss_scale(file: TorchFile, inner: Mapping[Any, Any]) -> dict[str, Any] | None:
