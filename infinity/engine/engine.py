@@ -112,6 +112,7 @@ class Engine(nn.Module):
         if runtime.config.casts_inputs:
             args = precision.half(args)
         with runtime.phase("forward"), under:
+            runtime.exchanges.check_batch(args, kwargs)
             return self.module(*args, **kwargs)
 
     @eager_backward
@@ -336,6 +337,16 @@ class Engine(nn.Module):
     @property
     def world_size(self) -> int:
         return self.groups.world.size
+
+    @property
+    def data_size(self) -> int:
+        """Ranks along the data axis: into so many parts a program divides its data set."""
+        return self.groups.data.size
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's part of the data set. Ranks of a tensor group have the same."""
+        return self.groups.data.index
 
     @property
     def global_rank(self) -> int:

@@ -12,7 +12,7 @@ what would be summed behind them is reduce-scattered.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -25,6 +25,7 @@ from infinity.distributed.axis_group import AxisGroup
 from infinity.errors import ConfigError
 from infinity.parallel import functions
 from infinity.parallel.random_state import OwnNumbers, has_dropout, share_random_state
+from infinity.parallel.same_batch import check_same_batch
 from infinity.parallel.vocabulary import VocabularySlice, divided_loss, is_causal_loss
 from infinity.plan.tensor_axis import Role, TensorAxis
 
@@ -32,6 +33,8 @@ from infinity.plan.tensor_axis import Role, TensorAxis
 VOCABULARY = "_infinity_vocabulary"
 
 Forward = Callable[..., Any]
+
+_COMPARED_FORWARDS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +78,20 @@ class _Place:
 class Applied:
     """What `apply` has set in a model. `remove` takes it out again."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: AxisGroup) -> None:
+        self._group = group
         self._forwards: list[tuple[nn.Module, Any]] = []
         self._heads: list[nn.Module] = []
+        # Forwards of which the batches are still to be compared.
+        self._compared = _COMPARED_FORWARDS if group.size > 1 else 0
+
+    def check_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise ConfigError if ranks of the group are called with different batches. Collective; compares the first
+        few, because a program divides its data in one way.
+        """
+        if self._compared:
+            self._compared -= 1
+            check_same_batch(args, kwargs, self._group)
 
     def wrap(self, module: nn.Module, wrapper: Callable[..., Any], *context: Any) -> None:
         """Let `wrapper(former forward, *context, *args, **kwargs)` be the module's forward."""
@@ -121,7 +135,7 @@ def apply(model: nn.Module, axis: TensorAxis, group: AxisGroup, device: torch.de
     ranks share the numbers of its default generators, and of the CPU's, from now on. Collective then. ConfigError for
     a module that cannot be divided.
     """
-    applied = Applied()
+    applied = Applied(group)
     if axis.size == 1:
         return applied
     if axis.size != group.size:

@@ -6,13 +6,19 @@ from pathlib import Path
 
 import pytest
 
+import infinity
+from infinity.errors import ConfigError
 from tests.conftest import RankPools
+from tests.support.oracle import join
 from tests.tensor_matrix import (
     Place,
+    batch,
+    build,
     compare_dropout,
     compare_models,
     compare_replicas,
     compare_tiers,
+    configuration,
     load_place,
     save_place,
 )
@@ -54,3 +60,18 @@ def test_checkpoints_pass_between_topologies(rank_pools: RankPools, tmp_path: Pa
         row = rank_pools[ranks].run(load_place, str(tmp_path), place, target, saved[place]["sha256"])[0]
         assert row["right"], (place, target, row)
         assert row["export"] == saved[place]["export"]
+
+
+def called_with_its_own_batch(rank: int, world: int, drive: str) -> str:
+    """As a program does that divides its data set over all ranks."""
+    join(world)
+    engine, *_ = infinity.initialize(model=build("llama"), config=configuration(drive, world))
+    with engine, pytest.raises(ConfigError) as caught:
+        engine(**batch(0, row=rank))
+    return str(caught.value)
+
+
+def test_ranks_of_a_tensor_group_that_get_different_batches_are_told(rank_pools: RankPools, tmp_path: Path) -> None:
+    for text in rank_pools[2].run(called_with_its_own_batch, str(tmp_path)):
+        assert "(input_ids, labels)" in text
+        assert "engine.data_rank" in text
