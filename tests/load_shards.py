@@ -1,9 +1,10 @@
-"""Memory of `load_hf` where a tensor axis cuts the model: `python -m tests.load_shards [--json FILE]`.
+"""Memory of `load_hf` and `Init` where a tensor axis cuts the model: `python -m tests.load_shards [--json FILE]`.
 
 A Llama of 700 M parameters in bf16 is written as safetensors, with values from a generator, and loaded by two ranks
 that have a shard each of every matrix. The private memory of each rank is sampled from before `load_hf` until its
 partitions are filled, and compared with what should bound it: the rank's own partitions, the largest shard, and 256 MB.
-Then whole tensors are put together, a few or all of them, and compared with the files.
+Then whole tensors are put together, a few or all of them, and compared with the files. `Init` builds the same model
+from its constructor, with its window of 256 MB beside the bound; its tensors are compared with an ordinary one's.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ LARGE = {
 class Load:
     """One load on one rank, in bytes and seconds. own: the peak of private memory above that before the load."""
 
+    how: str
     tier: str
     rank: int
     numel: int
@@ -89,8 +91,18 @@ def partitions_nbytes(plan: Plan) -> int:
     return held + plan.pools.param_nbytes + plan.pools.states_nbytes
 
 
-def load(rank: int, world: int, folder: str, tier: str, drive: str, every: int) -> Load:
-    """Load the folder, its matrices cut among the ranks; compare each `every`th tensor with its file."""
+def _built(folder: str, config: dict[str, Any] | None) -> Any:
+    """The folder's model from its constructor, under `Init` if there is a configuration."""
+    torch.manual_seed(0)
+    with infinity.Init(config=config, enabled=config is not None):
+        return AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(folder), dtype=torch.bfloat16)
+
+
+def load(rank: int, world: int, folder: str, tier: str, drive: str, every: int, how: str = "load") -> Load:
+    """Load the folder, its matrices cut among the ranks; compare each `every`th tensor with its file.
+
+    how: "load", or "init" for the model's constructor instead of its files.
+    """
     # What the first use of threads and groups takes is not the model's.
     infinity.init_distributed()
     torch.distributed.barrier()
@@ -98,23 +110,26 @@ def load(rank: int, world: int, folder: str, tier: str, drive: str, every: int) 
     begin = time.monotonic()
     with ExitStack() as stack:
         with PrivatePeak() as peak:
-            model = infinity.load_hf(folder, settings(tier, drive))
+            config = settings(tier, drive)
+            model = infinity.load_hf(folder, config) if how == "load" else _built(folder, config)
             for name, param in model.named_parameters():
                 # Optimizer states of all would take six times the memory of the weights.
                 param.requires_grad_("norm" in name)
-            engine, *_ = infinity.initialize(model=model, config=settings(tier, drive))
+            engine, *_ = infinity.initialize(model=model, config=config)
         stack.enter_context(engine)
         seconds = time.monotonic() - begin
         weights = WeightFolder(Path(folder))
         stack.callback(weights.close)
         named = list(model.named_parameters())
+        ordinary = dict(_built(folder, None).named_parameters()) if how == "init" else {}
         for name, param in named[::every]:
-            assert torch.equal(infinity.state(param).master, weights.tensors[name].whole().float()), name
+            expected = ordinary[name].detach() if how == "init" else weights.tensors[name].whole()
+            assert torch.equal(infinity.state(param).master, expected.float()), name
         partitions = partitions_nbytes(engine.plan)
         largest = max(param.nbytes for _, param in named)
     numel = sum(tensor.numel for tensor in weights.tensors.values())
-    bound = partitions + largest + WINDOW_NBYTES
-    return Load(tier, rank, numel, peak.own, partitions, largest, bound, round(seconds, 1), len(named[::every]))
+    bound = partitions + largest + WINDOW_NBYTES * (2 if how == "init" else 1)
+    return Load(how, tier, rank, numel, peak.own, partitions, largest, bound, round(seconds, 1), len(named[::every]))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,11 +143,11 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
         folder = Path(temporary)
         make(folder / "model", LARGE)
-        for tier in given.tiers:
-            loads += run_ranks(load, RANKS, str(folder / "model"), tier, str(folder / "swap"), 20, timeout=1800)
+        for how, tier in [*(("load", tier) for tier in given.tiers), ("init", "nvme")]:
+            loads += run_ranks(load, RANKS, str(folder / "model"), tier, str(folder / "swap"), 20, how, timeout=1800)
             for each in loads[-RANKS:]:
                 print(
-                    f"{each.tier:5} rank {each.rank} of {RANKS}, {each.numel / 1e6:.0f} M parameters: own "
+                    f"{each.how} {each.tier:5} rank {each.rank} of {RANKS}, {each.numel / 1e6:.0f} M parameters: own "
                     f"{each.own / 1e6:.1f} MB of {each.bound / 1e6:.1f} (partitions {each.partitions / 1e6:.1f}, "
                     f"largest shard {each.largest / 1e6:.1f}), {each.seconds} s, {each.compared} tensors equal",
                     flush=True,
