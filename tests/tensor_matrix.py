@@ -7,6 +7,8 @@ models       unmodified models of transformers, tp 2 and 4, against plain torch 
 replicas     replicated parameters and moments have one hash over the axis after 50 steps, also with sequence
 tiers        tp 2 x dp 2: one hash for every placement at each stage, precision and clipping
 checkpoints  saved at every topology, loaded at every other: masters and moments have equal bits as full tensors
+loops        stages 0 to 3, tiles, recomputation, a compiler, evaluation and generation in between, plain backwards: the
+             weights of plain torch after three clipped steps of two micro-batches
 dropout      masks are equal outside regions and different inside; a resumed run has the numbers of the whole one
 
 One launch a world size: its ranks live for all cells.
@@ -466,6 +468,81 @@ def compare_dropout(rank: int, world: int) -> list[dict[str, Any]]:
              "resumed run is the same": resumed, "right": outside and inside and resumed and losses}]  # fmt: skip
 
 
+LOOPS: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+    "tiles": {"zero": {"tile_parameters": 1000}},
+    "recomputed": {"top": {"activation_checkpointing": {"every": 1}}},
+    "recomputed, sequence": {"top": {"activation_checkpointing": {"every": 1}}, "sequence": True},
+    **{act: {} for act in ("compiled", "evaluated between", "plain backward", "generated", "state dict")},
+}
+
+
+def compare_loops(rank: int, world: int, tensor: int, names: Sequence[str] = tuple(LOOPS)) -> list[dict[str, Any]]:
+    """Engines whose program or configuration does something else; `world / tensor` data ranks."""
+    join(world)
+    rows = []
+    for name in names:
+        found, norm = _loop(rank, tensor, name, **LOOPS[name])
+        if rank == 0:
+            expected, expected_norm = _plain_loop(world // tensor)
+            apart = max(float((found[key] - value).abs().max()) for key, value in expected.items())
+            rows.append({"loop": name, "tensor": tensor, "data": world // tensor, "weight": apart,
+                         "norm": abs(norm / expected_norm - 1),
+                         "right": apart <= 1e-5 and abs(norm / expected_norm - 1) <= 1e-6})  # fmt: skip
+    return rows
+
+
+def _loop(
+    rank: int, tensor: int, name: str, *, stage: int = 3, sequence: bool = False, zero: dict[str, Any] | None = None,
+    top: dict[str, Any] | None = None,
+) -> tuple[dict[str, Tensor], float]:  # fmt: skip
+    with tempfile.TemporaryDirectory() as drive:
+        given = {"stage": stage, "param": "cpu" if stage == 3 else "gpu", "optimizer": "nvme", "clip": 0.5}
+        config = configuration(
+            drive, tensor, sequence=sequence, accumulation=2, zero={**TIGHT, **(zero or {})}, **given
+        )
+        engine, *_ = infinity.initialize(model=build("qwen3"), config=config | (top or {}))
+        with engine:
+            if name == "compiled":
+                engine.compile(backend="aot_eager")
+            for step, micro in itertools.product(range(3), range(2)):
+                loss = engine(**batch(10 * step + micro, engine.data_rank)).loss
+                if name == "plain backward":
+                    (loss / 2).backward()
+                else:
+                    engine.backward(loss)
+                if name == "evaluated between":
+                    engine.eval()
+                    with torch.no_grad():
+                        assert engine(**batch(99)).logits.shape[-1] == VOCABULARY
+                    engine.train()
+                engine.step()
+            if name == "generated":
+                engine.eval()
+                torch.manual_seed(rank // tensor)
+                tokens = engine.module.generate(batch(5)["input_ids"][:1], max_new_tokens=4, do_sample=True).tolist()
+                everyone = exchanged(tokens)
+                assert all(each == everyone[at // tensor * tensor] for at, each in enumerate(everyone))
+            if name == "state dict":
+                whole = {key: param.shape for key, param in build("qwen3").named_parameters()}
+                held = engine.state_dict()
+                assert {key: held[key].shape for key in whole} == whole if rank == 0 else not held
+            weights = {key: infinity.state(param).master for key, param in engine.module.named_parameters()}
+            return weights, engine.get_global_grad_norm()
+
+
+def _plain_loop(data: int) -> tuple[dict[str, Tensor], float]:
+    model, norm = build("qwen3"), 0.0
+    optimizer = torch.optim.AdamW(model.parameters(), **{**ADAM, "betas": tuple(ADAM["betas"])})
+    for step in range(3):
+        for micro, row in itertools.product(range(2), range(data)):
+            (model(**batch(10 * step + micro, row)).loss / 2 / data).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key: param.detach() for key, param in model.named_parameters()}, norm
+
+
 def _launch(fn: Callable[..., list[dict[str, Any]]], world: int, *args: Any) -> list[dict[str, Any]]:
     with RankPool(world) as pool:
         return pool.run(fn, *args, timeout=CELL_SECONDS)[0]
@@ -489,6 +566,7 @@ PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "replicas": run_replicas,
     "tiers": lambda: _launch(compare_tiers, 4, 2),
     "checkpoints": run_checkpoints,
+    "loops": lambda: [*_launch(compare_loops, 2, 2), *_launch(compare_loops, 4, 2)],
     "dropout": lambda: _launch(compare_dropout, 2),
 }
 

@@ -4,27 +4,47 @@ Each has the other direction as its backward. `what` names the module in the nam
 layers.1.mlp": the watchdog shows them. All ranks of the group call the same functions in the same order; each call
 blocks until its tensor is there. Sums have the same bits on all ranks.
 
+A compiler leaves them out: its graphs end at a collective, whose messages and waits are no operators.
+
 The sequence is dimension 1 of [batch, sequence, ...]; of tensors with fewer dimensions, where tokens lie one behind
 the other, it is dimension 0.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
 from infinity.errors import ConfigError
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+
+def outside_graphs(function: _Function) -> _Function:
+    """Keep compilers out of a function; unlike torch's own decorator, load none before one is at work."""
+    eager = _disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (eager if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@outside_graphs
 def copy_in(tensor: Tensor, group: AxisGroup, what: str) -> Tensor:
     """Return `tensor`, which all ranks have alike, for a computation that differs by rank; gradients are summed."""
     return _Copy.apply(tensor, group, what)
 
 
+@outside_graphs
 def sum_out(tensor: Tensor, group: AxisGroup, what: str, *, owned: bool = False) -> Tensor:
     """Return the sum of all ranks' tensors; gradients stay.
 
@@ -37,16 +57,19 @@ def sum_out(tensor: Tensor, group: AxisGroup, what: str, *, owned: bool = False)
     return _Sum.apply(tensor, group, what)
 
 
+@outside_graphs
 def gather_columns(tensor: Tensor, group: AxisGroup, what: str) -> Tensor:
     """Return all ranks' columns [..., columns] side by side; a rank gets the gradient of its own."""
     return _Gather.apply(tensor, -1, group, what)
 
 
+@outside_graphs
 def split_columns(tensor: Tensor, group: AxisGroup, what: str) -> Tensor:
     """Return this rank's columns of a tensor that all ranks have alike; gradients are gathered."""
     return _Split.apply(tensor, -1, group, what)
 
 
+@outside_graphs
 def gather_sequence(tensor: Tensor, group: AxisGroup, what: str, *, partial: bool = True) -> Tensor:
     """Return all ranks' tokens.
 
@@ -57,6 +80,7 @@ def gather_sequence(tensor: Tensor, group: AxisGroup, what: str, *, partial: boo
     return apply(tensor, sequence_dim(tensor), group, what)
 
 
+@outside_graphs
 def scatter_sequence(tensor: Tensor, group: AxisGroup, what: str) -> Tensor:
     """Return this rank's tokens of a tensor that all ranks have alike; gradients are gathered.
 
@@ -66,6 +90,7 @@ def scatter_sequence(tensor: Tensor, group: AxisGroup, what: str) -> Tensor:
     return _Split.apply(tensor, sequence_dim(tensor), group, what)
 
 
+@outside_graphs
 def reduce_scatter_sequence(tensor: Tensor, group: AxisGroup, what: str) -> Tensor:
     """Return this rank's tokens of the sum of all ranks' tensors; gradients are gathered."""
     _check_divides(tensor, group, what)

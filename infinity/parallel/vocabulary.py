@@ -90,6 +90,7 @@ def divided_loss(model: Any, words: VocabularySlice) -> Iterator[None]:
             model.loss_function = former
 
 
+@functions.outside_graphs
 def causal_loss(
     words: VocabularySlice, logits: Tensor, labels: Tensor | None, vocab_size: int | None = None,
     num_items_in_batch: Tensor | float | None = None, ignore_index: int = -100, shift_labels: Tensor | None = None,

@@ -15,6 +15,7 @@ from tests.tensor_matrix import (
     batch,
     build,
     compare_dropout,
+    compare_loops,
     compare_models,
     compare_replicas,
     compare_tiers,
@@ -42,6 +43,14 @@ def test_beside_a_tensor_axis_placement_shows_in_no_bit(rank_pools: RankPools) -
     cells = [(3, "bf16", 0.5), (2, "fp32", 0.5), (0, "fp32", 0.0)]
     tiers = [("gpu", "gpu"), ("cpu", "nvme"), ("nvme", "nvme")]
     rows = rank_pools[4].run(compare_tiers, 2, cells, tiers, timeout=200)[0]
+    assert all(row["right"] for row in rows), rows
+
+
+@pytest.mark.slow
+def test_loops_of_programs_give_the_weights_of_plain_torch(rank_pools: RankPools) -> None:
+    loops = ("stage 1", "tiles", "recomputed, sequence", "compiled", "generated", "state dict")
+    rows = rank_pools[2].run(compare_loops, 2, loops, timeout=200)[0]
+    assert [row["loop"] for row in rows] == [*loops]
     assert all(row["right"] for row in rows), rows
 
 
