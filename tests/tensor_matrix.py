@@ -335,18 +335,25 @@ def save_place(rank: int, world: int, folder: str, place: Place) -> dict[str, An
 
 
 def load_place(
-    rank: int, world: int, folder: str, saved: Place, place: Place, digest: str
+    rank: int, world: int, folder: str, saved: Sequence[tuple[Place, dict[str, Any]]], place: Place
 ) -> dict[str, Any]:
-    """Load what was saved at one place at another; right if masters and moments have its hash as whole tensors."""
+    """Load what was saved at other places at one; right if masters and moments have its hash as whole tensors, and the
+    export its bytes. saved: places, with what `save_place` told.
+    """
     if not torch.distributed.is_initialized():
         join(world)
+    wrong = []
     with tempfile.TemporaryDirectory() as drive, _opened(place, drive) as engine:
-        found, _ = engine.load_checkpoint(str(_folder(folder, saved) / "saved"))
-        right = found is not None and engine.global_steps == 2 and whole_digests(engine) == digest
-        target = _folder(folder, saved) / f"again {place}".replace(" ", "-")
-        engine.export(str(target), dtype="bf16")
-    exchanged(None)
-    return {"saved at": str(saved), "loaded at": str(place), "right": right, "export": _folder_hash(target)}
+        for origin, told in saved:
+            found, _ = engine.load_checkpoint(str(_folder(folder, origin) / "saved"))
+            if found is None or engine.global_steps != 2 or whole_digests(engine) != told["sha256"]:
+                wrong.append(str(origin))
+            target = _folder(folder, origin) / f"again {place}".replace(" ", "-")
+            engine.export(str(target), dtype="bf16")
+            exchanged(None)
+            if _folder_hash(target) != told["export"]:
+                wrong.append(f"the export of {origin}")
+    return {"loaded at": str(place), "checkpoints": len(saved), "wrong": wrong, "right": not wrong}
 
 
 def _folder(folder: str, place: Place) -> Path:
@@ -369,14 +376,7 @@ def load_all(
     rank: int, world: int, folder: str, tensor: int, saved: Sequence[tuple[Place, dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     """Load all checkpoints at a topology, at every stage and tier."""
-    rows = []
-    for place in places(tensor, world // tensor):
-        found = [load_place(rank, world, folder, origin, place, row["sha256"]) for origin, row in saved]
-        wrong = [row["saved at"] for row in found if not row["right"]]
-        wrong += [f"the export of {row['saved at']}" for row, (_, told) in zip(found, saved, strict=True)
-                  if row["export"] != told["export"]]  # fmt: skip
-        rows.append({"loaded at": str(place), "checkpoints": len(saved), "wrong": wrong, "right": not wrong})
-    return rows
+    return [load_place(rank, world, folder, saved, place) for place in places(tensor, world // tensor)]
 
 
 def run_checkpoints() -> list[dict[str, Any]]:

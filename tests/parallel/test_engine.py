@@ -66,9 +66,8 @@ def test_checkpoints_pass_between_topologies(rank_pools: RankPools, tmp_path: Pa
     saved = {place: rank_pools[2].run(save_place, str(tmp_path), place)[0] for place in (divided, whole)}
     for place, target in ((divided, whole), (whole, divided), (divided, Place(1, 1, 3, "cpu"))):
         ranks = target.tensor * target.data
-        row = rank_pools[ranks].run(load_place, str(tmp_path), place, target, saved[place]["sha256"])[0]
-        assert row["right"], (place, target, row)
-        assert row["export"] == saved[place]["export"]
+        for row in rank_pools[ranks].run(load_place, str(tmp_path), [(place, saved[place])], target):
+            assert row["right"], row
 
 
 def called_with_its_own_batch(rank: int, world: int, drive: str) -> str:
