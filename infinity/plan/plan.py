@@ -27,6 +27,7 @@ from infinity.plan.placement_search import search_placement
 from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, UnitAccess, make_schedule
 from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec
+from infinity.plan.stages import PipelinePart, step_uses
 from infinity.plan.stepping import STEP_WINDOW, kept_of, step_order_of, stepped_nbytes, undoable
 from infinity.plan.tile_words import around_nbytes, tiles_in_words
 from infinity.plan.topology import Topology
@@ -104,6 +105,8 @@ class Plan:
     step_order: tuple[int, ...]
     policy: ExecutionPolicy
     numel: int = field(default=0)
+    # What this rank has of a model that is cut into stages; all of the above is of that part.
+    pipeline: PipelinePart | None = None
 
     def partition(self, key: Key) -> PartitionSpec:
         """The specification of one partition; KeyError when the plan has none of that name."""
@@ -435,18 +438,15 @@ class _Draft:
             prefetch_nbytes_max=request.prefetch_numel * width, reuse_nbytes_max=request.reuse_numel * width,
             fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, max(fetch_nbytes, default=0)),
         )  # fmt: skip
-        forward = [UnitAccess(unit) for unit in spec.uses]
-        backward = [UnitAccess(unit, position not in spec.lookups) for position, unit in enumerate(spec.uses)]
         schedule = make_schedule(
-            [*forward, *reversed(backward)], full_nbytes=_full_nbytes(layouts, placement), fetch_nbytes=fetch_nbytes,
-            budget=budget,
+            step_uses(spec), full_nbytes=_full_nbytes(layouts, placement), fetch_nbytes=fetch_nbytes, budget=budget,
         )  # fmt: skip
         plan = Plan(
             topology=topology, request=request, layouts=layouts, sub_groups=groups, placement=placement,
             partitions=partitions, nvme_nbytes=nvme_nbytes, budget=budget, schedule=schedule, numel=spec.numel,
             step_order=step_order_of(groups, placement, spec.uses), policy=policy, pools=Pools(),
         )  # fmt: skip
-        return replace(plan, pools=_pools(plan, around))
+        return replace(plan, pools=_pools(plan, around, spec.uses[::-1]))
 
 
 def _full_nbytes(layouts: tuple[UnitLayout, ...], placement: Placement) -> tuple[int, ...]:
@@ -455,10 +455,10 @@ def _full_nbytes(layouts: tuple[UnitLayout, ...], placement: Placement) -> tuple
     return tuple(0 if placed.whole else layout.nbytes for layout, placed in units)
 
 
-def _pools(plan: Plan, around: int) -> Pools:
+def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
     """Sizes of a plan's arenas: what the busiest moment needs, never more than everything that could lie there.
 
-    around: bytes that stay gathered around tiles.
+    around: bytes that stay gathered around tiles. backward: the units in the order in which a backward uses them.
     """
     request, placement, layouts = plan.request, plan.placement, plan.layouts
     on_drive = {spec.key: spec.nbytes for spec in plan.partitions if spec.home.on_drive}
@@ -467,7 +467,6 @@ def _pools(plan: Plan, around: int) -> Pools:
     # One is in use. Beside it lies what was fetched ahead, or what is stepped: nothing is fetched ahead of its step.
     ahead = max(plan.budget.fetch_nbytes_max, stepped_nbytes(plan.sub_groups, plan.step_order, params))
     busiest = max(params.values(), default=0) + ahead
-    backward = plan.schedule.trace[len(plan.schedule) // 2 :]
     staged = [
         _staged_nbytes(group, placement, request)
         for group, home in zip(plan.sub_groups, placement.states, strict=True)
