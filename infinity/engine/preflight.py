@@ -34,7 +34,8 @@ from infinity.plan.optimizer_states import OptimizerSpec
 from infinity.plan.plan import Plan
 from infinity.plan.recomputation import checkpointed_blocks, repeated_blocks
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, UNKNOWN_ACTIVATION_NBYTES, Reserve
-from infinity.plan.spec import dtype_name, module_tree
+from infinity.plan.spec import ModuleNode, dtype_name, module_tree
+from infinity.plan.stages import StageCut, cut_model, find_blocks
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Tier
 from infinity.zero import parameter
@@ -63,6 +64,7 @@ def preflight(
     node = axis.divide(whole)
 
     classes = tuple(getattr(model, "_no_split_modules", None) or ())
+    cut = _cut(config, node, classes)
     checkpointed = checkpointed_blocks(config, node, classes)
 
     def asked(*, measure: bool) -> PlanInputs:
@@ -80,6 +82,7 @@ def preflight(
             node=node, config=config, topology=Topology.of(config),
             accelerator=device.own_memory, unified=device.unified, capacity=capacity, budget=budget, blocks=classes,
             optimizer=optimizer, reserve=reserve, free=free, axis=axis,
+            cut=cut, index=groups.topology.coordinate(ranks.rank).pp,
         )  # fmt: skip
 
     question = asked(measure=False)
@@ -97,6 +100,15 @@ def preflight(
             )
     _checkpoint_room(question, model, plan, rank=ranks.rank)
     return plan, question
+
+
+def _cut(config: ResolvedConfig, node: ModuleNode, classes: tuple[str, ...]) -> StageCut | None:
+    """How the pipeline axis cuts a model; None where it has one rank."""
+    if config.pipeline == 1:
+        return None
+    parallel = config.config.parallel
+    stages = config.pipeline * parallel.virtual_stages
+    return cut_model(node, find_blocks(node, classes), stages, counts=parallel.stages or None)
 
 
 def remarks(question: PlanInputs, model: nn.Module, plan: Plan, device: Device) -> list[str]:

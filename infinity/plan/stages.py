@@ -43,7 +43,7 @@ class StageCut:
 
     blocks: tuple[str, ...]
     counts: tuple[int, ...]
-    after: frozenset[str] = frozenset()
+    after: tuple[str, ...] = ()
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ def balance(costs: Sequence[float], stages: int, *, first: float = 0.0, last: fl
 
 
 def cut_model(
-    root: ModuleNode, blocks: Sequence[str], stages: int, *, after: frozenset[str] | None = None,
+    root: ModuleNode, blocks: Sequence[str], stages: int, *, after: Collection[str] | None = None,
     counts: Sequence[int] | None = None,
 ) -> StageCut:  # fmt: skip
     """Cut a model into `stages` stages: as `counts` says, else balanced by the elements that computation goes through.
@@ -183,7 +183,7 @@ def cut_model(
             f"parallel.stages is {list(counts)}: it needs {stages} numbers of at least 1 (parallel.pipeline x "
             f"parallel.virtual_stages) whose sum is the {len(blocks)} blocks of {root.class_name}"
         )
-    return StageCut(tuple(blocks), tuple(counts), after)
+    return StageCut(tuple(blocks), tuple(counts), tuple(sorted(after)))
 
 
 def _computed_numel(node: ModuleNode) -> float:
