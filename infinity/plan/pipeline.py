@@ -71,6 +71,16 @@ class MessageLink(NamedTuple):
     forward: bool
 
 
+def pipeline_links(pp: int) -> tuple[MessageLink, ...]:
+    """Return all links between `pp` ranks, whose stages lie one after another round a ring; none for one rank."""
+    if pp == 1:
+        return ()
+    ring = [(index, (index + 1) % pp) for index in range(pp)]
+    return tuple(
+        link for rank, after in ring for link in (MessageLink(rank, after, True), MessageLink(after, rank, False))
+    )
+
+
 def check_schedule(schedule: str, pp: int, m: int, virtual: int = 1) -> None:
     """Raise ConfigError unless `make_tables` has tables for these arguments; the message names the nearest that do."""
     if schedule not in SCHEDULES:

@@ -121,6 +121,11 @@ class Plan:
                 return spec
         raise KeyError(str(key))
 
+    @property
+    def shared(self) -> frozenset[int]:
+        """Units that ranks of other stages have, too: their gradients are complete only at the end of a step."""
+        return frozenset(self.pipeline.shared if self.pipeline is not None else ())
+
     def visible(self, group: SubGroup) -> bool:
         """Whether a sub-group changes parameters that the program sees without a gather: those that stay whole, and do
         not follow their partitions one by one.
@@ -162,6 +167,7 @@ class Plan:
             in_backward=tuple(
                 group for group in hidden
                 if self.policy.step_in_backward and undoable(group, self.placement) and group.index not in kept
+                and self.shared.isdisjoint(piece.unit for piece in group.slices)
             ),
         )  # fmt: skip
 
@@ -291,15 +297,17 @@ def _add(table: dict[Tier, dict[Kind, int]], tier: Tier, kind: Kind, nbytes: int
 
 
 def make_plan(
-    spec: ModelSpec, topology: Topology, request: PlanRequest, capacity: Capacity | None = None
+    spec: ModelSpec, topology: Topology, request: PlanRequest, capacity: Capacity | None = None,
+    pipeline: PipelinePart | None = None,
 ) -> Plan:  # fmt: skip
     """Decide everything: layouts, sub-groups, homes, extents, pools and the fetch schedule.
 
     capacity: what the tiers may hold, for a request that leaves tiers to the budgets; without it they are unlimited.
+    pipeline: what this rank has of a model in stages; then `spec` is of that part (`stages.part_of`).
     """
     capacity = capacity or Capacity()
     by_budget = None in (request.param_tier, request.optimizer_tier)
-    draft = _Draft(spec, topology, _bounded(request, capacity) if by_budget else request)
+    draft = _Draft(spec, topology, _bounded(request, capacity) if by_budget else request, pipeline)
     if not by_budget:
         return draft.plan(draft.homes)
 
@@ -348,8 +356,10 @@ class _Draft:
     homes: of what the request names a tier for; the GPU tier stands for what a budget decides.
     """
 
-    def __init__(self, spec: ModelSpec, topology: Topology, request: PlanRequest) -> None:
-        self._spec, self._topology, self._request = spec, topology, request
+    def __init__(
+        self, spec: ModelSpec, topology: Topology, request: PlanRequest, pipeline: PipelinePart | None
+    ) -> None:
+        self._spec, self._topology, self._request, self._pipeline = spec, topology, request, pipeline
         self._layouts = make_layouts(spec, topology.dp)
         # Which units stay whole is only known once their parameters have homes.
         self._params_open = request.param_tier is None and request.stage == 3
@@ -445,6 +455,7 @@ class _Draft:
             topology=topology, request=request, layouts=layouts, sub_groups=groups, placement=placement,
             partitions=partitions, nvme_nbytes=nvme_nbytes, budget=budget, schedule=schedule, numel=spec.numel,
             step_order=step_order_of(groups, placement, spec.uses), policy=policy, pools=Pools(),
+            pipeline=self._pipeline,
         )  # fmt: skip
         return replace(plan, pools=_pools(plan, around, spec.uses[::-1]))
 

@@ -254,6 +254,11 @@ class PipelinePart:
         """The units of this rank's plan that other ranks of the axis have, too."""
         return tuple(at for at, unit in enumerate(self.numbers) if len(self.split.holders(unit)) > 1)
 
+    @property
+    def at_ends(self) -> tuple[int, ...]:
+        """Those of the shared units that only the first and the last rank of a longer axis have."""
+        return tuple(at for at in self.shared if len(self.split.holders(self.numbers[at])) < self.split.pp)
+
     def units_of(self, stage: int) -> tuple[int, ...]:
         """The units of this rank's plan that one of its stages needs."""
         return tuple(at for at, unit in enumerate(self.numbers) if stage in self.split.stages[unit])
@@ -264,11 +269,20 @@ class PipelinePart:
 
 
 def split_model(spec: ModelSpec, cut: StageCut, *, pp: int, schedule: str, micro_batches: int) -> SplitPlan:
-    """Say which stages need each unit. spec: of the whole model. ConfigError for a schedule that has no table."""
+    """Say which stages need each unit. spec: of the whole model. ConfigError for a schedule that has no table, and for
+    weights that some of the ranks between the first and the last share.
+    """
     stages = tuple(
         tuple(sorted({stage for param in unit.params for stage in _stages_of(param.name, param.tied, cut)}))
         for unit in spec.units
     )
+    for unit, needed in zip(spec.units, stages, strict=True):
+        if {stage % pp for stage in needed} not in ({needed[0] % pp}, {0, pp - 1}, {*range(pp)}):
+            raise ConfigError(
+                f"{unit.params[0].name} is used in stages {', '.join(map(str, needed))} of the pipeline, but what several "
+                "stages use must be used in the first and the last, or in all: move the blocks that share it into one "
+                "stage with parallel.stages"
+            )
     return SplitPlan(
         cut=cut, pp=pp, schedule=schedule, micro_batches=micro_batches,
         tables=make_tables(schedule, pp, micro_batches, len(cut.counts) // pp), stages=stages,

@@ -32,11 +32,11 @@ def first_nonfinite(gradients: Gradients, group: AxisGroup, *, loss_is_finite: b
     name = gradients.order[int(place)].layout.slots[slot_at].name
     if group.size == 1:
         return name
-    losses = [rank for rank, row in enumerate(rows) if row[2]]
+    losses = [rank for rank, row in zip(group.members, rows, strict=True) if row[2]]
     if losses:
         return f"{name}, on rank {_listed(losses)}, where the loss is not finite"
     if gradients.whole:
-        return f"{name}, on rank {_listed([rank for rank, row in enumerate(rows) if row[0] == place])}"
+        return f"{name}, on rank {_listed([rank for rank, row in zip(group.members, rows, strict=True) if row[0] == place])}"
     return f"{name}, in the sum over ranks (every loss is finite)"
 
 
