@@ -55,7 +55,7 @@ class StagedModel:
         self._answers = answers or {}
         self._swaps: dict[int, _Swap] = {}
         # Where a caller passes `use_cache` by position; None if the model takes none.
-        self._use_cache = _position_of_use_cache(model)
+        self._use_cache = position_of_use_cache(model)
 
     def forward(
         self, stage: int, received: Boundary | None, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -98,6 +98,7 @@ class StagedModel:
         swap = self._swaps[stage] = _Swap()
         begin, end = self._cut.bounds[stage : stage + 2]
         blocks = [self._model.get_submodule(path) for path in self._cut.blocks]
+        kept = {*blocks, *(self._model.get_submodule(path) for path in self._cut.after)}
         stand_ins: dict[nn.Module, nn.Module] = {}
         for index, (path, block) in enumerate(zip(self._cut.blocks, blocks, strict=True)):
             if index < begin:
@@ -108,15 +109,15 @@ class StagedModel:
                 stand_ins[block] = _LaterBlock(block, path)
         if received is not None:
             zero = torch.zeros((), dtype=self._dtype, device=received[0].device)
-            for module in self._front():
-                stand_ins[module] = _weightless(module, zero)
-        kept = [*blocks, *(self._model.get_submodule(path) for path in self._cut.after)]
+            for module in self._front(kept):
+                stand_ins[module] = _weightless(module, zero, kept)
         swap.replace(self._model, stand_ins, kept)
         return swap
 
-    def _front(self) -> Iterator[nn.Module]:
-        """The outermost modules with parameters that run in front of the blocks."""
-        others = {self._model.get_submodule(path) for path in (*self._cut.blocks, *self._cut.after)}
+    def _front(self, others: Collection[nn.Module]) -> Iterator[nn.Module]:
+        """The outermost modules with parameters that run in front of the blocks: all but the blocks, what contains them
+        and what runs behind them (`others`).
+        """
         around = {self._model.get_submodule(path) for path in paths_around(self._cut.blocks)}
 
         def visit(module: nn.Module) -> Iterator[nn.Module]:
@@ -131,10 +132,9 @@ class StagedModel:
     def _out_of_order(self, stage: int) -> StateError:
         blocks = self._cut.blocks_of(stage)
         return StateError(
-            f"the forward of {type(self._model).__name__} did not run stage {stage} from {blocks[0]} to {blocks[-1]}: it "
-            "must call all blocks once, in their order, with what the block before answered as first argument. What leaves "
-            "blocks out at random (LayerDrop) or by a condition cannot be cut into stages: turn it off, or use data or "
-            "tensor parallelism"
+            f"the forward of {type(self._model).__name__} did not run stage {stage} from {blocks[0]} to {blocks[-1]}: "
+            "it must call all blocks once, in their order. What leaves blocks out at random (LayerDrop) or by a "
+            "condition cannot be cut into stages: turn it off, or use data or tensor parallelism"
         )
 
 
@@ -183,15 +183,13 @@ class _StandIn(nn.Module):
     It shares the block's `__dict__` and says that it is of the block's class; its own state is in slots.
     """
 
-    __slots__ = ("_block", "_first", "_path")
+    __slots__ = ("_block", "_first")
     _block: nn.Module
-    _first: str
-    _path: str
+    _first: FirstArgument
 
     def __init__(self, block: nn.Module, path: str, **slots: Any) -> None:
         # Not by `nn.Module.__init__` and `__setattr__`, which would write to what it shares.
-        first = next(iter(inspect.signature(block.forward).parameters), "")
-        state = {"__dict__": block.__dict__, "_block": block, "_path": path, "_first": first, **slots}
+        state = {"__dict__": block.__dict__, "_block": block, "_first": FirstArgument(block, path), **slots}
         for name, value in state.items():
             object.__setattr__(self, name, value)
 
@@ -202,14 +200,6 @@ class _StandIn(nn.Module):
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._block)
-
-    def _first_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not args and self._first not in kwargs:
-            raise ConfigError(
-                f"{self._path} is called without its first argument ({self._first or 'it takes none'}), which is what "
-                "crosses the boundary between stages: the model cannot be cut here"
-            )
-        return args[0] if args else kwargs[self._first]
 
 
 class _EarlierBlock(_StandIn):
@@ -222,7 +212,7 @@ class _EarlierBlock(_StandIn):
         super().__init__(block, path, _answer=answer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        first = self._first_of(args, kwargs)
+        first = self._first.of(args, kwargs)
         return (first, *[None] * (self._answer - 1)) if self._answer else first
 
 
@@ -237,13 +227,9 @@ class _FirstBlock(_StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._received:
-            raise StateError(f"{self._path} is called twice in one forward: the model cannot be cut into stages")
-        boundary = self._received.pop()
-        first = boundary[0] if len(boundary) == 1 else boundary
-        if args:
-            return self._block(first, *args[1:], **kwargs)
-        self._first_of(args, kwargs)
-        return self._block(**{**kwargs, self._first: first})
+            raise StateError(f"{self._first.path} is called twice in one forward: the model cannot be cut into stages")
+        args, kwargs = self._first.replaced(args, kwargs, self._received.pop())
+        return self._block(*args, **kwargs)
 
 
 class _LaterBlock(_StandIn):
@@ -252,35 +238,65 @@ class _LaterBlock(_StandIn):
     __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        first = self._first_of(args, kwargs)
-        raise StageEnd(boundary_of(first, self._path))
+        raise StageEnd(self._first.tensors(args, kwargs))
 
 
-def boundary_of(first: Any, path: str) -> Boundary:
-    """Return a block's first argument as what is sent: one tensor or several. ConfigError for anything else."""
-    tensors = (first,) if isinstance(first, Tensor) else first
-    if not isinstance(tensors, (tuple, list)) or not tensors or not all(isinstance(each, Tensor) for each in tensors):
-        raise ConfigError(
-            f"the first argument of {path} is a {type(first).__name__}, but only a tensor or a tuple of tensors "
-            "crosses the boundary between stages: the model cannot be cut here"
-        )
-    return tuple(tensors)
+class FirstArgument:
+    """The first argument of a block, which carries from block to block what crosses a boundary."""
+
+    __slots__ = ("_name", "path")
+
+    def __init__(self, block: nn.Module, path: str) -> None:
+        self._name = next(iter(inspect.signature(block.forward).parameters), "")
+        self.path = path
+
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return it from what the block is called with, by position or by name. ConfigError if it is missing."""
+        if not args and self._name not in kwargs:
+            raise ConfigError(
+                f"{self.path} is called without its first argument ({self._name or 'it takes none'}), which is what "
+                "crosses the boundary between stages: the model cannot be cut into stages"
+            )
+        return args[0] if args else kwargs[self._name]
+
+    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Boundary:
+        """Return it as what is sent: one tensor or several. ConfigError if it is anything else."""
+        first = self.of(args, kwargs)
+        found = (first,) if isinstance(first, Tensor) else first
+        if not isinstance(found, (tuple, list)) or not found or not all(isinstance(each, Tensor) for each in found):
+            raise ConfigError(
+                f"the first argument of {self.path} is a {type(first).__name__}, but only a tensor or a tuple of "
+                "tensors crosses the boundary between stages: the model cannot be cut into stages"
+            )
+        return tuple(found)
+
+    def replaced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], boundary: Boundary
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the block is called with, with the tensors of a boundary in the place of its first argument."""
+        first = boundary[0] if len(boundary) == 1 else boundary
+        if args:
+            return (first, *args[1:]), kwargs
+        self.of(args, kwargs)
+        return args, {**kwargs, self._name: first}
 
 
-def _weightless(module: nn.Module, zero: Tensor) -> nn.Module:
+def _weightless(module: nn.Module, zero: Tensor, kept: Collection[nn.Module]) -> nn.Module:
     """Return a copy of a module that computes with zeros for parameters and runs no hooks.
 
-    zero: a scalar of the compute dtype. The zeros are expanded from it and take no memory. Modules inside that have no
-    parameters are not copied.
+    zero: a scalar of the compute dtype. The zeros are expanded from it and take no memory. Modules inside that are in
+    `kept` or have no parameters are not copied.
     """
+
+    def inside(child: nn.Module | None) -> nn.Module | None:
+        plain = child is None or child in kept or next(child.parameters(), None) is None
+        return child if child is None or plain else _weightless(child, zero, kept)
+
     copied: nn.Module = object.__new__(type(module))
     state = {name: value for name, value in module.__dict__.items() if name != "forward"}
     state |= {name: value for name, value in nn.Module().__dict__.items() if "hooks" in name}
     state["_parameters"] = {name: _zeros(param, zero) for name, param in module._parameters.items()}
-    state["_modules"] = {
-        name: child if child is None or next(child.parameters(), None) is None else _weightless(child, zero)
-        for name, child in module._modules.items()
-    }
+    state["_modules"] = {name: inside(child) for name, child in module._modules.items()}
     if isinstance(module, nn.Embedding):
         # A shard of a table has fewer rows than there are words, and `max_norm` would write to it.
         state["_parameters"]["weight"] = zero.expand(_ROWS, module.embedding_dim)
@@ -308,9 +324,9 @@ def _answer_rows(zero: Tensor, dim: int, of: int | None = None) -> Callable[[Ten
     return forward
 
 
-def _position_of_use_cache(model: nn.Module) -> int | None:
-    """The position of `use_cache` among the arguments of a model's forward, also one that passes on what it does not
-    name; None if it takes none.
+def position_of_use_cache(model: nn.Module) -> int | None:
+    """Return the position of `use_cache` among the arguments of a model's forward, also of one that hands on what it
+    does not name; None if it takes none.
     """
     params = inspect.signature(model.forward).parameters
     if "use_cache" in params:
