@@ -110,12 +110,8 @@ class DeferredWeights:
             yield param
         sums: dict[nn.Parameter, Tensor] = {}
         while micro_batch.products:
-            for param, grad in micro_batch.products.popleft().gradients():
-                sums[param] = _sum(sums.pop(param, None), grad)
-                uses[param] -= 1
-                if not uses[param]:
-                    _add_gradient(param, _sum(sums.pop(param), micro_batch.left.pop(param, None)))
-                    yield param
+            # Functions of their own, because a generator's variables would keep gradients alive that the caller takes.
+            yield from micro_batch.multiply_next(uses, sums)
 
     def params(self, key: Hashable) -> list[nn.Parameter]:
         """Return the parameters that `weights(key)` will yield; [] before I."""
@@ -146,7 +142,7 @@ class DeferredWeights:
             return _deferred(self._current, input, weight, bias)
         # linear() folds other inputs in a way that depends on whether the weight needs a gradient, and adds the bias
         # in an operation of its own.
-        output = _deferred(self._current, input.reshape(-1, input.shape[-1]), weight, None)
+        output = _deferred(self._current, input.flatten(0, -2), weight, None)
         output = torch._unsafe_view(output, (*input.shape[:-1], weight.shape[0]))
         return output if bias is None else output.add_(bias)
 
@@ -177,6 +173,21 @@ class _MicroBatch:
         """How many products each parameter's gradient is the sum of, in the order of backward."""
         return Counter(param for each in self.products for param in (each.weight, each.bias) if param is not None)
 
+    def multiply_next(self, uses: Counter[nn.Parameter], sums: dict[nn.Parameter, Tensor]) -> list[nn.Parameter]:
+        """Compute the next product, add it to the `sums` of earlier ones, and return the parameters whose last of
+        `uses` it is, which have their gradient now.
+        """
+        complete = []
+        for param, grad in self.products.popleft().gradients():
+            sums[param] = sums[param].add_(grad) if param in sums else grad
+            uses[param] -= 1
+            if not uses[param]:
+                if param in self.left:
+                    sums[param].add_(self.left.pop(param))
+                _add_gradient(param, sums.pop(param))
+                complete.append(param)
+        return complete
+
     def tensors(self) -> Iterator[Tensor]:
         for each in self.products:
             yield from (each.x, each.grad)
@@ -184,27 +195,30 @@ class _MicroBatch:
 
 
 class _Product:
-    """One use of a layer whose backward has run: x [..., in] and the gradient of its output [..., out]."""
+    """One use of a layer whose backward has run: x [..., in] and the gradient of its output [rows, out]."""
 
-    __slots__ = ("bias", "grad", "versions", "weight", "x")
+    __slots__ = ("bias", "grad", "state", "weight", "x")
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, grad: Tensor) -> None:
-        self.weight, self.bias, self.x, self.grad = weight, bias, x, grad
-        self.versions = (x._version, grad._version)
+        # Detached: it would keep the graph in front of it alive.
+        self.weight, self.bias, self.x, self.grad = weight, bias, x.detach(), grad
+        self.state = self._state()
 
     def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the gradients of weight and bias, computed as autograd does."""
-        if self.versions != (self.x._version, self.grad._version):
+        if self.state != self._state():
             raise StateError(
-                f"the input of a linear layer {tuple(self.x.shape)}, or the gradient of its output, was changed in "
-                "place between backward and the computation of its weight's gradient, which would be wrong"
+                f"the input {tuple(self.x.shape)} of a linear layer, or the gradient of its output, was changed or "
+                "freed between backward and the computation of the weight's gradient"
             )
-        with torch.no_grad():
-            x, grad = self.x.reshape(-1, self.x.shape[-1]), self.grad.reshape(-1, self.grad.shape[-1])
-            found = [(self.weight, grad.t().mm(x))]
-            if self.bias is not None:
-                found.append((self.bias, grad.sum_to_size(self.bias.shape)))
+        found = [(self.weight, self.grad.t().mm(self.x.flatten(0, -2)))]
+        if self.bias is not None:
+            found.append((self.bias, self.grad.sum_to_size(self.bias.shape)))
         return found
+
+    def _state(self) -> tuple[int, int, int]:
+        # A released weight, of which x might be a view, has no bytes.
+        return self.x._version, self.grad._version, self.x.untyped_storage().nbytes()
 
 
 class _Use:
@@ -220,9 +234,10 @@ class _Use:
         self.grad = grads[0]
 
     def queue(self, x: Tensor) -> None:
-        if self.grad is not None:
-            self.micro_batch.products.append(_Product(self.weight, self.bias, x, self.grad))
-            self.grad = None
+        """Let W compute the gradients of weight and bias. `x`: the layer's input."""
+        assert self.grad is not None
+        self.micro_batch.products.append(_Product(self.weight, self.bias, x, self.grad))
+        self.grad = None
 
 
 class _SavedInput(torch.autograd.Function):
@@ -242,17 +257,20 @@ class _SavedInput(torch.autograd.Function):
                 "a double backward (create_graph=True) goes through a linear layer whose weight gradient is deferred: "
                 "use a parallel.schedule other than zero_bubble"
             )
-        (x,) = ctx.saved_tensors
-        ctx.use.queue(x)
+        if grad is not None:
+            (x,) = ctx.saved_tensors
+            ctx.use.queue(x)
         return None, grad
 
 
 def _deferred(micro_batch: _MicroBatch, x: Tensor, weight: Any, bias: Any) -> Tensor:
     later = bias is not None and bias.requires_grad and _is_plain(bias)
     use = _Use(micro_batch, weight, bias if later else None)
-    output = linear(_SavedInput.apply(use, x), weight.detach(), bias.detach() if later else bias)
-    # Not on the tensor: this hook gets the gradient after hooks on the tensor have changed it.
-    output.grad_fn.register_prehook(use)  # type: ignore[union-attr]
+    output: Any = linear(_SavedInput.apply(use, x), weight.detach(), bias.detach() if later else bias)
+    # The hook is on the product itself: a view behind it is left out of the graph if the program changes the output in
+    # place, and hooks on tensors run before it, because they may change the gradient.
+    product = output.grad_fn if x.dim() == 2 else output.grad_fn.next_functions[0][0]
+    product.register_prehook(use)
     return output
 
 
@@ -264,6 +282,8 @@ def _defers(x: Tensor, weight: Tensor) -> bool:
         and x.requires_grad
         and _is_plain(weight)
         and type(x) is Tensor
+        # Not a view of a parameter, which may have no data when W runs.
+        and (x._base is None or type(x._base) is Tensor)
         and x.dim() > 1
         and x.dtype is weight.dtype
         # Autograd multiplies in the other order where a weight lies transposed in memory.
@@ -287,17 +307,7 @@ def _add_gradient(param: nn.Parameter, grad: Tensor) -> None:
     if param.grad is None:
         param.grad = grad
     else:
-        with torch.no_grad():
-            param.grad += grad
-
-
-def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor:
-    if total is None or grad is None:
-        found = total if grad is None else grad
-        assert found is not None
-        return found
-    with torch.no_grad():
-        return total.add_(grad)
+        param.grad += grad
 
 
 class _DeferredForward:
