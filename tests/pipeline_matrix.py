@@ -121,7 +121,9 @@ def train(family: str, parallel: dict[str, Any], given: dict[str, Any], steps: i
     # The sums of torch's LayerNorm depend on the number of threads, and several ranks share the cores.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as drive:
-        engine, *_ = infinity.initialize(model=build(family), config=configuration(drive, parallel, zero=TIGHT, **given))
+        engine, *_ = infinity.initialize(
+            model=build(family), config=configuration(drive, parallel, zero=TIGHT, **given)
+        )
         with engine:
             losses, norms = [], []
             for step in range(steps):
@@ -216,7 +218,9 @@ def main() -> None:
         right = sum(row["right"] for row in found[part])
         print(f"{part}: {right} of {len(found[part])} right", flush=True)
     if given.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
         facts = {
             "date": date.today().isoformat(), "commit": commit, "command": " ".join(["python -m tests.pipeline_matrix", *sys.argv[1:]]),
             "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__,

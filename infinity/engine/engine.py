@@ -211,8 +211,8 @@ class Engine(nn.Module):
     def eval_batch(self, batches: Any) -> Tensor:
         """Run forward of micro-batches, without gradients and in evaluation mode; the way to evaluate with a pipeline.
 
-        batches: a list of any number of micro-batches, or an iterator, of which `gradient_accumulation_steps` are drawn;
-        otherwise as for `train_batch`. Returns the mean of the losses as `train_batch` does.
+        batches: a list of any number of micro-batches, or an iterator, of which `gradient_accumulation_steps` are
+        drawn; otherwise as for `train_batch`. Returns the mean of the losses as `train_batch` does.
         """
         self._check("evaluate a batch")
         count = len(batches) if isinstance(batches, (list, tuple)) else self.gradient_accumulation_steps()
@@ -709,8 +709,8 @@ class Engine(nn.Module):
         """Batches of the loader of `initialize`'s training data, epoch after epoch."""
         if self.training_dataloader is None:
             raise ConfigError(
-                "engine.train_batch() without batches draws them from the training data that initialize() was given, and "
-                "it was given none: pass train_batch a list or an iterator of micro-batches"
+                "engine.train_batch() without batches draws them from the training data that initialize() was given, "
+                "and it was given none: pass train_batch a list or an iterator of micro-batches"
             )
         if self._drawing is None:
             self._drawing = chain.from_iterable(repeat(self.training_dataloader))

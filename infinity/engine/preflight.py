@@ -17,6 +17,7 @@ from infinity.config.units import Share, format_bytes
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.process_groups import ProcessGroups
+from infinity.engine.stage_cut import cut_into_stages
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory import growable_pool
 from infinity.memory.free_bytes import free_for_rank, free_nvme_nbytes
@@ -34,8 +35,7 @@ from infinity.plan.optimizer_states import OptimizerSpec
 from infinity.plan.plan import Plan
 from infinity.plan.recomputation import checkpointed_blocks, repeated_blocks
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, UNKNOWN_ACTIVATION_NBYTES, Reserve
-from infinity.plan.spec import ModuleNode, dtype_name, module_tree
-from infinity.plan.stages import StageCut, cut_model, find_blocks
+from infinity.plan.spec import dtype_name, module_tree
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Tier
 from infinity.zero import parameter
@@ -64,7 +64,7 @@ def preflight(
     node = axis.divide(whole)
 
     classes = tuple(getattr(model, "_no_split_modules", None) or ())
-    cut = _cut(config, node, classes)
+    cut = cut_into_stages(model, config, node, classes)
     checkpointed = checkpointed_blocks(config, node, classes)
 
     def asked(*, measure: bool) -> PlanInputs:
@@ -100,15 +100,6 @@ def preflight(
             )
     _checkpoint_room(question, model, plan, rank=ranks.rank)
     return plan, question
-
-
-def _cut(config: ResolvedConfig, node: ModuleNode, classes: tuple[str, ...]) -> StageCut | None:
-    """How the pipeline axis cuts a model; None where it has one rank."""
-    if config.pipeline == 1:
-        return None
-    parallel = config.config.parallel
-    stages = config.pipeline * parallel.virtual_stages
-    return cut_model(node, find_blocks(node, classes), stages, counts=parallel.stages or None)
 
 
 def remarks(question: PlanInputs, model: nn.Module, plan: Plan, device: Device) -> list[str]:

@@ -35,7 +35,7 @@ class UnitNumbers:
         return self._tells[unit]
 
     def flags(self, mine: Mapping[int, Sequence[bool]]) -> list[bool]:
-        """Return a flag for each parameter of the whole model: this rank's, by unit of its plan, and False elsewhere."""
+        """Return a flag for each parameter of the whole model: this rank's by unit of its plan, False elsewhere."""
         found = [False] * self._offsets[-1]
         for unit, flags in mine.items():
             at = self._offsets[self._numbers[unit]]

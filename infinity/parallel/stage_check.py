@@ -54,8 +54,8 @@ def record_cut(
 
     model: real or on the meta device, without an engine; it is not changed. blocks: their paths, in order. batch:
     keyword arguments of a micro-batch, with labels if the model computes its loss from them; a short one, because masks
-    are computed. dtype: of parameters in the pass. stages: the blocks of each stage, where the user has written them (`parallel.stages`): only those
-    boundaries are proven then, and if the pass cannot run, the order of modules is the tree's.
+    are computed. dtype: of parameters in the pass. stages: the blocks of each stage, where the user has written them
+    (`parallel.stages`): only those boundaries are proven then, and if the pass cannot run, the order of modules is the tree's.
 
     Experts, which a router chooses by values, stand aside. ConfigError if the model cannot be cut, naming the module;
     or if the pass cannot run and `stages` is None.
@@ -145,7 +145,7 @@ class _Pass:
         ends = [*(self._passed[index] for index in range(1, len(self._blocks))), self._loss]
         reached = [[*dict.fromkeys(self._reached(tensors))] for tensors in ends]
         after = self._after(reached)
-        cut = StageCut(self._blocks, tuple(stages or [1] * len(self._blocks)), after)
+        cut = StageCut(self._blocks, tuple(stages or [1] * len(self._blocks)), tuple(sorted(after)))
         places = [stage for stage, count in enumerate(cut.counts) for _ in range(count)]
         for index, (block, found) in enumerate(zip(self._blocks, reached, strict=True)):
             # A parameter tells more than the tensor that its module computes with.

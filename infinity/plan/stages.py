@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
 
@@ -44,6 +44,8 @@ class StageCut:
     blocks: tuple[str, ...]
     counts: tuple[int, ...]
     after: tuple[str, ...] = ()
+    # For blocks that answer with a tuple its length: what stands in for one answers likewise.
+    answers: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -279,8 +281,8 @@ def split_model(spec: ModelSpec, cut: StageCut, *, pp: int, schedule: str, micro
     for unit, needed in zip(spec.units, stages, strict=True):
         if {stage % pp for stage in needed} not in ({needed[0] % pp}, {0, pp - 1}, {*range(pp)}):
             raise ConfigError(
-                f"{unit.params[0].name} is used in stages {', '.join(map(str, needed))} of the pipeline, but what several "
-                "stages use must be used in the first and the last, or in all: move the blocks that share it into one "
+                f"{unit.params[0].name} is used in stages {', '.join(map(str, needed))} of the pipeline, but what "
+                "several stages use must be used in the first and the last, or in all: move the blocks that share it into one "
                 "stage with parallel.stages"
             )
     return SplitPlan(

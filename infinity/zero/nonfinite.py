@@ -38,7 +38,8 @@ def first_nonfinite(gradients: Gradients, group: AxisGroup, *, loss_is_finite: b
     if losses:
         return f"{name}, on rank {_listed(losses)}, where the loss is not finite"
     if gradients.whole:
-        return f"{name}, on rank {_listed([rank for rank, row in zip(group.members, rows, strict=True) if row[0] == place])}"
+        there = [rank for rank, row in zip(group.members, rows, strict=True) if row[0] == place]
+        return f"{name}, on rank {_listed(there)}"
     return f"{name}, in the sum over ranks (every loss is finite)"
 
 

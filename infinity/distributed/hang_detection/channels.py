@@ -20,8 +20,8 @@ class Channels:
     """A channel is a number that every rank has for one of its process groups, or for a link between two of them.
 
     axes: by channel, the axis of the topology (`dp`, `tp`, `pp`) along which its groups lie, `WORLD`, `STAGE` or
-    `ENDS`; or a link, whose group is its sender and its receiver. Ranks that differ on another axis have another group of the same
-    channel, whose collectives, or messages, are numbered apart.
+    `ENDS`; or a link, whose group is its sender and its receiver. Ranks that differ on another axis have another
+    group of the same channel, whose collectives, or messages, are numbered apart.
     """
 
     topology: Topology
