@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import exchange, exchange_texts, exchange_values
-from infinity.distributed.hang_detection.flight_record import ADVICE, first_difference
+from infinity.distributed.hang_detection.flight_record import advice_for, first_difference
 from infinity.errors import DesyncError
 from infinity.plan.plan import Plan
 
@@ -119,5 +119,6 @@ def _agree_on_history(rows: Sequence[Sequence[float]], group: AxisGroup) -> None
                 ]
     lines = "\n".join(told)
     raise DesyncError(
-        f"the ranks did different things since the last step, so this one is not taken:\n{lines}\n{ADVICE}"
+        f"the ranks did different things since the last step, so this one is not taken:\n{lines}\n"
+        f"{advice_for(watchdog.channels)}"
     )
