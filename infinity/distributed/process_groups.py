@@ -25,7 +25,7 @@ from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.cma_transport import Introduction, acquaint, log_transport
 from infinity.distributed.hang_detection import process_exit
-from infinity.distributed.hang_detection.channels import STAGE, WORLD, Channels
+from infinity.distributed.hang_detection.channels import ENDS, STAGE, WORLD, Channels
 from infinity.distributed.hang_detection.mailbox import StoreMailbox
 from infinity.distributed.hang_detection.watchdog import BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN, Watchdog
 from infinity.errors import ConfigError
@@ -102,7 +102,7 @@ class _Kind(NamedTuple):
 _GROUPS = (
     _Kind("data", "dp"), _Kind("data", "dp"), _Kind("world", WORLD, control=True), _Kind("tensor", "tp"),
     _Kind("stage", STAGE, control=True), _Kind("pipeline", "pp", control=True), _Kind("pipeline", "pp"),
-    _Kind("pipeline", "pp"),
+    _Kind("pipeline", "pp"), _Kind("pipeline ends", ENDS, control=True),
 )  # fmt: skip
 # The channel of the group of all ranks, and of that of a stage.
 _CONTROL, _STAGE = 2, 4
@@ -127,6 +127,7 @@ class ProcessGroups:
         the very group `world`.
     pipeline: the ranks that differ on the pipeline axis only, for small decisions on the CPU.
     pipeline_forward, pipeline_backward: the same ranks, for activations and for their gradients (see `links`).
+    pipeline_ends: the first and the last of these ranks, for what both have; of the others each is alone in it.
 
     A group of one rank has no process group. At world size 1 there is no watchdog.
     """
@@ -164,7 +165,7 @@ class ProcessGroups:
             process_exit.guard(self.watchdog)
         groups = []
         for channel, kind in enumerate(_GROUPS):
-            members = Channels(self.topology, (kind.axis,)).members(ranks.rank, 0)
+            members = Channels(self.topology, (kind.axis,)).members(ranks.rank, 0) or (ranks.rank,)
             groups.append(
                 AxisGroup(
                     kind.name, members.index(ranks.rank), len(members), opened[channel], members, channel=channel,
@@ -174,7 +175,7 @@ class ProcessGroups:
         if self.topology.pp == 1:
             groups[_STAGE] = groups[_CONTROL]
         self.data, self.reduction, self.world, self.tensor, self.stage, self.pipeline, *directions = groups
-        self.pipeline_forward, self.pipeline_backward = directions
+        self.pipeline_forward, self.pipeline_backward, self.pipeline_ends = directions
         # Each once.
         self._groups = [*{id(group): group for group in groups}.values()]
         self._mailbox = partial(StoreMailbox, notes, group=self.world, timeout_seconds=timeout_seconds)

@@ -61,7 +61,13 @@ class Gradients:
         self._whole: WholeGradients | None = None
         if plan.placement.grad_whole:
             self._whole = WholeGradients(self._units, DTYPES[plan.request.grad_dtype], device=device, ledger=ledger)
-        self._order = ReductionOrder(self._units)
+        # One for each stage that this rank runs, as their backwards are apart; and that of the backward at hand.
+        self._orders = [ReductionOrder(chunk) for chunk in _chunks(self._units, plan)]
+        self._order = self._orders[0]
+        # Whether the backward at hand leaves gradients on the parameters: those of its weights come later.
+        self._leaves = False
+        self._shared = frozenset(unit for unit in self._units if unit.layout.index in plan.shared)
+        self._at_ends = frozenset(plan.pipeline.at_ends if plan.pipeline is not None else ())
         self._sink: GradientSink | None = sink
         # Whether the micro-step is the last before the step, as far as is known.
         self._last = True
@@ -78,7 +84,7 @@ class Gradients:
     @property
     def order(self) -> list[Unit]:
         """All trainable units in the order of reductions, the same on every rank."""
-        return self._order.units
+        return [*dict.fromkeys(unit for order in self._orders for unit in order.units)]
 
     @property
     def whole(self) -> bool:
@@ -107,13 +113,15 @@ class Gradients:
         """
         self._last = last
 
-    def begin_backward(self, *, scaled: bool) -> None:
-        """A backward begins. scaled: the engine runs it, and has scaled the loss."""
-        self._scaled = scaled
+    def begin_backward(self, *, scaled: bool, chunk: int = 0, collects: bool = True) -> None:
+        """A backward begins. scaled: the engine runs it, and has scaled the loss. chunk: which of this rank's stages it
+        runs through. collects: False where it only computes the gradients of inputs, and leaves others where they are.
+        """
+        self._scaled, self._order, self._leaves = scaled, self._orders[chunk], not collects
 
     def ready(self, unit: Unit) -> None:
         """The last outstanding backward through `unit` has run: collect its gradients, in turn."""
-        if unit not in self.arrived:
+        if unit not in self.arrived or self._leaves:
             return
         for each in self._order.ready(unit) if self._in_turn else (unit,):
             self._collect(each)
@@ -121,6 +129,8 @@ class Gradients:
     def end_backward(self) -> None:
         """Collect what no module call announced, and begin a new round."""
         self._frozen.drop()
+        if self._leaves:
+            return
         for unit in self._order.rest():
             self._collect(unit)
         if self._in_turn:
@@ -137,7 +147,8 @@ class Gradients:
 
     def agree_on_order(self) -> None:
         """After the first backward, reduce in the order in which rank 0's units really finish. Collective, once."""
-        self._order.agree(self._groups.world)
+        for order in self._orders:
+            order.agree(self._groups.stage)
 
     def leftovers(self) -> list[int]:
         """Indices of units with gradients that arrived after their unit's turn."""
@@ -157,6 +168,17 @@ class Gradients:
             if unit not in self._begun:
                 self._accumulate(unit)
         self._end_copies(wait=True)
+
+    def sum_shared(self, unit: Unit) -> None:
+        """Add up what each rank of the pipeline axis has of the gradients of a unit that all of them hold, or the first
+        and the last. Collective over these; after `boundary`.
+        """
+        group = self._groups.pipeline_ends if unit.layout.index in self._at_ends else self._groups.pipeline
+        with self._partitions.write(unit) as target:
+            values = target.to("cpu", copy=True)
+            collectives.sum_in_order(values, group, f"sum of gradients of {unit.layout.name} over stages")
+            target.copy_(values)
+        self._tell(unit)
 
     def reset(self) -> None:
         """Forget all gradients: the step is over, or they are not wanted."""
@@ -280,7 +302,7 @@ class Gradients:
         self._end_copies()
         if unit in self._final and self._sink is not None:
             self._sink.before_more(unit.layout.index)
-        if self._last:
+        if self._last and unit not in self._shared:
             self._final.add(unit)
         if reduced is not None:
             self._partitions.put_sums(unit, reduced, first=first)
@@ -326,6 +348,14 @@ class Gradients:
         for unit in self._units:
             for param in unit.params:
                 param.grad = None
+
+
+def _chunks(units: Sequence[Unit], plan: Plan) -> list[list[Unit]]:
+    """The units that each of this rank's stages needs; without a pipeline all of them."""
+    if plan.pipeline is None:
+        return [list(units)]
+    needed = [set(plan.pipeline.units_of(stage)) for stage in plan.pipeline.stages]
+    return [[unit for unit in units if unit.layout.index in each] for each in needed]
 
 
 def _nonfinite_in(unit: Unit, values: Tensor, first: int) -> int | None:

@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from infinity.plan.pipeline import MessageLink
 from infinity.plan.topology import Topology
 
-# The axis of a channel that every rank is in, and of one for the ranks that share a place on the pipeline axis.
-WORLD, STAGE = "world", "stage"
+# The axis of a channel that every rank is in, of one for the ranks that share a place on the pipeline axis, and of one
+# for the first and the last rank along it.
+WORLD, STAGE, ENDS = "world", "stage", "ends"
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
     """A channel is a number that every rank has for one of its process groups, or for a link between two of them.
 
-    axes: by channel, the axis of the topology (`dp`, `tp`, `pp`) along which its groups lie, `WORLD` or `STAGE`; or a
-    link, whose group is its sender and its receiver. Ranks that differ on another axis have another group of the same
-    channel, whose collectives, or messages, are numbered apart.
+    axes: by channel, the axis of the topology (`dp`, `tp`, `pp`) along which its groups lie, `WORLD`, `STAGE` or
+    `ENDS`; or a link, whose group is its sender and its receiver. Ranks that differ on another axis have another
+    group of the same channel, whose collectives, or messages, are numbered apart.
     """
 
     topology: Topology
@@ -33,6 +34,9 @@ class Channels:
             here = topology.coordinate(rank)
             ends = axis.sender, axis.receiver
             return tuple(topology.rank(here._replace(pp=end)) for end in ends) if here.pp in ends else ()
+        if axis == ENDS:
+            along = topology.axis_members(rank, "pp")
+            return (along[0], along[-1]) if rank in (along[0], along[-1]) else ()
         if axis == STAGE:
             size = topology.dp * topology.tp
             return tuple(range(rank // size * size, (rank // size + 1) * size))
