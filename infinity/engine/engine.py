@@ -27,7 +27,7 @@ from infinity.engine.checkpoint_manager import CheckpointManager
 from infinity.engine.handover import WeightKeeper, why_not_kept
 from infinity.engine.idle_states import IdleStates
 from infinity.engine.loading import LoadOptions
-from infinity.engine.pipeline import MicroBatch, PipelineStep, draw, loss_of, mean_loss
+from infinity.engine.pipeline import BatchArguments, draw, loss_of, pipeline_of, step_loss
 from infinity.engine.preemption import PreemptionHandler
 from infinity.engine.runtime import Runtime
 from infinity.engine.saving import SaveRequest
@@ -70,7 +70,7 @@ class Engine(nn.Module):
 
     def __init__(
         self, runtime: Runtime, boundary: Boundary, optimizer: TieredOptimizer | None, lr_scheduler: Any = None,
-        training_dataloader: Any = None, pipeline: PipelineStep | None = None,
+        training_dataloader: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.module = runtime.module
@@ -84,7 +84,7 @@ class Engine(nn.Module):
         self._runtime = runtime
         self._boundary = boundary
         # None: every rank runs the whole model.
-        self._pipeline = pipeline
+        self._pipeline = pipeline_of(runtime)
         self._counters = Counters()
         self._checkpoints = CheckpointManager(runtime)
         self._preemption = PreemptionHandler(runtime.config.config.checkpoint.on_signal)
@@ -181,7 +181,7 @@ class Engine(nn.Module):
         self._check("train a batch")
         optimizer, count = self._stepped_by("train a batch"), self.gradient_accumulation_steps()
         given = self._own_data() if batches is None else batches
-        drawn = [MicroBatch.of(batch, self.device) for batch in draw(given, count, "train_batch")]
+        drawn = [BatchArguments.of(batch, self.device) for batch in draw(given, count, "train_batch")]
         if self._pipeline is None:
             losses = []
             for batch in drawn:
@@ -189,7 +189,7 @@ class Engine(nn.Module):
                 self.backward(loss)
                 losses.append(loss.detach())
                 self.step()
-            return mean_loss(losses, self._runtime, count)
+            return step_loss(losses, self._runtime, count)
         runtime = self._runtime
         self._bring_back()
         with runtime.groups.telling():
@@ -202,7 +202,7 @@ class Engine(nn.Module):
             losses = self._pipeline.train(drawn, optimizer)
         for _ in drawn:
             self._accumulation.count()
-        mean = mean_loss(losses, runtime, count)
+        mean = step_loss(losses, runtime, count)
         self._accumulation.ran_backward(mean, scaled=True)
         self._end_step(optimizer, {})
         return mean
@@ -216,7 +216,7 @@ class Engine(nn.Module):
         """
         self._check("evaluate a batch")
         count = len(batches) if isinstance(batches, (list, tuple)) else self.gradient_accumulation_steps()
-        drawn = [MicroBatch.of(batch, self.device) for batch in draw(batches, count, "eval_batch")]
+        drawn = [BatchArguments.of(batch, self.device) for batch in draw(batches, count, "eval_batch")]
         training = self.training
         self.eval()
         try:
@@ -228,7 +228,7 @@ class Engine(nn.Module):
                     losses = [loss_of(self(*batch.args, **batch.kwargs)) for batch in drawn]
         finally:
             self.train(training)
-        return mean_loss(losses, self._runtime, count)
+        return step_loss(losses, self._runtime, count)
 
     def _end_step(self, optimizer: TieredOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
         """Take the step at the accumulation boundary, and do what the ranks have told each other with it."""

@@ -49,14 +49,14 @@ class Staged(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class BatchArguments:
     """What a model is called with for one micro-batch."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @classmethod
-    def of(cls, batch: Any, device: torch.device) -> MicroBatch:
+    def of(cls, batch: Any, device: torch.device) -> BatchArguments:
         """Read a micro-batch as a loader gives it: a mapping of keyword arguments, a sequence of positional ones
         (inputs, labels), or one tensor. Tensors come to the device.
         """
@@ -98,8 +98,8 @@ def draw(batches: Any, count: int, verb: str) -> list[Any]:
         drawn = list(islice(iter(batches), count))
     else:
         raise ConfigError(
-            f"engine.{verb} takes a list of {count} micro-batches or an iterator of them, got {type(batches).__name__}: "
-            "a micro-batch is a mapping of the model's arguments, or (inputs, labels)"
+            f"engine.{verb} takes a list of {count} micro-batches or an iterator, got {type(batches).__name__}: a "
+            "micro-batch is a mapping of the model's arguments, or (inputs, labels)"
         )
     if len(drawn) != count:
         raise ConfigError(
@@ -123,7 +123,7 @@ class PipelineStep:
         self._executor = executor
         self._part = part
 
-    def train(self, batches: Sequence[MicroBatch], optimizer: TieredOptimizer) -> list[Tensor]:
+    def train(self, batches: Sequence[BatchArguments], optimizer: TieredOptimizer) -> list[Tensor]:
         """Run forward and backward of all micro-batches. Returns their losses on the last stage, nothing elsewhere."""
         self._check_same(batches)
         actions = _Training(self._runtime, self._staged, self._part, batches, optimizer, self._deferred)
@@ -132,7 +132,7 @@ class PipelineStep:
         actions.check_done()
         return actions.losses
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def evaluate(self, batches: Sequence[BatchArguments]) -> list[Tensor]:
         """Run forward of any number of micro-batches. Returns their losses on the last stage, nothing elsewhere."""
         self._check_same(batches)
         split = self._part.split
@@ -148,7 +148,7 @@ class PipelineStep:
         if self._deferred is not None:
             self._deferred.remove()
 
-    def _check_same(self, batches: Sequence[MicroBatch]) -> None:
+    def _check_same(self, batches: Sequence[BatchArguments]) -> None:
         named = {
             f"{name} of micro-batch {index}": value
             for index, batch in enumerate(batches)
@@ -165,7 +165,7 @@ class PipelineStep:
 class _Forwards:
     """What the forwards of one step do."""
 
-    def __init__(self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[MicroBatch]) -> None:
+    def __init__(self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[BatchArguments]) -> None:
         self._runtime = runtime
         self._staged = staged
         self._part = part
@@ -201,7 +201,7 @@ class _Training(_Forwards):
     """What the actions of a training step do; holds what forwards leave for their backwards."""
 
     def __init__(
-        self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[MicroBatch],
+        self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[BatchArguments],
         optimizer: TieredOptimizer, deferred: DeferredWeights | None,
     ) -> None:  # fmt: skip
         super().__init__(runtime, staged, part, batches)
@@ -305,7 +305,7 @@ def pipeline_of(runtime: Runtime) -> PipelineStep | None:
     return PipelineStep(runtime, staged, PipelineExecutor(links, index=part.index), part, deferred)
 
 
-def mean_loss(losses: Sequence[Tensor], runtime: Runtime, count: int) -> Tensor:
+def step_loss(losses: Sequence[Tensor], runtime: Runtime, count: int) -> Tensor:
     """Return the mean over micro-batches and data ranks, in fp32 on the device; the same bits on every rank.
     Collective. losses: this rank's, none where it has not the last stage. count: micro-batches of each data rank.
     """

@@ -21,7 +21,6 @@ from torch import Tensor
 from infinity.distributed.collectives import exchange_texts, exchange_values
 from infinity.distributed.consistency import agree_on_numbers, on_any_rank
 from infinity.engine.runtime import Runtime
-from infinity.engine.unit_numbers import UnitNumbers
 from infinity.errors import NonFiniteError, StateError
 from infinity.log import logger
 from infinity.ops.adam import GradStats
@@ -30,6 +29,7 @@ from infinity.optim.factory import Chosen
 from infinity.optim.nonfinite_guard import Skips
 from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.plan.shards import Replica
+from infinity.plan.unit_numbers import UnitNumbers
 from infinity.zero.foreign_attributes import ParameterOffload
 from infinity.zero.nonfinite import NOWHERE, first_nonfinite
 from infinity.zero.prefetch_timing import agree

@@ -143,7 +143,7 @@ class DeferredWeights:
         # linear() folds other inputs in a way that depends on whether the weight needs a gradient, and adds the bias
         # in an operation of its own.
         output = _deferred(self._current, input.flatten(0, -2), weight, None)
-        output = torch._unsafe_view(output, (*input.shape[:-1], weight.shape[0]))
+        output = torch.ops.aten._unsafe_view(output, (*input.shape[:-1], weight.shape[0]))
         return output if bias is None else output.add_(bias)
 
     @property
@@ -322,7 +322,7 @@ class _DeferredForward:
         plain = self._own is None and type(module).forward is nn.Linear.forward
         self._mode = None if plain else _OwnLinear(module, deferred)
         self.__wrapped__ = self._forward
-        module.forward = self  # type: ignore[assignment]
+        module.forward = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._deferred.collects:

@@ -55,7 +55,8 @@ def record_cut(
     model: real or on the meta device, without an engine; it is not changed. blocks: their paths, in order. batch:
     keyword arguments of a micro-batch, with labels if the model computes its loss from them; a short one, because masks
     are computed. dtype: of parameters in the pass. stages: the blocks of each stage, where the user has written them
-    (`parallel.stages`): only those boundaries are proven then, and if the pass cannot run, the order of modules is the tree's.
+    (`parallel.stages`): only those boundaries are proven then, and if the pass cannot run, the order of modules is the
+    tree's.
 
     Experts, which a router chooses by values, stand aside. ConfigError if the model cannot be cut, naming the module;
     or if the pass cannot run and `stages` is None.

@@ -282,8 +282,8 @@ def split_model(spec: ModelSpec, cut: StageCut, *, pp: int, schedule: str, micro
         if {stage % pp for stage in needed} not in ({needed[0] % pp}, {0, pp - 1}, {*range(pp)}):
             raise ConfigError(
                 f"{unit.params[0].name} is used in stages {', '.join(map(str, needed))} of the pipeline, but what "
-                "several stages use must be used in the first and the last, or in all: move the blocks that share it into one "
-                "stage with parallel.stages"
+                "several stages use must be used in the first and the last, or in all: move the blocks that share it "
+                "into one stage with parallel.stages"
             )
     return SplitPlan(
         cut=cut, pp=pp, schedule=schedule, micro_batches=micro_batches,

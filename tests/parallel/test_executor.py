@@ -12,7 +12,7 @@ import torch
 
 from infinity.distributed.consistency import agree_on_numbers
 from infinity.distributed.process_groups import ProcessGroups, detect
-from infinity.errors import ConfigError, StateError
+from infinity.errors import ConfigError
 from infinity.parallel.executor import PipelineExecutor
 from infinity.plan.pipeline import Action, Tables, forward_tables, make_tables
 from infinity.plan.topology import Topology

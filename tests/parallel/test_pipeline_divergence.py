@@ -4,12 +4,6 @@ message.
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
