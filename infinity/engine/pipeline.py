@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 from infinity.distributed.collectives import exchange
 from infinity.distributed.links import Boundary, Gradients, PipelineLinks
@@ -66,10 +66,16 @@ class BatchArguments:
         return cls(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors, those in tuples and mappings, too, by name: "[0][1]", "['input_ids']"."""
+        named: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        found = tree_leaves_with_path(named)
+        return {keystr(path): value for path, value in found if isinstance(value, Tensor)}
+
+    @property
     def shapes(self) -> tuple[Any, ...]:
         """The shapes of its tensors, by name: equal for micro-batches whose boundaries have equal shapes."""
-        named: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
-        return tuple((name, tuple(value.shape)) for name, value in named.items() if isinstance(value, Tensor))
+        return tuple((name, tuple(value.shape)) for name, value in self.tensors.items())
 
 
 def loss_of(output: Any) -> Tensor:
@@ -150,12 +156,9 @@ class PipelineStep:
 
     def _check_same(self, batches: Sequence[BatchArguments]) -> None:
         named = {
-            f"{name} of micro-batch {index}": value
+            f"argument {name} of micro-batch {index}": value
             for index, batch in enumerate(batches)
-            for name, value in {
-                **{f"argument {at}": each for at, each in enumerate(batch.args)},
-                **batch.kwargs,
-            }.items()
+            for name, value in batch.tensors.items()
         }
         for group in (self._runtime.groups.pipeline, self._runtime.groups.tensor):
             if group.size > 1:
