@@ -58,7 +58,8 @@ def build(family: str, **sizes: Any) -> nn.Module:
         given |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if family == "gpt2":
         given = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64,
-                 "bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+                 "bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+                 "attn_pdrop": 0.0}  # fmt: skip
     if family == "gemma2":
         given |= {"head_dim": 8, "sliding_window": 8}
     if family == "gpt_neox":
@@ -222,7 +223,8 @@ def main() -> None:
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip()
         facts = {
-            "date": date.today().isoformat(), "commit": commit, "command": " ".join(["python -m tests.pipeline_matrix", *sys.argv[1:]]),
+            "date": date.today().isoformat(), "commit": commit,
+            "command": " ".join(["python -m tests.pipeline_matrix", *sys.argv[1:]]),
             "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__,
             "transformers": transformers.__version__, "seconds": round(time.monotonic() - began), "parts": found,
         }  # fmt: skip

@@ -55,11 +55,9 @@ def run_all(rank: int, world: int, keyed: bool) -> list[tuple[Cell, str]]:
 def _differences(stages: AffineStages, whole: AffineStages, actions: tuple[Action, ...]) -> Iterator[str]:
     if tuple(stages.order) != actions:
         yield "order"
-    if stages.last in stages.weights:
-        if {each: loss.item() for each, loss in stages.losses.items()} != {
-            each: loss.item() for each, loss in whole.losses.items()
-        }:
-            yield "losses"
+    losses, expected = ({each: loss.item() for each, loss in of.losses.items()} for of in (stages, whole))
+    if stages.last in stages.weights and losses != expected:
+        yield "losses"
     if not stages.trains:
         return
     if any(
