@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from infinity.config import STRICT, Config, Conventions, ResolveContext, ResolvedConfig, load_config, resolve, unfilled
 from infinity.config.optimizer import Adam
 from infinity.distributed.collectives import exchange
-from infinity.distributed.consistency import agree_on_plan
+from infinity.distributed.consistency import agree_on_plan, agree_on_stages
 from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.engine.build_runtime import build_runtime
 from infinity.engine.data import Loader, Workers
@@ -27,6 +27,7 @@ from infinity.engine.engine import Engine, close_engines_of
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, groups_of
+from infinity.engine.pipeline import pipeline_of
 from infinity.engine.preflight import preflight, remarks
 from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
@@ -94,7 +95,8 @@ def initialize(
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
         plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec)
-        agree_on_plan(plan, groups.world)
+        agree_on_plan(plan, groups.stage)
+        agree_on_stages(plan, groups.world)
         liger = resolved.config.kernels.liger
         applied = apply_liger(liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
@@ -102,7 +104,7 @@ def initialize(
         stepped = (boundary := Boundary(runtime)).optimizer(trained.groups, trained.optimizer, optimizer)
         scheduler = _scheduler(resolved, lr_scheduler, stepped)
         loader = _loader(resolved, training_data, collate_fn, groups, device)
-        engine = Engine(runtime, boundary, stepped, scheduler, loader)
+        engine = Engine(runtime, boundary, stepped, scheduler, loader, pipeline_of(runtime))
         runtime.access.own_parameters()
         undo.pop_all()
     trim()

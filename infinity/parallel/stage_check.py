@@ -41,7 +41,7 @@ class Recorded:
     """
 
     blocks: tuple[str, ...]
-    after: frozenset[str]
+    after: tuple[str, ...]
     answers: Mapping[str, int]
     unproven: str = ""
 
@@ -244,7 +244,7 @@ class _Pass:
                     yield self._leaves[leaf]
             pending += [following for following, _ in node.next_functions]
 
-    def _after(self, reached: Sequence[Collection[str | int]]) -> frozenset[str]:
+    def _after(self, reached: Sequence[Collection[str | int]]) -> tuple[str, ...]:
         """The outermost modules that run behind the blocks. One that is never called, but whose parameters are used,
         belongs there if the loss alone reaches them.
         """
@@ -263,7 +263,7 @@ class _Pass:
                     after.append(inner)
 
         visit("", self._model)
-        return frozenset(after)
+        return tuple(sorted(after))
 
     def _is_behind(self, path: str, module: nn.Module, last: Collection[str]) -> bool:
         inside = [path, *(f"{path}.{name}" for name, _ in module.named_modules() if name)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
 
@@ -43,7 +43,9 @@ class StageCut:
 
     blocks: tuple[str, ...]
     counts: tuple[int, ...]
-    after: frozenset[str] = frozenset()
+    after: tuple[str, ...] = ()
+    # For blocks that answer with a tuple its length: what stands in for one answers likewise.
+    answers: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -155,7 +157,7 @@ def balance(costs: Sequence[float], stages: int, *, first: float = 0.0, last: fl
 
 
 def cut_model(
-    root: ModuleNode, blocks: Sequence[str], stages: int, *, after: frozenset[str] | None = None,
+    root: ModuleNode, blocks: Sequence[str], stages: int, *, after: Collection[str] | None = None,
     counts: Sequence[int] | None = None,
 ) -> StageCut:  # fmt: skip
     """Cut a model into `stages` stages: as `counts` says, else balanced by the elements that computation goes through.
@@ -183,7 +185,7 @@ def cut_model(
             f"parallel.stages is {list(counts)}: it needs {stages} numbers of at least 1 (parallel.pipeline x "
             f"parallel.virtual_stages) whose sum is the {len(blocks)} blocks of {root.class_name}"
         )
-    return StageCut(tuple(blocks), tuple(counts), after)
+    return StageCut(tuple(blocks), tuple(counts), tuple(sorted(after)))
 
 
 def _computed_numel(node: ModuleNode) -> float:
@@ -279,8 +281,8 @@ def split_model(spec: ModelSpec, cut: StageCut, *, pp: int, schedule: str, micro
     for unit, needed in zip(spec.units, stages, strict=True):
         if {stage % pp for stage in needed} not in ({needed[0] % pp}, {0, pp - 1}, {*range(pp)}):
             raise ConfigError(
-                f"{unit.params[0].name} is used in stages {', '.join(map(str, needed))} of the pipeline, but what several "
-                "stages use must be used in the first and the last, or in all: move the blocks that share it into one "
+                f"{unit.params[0].name} is used in stages {', '.join(map(str, needed))} of the pipeline, but what "
+                "several stages use must be used in the first and the last, or in all: move the blocks that share it into one "
                 "stage with parallel.stages"
             )
     return SplitPlan(

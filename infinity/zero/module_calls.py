@@ -9,8 +9,8 @@ first rank. So the ranks agree on what is forgotten, and whether they exchange t
 same holds for passes: they begin and end by what the program calls, never by which graphs are still alive.
 
 [Note: overlapping micro-batches] In a step of a pipeline forwards of later micro-batches run before the backward of an
-earlier one. A unit's gradients are collected when the calls of *one micro-batch* are through: with one count for all, the
-gradients of a whole stage would lie on its parameters. The schedule says which backwards come, so that no graph is
+earlier one. A unit's gradients are collected when the calls of *one micro-batch* are through: with one count for all,
+the gradients of a whole stage would lie on its parameters. The schedule says which backwards come, so that no graph is
 dropped meanwhile and none is looked for.
 """
 

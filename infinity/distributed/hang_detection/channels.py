@@ -20,8 +20,8 @@ class Channels:
     """A channel is a number that every rank has for one of its process groups, or for a link between two of them.
 
     axes: by channel, the axis of the topology (`dp`, `tp`, `pp`) along which its groups lie, `WORLD`, `STAGE` or
-    `ENDS`; or a link, whose group is its sender and its receiver. Ranks that differ on another axis have another group of the same
-    channel, whose collectives, or messages, are numbered apart.
+    `ENDS`; or a link, whose group is its sender and its receiver. Ranks that differ on another axis have another
+    group of the same channel, whose collectives, or messages, are numbered apart.
     """
 
     topology: Topology
@@ -49,6 +49,11 @@ class Channels:
             return self.topology.axis_groups(str(axis))
         ranks = (0,) if axis == WORLD else range(self.topology.world_size)
         return tuple(filter(None, dict.fromkeys(self.members(rank, channel) for rank in ranks)))
+
+    @property
+    def has_links(self) -> bool:
+        """Whether ranks lie along a pipeline."""
+        return any(isinstance(axis, MessageLink) for axis in self.axes)
 
     def of_link(self, link: MessageLink) -> int:
         """Return the channel of a link between two indices of the pipeline axis."""
