@@ -41,7 +41,7 @@ def conflicts(config: Config) -> list[str]:
         )
     return (
         complaints
-        + _tensor_axis(config)
+        + _axis_names(config)
         + _param_dtype(config)
         + _workers(config)
         + _offload(config)
@@ -60,12 +60,21 @@ def tensor_sizes(config: Config) -> dict[str, int]:
     return found
 
 
-def _tensor_axis(config: Config) -> list[str]:
-    sizes = tensor_sizes(config)
-    if len(set(sizes.values())) < 2:
-        return []
-    said = " and ".join(f"{path} is {size}" for path, size in sizes.items())
-    return [f"{said}, but they are names of one size: keep parallel.tensor"]
+def pipeline_sizes(config: Config) -> dict[str, int]:
+    """Return dotted path -> size, for the keys that say among how many ranks blocks are divided."""
+    found = {"pipeline.stages": config.pipeline.stages} if (config.pipeline.stages or 1) > 1 else {}
+    if config.parallel.pipeline > 1 or "parallel.pipeline" in config.provenance.given:
+        found["parallel.pipeline"] = config.parallel.pipeline
+    return {path: size for path, size in found.items() if size is not None}
+
+
+def _axis_names(config: Config) -> list[str]:
+    complaints = []
+    for kept, sizes in (("parallel.tensor", tensor_sizes(config)), ("parallel.pipeline", pipeline_sizes(config))):
+        if len(set(sizes.values())) > 1:
+            said = " and ".join(f"{path} is {size}" for path, size in sizes.items())
+            complaints.append(f"{said}, but they are names of one size: keep {kept}")
+    return complaints
 
 
 def _param_dtype(config: Config) -> list[str]:

@@ -5,24 +5,26 @@ from __future__ import annotations
 from typing import Annotated
 
 from infinity.config.section import Absent, Also, Differs, NoEffect, Refused, Section
-from infinity.config.values import Count, Dtype, Flag, Natural, Styles, Text
+from infinity.config.values import Count, Counts, Dtype, Flag, Natural, Schedule, Styles, Text
 
-_NO_STAGES = Refused(
-    "pipeline parallelism is not served yet, only 1 stage is",
-    "Remove the key; parallel.tensor divides each layer over ranks of a node, and data parallelism at stage 3 divides "
-    "what is left",
-    accepted=(1,),
-)
-_NO_PIPELINE = NoEffect("pipeline parallelism is not supported")
 _SAME_SIZE = Differs("it is another name of parallel.tensor")
+_SAME_STAGES = Differs("it is another name of parallel.pipeline")
+_WHOLE_BOUNDARY = NoEffect("what goes from stage to stage is sent whole")
 _OWN_PLAN = Refused("shards follow the model's own plan", "Remove the key, and write parallel.plan where it has none")
 
 
 class ParallelSection(Section):
     """Ours. Axes of ranks. The data axis has what they leave: ranks / (pipeline x tensor)."""
 
-    pipeline: Annotated[Count, _NO_STAGES] = 1
-    """Ours. Stages of the pipeline axis."""
+    pipeline: Count = 1
+    """Ours. Ranks among which the model's blocks are divided in their order (pipeline parallelism). A step runs
+    `gradient_accumulation_steps` micro-batches through them, with `engine.train_batch`."""
+    schedule: Schedule = "1f1b"
+    """Ours. Order of the micro-batches' forwards and backwards on a pipeline. All give the same weights."""
+    virtual_stages: Count = 1
+    """Ours. Stages of each rank of the pipeline, for the schedules "interleaved" and "zero_bubble"."""
+    stages: Counts = ()
+    """Ours. Blocks of each stage, in order; default: balanced by the elements that computation goes through."""
     tensor: Count = 1
     """Ours. Ranks among which each layer is divided (tensor parallelism). It must divide the ranks of a node."""
     sequence: Flag = False
@@ -35,19 +37,21 @@ class ParallelSection(Section):
 class Pipeline(Section):
     """Pipeline parallelism."""
 
-    stages: Annotated[Count | None, _NO_STAGES] = None
+    stages: Annotated[Count | None, _SAME_STAGES] = None
     """Number of stages."""
-    partition: Annotated[Text, _NO_PIPELINE] = "best"
+    partition: Annotated[Text, NoEffect("PipelineModule takes partition_method, other models are balanced")] = "best"
     """Rule that divides layers among stages."""
-    seed_layers: Annotated[Flag, _NO_PIPELINE] = False
+    seed_layers: Annotated[Flag, NoEffect("PipelineModule takes seed_layers")] = False
     """Seed every layer."""
-    activation_checkpoint_interval: Annotated[Natural, _NO_PIPELINE] = 0
+    activation_checkpoint_interval: Annotated[
+        Natural, NoEffect("activation_checkpointing.every says which blocks are computed again")
+    ] = 0
     """Layers between checkpoints."""
-    pipe_partitioned: Annotated[Flag, _NO_PIPELINE] = True
+    pipe_partitioned: Annotated[Flag, _WHOLE_BOUNDARY] = True
     """Partition activations between stages."""
-    grad_partitioned: Annotated[Flag, _NO_PIPELINE] = True
+    grad_partitioned: Annotated[Flag, _WHOLE_BOUNDARY] = True
     """Partition gradients between stages."""
-    use_reentrant: Annotated[Flag, _NO_PIPELINE] = True
+    use_reentrant: Annotated[Flag, NoEffect("checkpoints are not reentrant, with the same result")] = True
     """Use reentrant activation checkpoints."""
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from infinity.config.batch import Unsolvable, solve_batch
-from infinity.config.conflicts import conflicts, tensor_sizes
+from infinity.config.conflicts import conflicts, pipeline_sizes, tensor_sizes
 from infinity.config.idle import idle
 from infinity.config.load import complaint
 from infinity.config.meanings import meanings, notes
@@ -417,15 +417,23 @@ def _settle_defaults(config: Config) -> tuple[Config, dict[str, str]]:
 
 
 def _settle_axes(config: Config, context: ResolveContext) -> tuple[Config, dict[str, str]]:
-    """Give the tensor axis its size, whichever of its names says it, and check it; return the source by path.
+    """Give the pipeline and the tensor axis their sizes, whichever of their names says it, and check them; return the
+    source by path.
 
     Raises ConfigError where the ranks cannot be divided so.
     """
-    sizes = tensor_sizes(config)
+    stages, sizes = pipeline_sizes(config), tensor_sizes(config)
+    above, pipeline = next(iter(stages.items()), ("parallel.pipeline", 1))
     name, size = next(iter(sizes.items()), ("parallel.tensor", 1))
-    if why := _indivisible(name, size, context) or _idle_sequence(config, size, context):
+    why = (
+        _indivisible(name, size, context) or _no_pipeline(above, pipeline, size, context)
+        or _idle_sequence(config, size, context) or _idle_stages(config, pipeline)
+    )  # fmt: skip
+    if why:
         raise complaint(config.provenance.origin, [why])
     source = {} if "parallel.tensor" in {name, *sizes} else {"parallel.tensor": f"file: {name}"}
+    source |= {} if "parallel.pipeline" in {above, *stages} else {"parallel.pipeline": f"file: {above}"}
+    config = replaced(config, "parallel.pipeline", pipeline)
     return replaced(config, "parallel.tensor", size), source
 
 
@@ -436,16 +444,46 @@ def _indivisible(name: str, size: int, context: ResolveContext) -> str:
         return ""
     fitting = _tensor_sizes_of(context)
     nearest = {max(each for each in fitting if each < size), *[each for each in fitting if each > size][:1]}
-    many = f"{world} rank{'s' if world > 1 else ''} {'are' if world > 1 else 'is'}"
     against = (
-        f"{many} {'detected' if context.detected else 'assumed'}" if world % size
+        _ranks_in_words(context) if world % size
         else f"a node has {local} of the {world} ranks, and a tensor group stays within a node"
     )  # fmt: skip
-    hint = "" if context.detected else "; say with --ranks N how many there will be"
     return (
         f"{name} is {size} but {against}: the size must divide the ranks of a node: the nearest is "
-        f"{' or '.join(map(str, sorted(nearest)))}{hint}"
+        f"{' or '.join(map(str, sorted(nearest)))}{_ranks_hint(context)}"
     )
+
+
+def _ranks_in_words(context: ResolveContext) -> str:
+    world = context.world_size
+    many = f"{world} rank{'s' if world > 1 else ''} {'are' if world > 1 else 'is'}"
+    return f"{many} {'detected' if context.detected else 'assumed'}"
+
+
+def _ranks_hint(context: ResolveContext) -> str:
+    return "" if context.detected else "; say with --ranks N how many there will be"
+
+
+def _no_pipeline(name: str, size: int, tensor: int, context: ResolveContext) -> str:
+    """Return what stands against so many ranks along the pipeline axis, with the nearest sizes; "" if nothing does."""
+    left = context.world_size // tensor
+    if left % size == 0:
+        return ""
+    fitting = [each for each in range(1, left + 1) if left % each == 0]
+    nearest = {max(each for each in fitting if each < size), *[each for each in fitting if each > size][:1]}
+    beside = f", {left} beside parallel.tensor {tensor}" if tensor > 1 else ""
+    return (
+        f"{name} is {size} but {_ranks_in_words(context)}{beside}: the size must divide them: the nearest is "
+        f"{' or '.join(map(str, sorted(nearest)))}{_ranks_hint(context)}"
+    )
+
+
+def _idle_stages(config: Config, pipeline: int) -> str:
+    if pipeline > 1:
+        return ""
+    given = config.provenance.given
+    idle = [f"parallel.{key}" for key in ("schedule", "virtual_stages", "stages") if f"parallel.{key}" in given]
+    return f"{idle[0]} needs stages, but parallel.pipeline is 1: set parallel.pipeline, or leave it out" if idle else ""
 
 
 def _idle_sequence(config: Config, tensor: int, context: ResolveContext) -> str:
@@ -483,14 +521,15 @@ def _settle_batch(config: Config, context: ResolveContext, data: int) -> tuple[C
 
 
 def _divided(config: Config, context: ResolveContext) -> str:
-    return f"{context.world_size} ranks / parallel.tensor {config.parallel.tensor}"
+    axes = {"parallel.pipeline": config.parallel.pipeline, "parallel.tensor": config.parallel.tensor}
+    return " / ".join([f"{context.world_size} ranks", *(f"{name} {size}" for name, size in axes.items() if size > 1)])
 
 
 def _ranks(config: Config, context: ResolveContext, data: int) -> list[str]:
     size = config.data_parallel_size
     if size is None or size == data:
         return []
-    needed = size * config.parallel.tensor
+    needed = size * config.parallel.tensor * config.parallel.pipeline
     there = f"{context.world_size} ranks are"
     if data != context.world_size:
         there = f"{data} ({_divided(config, context)}) are"

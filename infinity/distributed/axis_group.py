@@ -58,23 +58,24 @@ class AxisGroup(AxisPlace):
         self.process_group = self.reader = None
 
     def start(
-        self, name: str, submit: Callable[[int], Any], keep: Sequence[Tensor], *, nbytes: int
+        self, name: str, submit: Callable[[int], Any], keep: Sequence[Tensor], *, nbytes: int, waits_for: str = ""
     ) -> CollectiveTransfer:
         """Submit a collective; returns at once. StateError if the group has no process group.
 
         submit: takes the tag of the collective's messages, to which each adds its kind ([Note: tags]); returns a work.
-        keep: the tensors that must live until it is over. nbytes: the same on every rank.
+        keep: the tensors that must live until it is over. nbytes: the same on every rank. waits_for: what a rank that
+        waits for it says that it waits for; default: `name`.
         """
         if self.process_group is None:
             raise StateError(f"{name}: the {self.axis} group has no process group: it is closed, or has one rank only")
         if self.watchdog is None:
-            return CollectiveTransfer(self, submit(_tag(0, name, nbytes)), keep, 0, name)
+            return CollectiveTransfer(self, submit(_tag(0, name, nbytes)), keep, 0, waits_for or name)
         number = self.watchdog.submit(self.channel, name, nbytes)
         try:
             work = submit(_tag(number, name, nbytes))
         except RuntimeError as error:
             raise self.watchdog.explain(error) from error
-        return CollectiveTransfer(self, work, keep, number, name)
+        return CollectiveTransfer(self, work, keep, number, waits_for or name)
 
     def wait(self, work: Any, number: int, name: str) -> None:
         """Wait for a work. On an accelerator's own back end the host only queues the wait; the watchdog then asks the
@@ -84,11 +85,13 @@ class AxisGroup(AxisPlace):
         if watchdog is None:
             work.wait()
             return
-        with watchdog.log.waiting(self.channel, number, name):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise watchdog.explain(error) from error
+        watchdog.log.begin_wait(self.channel, number, name)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise watchdog.explain(error) from error
+        finally:
+            watchdog.log.end_wait()
         if not self.host_waits:
             watchdog.log.queued(self.channel, number, name, work)
 

@@ -7,11 +7,12 @@ submitted before it changes a weight.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import exchange, exchange_texts, exchange_values
-from infinity.distributed.hang_detection.flight_record import ADVICE, first_difference
+from infinity.distributed.hang_detection.flight_record import advice_for, first_difference
 from infinity.errors import DesyncError
 from infinity.plan.plan import Plan
 
@@ -19,8 +20,11 @@ from infinity.plan.plan import Plan
 _SHOWN_MAX = 64
 
 
-def agree_on_plan(plan: Plan, group: AxisGroup) -> None:
-    """Raise DesyncError on every rank unless all have the same plan of the same parameters in one order. Collective."""
+def agree_on_plan(plan: Plan, group: AxisGroup, world: AxisGroup) -> None:
+    """Raise DesyncError on every rank unless all have the same plan of the same parameters in one order, or where a
+    pipeline cuts the model, all of a stage (`group`), and all ranks (`world`) one cut and one schedule. Collective.
+    """
+    _agree_on_stages(plan, world)
     if group.process_group is None:
         return
     heard = exchange_texts(plan.fingerprint(), group, "exchange of plans")
@@ -67,6 +71,25 @@ def on_any_rank(mine: Sequence[bool], group: AxisGroup, name: str) -> list[bool]
     return [any(row[index] for row in rows) for index in range(len(mine))]
 
 
+def _agree_on_stages(plan: Plan, group: AxisGroup) -> None:
+    """Raise DesyncError on every rank unless the ranks of all stages have one cut and one schedule. Collective."""
+    if plan.topology.pp == 1 or plan.pipeline is None:
+        return
+    split = plan.pipeline.split
+    said = f"{split.schedule}, {split.micro_batches} micro-batches, blocks of each stage {list(split.cut.counts)}"
+    detail = hashlib.sha256(repr(split).encode()).hexdigest()[:16]
+    heard = exchange_texts(f"{said} ({detail})", group, "exchange of stages")
+    if len(set(heard)) > 1:
+        place = group.watchdog.channels.place if group.watchdog is not None else str
+        lines = "\n".join(
+            f"  rank {place(rank)}: {text}" for rank, text in zip(group.members, heard[:_SHOWN_MAX], strict=False)
+        )
+        raise DesyncError(
+            f"the ranks have cut the model into different stages:\n{lines}\nGive initialize() the same model and the "
+            "same configuration on every rank."
+        )
+
+
 def _agree_on_history(rows: Sequence[Sequence[float]], group: AxisGroup) -> None:
     """Raise DesyncError on every rank unless ranks that share a channel have equal digests of it (`rows`, by rank).
     Collective.
@@ -99,5 +122,6 @@ def _agree_on_history(rows: Sequence[Sequence[float]], group: AxisGroup) -> None
                 ]
     lines = "\n".join(told)
     raise DesyncError(
-        f"the ranks did different things since the last step, so this one is not taken:\n{lines}\n{ADVICE}"
+        f"the ranks did different things since the last step, so this one is not taken:\n{lines}\n"
+        f"{advice_for(watchdog.channels)}"
     )

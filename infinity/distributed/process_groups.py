@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
@@ -24,10 +25,11 @@ from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.cma_transport import Introduction, acquaint, log_transport
 from infinity.distributed.hang_detection import process_exit
-from infinity.distributed.hang_detection.channels import WORLD, Channels
+from infinity.distributed.hang_detection.channels import ENDS, STAGE, WORLD, Channels
 from infinity.distributed.hang_detection.mailbox import StoreMailbox
 from infinity.distributed.hang_detection.watchdog import BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN, Watchdog
 from infinity.errors import ConfigError
+from infinity.plan.pipeline import pipeline_links
 from infinity.plan.topology import Topology
 
 
@@ -88,10 +90,23 @@ def open_group(ranks: Ranks, *, backends: str = "gloo", timeout: timedelta | Non
     atexit.register(_end, os.getpid())
 
 
-# The groups of a rank, by channel: the name of the axis, and the axis of the topology.
-_GROUPS = (("data", "dp"), ("data", "dp"), ("world", WORLD), ("tensor", "tp"))
-# The channel of the group of all ranks.
-_CONTROL = 2
+class _Kind(NamedTuple):
+    """A group of a rank: the name of its axis, the axis of the topology, and whether it is for decisions on the CPU."""
+
+    name: str
+    axis: str
+    control: bool = False
+
+
+# The groups of a rank, by channel. The latter ones are opened only where there is more than one rank on their axis.
+_GROUPS = (
+    _Kind("data", "dp"), _Kind("data", "dp"), _Kind("world", WORLD, control=True), _Kind("tensor", "tp"),
+    _Kind("stage", STAGE, control=True), _Kind("pipeline", "pp", control=True), _Kind("pipeline", "pp"),
+    _Kind("pipeline", "pp"), _Kind("pipeline ends", ENDS, control=True),
+)  # fmt: skip
+# The channel of the group of all ranks, and of that of a stage.
+_CONTROL, _STAGE = 2, 4
+_ENDS = len(_GROUPS) - 1
 # The groups that were opened last in this process.
 _latest: list[weakref.ref[ProcessGroups]] = []
 
@@ -109,6 +124,10 @@ class ProcessGroups:
     data: the ranks that share the partitions of a unit, for gathers.
     reduction: the same ranks with a process group of their own, so that reductions and gathers may overtake each other.
     tensor: the ranks among which each layer is divided, for the sums of a forward and a backward.
+    stage: the ranks that share a place on the pipeline axis, for small decisions on the CPU. Without a pipeline it is
+        the very group `world`.
+    pipeline: the ranks that differ on the pipeline axis only, for small decisions on the CPU.
+    pipeline_forward, pipeline_backward: the same ranks, for activations and for their gradients (see `links`).
 
     A group of one rank has no process group. At world size 1 there is no watchdog.
     """
@@ -129,32 +148,37 @@ class ProcessGroups:
         self._process = os.getpid()
         self.closed = False
         self.watchdog: Watchdog | None = None
-        self._notes: Any = None
-        self._timeout_seconds = timeout_seconds
+        notes: Any = None
         timeout = timedelta(seconds=max(timeout_seconds + BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN))
-        kinds = _GROUPS if self.topology.tp > 1 else _GROUPS[:3]
-        channels = Channels(self.topology, tuple(axis for _, axis in kinds))
+        kinds = _kinds(self.topology)
+        channels = Channels(self.topology, (*(kind.axis for kind in kinds), *pipeline_links(self.topology.pp)))
         opened: list[Any] = [None] * len(_GROUPS)
         if ranks.world_size > 1:
             open_group(ranks, backends=backends, timeout=timeout)
             own = backends.rpartition(":")[2]
-            for channel, (_, axis) in enumerate(kinds):
-                backend = "gloo" if axis == WORLD else own
+            for channel, kind in enumerate(kinds):
+                backend = "gloo" if kind.control else own
                 opened[channel] = _open_own(channels.groups(channel), ranks, backend=backend, timeout=timeout)
-            self._notes = dist.PrefixStore(f"infinity/{opened[_CONTROL].group_name}/", _get_default_store())
+            notes = dist.PrefixStore(f"infinity/{opened[_CONTROL].group_name}/", _get_default_store())
             world = AxisPlace("world", ranks.rank, ranks.world_size, opened[_CONTROL])
-            self.watchdog = Watchdog(self._notes, world, opened[: len(kinds)], channels, seconds=timeout_seconds)
+            self.watchdog = Watchdog(notes, world, opened, channels, seconds=timeout_seconds)
             process_exit.guard(self.watchdog)
         groups = []
-        for channel, (name, axis) in enumerate(_GROUPS):
-            members = Channels(self.topology, (axis,)).members(ranks.rank, 0)
+        for channel, kind in enumerate(_GROUPS):
+            members = Channels(self.topology, (kind.axis,)).members(ranks.rank, 0) or (ranks.rank,)
             groups.append(
                 AxisGroup(
-                    name, members.index(ranks.rank), len(members), opened[channel], members, channel=channel,
-                    watchdog=self.watchdog, host_waits=axis == WORLD or backends == "gloo",
+                    kind.name, members.index(ranks.rank), len(members), opened[channel], members, channel=channel,
+                    watchdog=self.watchdog, host_waits=kind.control or backends == "gloo",
                 )
             )  # fmt: skip
-        self.data, self.reduction, self.world, self.tensor = self._groups = groups
+        if self.topology.pp == 1:
+            groups[_STAGE] = groups[_CONTROL]
+        self.data, self.reduction, self.world, self.tensor, self.stage, self.pipeline, *directions = groups
+        self.pipeline_forward, self.pipeline_backward = directions[:2]
+        # By channel; one may have two of them.
+        self._groups = groups
+        self._mailbox = partial(StoreMailbox, notes, group=self.world, timeout_seconds=timeout_seconds)
         _latest[:] = [weakref.ref(self)]
         if ranks.world_size > 1 and backends == "gloo":
             self._meet(Introduction(wanted=cross_memory_attach), timeout.total_seconds())
@@ -170,14 +194,20 @@ class ProcessGroups:
         answers = tell([sorted(found), mine.reason])
         mutual = {other: pid for other, pid in found.items() if self.world.index in answers[other][0]}
         log_transport(mutual, [reason for _, reason in answers])
-        for group in self._groups:
+        for group in {id(group): group for group in self._groups}.values():
             pids = {index: mutual[member] for index, member in enumerate(group.members) if member in mutual}
             if pids and group.process_group is not None:
                 group.read_memory_of(pids, limit_seconds)
 
+    @property
+    def pipeline_ends(self) -> AxisGroup:
+        """The first and the last of the ranks along the pipeline axis, for what both have; each other is alone in it.
+        """
+        return self._groups[_ENDS]
+
     def mailbox(self, topic: str) -> StoreMailbox:
         """Return a topic for notes that ranks leave for each other outside of the collectives. Use a topic once."""
-        return StoreMailbox(self._notes, topic, group=self.world, timeout_seconds=self._timeout_seconds)
+        return self._mailbox(topic)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -206,7 +236,15 @@ class ProcessGroups:
         process_exit.close(self.watchdog)
         self.watchdog = None
         for group in self._groups:
+            # Idempotent.
             group.close()
+
+
+def _kinds(topology: Topology) -> tuple[_Kind, ...]:
+    """The groups that are opened, by channel."""
+    if topology.pp > 1:
+        return _GROUPS
+    return _GROUPS[:_STAGE] if topology.tp > 1 else _GROUPS[: _STAGE - 1]
 
 
 def _open_own(groups: Sequence[Sequence[int]], ranks: Ranks, *, backend: str, timeout: timedelta) -> Any:

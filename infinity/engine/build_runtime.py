@@ -36,7 +36,7 @@ from infinity.zero.foreign_attributes import publish_model
 from infinity.zero.gradients import Gradients
 from infinity.zero.hooks import ModuleHooks
 from infinity.zero.materialize import Materializer
-from infinity.zero.model_units import attach_units, make_units
+from infinity.zero.model_units import attach_units, make_units, taken_in_order
 from infinity.zero.param_access import ParamAccess
 
 
@@ -55,7 +55,7 @@ def build_runtime(
     undo.callback(store.close)
     units = make_units(model, plan, store=store, device=device, group=groups.data, ledger=ledger)
     Materializer(
-        units, plan=plan, store=store, groups=groups, spool=spool,
+        units, plan=plan, store=store, groups=groups, spool=spool, every=taken_in_order(model, question.units),
         moments_start=optimizer.rule.start,
     ).run()
     if spool is not None:
@@ -67,7 +67,7 @@ def build_runtime(
         sink=stepper, trains=optimizer.trains,
     )  # fmt: skip
     coordinator = Coordinator(
-        units, plan=plan, store=store, gradients=gradients, group=groups.world, spare=device.spare
+        units, plan=plan, store=store, gradients=gradients, group=groups.stage, spare=device.spare
     )
     coordinator.memory.refresh(units)
     attach_units(units, coordinator)
@@ -77,7 +77,7 @@ def build_runtime(
     # Beneath the hooks, and beneath what computes blocks again.
     exchanges = apply(model, question.axis, groups.tensor, device.torch)
     undo.callback(exchanges.remove)
-    hooks = ModuleHooks(model, units, coordinator, group=groups.world, synced=plan.policy.collective_forward)
+    hooks = ModuleHooks(model, units, coordinator, group=groups.stage, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
     checkpointing = _checkpointing(config, model, question.checkpointed, ranks, device, ledger)
     undo.callback(checkpointing.close)

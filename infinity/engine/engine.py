@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from infinity.engine.checkpoint_manager import CheckpointManager
 from infinity.engine.handover import WeightKeeper, why_not_kept
 from infinity.engine.idle_states import IdleStates
 from infinity.engine.loading import LoadOptions
+from infinity.engine.pipeline import BatchArguments, draw, loss_of, pipeline_of, step_loss
 from infinity.engine.preemption import PreemptionHandler
 from infinity.engine.runtime import Runtime
 from infinity.engine.saving import SaveRequest
@@ -81,11 +83,15 @@ class Engine(nn.Module):
         self.client_state: ClientState = None
         self._runtime = runtime
         self._boundary = boundary
+        # None: every rank runs the whole model.
+        self._pipeline = pipeline_of(runtime)
         self._counters = Counters()
         self._checkpoints = CheckpointManager(runtime)
         self._preemption = PreemptionHandler(runtime.config.config.checkpoint.on_signal)
         self._accumulation = Accumulation(runtime.config, self._counters)
         self._applied = False
+        # What `train_batch` draws from where it is given nothing.
+        self._drawing: Iterator[Any] | None = None
         guards.name_engine(runtime.module, self)
 
     def __getattr__(self, name: str) -> Any:
@@ -103,6 +109,7 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; return what it returns."""
         self._check("run forward")
+        self._check_whole("engine(...)")
         runtime = self._runtime
         runtime.observer.begin_step(self.global_steps + 1)
         if self.training:
@@ -127,6 +134,7 @@ class Engine(nn.Module):
         either scaling (and so not with fp16's loss scale).
         """
         self._check("run backward")
+        self._check_whole("engine.backward(loss)")
         runtime, count, optimizer = self._runtime, self.gradient_accumulation_steps(), self._stepped_by("run backward")
         factor = 1.0 / count if scale_wrt_gas else 1.0
         scaled = precision.scaled(loss, factor * self.loss_scale)
@@ -147,6 +155,7 @@ class Engine(nn.Module):
         lr_kwargs: for the scheduler's own `step()`, such as {"metrics": loss} of ReduceLROnPlateau.
         """
         self._check("step")
+        self._check_whole("engine.step()")
         self._bring_back()
         runtime, optimizer = self._runtime, self._stepped_by("step")
         with runtime.groups.telling():
@@ -154,10 +163,78 @@ class Engine(nn.Module):
         self._applied = False
         boundary = self._accumulation.at_boundary
         self._accumulation.count()
-        if not boundary:
-            return
+        if boundary:
+            self._end_step(optimizer, lr_kwargs or {})
+
+    @untraced
+    def train_batch(self, batches: Any = None) -> Tensor:
+        """Run all micro-batches of a step, forward and backward, and the step; the way to train with a pipeline.
+
+        batches: a list of `gradient_accumulation_steps` micro-batches or an iterator, of which as many are drawn; each
+        a mapping of the model's arguments, a sequence of them such as (inputs, labels), or one tensor. All ranks of a
+        pipeline and of a tensor group are given the same. Default: drawn from the loader of `initialize`'s training
+        data, epoch after epoch.
+
+        Returns the mean of the losses over micro-batches and data ranks (fp32, no gradient), the same on every rank.
+        The model must return its loss: as output, as its `loss`, or as its first element.
+        """
+        self._check("train a batch")
+        optimizer, count = self._stepped_by("train a batch"), self.gradient_accumulation_steps()
+        given = self._own_data() if batches is None else batches
+        drawn = [BatchArguments.of(batch, self.device) for batch in draw(given, count, "train_batch")]
+        if self._pipeline is None:
+            losses = []
+            for batch in drawn:
+                loss = loss_of(self(*batch.args, **batch.kwargs))
+                self.backward(loss)
+                losses.append(loss.detach())
+                self.step()
+            return step_loss(losses, self._runtime, count)
+        runtime = self._runtime
+        self._bring_back()
+        with runtime.groups.telling():
+            self._boundary.check()
+        runtime.observer.begin_step(self.global_steps + 1)
+        self._applied = False
+        for batch in drawn:
+            runtime.progress.called(batch.args, dict(batch.kwargs))
+        with runtime.guarded("pipeline"):
+            losses = self._pipeline.train(drawn, optimizer)
+        for _ in drawn:
+            self._accumulation.count()
+        mean = step_loss(losses, runtime, count)
+        self._accumulation.ran_backward(mean, scaled=True)
+        self._end_step(optimizer, {})
+        return mean
+
+    @untraced
+    def eval_batch(self, batches: Any) -> Tensor:
+        """Run forward of micro-batches, without gradients and in evaluation mode; the way to evaluate with a pipeline.
+
+        batches: a list of any number of micro-batches, or an iterator, of which `gradient_accumulation_steps` are
+        drawn; otherwise as for `train_batch`. Returns the mean of the losses as `train_batch` does.
+        """
+        self._check("evaluate a batch")
+        count = len(batches) if isinstance(batches, (list, tuple)) else self.gradient_accumulation_steps()
+        drawn = [BatchArguments.of(batch, self.device) for batch in draw(batches, count, "eval_batch")]
+        training = self.training
+        self.eval()
+        try:
+            if self._pipeline is not None:
+                with self._runtime.guarded("forward"):
+                    losses = self._pipeline.evaluate(drawn)
+            else:
+                with torch.no_grad():
+                    losses = [loss_of(self(*batch.args, **batch.kwargs)) for batch in drawn]
+        finally:
+            self.train(training)
+        return step_loss(losses, self._runtime, count)
+
+    def _end_step(self, optimizer: TieredOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
+        """Take the step at the accumulation boundary, and do what the ranks have told each other with it."""
+        runtime = self._runtime
         with runtime.phase("step"):
-            verdict = self._apply_gradients(optimizer, lr_kwargs or {})
+            verdict = self._apply_gradients(optimizer, lr_kwargs)
         runtime.observer.end_step(self.global_steps)
         with runtime.groups.telling():
             if self._boundary.should_abort:
@@ -596,6 +673,8 @@ class Engine(nn.Module):
         with ExitStack() as stack:
             # Last registered, first run.
             stack.callback(runtime.close, at_once=at_once)
+            if self._pipeline is not None:
+                stack.callback(self._pipeline.remove)
             stack.callback(self._checkpoints.close, at_once=at_once)
             stack.callback(self._preemption.close)
 
@@ -625,6 +704,25 @@ class Engine(nn.Module):
                 "nor optimizer states. To train, name one in the configuration or pass one to infinity.initialize()"
             )
         return self.optimizer
+
+    def _own_data(self) -> Iterator[Any]:
+        """Batches of the loader of `initialize`'s training data, epoch after epoch."""
+        if self.training_dataloader is None:
+            raise ConfigError(
+                "engine.train_batch() without batches draws them from the training data that initialize() was given, "
+                "and it was given none: pass train_batch a list or an iterator of micro-batches"
+            )
+        if self._drawing is None:
+            self._drawing = chain.from_iterable(repeat(self.training_dataloader))
+        return self._drawing
+
+    def _check_whole(self, verb: str) -> None:
+        if self._pipeline is not None:
+            raise StateError(
+                f"{verb} runs a whole model, and this rank has stages of one (parallel.pipeline "
+                f"{self.config.pipeline}): call engine.train_batch(batches) with the {self.config.accumulation} "
+                "micro-batches of a step, and engine.eval_batch(batches) to evaluate"
+            )
 
     def _check(self, verb: str, *, broken_is_fine: bool = False) -> None:
         self._runtime.check(verb, broken_is_fine=broken_is_fine)

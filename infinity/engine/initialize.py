@@ -94,7 +94,7 @@ def initialize(
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
         plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec)
-        agree_on_plan(plan, groups.world)
+        agree_on_plan(plan, groups.stage, groups.world)
         liger = resolved.config.kernels.liger
         applied = apply_liger(liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))

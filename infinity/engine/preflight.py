@@ -17,6 +17,7 @@ from infinity.config.units import Share, format_bytes
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.process_groups import ProcessGroups
+from infinity.engine.stage_cut import cut_into_stages
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory import growable_pool
 from infinity.memory.free_bytes import free_for_rank, free_nvme_nbytes
@@ -63,6 +64,7 @@ def preflight(
     node = axis.divide(whole)
 
     classes = tuple(getattr(model, "_no_split_modules", None) or ())
+    cut = cut_into_stages(model, config, node, classes)
     checkpointed = checkpointed_blocks(config, node, classes)
 
     def asked(*, measure: bool) -> PlanInputs:
@@ -80,6 +82,7 @@ def preflight(
             node=node, config=config, topology=Topology.of(config),
             accelerator=device.own_memory, unified=device.unified, capacity=capacity, budget=budget, blocks=classes,
             optimizer=optimizer, reserve=reserve, free=free, axis=axis,
+            cut=cut, index=groups.topology.coordinate(ranks.rank).pp,
         )  # fmt: skip
 
     question = asked(measure=False)

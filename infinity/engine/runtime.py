@@ -135,14 +135,19 @@ class Runtime:
         When the block raises, the other ranks are told, and the pass is abandoned. An error for lack of memory becomes
         a MemoryRefused that shows the ledger; in the step it breaks the engine, for some weights are stepped then.
         """
+        with self.guarded(name), trace.span(trace.PHASE, name):
+            yield
+
+    @contextmanager
+    def guarded(self, name: str) -> Iterator[None]:
+        """The same without a span of its own, also for "pipeline": the forwards and backwards of a whole step."""
         try:
-            with trace.span(trace.PHASE, name):
-                yield
+            yield
         except BaseException as error:
             self.groups.failed(error)
             if name != "step":
                 self.coordinator.abandon()
-            if name == "backward":
+            if name in ("backward", "pipeline"):
                 self.stepper.forget()
             refused = self.observer.explain(error, name, broken=self.health.broken)
             if refused is None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infinity.distributed.collectives import exchange
+from infinity.distributed.collectives import exchange_texts, exchange_values
 from infinity.distributed.consistency import agree_on_numbers, on_any_rank
 from infinity.engine.runtime import Runtime
 from infinity.errors import NonFiniteError, StateError
@@ -29,8 +29,9 @@ from infinity.optim.factory import Chosen
 from infinity.optim.nonfinite_guard import Skips
 from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.plan.shards import Replica
+from infinity.plan.unit_numbers import UnitNumbers
 from infinity.zero.foreign_attributes import ParameterOffload
-from infinity.zero.nonfinite import first_nonfinite
+from infinity.zero.nonfinite import NOWHERE, first_nonfinite
 from infinity.zero.prefetch_timing import agree
 
 _NOTHING = GradStats(0.0, 0)
@@ -88,6 +89,7 @@ class Boundary:
         self._state = BoundaryState.ACCUMULATING
         self._latest: StepVerdict | None = None
         self._trained = [runtime.units[index] for index in runtime.plan.refresh_order()]
+        self._numbers = UnitNumbers(runtime.plan)
 
     @property
     def norm(self) -> float:
@@ -167,23 +169,21 @@ class Boundary:
             raise StateError(
                 "norms by parameter are those of the latest step: ask for them after step(), before the next backward"
             )
-        runtime, stats, mine = self._runtime, self._runtime.stepper.parameter_stats(), list[float]()
-        slots = [
-            (unit, slot, flag)
-            for unit in runtime.units
-            if unit.layout.index in verdict.arrived
-            for slot, flag in zip(unit.layout.slots, verdict.arrived[unit.layout.index], strict=True)
-        ]
-        for unit, slot, _ in slots:
+        runtime, stats = self._runtime, self._runtime.stepper.parameter_stats()
+        mine: list[tuple[str, float, int]] = []
+        for unit in runtime.units:
+            flags = verdict.arrived.get(unit.layout.index, ())
             told = self._tells(unit.layout.index)
-            mine += stats.get((unit.layout.index, slot), _NOTHING) if told else _NOTHING
-        rows = exchange(mine, runtime.groups.world, "exchange of norms by parameter")
-        sums = [math.fsum(column) for column in zip(*rows, strict=True)]
-        found: dict[str, list[float]] = {}
-        for (_, slot, flag), squares, count in zip(slots, sums[::2], sums[1::2], strict=True):
-            if flag:
-                found.setdefault(slot.name, []).append(math.inf if count else squares)
-        return {name: math.sqrt(math.fsum(squares)) * verdict.unscale for name, squares in found.items()}
+            for slot, flag in zip(unit.layout.slots, flags, strict=False):
+                if flag:
+                    found = stats.get((unit.layout.index, slot), _NOTHING) if told else _NOTHING
+                    mine.append((slot.name, *found))
+        # Ranks of other stages have other parameters.
+        rows = exchange_values(mine, runtime.groups.world, "exchange of norms by parameter")
+        told_of: dict[str, list[float]] = {}
+        for name, squares, count in (each for row in rows for each in row):
+            told_of.setdefault(name, []).append(math.inf if count else squares)
+        return {name: math.sqrt(math.fsum(squares)) * verdict.unscale for name, squares in told_of.items()}
 
     @property
     def should_abort(self) -> bool:
@@ -207,18 +207,20 @@ class Boundary:
 
     def _settle_gradients(self) -> dict[int, list[bool]]:
         """Complete the gradient partitions, late ones first; return which parameters have a gradient on some rank."""
-        gradients, world = self._runtime.gradients, self._runtime.groups.world
+        gradients, groups, units = self._runtime.gradients, self._runtime.groups, self._runtime.units
         late = gradients.leftovers()
-        if world.size > 1:
-            flags = [unit.layout.index in late for unit in self._runtime.units]
-            agreed = on_any_rank(flags, world, "agreement on late gradients")
+        if groups.stage.size > 1:
+            flags = [unit.layout.index in late for unit in units]
+            agreed = on_any_rank(flags, groups.stage, "agreement on late gradients")
             late = [index for index, flag in enumerate(agreed) if flag]
         gradients.boundary(late)
+        for index in sorted(self._runtime.plan.shared):
+            if units[index].layout.trainable and units[index].layout.numel:
+                gradients.sum_shared(units[index])
         arrived = {unit.layout.index: [*flags] for unit, flags in gradients.arrived.items()}
-        if world.size > 1:
-            mine = [flag for flags in arrived.values() for flag in flags]
-            anyone = iter(on_any_rank(mine, world, "agreement on gradients"))
-            arrived = {index: [next(anyone) for _ in flags] for index, flags in arrived.items()}
+        if groups.world.size > 1:
+            anyone = on_any_rank(self._numbers.flags(arrived), groups.world, "agreement on gradients")
+            arrived = {index: self._numbers.of_unit(anyone, index) for index in arrived}
             gradients.agree_on_order()
         return arrived
 
@@ -229,9 +231,12 @@ class Boundary:
         Ranks exchange a sum for each unit, and all of these are added exactly and rounded once: the order of units and
         ranks does not matter.
         """
-        runtime, world = self._runtime, self._runtime.groups.world
-        found = runtime.stepper.grad_stats()
-        mine = [number for unit, stats in found.items() for number in (stats if self._tells(unit) else _NOTHING)]
+        world = self._runtime.groups.world
+        mine = [0.0] * (2 * self._numbers.count)
+        for unit, stats in self._runtime.stepper.grad_stats().items():
+            if self._tells(unit):
+                at = 2 * self._numbers.number(unit)
+                mine[at : at + 2] = stats
         rows = agree_on_numbers([*mine, *flags], world, "exchange of gradient norms") if world.size > 1 else [mine]
         squares = math.fsum(square for row in rows for square in row[: len(mine) : 2])
         count = sum(int(number) for row in rows for number in row[1 : len(mine) : 2])
@@ -243,14 +248,20 @@ class Boundary:
         """Whether this rank tells the others of a unit's gradients: what several ranks have is told by one of them."""
         groups, each = self._runtime.groups, self._runtime.units[unit]
         parted = each.placed.parts > 1 or groups.data.index == 0
-        return parted and (each.layout.replica is Replica.NONE or groups.tensor.index == 0)
+        alone = each.layout.replica is Replica.NONE or groups.tensor.index == 0
+        return parted and alone and self._numbers.tells(unit)
 
     def _report_nonfinite(self, step: int, losses: Sequence[Tensor], count: int, skipped: bool) -> str:
         """Warn which gradient is not finite, and return its name; "" for an overflow that only settles fp16's scale."""
         if skipped and self._skips.in_a_row == 0:
             return ""
         finite = all(bool(torch.isfinite(loss).all()) for loss in losses)
-        origin = first_nonfinite(self._runtime.gradients, self._runtime.groups.world, loss_is_finite=finite)
+        groups = self._runtime.groups
+        origin = first_nonfinite(self._runtime.gradients, groups.stage, loss_is_finite=finite)
+        if groups.pipeline.size > 1:
+            # The last stage's backward comes first.
+            told = exchange_texts(origin, groups.pipeline, "search for what is not finite")
+            origin = next((each for each in reversed(told) if each != NOWHERE), origin)
         logger.warning(
             "step %d%s: %d gradient elements are not finite, first in the gradient of %s; %s weights and moments are "
             "unchanged", step, " skipped" if skipped else "", count, origin, "all" if skipped else "their",
@@ -278,7 +289,7 @@ class _PrefetchTiming:
         # The drive is measured alone: a step that has begun in backward would share it.
         runtime.stepper.finish()
         found = agree(
-            coordinator.prefetcher.use_times(), runtime.units, runtime.store, runtime.device, runtime.groups.world,
+            coordinator.prefetcher.use_times(), runtime.units, runtime.store, runtime.device, runtime.groups.stage,
             coordinator.memory,
         )  # fmt: skip
         if found is not None:

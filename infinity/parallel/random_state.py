@@ -62,7 +62,7 @@ class OwnNumbers:
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         """Draw from own numbers in the block, on the CPU and on `device`; restore the former ones behind it."""
-        with _seeded(_draw() + self._group.index, device):
+        with seeded(_draw() + self._group.index, device):
             yield
 
     @contextmanager
@@ -70,7 +70,7 @@ class OwnNumbers:
         """The same with numbers that all ranks share, where former ones are own. Collective."""
         seed = torch.tensor(_draw(), device=device)
         collectives.broadcast(seed, self._group, 0, "broadcast of a random number")
-        with _seeded(int(seed), device):
+        with seeded(int(seed), device):
             yield
 
 
@@ -79,10 +79,10 @@ def _draw() -> int:
 
 
 @contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's default generators of the CPU and of `device`; restore their states behind the block."""
     former = torch.get_rng_state()
-    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    accelerator = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     former_there = None if accelerator is None else accelerator.get_rng_state(device)
     try:
         # `torch.manual_seed` would seed every device.

@@ -16,7 +16,8 @@ from infinity.plan.plan import Plan, make_plan
 from infinity.plan.recomputation import checkpointed_blocks
 from infinity.plan.request import PlanRequest
 from infinity.plan.reserve import Reserve
-from infinity.plan.spec import ModuleNode, UnitRules, find_units
+from infinity.plan.spec import ModelSpec, ModuleNode, UnitRules, find_units
+from infinity.plan.stages import PipelinePart, StageCut, part_of, split_model
 from infinity.plan.tensor_axis import TensorAxis
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, Tier
@@ -48,6 +49,9 @@ class PlanInputs:
     unified: bool = False
     # The tensor axis that `node` was divided by.
     axis: TensorAxis = field(default_factory=TensorAxis)
+    # The cut into stages, and the place on the pipeline axis whose plan this is; None without a pipeline.
+    cut: StageCut | None = None
+    index: int = 0
     # Elements of the model, and of its trained parameters.
     numels: tuple[int, int] = field(init=False)
 
@@ -81,16 +85,33 @@ class PlanInputs:
 
         raised: lower bounds no further than needed, which makes a dozen plans.
         """
-        spec = find_units(self.node, self.rules)
+        spec, part = self.units, None
+        if self.cut is not None:
+            part = self.part_of(spec)
+            spec = part_of(spec, part)
 
         def plan_of(request: PlanRequest) -> Plan:
-            return make_plan(spec, self.topology, request, self.limits)
+            return make_plan(spec, self.topology, request, self.limits, part)
 
         chosen = frozenset(name for name, path in KEYS.items() if self.config.sources.get(path) == "file")
         return fitted(
             self.request, chosen, plan_of, fits=self.fits, fits_at_rest=self._fits_at_rest,
             raised=raised and not self._by_budget,
         )  # fmt: skip
+
+    @property
+    def units(self) -> ModelSpec:
+        """The units of the whole model, which do not depend on the pipeline axis."""
+        return find_units(self.node, self.rules)
+
+    def part_of(self, units: ModelSpec) -> PipelinePart:
+        """What this place on the pipeline axis has of the model's units. ConfigError for an impossible schedule."""
+        assert self.cut is not None
+        split = split_model(
+            units, self.cut, pp=self.topology.pp, schedule=self.config.config.parallel.schedule,
+            micro_batches=self.config.accumulation,
+        )  # fmt: skip
+        return PipelinePart(split, self.index)
 
     @property
     def request(self) -> PlanRequest:

@@ -71,6 +71,16 @@ class MessageLink(NamedTuple):
     forward: bool
 
 
+def pipeline_links(pp: int) -> tuple[MessageLink, ...]:
+    """Return all links between `pp` ranks, whose stages lie one after another round a ring; none for one rank."""
+    if pp == 1:
+        return ()
+    ring = [(index, (index + 1) % pp) for index in range(pp)]
+    return tuple(
+        link for rank, after in ring for link in (MessageLink(rank, after, True), MessageLink(after, rank, False))
+    )
+
+
 def check_schedule(schedule: str, pp: int, m: int, virtual: int = 1) -> None:
     """Raise ConfigError unless `make_tables` has tables for these arguments; the message names the nearest that do."""
     if schedule not in SCHEDULES:
@@ -123,6 +133,24 @@ def make_tables(schedule: str, pp: int, m: int, virtual: int = 1) -> Tables:
     return tuple(_actions(schedule, rank, pp, m, virtual) for rank in range(pp))
 
 
+def forward_tables(pp: int, m: int, virtual: int = 1) -> Tables:
+    """Return the tables of `m` micro-batches that only run forwards, as an evaluation does.
+
+    With several chunks a rank, `pp` micro-batches go through all stages in one round, and the last round may be
+    shorter. ConfigError unless all sizes are at least 1.
+    """
+    check_schedule(SCHEDULES[0], pp, m)
+    if virtual < 1:
+        raise ConfigError(f"parallel.virtual_stages is {virtual}; it must be at least 1")
+    return tuple(
+        tuple(
+            Action(stage, ActionKind.FORWARD, micro_batch)
+            for stage, micro_batch in _turns(range(rank, pp * virtual, pp), m, pp)
+        )
+        for rank in range(pp)
+    )
+
+
 def _actions(schedule: str, rank: int, pp: int, m: int, virtual: int) -> tuple[Action, ...]:
     later = pp - 1 - rank
     size = m // _rounds(pp, m) if virtual > 1 else m
@@ -149,10 +177,10 @@ def _actions(schedule: str, rank: int, pp: int, m: int, virtual: int) -> tuple[A
 
 
 def _turns(stages: Sequence[int], m: int, size: int) -> Iterator[tuple[int, int]]:
-    """(stage, micro-batch): each stage in turn takes the next `size` micro-batches."""
+    """(stage, micro-batch): each stage in turn takes the next `size` micro-batches, or those that are left."""
     for begin in range(0, m, size):
         for stage in stages:
-            for micro_batch in range(begin, begin + size):
+            for micro_batch in range(begin, min(begin + size, m)):
                 yield stage, micro_batch
 
 
@@ -281,7 +309,7 @@ def check_tables(tables: Tables, m: int) -> None:
     """Raise ValueError unless the tables are a step of `m` micro-batches whose actions cannot wait in a circle.
 
     Every stage lies on one rank and runs F and B, or F, I and W, once for each micro-batch, each kind in the order of
-    micro-batches; every action finds what it needs, with each rank in its order.
+    micro-batches; or all stages run F alone. Every action finds what it needs, with each rank in its order.
     """
     route = _Route(tables)
     orders: dict[tuple[int, ActionKind], list[int]] = {}
@@ -290,9 +318,10 @@ def check_tables(tables: Tables, m: int) -> None:
             orders.setdefault((action.stage, action.kind), []).append(action.micro_batch)
             if (other := route.rank_of[action.stage]) != rank:
                 raise ValueError(f"stage {action.stage} lies on rank {other}, and {action} on rank {rank}")
+    trains = {kind for _, kind in orders} != {ActionKind.FORWARD}
     for stage in range(max(route.rank_of) + 1):
         kinds = {kind for kind in ActionKind if (stage, kind) in orders}
-        if kinds not in _KINDS:
+        if (trains or not kinds) and kinds not in _KINDS:
             names = " ".join(sorted(kind.value for kind in kinds)) or "nothing"
             raise ValueError(f"stage {stage} runs {names}; it must run F and B, or F, I and W")
         for kind in kinds:

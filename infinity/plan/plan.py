@@ -27,6 +27,7 @@ from infinity.plan.placement_search import search_placement
 from infinity.plan.prefetch import FetchBudget, FetchSchedule, Timing, UnitAccess, make_schedule
 from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec
+from infinity.plan.stages import PipelinePart, step_uses
 from infinity.plan.stepping import STEP_WINDOW, kept_of, step_order_of, stepped_nbytes, undoable
 from infinity.plan.tile_words import around_nbytes, tiles_in_words
 from infinity.plan.topology import Topology
@@ -104,6 +105,8 @@ class Plan:
     step_order: tuple[int, ...]
     policy: ExecutionPolicy
     numel: int = field(default=0)
+    # What this rank has of a model that is cut into stages; all of the above is of that part.
+    pipeline: PipelinePart | None = None
 
     def partition(self, key: Key) -> PartitionSpec:
         """The specification of one partition; KeyError when the plan has none of that name."""
@@ -117,6 +120,11 @@ class Plan:
             if spec.key == key:
                 return spec
         raise KeyError(str(key))
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Units that ranks of other stages have, too: their gradients are complete only at the end of a step."""
+        return frozenset(self.pipeline.shared if self.pipeline is not None else ())
 
     def visible(self, group: SubGroup) -> bool:
         """Whether a sub-group changes parameters that the program sees without a gather: those that stay whole, and do
@@ -159,6 +167,7 @@ class Plan:
             in_backward=tuple(
                 group for group in hidden
                 if self.policy.step_in_backward and undoable(group, self.placement) and group.index not in kept
+                and self.shared.isdisjoint(piece.unit for piece in group.slices)
             ),
         )  # fmt: skip
 
@@ -288,15 +297,17 @@ def _add(table: dict[Tier, dict[Kind, int]], tier: Tier, kind: Kind, nbytes: int
 
 
 def make_plan(
-    spec: ModelSpec, topology: Topology, request: PlanRequest, capacity: Capacity | None = None
+    spec: ModelSpec, topology: Topology, request: PlanRequest, capacity: Capacity | None = None,
+    pipeline: PipelinePart | None = None,
 ) -> Plan:  # fmt: skip
     """Decide everything: layouts, sub-groups, homes, extents, pools and the fetch schedule.
 
     capacity: what the tiers may hold, for a request that leaves tiers to the budgets; without it they are unlimited.
+    pipeline: what this rank has of a model in stages; then `spec` is of that part (`stages.part_of`).
     """
     capacity = capacity or Capacity()
     by_budget = None in (request.param_tier, request.optimizer_tier)
-    draft = _Draft(spec, topology, _bounded(request, capacity) if by_budget else request)
+    draft = _Draft(spec, topology, _bounded(request, capacity) if by_budget else request, pipeline)
     if not by_budget:
         return draft.plan(draft.homes)
 
@@ -345,8 +356,10 @@ class _Draft:
     homes: of what the request names a tier for; the GPU tier stands for what a budget decides.
     """
 
-    def __init__(self, spec: ModelSpec, topology: Topology, request: PlanRequest) -> None:
-        self._spec, self._topology, self._request = spec, topology, request
+    def __init__(
+        self, spec: ModelSpec, topology: Topology, request: PlanRequest, pipeline: PipelinePart | None
+    ) -> None:
+        self._spec, self._topology, self._request, self._pipeline = spec, topology, request, pipeline
         self._layouts = make_layouts(spec, topology.dp)
         # Which units stay whole is only known once their parameters have homes.
         self._params_open = request.param_tier is None and request.stage == 3
@@ -435,18 +448,16 @@ class _Draft:
             prefetch_nbytes_max=request.prefetch_numel * width, reuse_nbytes_max=request.reuse_numel * width,
             fetch_nbytes_max=max(request.prefetch_numel * width // topology.dp, max(fetch_nbytes, default=0)),
         )  # fmt: skip
-        forward = [UnitAccess(unit) for unit in spec.uses]
-        backward = [UnitAccess(unit, position not in spec.lookups) for position, unit in enumerate(spec.uses)]
         schedule = make_schedule(
-            [*forward, *reversed(backward)], full_nbytes=_full_nbytes(layouts, placement), fetch_nbytes=fetch_nbytes,
-            budget=budget,
+            step_uses(spec), full_nbytes=_full_nbytes(layouts, placement), fetch_nbytes=fetch_nbytes, budget=budget,
         )  # fmt: skip
         plan = Plan(
             topology=topology, request=request, layouts=layouts, sub_groups=groups, placement=placement,
             partitions=partitions, nvme_nbytes=nvme_nbytes, budget=budget, schedule=schedule, numel=spec.numel,
             step_order=step_order_of(groups, placement, spec.uses), policy=policy, pools=Pools(),
+            pipeline=self._pipeline,
         )  # fmt: skip
-        return replace(plan, pools=_pools(plan, around))
+        return replace(plan, pools=_pools(plan, around, spec.uses[::-1]))
 
 
 def _full_nbytes(layouts: tuple[UnitLayout, ...], placement: Placement) -> tuple[int, ...]:
@@ -455,10 +466,10 @@ def _full_nbytes(layouts: tuple[UnitLayout, ...], placement: Placement) -> tuple
     return tuple(0 if placed.whole else layout.nbytes for layout, placed in units)
 
 
-def _pools(plan: Plan, around: int) -> Pools:
+def _pools(plan: Plan, around: int, backward: tuple[int, ...]) -> Pools:
     """Sizes of a plan's arenas: what the busiest moment needs, never more than everything that could lie there.
 
-    around: bytes that stay gathered around tiles.
+    around: bytes that stay gathered around tiles. backward: the units in the order in which a backward uses them.
     """
     request, placement, layouts = plan.request, plan.placement, plan.layouts
     on_drive = {spec.key: spec.nbytes for spec in plan.partitions if spec.home.on_drive}
@@ -467,7 +478,6 @@ def _pools(plan: Plan, around: int) -> Pools:
     # One is in use. Beside it lies what was fetched ahead, or what is stepped: nothing is fetched ahead of its step.
     ahead = max(plan.budget.fetch_nbytes_max, stepped_nbytes(plan.sub_groups, plan.step_order, params))
     busiest = max(params.values(), default=0) + ahead
-    backward = plan.schedule.trace[len(plan.schedule) // 2 :]
     staged = [
         _staged_nbytes(group, placement, request)
         for group, home in zip(plan.sub_groups, placement.states, strict=True)

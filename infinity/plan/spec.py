@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infinity.errors import ConfigError
+from infinity.plan.prefetch import UnitAccess
 from infinity.plan.shards import Replica, Shard
 from infinity.plan.tiles import cut_rows, may_be_cut
 from infinity.plan.types import FLOATING_DTYPES, TORCH_NAMES
@@ -202,6 +203,10 @@ class ModelSpec:
     units: tuple[UnitSpec, ...]
     uses: tuple[int, ...] = ()
     lookups: frozenset[int] = frozenset()
+    # The paths of the modules in which the uses begin; of a rank's part of a pipeline none.
+    points: tuple[str, ...] = ()
+    # The uses of a whole step of a pipeline, in which micro-batches overlap: see `infinity.plan.stages`.
+    step: tuple[UnitAccess, ...] | None = None
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
@@ -348,7 +353,10 @@ def _assemble(root: ModuleNode, owners: dict[str, ModuleNode], blocks: set[str],
     units = _with_tiles(units, tiled.values(), hooked, order, rules)
     begins = sorted((order[module], index) for index, unit in enumerate(units) for module in unit.modules)
     lookups = frozenset(position for position, (node, _) in enumerate(begins) if nodes[node].is_lookup)
-    return ModelSpec(units=tuple(units), uses=tuple(index for _, index in begins), lookups=lookups)
+    return ModelSpec(
+        units=tuple(units), uses=tuple(index for _, index in begins), lookups=lookups,
+        points=tuple(nodes[node].path for node, _ in begins),
+    )  # fmt: skip
 
 
 def _tiled(root: ModuleNode, rules: UnitRules) -> frozenset[str]:

@@ -7,7 +7,8 @@ what backward has left on the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -43,6 +44,8 @@ class Coordinator:
         self._gradients = gradients
         self._whole = [unit for unit in units if unit.placed.whole]
         self._unit_of: dict[int, Unit] = {id(param): unit for unit in units for param in unit.params}
+        # Whether a whole step is one pass: see `pass_of_step`.
+        self._overlapping = False
         self.closed = False
 
     def unit_of(self, param: nn.Parameter) -> Unit:
@@ -59,6 +62,28 @@ class Coordinator:
         """How many passes did not go as scheduled."""
         return self.prefetcher.mismatches
 
+    # A step of several micro-batches.
+
+    @contextmanager
+    def pass_of_step(self, mode: str) -> Iterator[None]:
+        """A block in which forwards and backwards of several micro-batches are one pass, in an order that the plan's
+        schedule has. Before each, `use_micro_batch` says whose it is. An error abandons the pass, as elsewhere.
+        """
+        if not self.in_backward:
+            self.end_pass()
+        self.prefetcher.begin_pass(mode)
+        self._overlapping = True
+        try:
+            yield
+        finally:
+            self._overlapping = False
+            self.calls.use_micro_batch(None)
+        self.end_pass()
+
+    def use_micro_batch(self, micro_batch: int) -> None:
+        """The next forward or backward is of this micro-batch."""
+        self.calls.use_micro_batch(micro_batch)
+
     # Forward.
 
     def begin_pass(self, mode: str) -> None:
@@ -66,7 +91,7 @@ class Coordinator:
         forward if that has no gradient; a pass in evaluation at the latest when the next one begins.
         """
         idle = self.calls.innermost is None
-        if self.prefetcher.mode == "eval" and idle and not self.in_backward:
+        if self.prefetcher.mode == "eval" and idle and not self.in_backward and not self._overlapping:
             self.end_pass()
         self.calls.begin_forward()
         for unit in self._whole if idle else ():
@@ -140,13 +165,14 @@ class Coordinator:
 
     # Backward.
 
-    def begin_backward(self, *, scaled: bool = False) -> bool:
+    def begin_backward(self, *, scaled: bool = False, chunk: int = 0, collects: bool = True) -> bool:
         """Begin a backward pass, unless one is under way. True for the caller that began it and must see to it that
-        `end_backward` is called. scaled: the engine runs this backward, and has scaled the loss.
+        `end_backward` is called. scaled: the engine runs this backward, and has scaled the loss. chunk, collects: as in
+        `Gradients.begin_backward`.
         """
         first = self.calls.begin_backward()
         if first or scaled:
-            self._gradients.begin_backward(scaled=scaled)
+            self._gradients.begin_backward(scaled=scaled, chunk=chunk, collects=collects)
         return first
 
     def join_backward(self) -> None:
@@ -192,7 +218,7 @@ class Coordinator:
 
     def end_pass(self, mode: str | None = None) -> None:
         """The pass is over, if it is one of this mode: remember its trace, and release what is idle."""
-        if mode is None or self.prefetcher.mode in (None, mode):
+        if not self._overlapping and (mode is None or self.prefetcher.mode in (None, mode)):
             self.prefetcher.end_pass()
             self.memory.release_idle()
 
@@ -210,6 +236,7 @@ class Coordinator:
 
     def abandon(self) -> None:
         """Forward or backward has raised: forget all calls and release every unit."""
+        self._overlapping = False
         self.calls.abandon()
         self.prefetcher.abandon()
         self._gradients.abandon_backward()

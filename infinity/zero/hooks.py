@@ -25,9 +25,11 @@ from torch._compile import _disable_dynamo
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.consistency import on_any_rank
 from infinity.errors import StateError
+from infinity.plan.stages import StageEnd
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.guards import ModelGuards
 from infinity.zero.module_calls import ModuleCall
+from infinity.zero.other_stages import is_elsewhere
 from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.unit import Unit
 
@@ -47,6 +49,7 @@ class ModuleHooks:
         self._model = model
         self._coordinator = coordinator
         self._known = {id(whole_of(param)): name_of(whole_of(param)) for unit in units for param in unit.params}
+        self._known |= {id(param): name_of(param) for param in model.parameters() if is_elsewhere(param)}
         self._guards = ModelGuards(model)
         self._stack: list[tuple[nn.Module, ModuleCall]] = []
         wanted: dict[str, list[Unit]] = {"": []}
@@ -169,6 +172,9 @@ class ModuleHooks:
         while scope is None:
             entry, candidate = self._stack.pop()
             scope = candidate if entry is module else None
+        if output is None and isinstance(ended := sys.exc_info()[1], StageEnd):
+            # The forward of a pipeline's stage ends so, and what it sends carries its gradients.
+            output = ended.outputs
         carrying = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
         returns = register_pre_backward(carrying, self._coordinator, scope)
         self._coordinator.close_scope(scope, will_return=returns)

@@ -30,9 +30,11 @@ from infinity.plan.filling import FILL_NUMEL
 from infinity.plan.layout import Overlap, Slice, Slot, SubGroup
 from infinity.plan.plan import Plan
 from infinity.plan.shards import Range, whole_range
+from infinity.plan.spec import ParamSpec
 from infinity.plan.types import Key, Kind
 from infinity.zero import parameter
 from infinity.zero.deferred_init import DeferredInit
+from infinity.zero.other_stages import leave_to_others
 from infinity.zero.unit import Unit
 
 # How often the C library is asked to return the parameters' memory to the system.
@@ -44,9 +46,11 @@ class Materializer:
 
     def __init__(
         self, units: Sequence[Unit], *, plan: Plan, store: TieredStore, groups: ProcessGroups,
-        spool: DeferredInit | None, moments_start: float = 0.0,
+        spool: DeferredInit | None, every: Sequence[tuple[nn.Parameter, ParamSpec, int]], moments_start: float = 0.0,
     ) -> None:  # fmt: skip
-        """`moments_start`: the first value of what the optimizer keeps of an element."""
+        """`moments_start`: the first value of what the optimizer keeps of an element. every: all parameters of the
+        model, also those of other stages, in one order on all ranks: see `model_units.taken_in_order`.
+        """
         self._units = list(units)
         self._plan = plan
         self._store = store
@@ -54,7 +58,10 @@ class Materializer:
         self._moments_start = moments_start
         # Without a spool an empty one is asked.
         self._spool = spool or DeferredInit(None, groups=groups, timeout_seconds=1.0)
-        self._agreed: set[int] = set()
+        # All parameters in the order in which the ranks agree on their values, and how many they have agreed on.
+        self._every = list(every)
+        self._agreed = 0
+        self._place = {id(param): place for place, (param, _, _) in enumerate(self._every)}
         # Bytes of parameters freed since the latest trim, and the number after which the next one is due.
         self._let_go_nbytes = 0
         self._trim_nbytes = sum(param.nbytes for unit in self._units for param in unit.params) // _TRIM_COUNT
@@ -88,6 +95,7 @@ class Materializer:
         for unit in self._units:
             # Units without elements belong to no sub-group.
             self._taken(unit)
+        self._agree_up_to(len(self._every))
         self._store.settle()
 
     def _fill_frozen(self, unit: Unit) -> None:
@@ -195,8 +203,7 @@ class Materializer:
 
     def _find_alike(self) -> None:
         """Find the parameters that need no broadcast: every rank reads them unchanged from the same files."""
-        # Each parameter once, also one in tiles.
-        params = list({parameter.whole_of(param): None for unit in self._units for param in unit.params})
+        params = [param for param, _, _ in self._every]
         touched = [not self._spool.at_origin(param) for param in params]
         if self._groups.world.size > 1:
             touched = on_any_rank(touched, self._groups.world, "files of the weights")
@@ -204,30 +211,45 @@ class Materializer:
 
     def _agree(self, unit: Unit) -> None:
         """Make every rank start from rank 0's values."""
-        if self._groups.world.size == 1:
+        self._agree_up_to(max((self._place[id(parameter.whole_of(param))] for param in unit.params), default=-1) + 1)
+
+    def _agree_up_to(self, count: int) -> None:
+        """Agree on the values of so many parameters: every rank on all of them, in one order, whoever keeps them."""
+        for param, spec, number in self._every[self._agreed : count]:
+            if self._groups.world.size > 1:
+                self._agree_on(param, spec.name)
+            if id(param) not in self._holders:
+                self._leave(param, spec, number)
+        self._agreed = max(self._agreed, count)
+
+    def _agree_on(self, param: nn.Parameter, name: str) -> None:
+        if not param.numel() or id(param) in self._alike:
             return
-        for param, slot in zip(map(parameter.whole_of, unit.params), unit.layout.slots, strict=True):
-            if id(param) in self._agreed:
-                continue
-            self._agreed.add(id(param))
-            if not param.numel() or id(param) in self._alike:
-                continue
-            name = f"broadcast of {slot.name}"
-            if self._spool.is_sliced(param):
-                self._spool.settle(param, self._wanted(param))
-            elif self._spool.holds(param):
-                collectives.broadcast(self._spool.values(param), self._groups.world, name=name)
-            else:
-                values = param.detach().contiguous().cpu()
-                collectives.broadcast(values, self._groups.world, name=name)
-                parameter.set_data(param, values)
+        name = f"broadcast of {name}"
+        if self._spool.is_sliced(param):
+            self._spool.settle(param, self._wanted(param))
+        elif self._spool.holds(param):
+            collectives.broadcast(self._spool.values(param), self._groups.world, name=name)
+        else:
+            values = param.detach().contiguous().cpu()
+            collectives.broadcast(values, self._groups.world, name=name)
+            parameter.set_data(param, values)
+
+    def _leave(self, param: nn.Parameter, spec: ParamSpec, number: int) -> None:
+        """Free the memory of a parameter that other stages have."""
+        assert self._plan.pipeline is not None
+        self._spool.forget(param)
+        self._let_go_nbytes += param.nbytes
+        device = next((unit.full.device for unit in self._units), torch.device("cpu"))
+        stand_in = parameter.placeholder(spec.shape, DTYPES[spec.dtype], device)
+        leave_to_others(param, spec.name, self._plan.pipeline.split.holders(number), stand_in)
 
     def _wanted(self, param: nn.Parameter) -> Range:
         """Return the elements of a whole parameter, from and to, among which those of this rank's partitions are; tiles
         have several.
         """
         found: list[Range] = []
-        for unit in self._holders[id(param)]:
+        for unit in self._holders.get(id(param), ()):
             numel = unit.layout.partition_numel(unit.placed.parts)
             first = unit.rank_in_parts * numel
             names = [

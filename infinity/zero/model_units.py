@@ -11,6 +11,7 @@ from infinity.memory.ledger import Ledger
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.plan.plan import Plan
+from infinity.plan.spec import ModelSpec, ParamSpec
 from infinity.zero import parameter, weight_tiles
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.unit import Unit
@@ -28,6 +29,19 @@ def make_units(
         )  # fmt: skip
         for layout, placed in zip(plan.layouts, plan.placement.units, strict=True)
     ]
+
+
+def taken_in_order(model: nn.Module, units: ModelSpec) -> list[tuple[nn.Parameter, ParamSpec, int]]:
+    """Return each parameter of a whole model once, with its specification and the number of its (first) unit, in the
+    order in which all ranks take them in, whatever they have of the model.
+    """
+    by_name = dict(model.named_parameters())
+    found: dict[str, tuple[nn.Parameter, ParamSpec, int]] = {}
+    numbered = sorted(enumerate(units.units), key=lambda each: each[1].trainable)
+    for number, unit in numbered:
+        for spec in unit.params:
+            found.setdefault(spec.name, (by_name[spec.name], spec, number))
+    return [*found.values()]
 
 
 def attach_units(units: Sequence[Unit], coordinator: Coordinator) -> None:

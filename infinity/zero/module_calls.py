@@ -7,6 +7,11 @@ forgets such calls as it begins. Ranks that gather must be ready with the same u
 same order: otherwise one rank waits for a reduction that another starts after a gather, and that gather waits for the
 first rank. So the ranks agree on what is forgotten, and whether they exchange this follows from the program alone. The
 same holds for passes: they begin and end by what the program calls, never by which graphs are still alive.
+
+[Note: overlapping micro-batches] In a step of a pipeline forwards of later micro-batches run before the backward of an
+earlier one. A unit's gradients are collected when the calls of *one micro-batch* are through: with one count for all,
+the gradients of a whole stage would lie on its parameters. The schedule says which backwards come, so that no graph is
+dropped meanwhile and none is looked for.
 """
 
 from __future__ import annotations
@@ -81,9 +86,11 @@ class ModuleCalls:
         self._backward: list[ModuleCall] = []
         self.in_backward = False
         # Calls whose backward may come, with their units, by number. See [Note: waiting].
-        self._waiting: dict[int, tuple[weakref.ref[ModuleCall], list[Unit]]] = {}
-        # How many of those calls each unit has; a unit without one has no entry.
-        self._pending: dict[Unit, int] = {}
+        self._waiting: dict[int, tuple[weakref.ref[ModuleCall], list[Unit], int | None]] = {}
+        # How many of those calls each unit has, by micro-batch; a unit without one has no entry.
+        self._pending: dict[tuple[Unit, int | None], int] = {}
+        # The micro-batch at hand where several overlap; None elsewhere. See [Note: overlapping micro-batches].
+        self.micro_batch: int | None = None
         # The number of the latest waiting call, and what it was when the latest forward of the model began.
         self._numbers = 0
         self._latest_forward = 0
@@ -97,11 +104,15 @@ class ModuleCalls:
         """Whether an open call has the unit among its own."""
         return any(unit in call.units for call in self._open)
 
+    def use_micro_batch(self, micro_batch: int | None) -> None:
+        """The next forward or backward is of this micro-batch. See [Note: overlapping micro-batches]."""
+        self.micro_batch = micro_batch
+
     # Forward.
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins."""
-        if len(self._waiting) > _WAITING_MAX:
+        if len(self._waiting) > _WAITING_MAX and self.micro_batch is None:
             self._forget_dropped()
         self._latest_forward = self._numbers
 
@@ -120,9 +131,10 @@ class ModuleCalls:
         """The gradients of the call's units are incomplete until its backward has run. See [Note: waiting]."""
         self._numbers += 1
         call.wait(self._numbers)
-        self._waiting[call.number] = weakref.ref(call), call.units
+        self._waiting[call.number] = weakref.ref(call), call.units, self.micro_batch
         for unit in call.units:
-            self._pending[unit] = self._pending.get(unit, 0) + 1
+            key = unit, self.micro_batch
+            self._pending[key] = self._pending.get(key, 0) + 1
 
     # Backward.
 
@@ -131,7 +143,8 @@ class ModuleCalls:
         if self.in_backward:
             return False
         self.in_backward = True
-        self._forget_dropped()
+        if self.micro_batch is None:
+            self._forget_dropped()
         return True
 
     def hold(self, call: ModuleCall) -> None:
@@ -181,15 +194,17 @@ class ModuleCalls:
         self._open.clear()
         self._backward.clear()
         self.in_backward = False
+        self.micro_batch = None
 
     def _stop_waiting(self, number: int) -> list[Unit]:
         """Forget a waiting call. Returns the units that no other one needs."""
-        _, units = self._waiting.pop(number, (None, ()))
+        _, units, micro_batch = self._waiting.pop(number, (None, (), None))
         done = []
         for unit in units:
-            self._pending[unit] -= 1
-            if not self._pending[unit]:
-                del self._pending[unit]
+            key = unit, micro_batch
+            self._pending[key] -= 1
+            if not self._pending[key]:
+                del self._pending[key]
                 done.append(unit)
         return done
 
@@ -197,11 +212,11 @@ class ModuleCalls:
         """Forget the calls before the latest forward whose graph is gone. Collective where units are cut."""
         # Numbers grow: in a plain loop the first one belongs to the latest forward already.
         calls = dict(takewhile(lambda call: call[0] <= self._latest_forward, self._waiting.items()))
-        needed = {unit for call, units in calls.values() if call() is not None for unit in units}
-        if any(unit in self._cut for _, units in calls.values() for unit in units):
+        needed = {unit for call, units, _ in calls.values() if call() is not None for unit in units}
+        if any(unit in self._cut for _, units, _ in calls.values() for unit in units):
             mine = [unit in needed for unit in self._units]
             anywhere = on_any_rank(mine, self._group, "forwards that wait for their backward")
             needed = {unit for unit, flag in zip(self._units, anywhere, strict=True) if flag}
-        for number, (_, units) in calls.items():
+        for number, (_, units, _) in calls.items():
             if needed.isdisjoint(units):
                 self._stop_waiting(number)

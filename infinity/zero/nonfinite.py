@@ -8,6 +8,8 @@ from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import exchange
 from infinity.zero.gradients import Gradients
 
+# What is said where every gradient is finite.
+NOWHERE = "of no parameter"
 _NOWHERE = math.inf
 
 
@@ -27,16 +29,17 @@ def first_nonfinite(gradients: Gradients, group: AxisGroup, *, loss_is_finite: b
     )  # fmt: skip
     place = min(row[0] for row in rows)
     if place == _NOWHERE:
-        return "of no parameter"
+        return NOWHERE
     slot_at = int(max(row[1] for row in rows if row[0] == place))
     name = gradients.order[int(place)].layout.slots[slot_at].name
     if group.size == 1:
         return name
-    losses = [rank for rank, row in enumerate(rows) if row[2]]
+    losses = [rank for rank, row in zip(group.members, rows, strict=True) if row[2]]
     if losses:
         return f"{name}, on rank {_listed(losses)}, where the loss is not finite"
     if gradients.whole:
-        return f"{name}, on rank {_listed([rank for rank, row in enumerate(rows) if row[0] == place])}"
+        there = [rank for rank, row in zip(group.members, rows, strict=True) if row[0] == place]
+        return f"{name}, on rank {_listed(there)}"
     return f"{name}, in the sum over ranks (every loss is finite)"
 
 

@@ -149,7 +149,7 @@ def read(params: Params) -> Iterator[None]:
                 param._version != version or (id(param) in home and home[id(param)].reassigned_data(param) is not None)
                 for param, version in zip(chosen, before, strict=True)
             ]
-            for param, flag in zip(chosen, on_any_rank(changed, owner.groups.world, "end of read()"), strict=True):
+            for param, flag in zip(chosen, on_any_rank(changed, owner.groups.stage, "end of read()"), strict=True):
                 if flag:
                     for unit in home.values():
                         unit.accept_changes()

@@ -402,6 +402,13 @@ def test_the_data_axis_has_what_the_tensor_axis_leaves() -> None:
     assert "parallel.tensor = 2  (file: tensor_parallel.tp.tp_size)" in resolved.explain()
 
 
+def test_stages_of_a_pipeline_have_two_names() -> None:
+    for raw in ({"parallel": {"pipeline": 2}}, {"pipeline": {"stages": 2}}):
+        resolved = _resolved({**raw, "parallel": {"tensor": 2, **raw.get("parallel", {})}}, world_size=8, local_size=4)
+        assert (resolved.data, resolved.tensor, resolved.pipeline, resolved.train_batch) == (2, 2, 2, 2)
+    assert "parallel.pipeline = 2  (file: pipeline.stages)" in resolved.explain()
+
+
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
@@ -411,7 +418,11 @@ def test_the_data_axis_has_what_the_tensor_axis_leaves() -> None:
         ({"parallel": {"tensor": 2}, "train_batch_size": 6}, r"4 data-parallel ranks \(8 ranks / parallel.tensor 2\)"),
         ({"parallel": {"tensor": 2}, "data_parallel_size": 8}, "but 4 .* are detected: start 16 ranks"),
         ({"parallel": {"tensor": 1}, "tensor_parallel": {"autotp_size": 2}}, "one size: keep parallel.tensor"),
-        ({"parallel": {"pipeline": 2}}, "pipeline parallelism is not served yet, only 1 stage is"),
+        ({"parallel": {"pipeline": 3}}, "8 ranks are detected.* must divide them: the nearest is 2 or 4$"),
+        ({"parallel": {"pipeline": 8, "tensor": 2}}, "detected, 4 beside parallel.tensor 2: .* nearest is 4$"),
+        ({"parallel": {"pipeline": 2}, "pipeline": {"stages": 4}}, "one size: keep parallel.pipeline"),
+        ({"parallel": {"schedule": "gpipe"}}, "parallel.schedule needs stages, but parallel.pipeline is 1"),
+        ({"parallel": {"pipeline": 2, "schedule": "zigzag"}}, "1f1b"),
     ],
 )
 def test_axes_that_ranks_do_not_have_are_refused_with_the_nearest(raw: dict[str, Any], words: str) -> None:

@@ -157,7 +157,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "torch_autocast": {"enabled": False, "dtype": "bf16", "lower_precision_safe_modules": None},
     "data_types": dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules")),
-    "parallel": {"pipeline": 1, "tensor": 1, "sequence": False, "plan": None},
+    "parallel": {
+        "pipeline": 1, "schedule": "1f1b", "virtual_stages": 1, "stages": (), "tensor": 1, "sequence": False,
+        "plan": None,
+    },
     # Those of `enabled`, `dtype` and the backend are ours: the section alone divides nothing.
     "tensor_parallel": {
         "enabled": True,
@@ -331,7 +334,6 @@ SWITCHED_ON: dict[str, Any] = {
     "compile": {"deepcompile": True},
     "compression_training": {"weight_quantization": {}},
     "sparse_attention": {"mode": "dense"},
-    "parallel.pipeline": 2,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
-from infinity.distributed.hang_detection.channels import WORLD, Channels
+from infinity.distributed.hang_detection.channels import STAGE, WORLD, Channels
 from infinity.distributed.hang_detection.flight_record import (
     Position,
     Wait,
@@ -14,6 +14,7 @@ from infinity.distributed.hang_detection.flight_record import (
     parted,
     positions_table,
 )
+from infinity.plan.pipeline import MessageLink, pipeline_links
 from infinity.plan.topology import Topology
 
 GATHER, REDUCE = 0, 1
@@ -106,3 +107,31 @@ def test_the_table_says_what_each_rank_does():
         "  rank 0 has waited 2.2 s for gather of b",
         "  rank 1 is in the program's own code (at train.py:7 in main); its latest collective was gather of a",
     ]
+
+
+LINKS = Channels(Topology(dp=2, pp=4), (WORLD, STAGE, *pipeline_links(4)))
+
+
+def test_a_link_is_between_two_neighbours_of_one_pipeline():
+    forward = LINKS.of_link(MessageLink(3, 0, forward=True))
+    assert LINKS.members(7, forward) == LINKS.members(1, forward) == (7, 1)
+    assert LINKS.members(2, forward) == LINKS.members(4, forward) == ()
+    assert LINKS.groups(forward) == ((6, 0), (7, 1))
+    assert LINKS.groups(LINKS.of_link(MessageLink(2, 1, forward=False))) == ((4, 2), (5, 3))
+    assert LINKS.members(5, 1) == (4, 5) and LINKS.groups(1) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert len(set(LINKS.axes)) == 2 + 8
+    assert all(sum(bool(LINKS.members(rank, channel)) for channel in range(2, 10)) == 4 for rank in range(8))
+
+
+def test_a_rank_that_is_not_on_a_link_neither_waits_there_nor_parts():
+    channel = LINKS.of_link(MessageLink(0, 1, forward=True))
+    others: tuple[tuple[tuple[int, str], ...], ...] = ((),) * 10
+    sent = (*others[:channel], ((1, "activation 0 of stage 0, 8 bytes"),), *others[channel + 1 :])
+    counts = tuple(int(at == channel) for at in range(10))
+    waiting = Wait(channel, 2, "activation 1 of stage 0", 0.0)
+    everyone = {rank: Position(rank=rank, beat=1, counts=(0,) * 10) for rank in range(8)}
+    everyone[0] = Position(rank=0, beat=1, counts=counts, names=sent)
+    everyone[2] = Position(rank=2, beat=1, counts=(*counts[:channel], 2, *counts[channel + 1 :]), wait=waiting)
+    assert missing(everyone, 2, waiting, LINKS) == [0], "1 is in another pipeline"
+    assert parted(everyone, LINKS) == ""
+    assert circle(everyone, LINKS) == set()

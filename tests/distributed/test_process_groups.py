@@ -217,6 +217,59 @@ def test_each_rank_has_the_groups_of_its_axes(rank_pools):
         }  # fmt: skip
 
 
+CELLS = (Topology(pp=4), Topology(pp=2, tp=2), Topology(dp=2, pp=2), Topology(dp=4), Topology(dp=2, tp=2))
+
+
+def over_a_pipeline(rank: int, world_size: int) -> list[dict[str, object]]:
+    """By topology: each group's members and index, and its sum of ranks, None where it has no process group; whether
+    the stage's group is that of all ranks, and the back ends of control groups.
+    """
+    found = []
+    for topology in CELLS:
+        groups = ProcessGroups(detect(), topology, timeout_seconds=60)
+        heard: dict[str, object] = {}
+        for name in ("data", "reduction", "tensor", "stage", "pipeline", "pipeline_forward", "pipeline_backward"):
+            group = getattr(groups, name)
+            summed = torch.tensor([10.0**rank])
+            if group.process_group is not None:
+                collectives.all_reduce(summed, group).wait()
+            heard[name] = group.members, group.index, summed.item() if group.process_group is not None else None
+        heard["one"] = groups.stage is groups.world
+        collectives.exchange([1.0], groups.world)
+        groups.close()
+        found.append(heard)
+    return found
+
+
+def test_each_rank_has_the_groups_of_its_pipeline_and_of_its_stage(rank_pools):
+    for rank, found in enumerate(rank_pools[4].run(over_a_pipeline)):
+        for topology, heard in zip(CELLS, found, strict=True):
+            here = topology.coordinate(rank)
+            others = [other for other in range(4) if topology.coordinate(other).pp == here.pp]
+            expected = {
+                **dict.fromkeys(("data", "reduction"), topology.axis_members(rank, "dp")),
+                "tensor": topology.axis_members(rank, "tp"), "stage": tuple(others),
+                **dict.fromkeys(
+                    ("pipeline", "pipeline_forward", "pipeline_backward"), topology.axis_members(rank, "pp")
+                ),
+            }  # fmt: skip
+            assert heard.pop("one") is (topology.pp == 1)
+            assert heard == {
+                name: (
+                    members, members.index(rank), sum(10.0**member for member in members) if len(members) > 1 else None
+                )
+                for name, members in expected.items()
+            }, topology  # fmt: skip
+
+
+def test_without_a_pipeline_its_groups_are_this_rank_and_the_stage_is_the_world():
+    groups = ProcessGroups(Ranks(), timeout_seconds=5)
+    assert groups.stage is groups.world
+    for group in (groups.pipeline, groups.pipeline_forward, groups.pipeline_backward):
+        assert (group.size, group.process_group) == (1, None)
+    groups.close()
+
+
 def inside_of_the_programs_group(rank: int, world_size: int) -> tuple[Ranks, bool]:
     dist.init_process_group("gloo")
     for name in ("RANK", "WORLD_SIZE"):

@@ -16,6 +16,7 @@ from infinity.plan.pipeline import (
     activations_in_flight,
     check_messages,
     check_tables,
+    forward_tables,
     make_tables,
     message_order,
     sends_needed,
@@ -58,6 +59,21 @@ def test_all_tables_have_every_dependency_met_and_form_no_circle() -> None:
                 check_messages(make_tables(*cell), sends_waiting=needed - 1)
 
 
+def test_tables_of_forwards_alone_run_each_micro_batch_once_in_each_stage_and_form_no_circle() -> None:
+    for pp in (1, 2, 3, 4):
+        for m in range(1, 10):
+            for virtual in (1, 2, 3):
+                tables = forward_tables(pp, m, virtual)
+                check_tables(tables, m)
+                assert sorted(action[::2] for actions in tables for action in actions) == [
+                    (stage, micro_batch) for stage in range(pp * virtual) for micro_batch in range(m)
+                ]
+                check_messages(tables, sends_waiting=0)
+    assert " ".join(map(str, forward_tables(2, 3, 2)[1])) == "1F0 1F1 3F0 3F1 1F2 3F2"
+    with pytest.raises(ConfigError, match=r"parallel\.virtual_stages is 0"):
+        forward_tables(2, 1, 0)
+
+
 def test_two_waiting_sends_a_link_are_too_few_for_zero_bubble_with_two_chunks_on_eight_ranks() -> None:
     tables = make_tables("zero_bubble", 8, 16, 2)
     assert sends_needed(tables) == 3
@@ -76,6 +92,8 @@ def test_two_waiting_sends_a_link_are_too_few_for_zero_bubble_with_two_chunks_on
         (("0F0 0F1 0B0", "1F0 1B0 1F1 1B1"), r"stage 0 runs B of micro-batches \[0\], not 0 to 1 in order"),
         (("0F0 0F1 0B0 0B1 0B1", "1F0 1B0 1F1 1B1"), r"stage 0 runs B of micro-batches \[0, 1, 1\]"),
         (("0F0 0I0", "1F0 1I0"), "stage 0 runs F I; it must run F and B, or F, I and W"),
+        (("0F0", "1F0 1B0"), "stage 0 runs F; it must run F and B, or F, I and W"),
+        (("0F0", "2F0"), "stage 1 runs nothing"),
         (("0F0 0B0", "2F0 2B0"), "stage 1 runs nothing"),
         (("0F0 0B0 1F0", "1F0 1B0"), "stage 1 lies on rank 1, and 1F0 on rank 0"),
         (("0F0 0W0 0I0", "1F0 1I0 1W0"), "rank 0 at 0W0 for 0I0"),

@@ -46,8 +46,8 @@ BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN = 3.0, 30.0
 class Watchdog:
     """One rank's watchdog over the process groups of one engine; created by the training thread.
 
-    store: the job's key-value store. world: every rank. groups: torch's process groups by channel, None where this rank
-    is alone. channels: those of all ranks. seconds: how long a rank may let others wait.
+    store: the job's key-value store. world: every rank. groups: torch's process groups, None where this rank is alone.
+    channels: those of all ranks. seconds: how long a rank may let others wait.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Watchdog:
         self.world = world
         self.channels = channels
         thread_id = threading.get_ident()
-        self.log = CollectiveLog(len(groups))
+        self.log = CollectiveLog(len(channels.axes))
         self.end = JobEnd(groups, world, channels, thread_id=thread_id)
         self._report = PositionReport(self._store, self.log, world, thread_id=thread_id)
         self._judge = Judge(world, channels, seconds)
