@@ -133,8 +133,13 @@ class PipelineStep:
         """Run forward and backward of all micro-batches. Returns their losses on the last stage, nothing elsewhere."""
         self._check_same(batches)
         actions = _Training(self._runtime, self._staged, self._part, batches, optimizer, self._deferred)
-        with self._runtime.coordinator.pass_of_step("train"):
-            self._executor.run(self._part.split.tables, actions, keys=[batch.shapes for batch in batches])
+        try:
+            with self._runtime.coordinator.pass_of_step("train"):
+                self._executor.run(self._part.split.tables, actions, keys=[batch.shapes for batch in batches])
+        finally:
+            if self._deferred is not None:
+                # What an error has left; behind a whole step nothing.
+                self._deferred.abandon()
         actions.check_done()
         return actions.losses
 

@@ -1,4 +1,4 @@
-"""A model in stages trains as one on a rank that accumulates: the cut of `tests.pipeline_matrix` that the suite keeps."""
+"""A model in stages trains as one on a rank that accumulates: what the suite keeps of `tests.pipeline_matrix`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ CELLS = {
 
 
 def exact(rank: int, world: int, expected: dict[Cell, dict[str, Any]]) -> list[dict[str, Any]]:
-    join(world)
     return [row for cell, each in CELLS.items() for row in compare_exact(rank, world, {cell: expected[cell]}, each)]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_schedule_has_the_bits_of_accumulation_on_one_rank(world: int) -> None:
+def test_every_schedule_has_the_bits_of_accumulation_on_one_rank() -> None:
     with RankPool(1) as pool:
         expected = pool.run(one_rank, list(CELLS), timeout=280)[0]
-    rows = run_ranks(exact, world, expected, timeout=280)[0]
+    rows = run_ranks(exact, 4, expected, timeout=280)[0]
     assert [row for row in rows if not row["right"]] == []
     # The first step may use units otherwise than the tree tells (experts); from then on the schedule is the model's.
     assert max(row["mismatches"] for row in rows) <= 1
@@ -107,7 +105,7 @@ def test_train_batch_without_a_pipeline_is_the_loop() -> None:
                         loss = engine(**batch).loss
                         engine.backward(loss)
                         engine.step()
-                        each.append(float(loss))
+                        each.append(float(loss.detach()))
                     losses.append(float(torch.tensor(sum(each) / 4)))
                 held = {name: infinity.state(param).master for name, param in engine.module.named_parameters()}
                 found.append((losses, engine.micro_steps, engine.global_steps, held))
