@@ -495,6 +495,9 @@ class Engine(nn.Module):
 
         path: a page (".html") or a Chrome trace (".json") that is written at the end; ranks above 0 put theirs beside
         it. The object has the figures, and writes the other kind, too. One at a time in a process.
+
+        With a pipeline all ranks record the same steps, because the block's end is collective: each page shows the
+        forwards and backwards of all ranks of its pipeline.
         """
         self._check("record a timeline")
         return self._runtime.observer.timeline(path)

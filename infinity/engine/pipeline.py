@@ -193,7 +193,7 @@ class _Forwards:
         runtime.coordinator.use_micro_batch(action.micro_batch)
         args = precision.half(batch.args) if runtime.config.casts_inputs else batch.args
         under = precision.autocast(runtime.config.config.torch_autocast, runtime.device.torch)
-        with trace.span(trace.PHASE, "forward"), under:
+        with trace.span(trace.PHASE, "forward", action), under:
             return self._staged.forward(action.stage, received, args, batch.kwargs)
 
     def backward(self, action: Action, grads: Gradients | None) -> Gradients | None:
@@ -245,7 +245,7 @@ class _Training(_Forwards):
         if not split:
             self._complete(action)
         coordinator.use_micro_batch(index)
-        with trace.span(trace.PHASE, "backward"), ExitStack() as stack:
+        with trace.span(trace.PHASE, "backward", action), ExitStack() as stack:
             if split:
                 assert self._deferred is not None
                 stack.enter_context(self._deferred.backward_input((stage, index), self._params(stage)))
@@ -265,7 +265,7 @@ class _Training(_Forwards):
         assert self._deferred is not None
         self._complete(action)
         waits = Counter(self._unit_of(param) for param in self._deferred.params(key))
-        with trace.span(trace.PHASE, "backward"):
+        with trace.span(trace.PHASE, "backward", action):
             gradients.begin_backward(scaled=True, chunk=self._chunks[stage])
             for param in self._deferred.weights(key):
                 unit = self._unit_of(param)
