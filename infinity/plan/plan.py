@@ -288,7 +288,8 @@ class Plan:
 
     def fingerprint(self) -> str:
         """A short hash of every decision, equal for equal plans on any machine."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=str).encode()).hexdigest()[:16]
+        decided = self if self.pipeline is None else replace(self, pipeline=self.pipeline.decided)
+        return hashlib.sha256(json.dumps(asdict(decided), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _add(table: dict[Tier, dict[Kind, int]], tier: Tier, kind: Kind, nbytes: int) -> None:
