@@ -24,6 +24,10 @@ _AFTER = {
         "Weights and states are as they were, but this step's gradients are incomplete: call engine.zero_grad(), then "
         "go on with a smaller micro-batch, shorter sequences or activation checkpointing."
     ),
+    "pipeline": (
+        "Weights and states are as they were, but stages are in the middle of a step: close this engine, and go on "
+        "from a checkpoint with a smaller micro-batch, shorter sequences or activation checkpointing."
+    ),
     "step": "The step is incomplete: this engine cannot go on. Close it, and start from a checkpoint with less.",
 }
 _OTHERS = " The other ranks are told, and end."
