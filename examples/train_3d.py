@@ -1,4 +1,4 @@
-"""Train an unmodified Llama of transformers over three axes: pipeline x data x tensor, at stage 3 with its state on NVMe.
+"""Train an unmodified Llama over three axes: pipeline x data x tensor, at stage 3 with its state on NVMe.
 
     infinity run --nproc 8 examples/train_3d.py                  2 stages x 2 data ranks x 2 tensor ranks
     infinity run --nproc 4 examples/train_3d.py --tensor 1       2 stages x 2 data ranks
