@@ -103,7 +103,7 @@ def initialize(
         scheduler = _scheduler(resolved, lr_scheduler, stepped)
         loader = _loader(resolved, training_data, collate_fn, groups, device)
         engine = Engine(runtime, boundary, stepped, scheduler, loader)
-        runtime.access.own_parameters()
+        runtime.access.own_parameters(model)
         undo.pop_all()
     trim()
     for line in [*remarks(question, model, plan, device), *applied, _headline(resolved, plan, trained)]:
