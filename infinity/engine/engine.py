@@ -658,9 +658,9 @@ class Engine(nn.Module):
                 self._runtime.health.mark_handed_over()
 
     def destroy(self) -> None:
-        """DeepSpeed's name for `close(keep_weights=True)`; an engine that an error has broken, or whose ranks have parts
-        of the model, is closed without the weights, with a warning: programs call this when they end, however that
-        comes.
+        """DeepSpeed's name for `close(keep_weights=True)`; an engine that an error has broken, or whose ranks have
+        parts of the model, is closed without the weights, with a warning: programs call this when they end, however
+        that comes.
         """
         reason = self._runtime.health.broken or why_not_kept(self._runtime)
         if reason:
