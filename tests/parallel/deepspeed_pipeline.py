@@ -96,7 +96,6 @@ def config_of(args: argparse.Namespace, drive: str) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": args.micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "eps": 1e-6}},
         "gradient_clipping": 1.0, "bf16": {"enabled": args.bf16}, "zero_optimization": zero, "steps_per_print": 2000,
-        "pipeline": {"stages": args.pipeline_parallel_size},
         "parallel": {"schedule": args.schedule, "virtual_stages": args.virtual_stages} if args.schedule else {},
     }  # fmt: skip
 

@@ -15,6 +15,7 @@ from infinity.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 import infinity.deepspeed as deepspeed
+from infinity.errors import ConfigError
 from tests.conftest import RankPools
 from tests.parallel.deepspeed_pipeline import train
 from tests.support.spawn import RankError, run_ranks
@@ -141,6 +142,21 @@ def test_lengths_change_dropout_is_the_same_and_the_loss_has_a_weight(rank_pools
     first, second = rank_pools[2].run(train_lengths)
     assert first == second == pytest.approx(whole, abs=1e-6)
     assert len(set(whole)) == 4
+
+
+def build_without_stages(rank: int, world: int) -> str:
+    """What a model is told that was built without the pipeline axis which it asks for."""
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        net = PipelineModule([LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 4)], num_stages=2)
+    with pytest.raises(ConfigError) as caught:
+        deepspeed.initialize(model=net, config=config)
+    return str(caught.value)
+
+
+def test_a_model_that_was_built_without_its_stages_is_told(rank_pools: RankPools):
+    for said in rank_pools[2].run(build_without_stages):
+        assert "was built with parallel.pipeline 1, and initialize() is given 2" in said
 
 
 def train_wrongly(rank: int, world: int) -> None:
