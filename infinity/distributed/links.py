@@ -386,9 +386,9 @@ class PipelineLinks:
             return _encode(forms, message.name)
         if known != forms:
             raise StateError(
-                f"{message.name} is {forms}, and was {known} for a micro-batch with the same key ({key}): give "
-                "micro-batches of different shapes different keys, and call `forget` on all ranks when others of the "
-                "model's parameters are trained"
+                f"{message.name} is {_in_words(forms)}, and was {_in_words(known)} for a micro-batch with the same "
+                f"key ({key}): shapes at a boundary have to follow from the shapes of a micro-batch. Where the model "
+                "has changed, or what of it is trained, build a new engine"
             )
         return None
 
@@ -436,6 +436,14 @@ def _memory_of(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         tensor = tensor.as_strided((tensor.numel(),), (1,))
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _in_words(forms: Forms) -> str:
+    """As in "float32 [2, 8] (trained), int64 [2]"."""
+    return ", ".join(
+        f"{str(form.dtype).removeprefix('torch.')} {list(form.shape)}{' (trained)' if form.requires_grad else ''}"
+        for form in forms
+    )
 
 
 def _numbered(name: str, number: int) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.module_tensors import persistent_buffers
 from infinity.checkpoint.state import ClientState, Counters, Run
 from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.process_groups import ProcessGroups
@@ -495,6 +494,9 @@ class Engine(nn.Module):
 
         path: a page (".html") or a Chrome trace (".json") that is written at the end; ranks above 0 put theirs beside
         it. The object has the figures, and writes the other kind, too. One at a time in a process.
+
+        With a pipeline all ranks record the same steps, because the block's end is collective: each page shows the
+        forwards and backwards of all ranks of its pipeline.
         """
         self._check("record a timeline")
         return self._runtime.observer.timeline(path)
@@ -522,8 +524,7 @@ class Engine(nn.Module):
         self._runtime.hooks.check_tree()
         wanted = self.global_rank == 0
         params = param_access.full_state_dict(self._runtime.access, self.module, wanted=wanted, frozen=frozen)
-        buffers = persistent_buffers(self.module) if wanted else {}
-        return {**params, **{name: buffer.detach().cpu() for name, buffer in buffers.items()}}
+        return {**params, **exporting.whole_buffers(self._runtime, wanted=wanted)}
 
     # Checkpoints.
 
@@ -631,7 +632,7 @@ class Engine(nn.Module):
 
         keep_weights: leave the weights in the module, in the precision that the engine computes in, so that the program
         or another engine goes on with it (docs/engine_life.md). Collective then; an error leaves the engine open, as a
-        tensor axis does, of which a rank has shards. Without it only weights that are whole stay usable.
+        tensor or a pipeline axis does, of which a rank has a part. Without it only weights that are whole stay usable.
 
         Further calls, and calls in a forked child, do nothing. Raise the error of that step, once everything is
         returned.
@@ -658,7 +659,8 @@ class Engine(nn.Module):
 
     def destroy(self) -> None:
         """DeepSpeed's name for `close(keep_weights=True)`; an engine that an error has broken, or whose ranks have
-        shards, is closed without the weights, with a warning: programs call this when they end, however that comes.
+        parts of the model, is closed without the weights, with a warning: programs call this when they end, however
+        that comes.
         """
         reason = self._runtime.health.broken or why_not_kept(self._runtime)
         if reason:

@@ -19,7 +19,7 @@ from infinity.errors import ConfigError
 from infinity.plan.pipeline import Action, Tables, make_tables, unit_uses
 from infinity.plan.prefetch import UnitAccess
 from infinity.plan.recomputation import repeated_blocks
-from infinity.plan.spec import ModelSpec, ModuleNode
+from infinity.plan.spec import ModelSpec, ModuleNode, UnitSpec
 
 # A class of models whose layers are blocks, whatever they are; and where it has them.
 _LAYERED, _LAYERS = "PipelineModule", "layers"
@@ -221,8 +221,8 @@ def _outside(root: ModuleNode, blocks: Sequence[str]) -> Iterator[str]:
 class SplitPlan:
     """What the ranks of all stages agree on.
 
-    stages, numels, params: of each unit of the whole model, the stages that need it, its elements, and how many
-    parameters it has. uses: how often a forward of each stage uses a unit.
+    units: of the whole model. stages: those that need each of them. uses: how often a forward of each stage uses a
+    unit.
     """
 
     cut: StageCut
@@ -231,14 +231,17 @@ class SplitPlan:
     micro_batches: int
     tables: Tables
     stages: tuple[tuple[int, ...], ...]
-    numels: tuple[int, ...]
-    params: tuple[int, ...]
+    units: tuple[UnitSpec, ...]
     uses: tuple[int, ...] = ()
 
     @property
     def virtual(self) -> int:
         """Stages of a rank."""
         return len(self.cut.counts) // self.pp
+
+    def place_of(self, path: str) -> int:
+        """The pipeline index of the rank that runs the module at `path`; of several, the first one's."""
+        return self.cut.stages_at(path)[0] % self.pp
 
     def holders(self, unit: int) -> tuple[int, ...]:
         """The pipeline indices of the ranks that have a unit of the model, in order."""
@@ -331,8 +334,7 @@ def split_model(spec: ModelSpec, cut: StageCut, *, pp: int, schedule: str, micro
     return SplitPlan(
         cut=cut, pp=pp, schedule=schedule, micro_batches=micro_batches,
         tables=make_tables(schedule, pp, micro_batches, len(cut.counts) // pp), stages=stages,
-        numels=tuple(unit.numel for unit in spec.units), params=tuple(len(unit.params) for unit in spec.units),
-        uses=tuple(used[stage] for stage in range(len(cut.counts))),
+        units=tuple(spec.units), uses=tuple(used[stage] for stage in range(len(cut.counts))),
     )  # fmt: skip
 
 

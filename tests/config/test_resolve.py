@@ -409,6 +409,16 @@ def test_stages_of_a_pipeline_have_two_names() -> None:
     assert "parallel.pipeline = 2  (file: pipeline.stages)" in resolved.explain()
 
 
+def test_the_model_says_how_many_stages_there_are_where_the_configuration_does_not() -> None:
+    resolved = _resolved({}, world_size=8, stages=4)
+    assert (resolved.data, resolved.pipeline) == (2, 4)
+    assert "parallel.pipeline = 4  (the program: num_stages of the model)" in resolved.explain()
+    assert _resolved({"parallel": {"pipeline": 2}}, world_size=8, stages=4).pipeline == 2
+    assert _resolved({}, world_size=8, stages=1).pipeline == 1
+    with pytest.raises(ConfigError, match=r"num_stages of the model is 3 but 8 ranks are detected.* nearest is 2 or 4"):
+        _resolved({}, world_size=8, detected=True, stages=3)
+
+
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
