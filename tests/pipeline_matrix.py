@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 import infinity
+from infinity.zero.other_stages import is_elsewhere
 from tests.support import accelerator
 from tests.support.host_accesses import host_accesses_are_declared
 from tests.support.oracle import join, settings
@@ -118,7 +119,7 @@ def digests(engine: Any) -> dict[str, str]:
     """By name, a hash of master and moments of each parameter that this rank has; data axis 1."""
     found = {}
     for name, param in engine.module.named_parameters():
-        if "_infinity_owner" not in param.__dict__:
+        if is_elsewhere(param):
             continue
         state, mine = infinity.state(param), hashlib.sha256()
         for kind in ("master", "exp_avg", "exp_avg_sq"):
@@ -291,7 +292,7 @@ def compare_ties(
 
 def own(engine: Any) -> list[tuple[str, nn.Parameter]]:
     """The parameters that this rank has."""
-    return [each for each in engine.module.named_parameters() if "_infinity_owner" in each[1].__dict__]
+    return [each for each in engine.module.named_parameters() if not is_elsewhere(each[1])]
 
 
 def held(engine: Any) -> dict[str, str]:
