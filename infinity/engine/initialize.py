@@ -27,7 +27,7 @@ from infinity.engine.engine import Engine, close_engines_of
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, groups_of
-from infinity.engine.preflight import preflight, remarks
+from infinity.engine.preflight import preflight, remarks, stages_asked
 from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
 from infinity.log import configure_logging, logger, warn_once
@@ -146,12 +146,14 @@ class _Trained:
 
 def _groups_of_spool(spool: DeferredInit, config: ResolvedConfig) -> ProcessGroups:
     """Return the groups that a model was built with; ConfigError if the configuration has other axes now."""
-    built = spool.groups.topology.tp
-    if built != config.tensor:
-        raise ConfigError(
-            f"the model was built with parallel.tensor {built}, and initialize() is given {config.tensor}: give "
-            "infinity.Init or infinity.load_hf the same configuration"
-        )
+    topology = spool.groups.topology
+    axes = (("tensor", topology.tp, config.tensor), ("pipeline", topology.pp, config.pipeline))
+    for axis, built, given in axes:
+        if built != given:
+            raise ConfigError(
+                f"the model was built with parallel.{axis} {built}, and initialize() is given {given}: give "
+                f"infinity.Init or infinity.load_hf the same configuration, with parallel.{axis} in it"
+            )
     return spool.groups
 
 
@@ -218,6 +220,7 @@ def _resolve(config: Config, model: nn.Module, ranks: Ranks, optimizer: Any, sch
         world_size=ranks.world_size, local_size=ranks.local_size, detected=True,
         hidden_size=hidden if isinstance(hidden, int) else None,
         model_dtype=known, optimizer_lr=float(lr) if lr is not None else None,  # type: ignore[arg-type]
+        stages=stages_asked(model),
         no_auto=unfilled(optimizer=optimizer is not None, scheduler=scheduler is not None),
     )  # fmt: skip
     configure_logging(ranks.rank, config.log_level)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 from infinity.distributed.collectives import exchange
 from infinity.distributed.links import Boundary, Gradients, PipelineLinks
@@ -31,6 +31,7 @@ from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.parallel.deferred_weights import DeferredWeights
 from infinity.parallel.executor import PipelineExecutor
 from infinity.parallel.module import PipelineModule, StagedLayers
+from infinity.parallel.random_state import draw_seed, has_dropout, seeded
 from infinity.parallel.same_batch import check_same_batch
 from infinity.parallel.stage import StagedModel
 from infinity.plan.pipeline import Action, ActionKind, forward_tables
@@ -66,10 +67,16 @@ class BatchArguments:
         return cls(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors, those in tuples and mappings, too, by name: "[0][1]", "['input_ids']"."""
+        named: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        found = tree_leaves_with_path(named)
+        return {keystr(path): value for path, value in found if isinstance(value, Tensor)}
+
+    @property
     def shapes(self) -> tuple[Any, ...]:
         """The shapes of its tensors, by name: equal for micro-batches whose boundaries have equal shapes."""
-        named: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
-        return tuple((name, tuple(value.shape)) for name, value in named.items() if isinstance(value, Tensor))
+        return tuple((name, tuple(value.shape)) for name, value in self.tensors.items())
 
 
 def loss_of(output: Any) -> Tensor:
@@ -127,8 +134,13 @@ class PipelineStep:
         """Run forward and backward of all micro-batches. Returns their losses on the last stage, nothing elsewhere."""
         self._check_same(batches)
         actions = _Training(self._runtime, self._staged, self._part, batches, optimizer, self._deferred)
-        with self._runtime.coordinator.pass_of_step("train"):
-            self._executor.run(self._part.split.tables, actions, keys=[batch.shapes for batch in batches])
+        try:
+            with self._runtime.coordinator.pass_of_step("train"):
+                self._executor.run(self._part.split.tables, actions, keys=[batch.shapes for batch in batches])
+        finally:
+            if self._deferred is not None:
+                # What an error has left; behind a whole step nothing.
+                self._deferred.abandon()
         actions.check_done()
         return actions.losses
 
@@ -150,12 +162,9 @@ class PipelineStep:
 
     def _check_same(self, batches: Sequence[BatchArguments]) -> None:
         named = {
-            f"{name} of micro-batch {index}": value
+            f"argument {name} of micro-batch {index}": value
             for index, batch in enumerate(batches)
-            for name, value in {
-                **{f"argument {at}": each for at, each in enumerate(batch.args)},
-                **batch.kwargs,
-            }.items()
+            for name, value in batch.tensors.items()
         }
         for group in (self._runtime.groups.pipeline, self._runtime.groups.tensor):
             if group.size > 1:
@@ -170,6 +179,8 @@ class _Forwards:
         self._staged = staged
         self._part = part
         self._batches = batches
+        # With dropout each stage and micro-batch has random numbers of its own, which no schedule changes.
+        self._seed = draw_seed() if has_dropout(runtime.module) and runtime.module.training else None
         self.losses: list[Tensor] = []
 
     def forward(self, action: Action, received: Boundary | None) -> Boundary | None:
@@ -185,7 +196,11 @@ class _Forwards:
         runtime.coordinator.use_micro_batch(action.micro_batch)
         args = precision.half(batch.args) if runtime.config.casts_inputs else batch.args
         under = precision.autocast(runtime.config.config.torch_autocast, runtime.device.torch)
-        with trace.span(trace.PHASE, "forward"), under:
+        numbers: AbstractContextManager[Any] = nullcontext()
+        if self._seed is not None:
+            own = self._seed + action.stage * len(self._batches) + action.micro_batch
+            numbers = seeded(own, runtime.device.torch)
+        with trace.span(trace.PHASE, "forward", action), under, numbers:
             return self._staged.forward(action.stage, received, args, batch.kwargs)
 
     def backward(self, action: Action, grads: Gradients | None) -> Gradients | None:
@@ -237,7 +252,7 @@ class _Training(_Forwards):
         if not split:
             self._complete(action)
         coordinator.use_micro_batch(index)
-        with trace.span(trace.PHASE, "backward"), ExitStack() as stack:
+        with trace.span(trace.PHASE, "backward", action), ExitStack() as stack:
             if split:
                 assert self._deferred is not None
                 stack.enter_context(self._deferred.backward_input((stage, index), self._params(stage)))
@@ -257,7 +272,7 @@ class _Training(_Forwards):
         assert self._deferred is not None
         self._complete(action)
         waits = Counter(self._unit_of(param) for param in self._deferred.params(key))
-        with trace.span(trace.PHASE, "backward"):
+        with trace.span(trace.PHASE, "backward", action):
             gradients.begin_backward(scaled=True, chunk=self._chunks[stage])
             for param in self._deferred.weights(key):
                 unit = self._unit_of(param)

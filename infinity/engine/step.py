@@ -114,7 +114,7 @@ class Boundary:
     def check(self) -> None:
         """Raise StateError where no step can be taken. Nothing has changed then."""
         runtime = self._runtime
-        if not any(unit.layout.trainable for unit in runtime.units):
+        if not runtime.plan.trains:
             raise StateError("nothing to step: every parameter was frozen when the engine was made")
         if runtime.scaler is not None and runtime.gradients.unscaled:
             raise StateError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -595,7 +596,10 @@ def test_gradients_are_yielded_when_they_are_complete():
     run_input(deferred, model, lambda: loss_of(model))
     names = {param: name for name, param in model.named_parameters()}
     for param in deferred.weights(0):
-        found[names[param]], param.grad = param.grad, None
+        found[names[param]], held = param.grad.clone(), weakref.ref(param.grad)
+        param.grad = None
+        # W does not hold it while it computes the next one.
+        assert held() is None
     assert all(param.grad is None for param in model.parameters())
     assert_same(found, expected)
 

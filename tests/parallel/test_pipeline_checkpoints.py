@@ -1,4 +1,4 @@
-"""Checkpoints, exports and whole values of a model in stages: a cut of `tests.pipeline_matrix --parts checkpoints`.
+"""Checkpoints, exports and whole values of a model in stages: a cut of `tests.pipeline_checkpoints`.
 
 One launch of four ranks (pipeline 2 x data 2) loads what one rank has saved, and saves what one rank then loads.
 """
@@ -20,7 +20,8 @@ from infinity.checkpoint.format import find, read_manifest
 from infinity.errors import CheckpointError, StateError
 from infinity.zero.other_stages import is_elsewhere
 from tests.conftest import RankPools
-from tests.pipeline_matrix import build, configuration, exchanged, folder_hash, next_loss, whole_digest
+from tests.pipeline_checkpoints import folder_hash, next_loss, whole_digest
+from tests.pipeline_matrix import build, configuration, exchanged
 from tests.support.oracle import join
 
 FROZEN = ("model.layers.0.input_layernorm.weight", "model.layers.3.mlp.up_proj.weight")
@@ -185,6 +186,8 @@ def on_four_ranks(rank: int, world: int, folder: Path, expected: tuple[str, list
     return digest
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_model_in_stages_and_a_whole_one_have_the_same_checkpoints(rank_pools: RankPools, tmp_path: Path) -> None:
     with engine_of(tmp_path / "drive", 1, 1) as engine:
         for step in range(2):
@@ -194,7 +197,7 @@ def test_a_model_in_stages_and_a_whole_one_have_the_same_checkpoints(rank_pools:
         engine.save_checkpoint(str(tmp_path / "one"), client_state={"saved": "by one"})
         expected = digest_of(engine)
         loss = next_loss(engine, 2)
-        digests = rank_pools[4].run(on_four_ranks, tmp_path, expected, loss, timeout=300)
+        digests = rank_pools[4].run(on_four_ranks, tmp_path, expected, loss, timeout=380)
         assert len({digest for digest, _ in digests}) == 1
         assert digests[0][1] == [10.0, 11.0, 12.0]
 

@@ -132,7 +132,7 @@ class Model(nn.Module):
 
 
 PATHS = tuple(f"blocks.{index}" for index in range(4))
-CUT = StageCut(PATHS, (2, 1, 1), frozenset({"head"}))
+CUT = StageCut(PATHS, (2, 1, 1), ("head",))
 WORDS = torch.tensor([[1, 2, 3]])
 
 

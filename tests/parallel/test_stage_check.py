@@ -37,7 +37,7 @@ AFTER = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pass_records_what_runs_behind_the_blocks_and_how_they_answer(kind):
     recorded = record(make(kind), batch(8))
-    assert recorded.after == AFTER.get(kind, {"model.norm", "lm_head"})
+    assert set(recorded.after) == AFTER.get(kind, {"model.norm", "lm_head"})
     assert set(recorded.answers) == set(recorded.blocks)
     assert set(recorded.answers.values()) == {2 if kind == "bloom" else 0}
     assert recorded.unproven == ""
@@ -194,7 +194,7 @@ class Shared(Model):
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        (Skips, r"blocks\.2 depends on (embed|blocks\.0\.inner)\."), (InBlock, r"its loss depends on blocks\.1\.inner\."),
+        (Skips, r"blocks\.2 depends on (embed|blocks\.0)\."), (InBlock, r"its loss depends on blocks\.1\.inner\."),
         (Frozen, r"its loss depends on blocks\.1\.inner\."), (Captured, r"what enters blocks\.2"),
         (EveryBlock, r"blocks\.1 depends on embed\.weight"), (Uncalled, r"its loss depends on embed\.weight"),
         (Shared, r"blocks\.1 depends on mixer\.(weight|bias)"),
@@ -259,7 +259,7 @@ class Tied(Model):
 def test_tied_weights_and_parameters_around_the_blocks_may_be_used_at_both_ends():
     model = Tied()
     recorded = record(model)
-    assert recorded.after == {"norm", "head", "tail", "parts.scale"}
+    assert set(recorded.after) == {"norm", "head", "tail", "parts.scale"}
     assert recorded.blocks == PATHS
     cut = cut_model(module_tree(model, compute_dtype="fp32"), recorded.blocks, 2, after=recorded.after)
     stages = [Stage(model, [stage], cut, recorded.answers) for stage in range(2)]
@@ -309,7 +309,7 @@ def test_where_the_pass_cannot_run_only_stages_that_the_user_has_written_go_on(a
         record(ByValue(at))
     recorded = record(ByValue(at), stages=(1, 3))
     assert recorded.blocks == PATHS
-    assert recorded.after == {"norm", "head"}
+    assert set(recorded.after) == {"norm", "head"}
     assert recorded.answers == dict.fromkeys(PATHS, 0)
     assert recorded.unproven
 
@@ -338,7 +338,7 @@ def test_blocks_that_are_left_out_at_random_are_refused():
 def test_a_model_without_a_loss_or_without_blocks():
     model = make("llama")
     inputs = {name: value for name, value in batch(8).items() if name != "labels"}
-    assert record(model, inputs).after == {"model.norm", "lm_head"}
+    assert set(record(model, inputs).after) == {"model.norm", "lm_head"}
     with pytest.raises(ConfigError, match="repeats no blocks"):
         record(nn.Sequential(nn.Linear(2, 2)))
 
