@@ -95,8 +95,9 @@ def whole_digest(engine: Any) -> str:
     names = {id(param): name for name, param in engine.module.named_parameters()}
     for name, param in sorted(engine.module.named_parameters()):
         state = infinity.state(param)
-        for value in (state.master, state.exp_avg, state.exp_avg_sq):
-            total.update(f"{name} {tuple(value.shape)}".encode())
+        for kind in ("master", "exp_avg", "exp_avg_sq") if state.trainable else ("master",):
+            value = state.full(kind)
+            total.update(f"{name} {kind} {tuple(value.shape)}".encode())
             total.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     groups = [
         {key: [names[id(param)] for param in value] if key == "params" else value for key, value in group.items()}
