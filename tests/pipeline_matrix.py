@@ -121,7 +121,7 @@ def digests(engine: Any) -> dict[str, str]:
         if "_infinity_owner" not in param.__dict__:
             continue
         state, mine = infinity.state(param), hashlib.sha256()
-        for kind in ("master", "exp_avg", "exp_avg_sq"):
+        for kind in ("master", "exp_avg", "exp_avg_sq") if param.requires_grad else ("master",):
             mine.update(state.local(kind).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         found[name] = mine.hexdigest()
     return found
