@@ -7,22 +7,30 @@ left out: a profile's rate of a block includes their time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from infinity.plan.spec import ModuleNode
+from infinity.plan.stages import StageCut
+from infinity.simulator.pipeline_step import StageOperations
+
+# The class of layers whose weight gradients a split backward computes later.
+_LINEAR = "Linear"
 
 
-def active_numel(tree: ModuleNode, values: Mapping[str, Any], *, trained: bool = False) -> int:
+def active_numel(
+    tree: ModuleNode, values: Mapping[str, Any], *, trained: bool = False,
+    of: Callable[[ModuleNode], bool] = lambda node: True,
+) -> int:  # fmt: skip
     """Return the elements of the matrices that one token is multiplied with; in a mixture of experts, only those of the
     experts that the token is routed to.
 
-    trained: count trained matrices only.
+    trained: count trained matrices only. of: the modules to count.
     """
     chosen = values.get("num_experts_per_tok")
     total = 0
     for node in tree.walk():
-        if node.class_name.endswith("Embedding"):
+        if node.class_name.endswith("Embedding") or not of(node):
             # Rows are looked up. If the output layer shares the table, the output layer counts.
             continue
         for spec in node.params.values():
@@ -49,6 +57,33 @@ def step_flops(
     weights = 2 * active_numel(tree, values, trained=True) + 2 * sequence * _attention_width(values)
     head = 2 * values.get("vocab_size", 0) * values.get("hidden_size", values.get("n_embd", 0))
     return float(tokens * (forward * passes + weights + (head if tiled_loss else 0)))
+
+
+def stage_operations(
+    tree: ModuleNode, values: Mapping[str, Any], cut: StageCut, stage: int, *, tokens: int, sequence: int,
+    checkpointing: bool, every: int = 1, tiled_loss: bool = False,
+) -> StageOperations:  # fmt: skip
+    """Return the same for one stage of a pipeline, by kind of action. Only linear layers compute the gradients of their
+    weights apart from those of their inputs.
+    """
+
+    def runs(node: ModuleNode) -> bool:
+        return stage in cut.stages_at(node.path)
+
+    def later(node: ModuleNode) -> bool:
+        return node.class_name == _LINEAR and runs(node)
+
+    attention = 2 * sequence * _attention_width(values) * cut.counts[stage] / len(cut.blocks)
+    forward = 2 * active_numel(tree, values, of=runs) + attention
+    weights = 2 * active_numel(tree, values, trained=True, of=runs)
+    deferred = 2 * active_numel(tree, values, trained=True, of=later)
+    last = stage == cut.last and tiled_loss
+    again = forward / every if checkpointing else 0.0
+    again += 2 * values.get("vocab_size", 0) * values.get("hidden_size", values.get("n_embd", 0)) if last else 0.0
+    return StageOperations(
+        forward=tokens * forward, backward_input=tokens * (forward + again + attention + weights - deferred),
+        backward_weight=float(tokens * deferred),
+    )  # fmt: skip
 
 
 def _attention_width(values: Mapping[str, Any]) -> int:

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -518,15 +518,15 @@ PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-def main() -> None:
-    """Run the parts, print a line a row, and write all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS))
+def run_parts(command: str, parts: Mapping[str, Callable[[], list[dict[str, Any]]]]) -> None:
+    """Run the parts that the command line names, print a line a row, and write all."""
+    parser = argparse.ArgumentParser(description=command)
+    parser.add_argument("--parts", default=",".join(parts))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     began, found = time.monotonic(), {}
     for part in given.parts.split(","):
-        found[part] = PARTS[part]()
+        found[part] = parts[part]()
         right = sum(row["right"] for row in found[part])
         print(f"{part}: {right} of {len(found[part])} right", flush=True)
     if given.json:
@@ -534,8 +534,7 @@ def main() -> None:
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip()
         facts = {
-            "date": date.today().isoformat(), "commit": commit,
-            "command": " ".join(["python -m tests.pipeline_matrix", *sys.argv[1:]]),
+            "date": date.today().isoformat(), "commit": commit, "command": " ".join([command, *sys.argv[1:]]),
             "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__,
             "transformers": transformers.__version__, "seconds": round(time.monotonic() - began), "parts": found,
         }  # fmt: skip
@@ -544,4 +543,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_parts("python -m tests.pipeline_matrix", PARTS)

@@ -26,7 +26,7 @@ CONTRACT = {
     "": (
         "__version__", "__infinity__", "initialize", "init_distributed", "zero", "comm", "ops", "utils", "runtime",
         "checkpointing", "accelerator", "DeepSpeedEngine", "tp_model_init", "add_config_arguments", "init_inference",
-        "PipelineModule", "pipe", "OnDevice", "log_dist", "logger",
+        "PipelineEngine", "PipelineModule", "pipe", "OnDevice", "log_dist", "logger",
     ),
     ".comm": ("is_initialized", "init_distributed", "get_rank", "get_world_size", "all_reduce", "barrier", "ReduceOp"),
     ".runtime.zero": ("Init", "GatheredParameters", "register_external_parameter"),
@@ -38,11 +38,17 @@ CONTRACT = {
     ".runtime.base_optimizer": ("DeepSpeedOptimizer",),
     ".runtime.engine": ("DeepSpeedEngine",),
     ".runtime.utils": ("move_to_device",),
+    ".pipe": ("PipelineModule", "LayerSpec", "TiedLayerSpec"),
+    ".runtime.pipe": ("PipelineModule", "LayerSpec", "TiedLayerSpec", "ProcessTopology"),
+    ".runtime.pipe.module": ("PipelineModule", "LayerSpec", "TiedLayerSpec"),
+    ".runtime.pipe.engine": ("PipelineEngine", "DeepSpeedEngine"),
+    ".runtime.pipe.topology": ("ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology"),
+    ".runtime.dataloader": ("RepeatingLoader",),
     ".ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
     ".ops.adagrad": ("DeepSpeedCPUAdagrad",),
     ".ops.lion": ("DeepSpeedCPULion", "FusedLion"),
     ".checkpoint.utils": ("clone_tensors_for_torch_save",),
-    ".utils": ("logger", "safe_get_full_grad", "is_initialized", "groups"),
+    ".utils": ("logger", "safe_get_full_grad", "is_initialized", "groups", "RepeatingLoader"),
     ".utils.logging": ("logger",),
     ".checkpointing": ("configure", "checkpoint"),
     ".accelerator": ("get_accelerator",),
@@ -192,8 +198,6 @@ def test_a_wrong_option_is_one_sentence(words, said, capsys, monkeypatch):
 def test_what_is_not_built_is_refused_when_it_is_asked_for():
     import infinity.deepspeed as deepspeed
 
-    with pytest.raises(ConfigError, match="pipeline parallelism is not built yet"):
-        deepspeed.PipelineModule(layers=[], num_stages=2)
     with pytest.raises(ConfigError, match="there is no inference engine here"):
         deepspeed.init_inference(None)
     with pytest.raises(ConfigError, match="divides the model itself: leave this call out"):
@@ -211,6 +215,59 @@ def test_a_model_of_an_engine_is_guarded_as_ours_and_goes_to_the_next_engine():
     second, *_ = deepspeed.initialize(model=model, config=config)
     with second, pytest.raises(StateError, match="this engine was closed"):
         first.step()
+
+
+def test_an_engine_of_a_model_in_layers_is_told_from_others():
+    from infinity.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    from infinity.parallel import layers, module
+
+    assert (LayerSpec, TiedLayerSpec, PipelineModule) == (layers.LayerSpec, layers.TiedLayerSpec, module.PipelineModule)
+    torch.manual_seed(0)
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    data = [(torch.randn(4), torch.tensor(index % 3)) for index in range(8)]
+    net = PipelineModule([LayerSpec(torch.nn.Linear, 4, 3)], loss_fn=torch.nn.CrossEntropyLoss())
+    layered, _, loader, _ = deepspeed.initialize(
+        model=net, model_parameters=[p for p in net.parameters() if p.requires_grad], config=config, training_data=data
+    )
+    plain, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 3), config=config)
+    with layered, plain:
+        assert isinstance(layered, deepspeed.PipelineEngine) and isinstance(layered, deepspeed.DeepSpeedEngine)
+        assert not isinstance(plain, deepspeed.PipelineEngine)
+        batches = deepspeed.utils.RepeatingLoader(loader)
+        losses = []
+        # Two batches are an epoch.
+        for _ in range(20):
+            loss = layered(*next(batches))
+            layered.backward(loss)
+            layered.step()
+            losses.append(loss.item())
+    assert sum(losses[-2:]) < 0.8 * sum(losses[:2])
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (3, 2, 1), (1, 4, 3)])
+def test_its_topologies_place_ranks_as_an_engine_does(pp, dp, tp):
+    from infinity.deepspeed.runtime.pipe.topology import (
+        PipeDataParallelTopology,
+        PipeModelDataParallelTopology,
+        ProcessTopology,
+    )
+
+    from infinity.plan.topology import Topology
+
+    theirs, ours = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp), Topology(pp=pp, dp=dp, tp=tp)
+    assert theirs.world_size() == ours.world_size
+    assert [tuple(theirs.get_coord(rank)) for rank in range(pp * dp * tp)] == [
+        tuple(ours.coordinate(rank)) for rank in range(pp * dp * tp)
+    ]
+    assert all(theirs.get_rank(**theirs.get_coord(rank)._asdict()) == rank for rank in range(pp * dp * tp))
+    for theirs_axis, axis in (("pipe", "pp"), ("data", "dp"), ("model", "tp")):
+        assert theirs.get_axis_comm_lists(theirs_axis) == [list(members) for members in ours.axis_groups(axis)]
+        assert theirs.get_dim(theirs_axis) == getattr(ours, axis)
+    assert theirs.get_axis_list("pipe", pp - 1) == [*range((pp - 1) * dp * tp, pp * dp * tp)]
+    assert theirs.get_axis_comm_lists("expert") == [] and theirs.get_dim("expert") == 0
+    assert PipeDataParallelTopology(pp, dp).get_axis_names() == ["pipe", "data"]
+    assert ProcessTopology(["a", "b"], [2, 3]).filter_match(b=1) == [1, 4]
 
 
 def test_parameters_have_foreign_attributes_only_where_import_deepspeed_gives_these_names():

@@ -53,7 +53,8 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.engine.engine": _BELOW_ENGINE | {
         "infinity.engine.accumulation", "infinity.engine.checkpoint_manager", "infinity.engine.exporting",
         "infinity.engine.handover", "infinity.engine.idle_states", "infinity.engine.loading",
-        "infinity.engine.precision", "infinity.engine.preemption", "infinity.engine.runtime",
+        "infinity.engine.pipeline", "infinity.engine.precision", "infinity.engine.preemption",
+        "infinity.engine.runtime",
         "infinity.engine.saving", "infinity.engine.step",
     },
     # Which micro-batches make a step, and what is counted of them.
@@ -72,7 +73,10 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.engine.handover": _BELOW_ENGINE | {"infinity.engine.model_init", "infinity.engine.runtime"},
     "infinity.engine.step": _BELOW_ENGINE | {"infinity.engine.runtime"},
     "infinity.engine.runtime": _BELOW_ENGINE,
-    "infinity.engine.preflight": _BELOW_ENGINE,
+    "infinity.engine.preflight": _BELOW_ENGINE | {"infinity.engine.stage_cut"},
+    "infinity.engine.stage_cut": _BELOW_ENGINE,
+    # How the stages of a model run.
+    "infinity.engine.pipeline": _BELOW_ENGINE | {"infinity.engine.precision", "infinity.engine.runtime"},
     "infinity.engine.precision": {"infinity.config", "infinity.errors", "infinity.memory"},
     # The data loader of `initialize`.
     "infinity.engine.data": set(),

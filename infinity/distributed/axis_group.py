@@ -85,11 +85,13 @@ class AxisGroup(AxisPlace):
         if watchdog is None:
             work.wait()
             return
-        with watchdog.log.waiting(self.channel, number, name):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise watchdog.explain(error) from error
+        watchdog.log.begin_wait(self.channel, number, name)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise watchdog.explain(error) from error
+        finally:
+            watchdog.log.end_wait()
         if not self.host_waits:
             watchdog.log.queued(self.channel, number, name, work)
 

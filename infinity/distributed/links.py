@@ -187,6 +187,10 @@ class PipelineLinks:
         # Another back end has one stream for both directions between two ranks.
         self._one_way = not gloo and forward.size == 2
         self._ends = {link: self._end(link) for link in pipeline_links(forward.size) if forward.index in link[:2]}
+        # By link of activations, the end to which their gradients come back.
+        self._back = {
+            link: self._ends[MessageLink(link.receiver, link.sender, False)] for link in self._ends if link.forward
+        }
         # By boundary and micro-batch of this step, the forms of what has crossed it and comes back as gradients.
         self._crossed: dict[tuple[int, int], Forms] = {}
         self._keys: Sequence[Hashable] = ()
@@ -253,14 +257,15 @@ class PipelineLinks:
             whole = self._crossed.pop(boundary)
             going = [grad for grad in complete_gradients(tensors, whole, self.device, name) if grad is not None]
             forms = tuple(form for form in whole if form.requires_grad)
-        trace.begin_async("sends", name, sum(tensor.nbytes for tensor in going) if trace.active() else 0)
+        if trace.active():
+            trace.begin_async("sends", name, sum(tensor.nbytes for tensor in going))
         for number, (tensor, form) in enumerate(zip(going, forms, strict=True)):
             if tensor.numel():
                 transfers.append(self._send(end, self._dense(tensor, form), _numbered(name, number)))
         end.sent.append((name, transfers))
-        if link.forward and self._gradients:
+        if link.forward and self._gradients and not (back := self._back[link]).posted:
             # The gradient that comes back may be the next one of its link.
-            self._post(self._ends[MessageLink(link.receiver, link.sender, False)], 1)
+            self._post(back, 1)
         while len(end.sent) > self._sends_waiting:
             self._wait_for_send(end)
 
@@ -271,14 +276,16 @@ class PipelineLinks:
         """
         link, boundary, name = message
         end = self._ends[link]
-        self._post(end, 1)
+        if not end.posted:
+            self._post(end, 1)
         posted = end.posted[0]
         assert posted.message is message, (posted.message, message)
         with trace.span(trace.WAIT, "activation" if link.forward else "gradient of an activation", name):
             if posted.forms is None:
                 self._take_header(end, posted)
             # Posted before the wait, because behind it the stage could compute.
-            self._post(end, 2)
+            if end.coming:
+                self._post(end, 2)
             for transfer in posted.transfers:
                 transfer.wait()
         end.posted.popleft()
@@ -309,7 +316,7 @@ class PipelineLinks:
 
         Tensors of messages under way live as long as this object, because the back end may still use them.
         """
-        self._error = f"{type(error).__name__}: {error}"
+        self._error = self._error or f"{type(error).__name__}: {error}"
 
     def forget(self) -> None:
         """Forget the shapes of boundaries, for a model whose boundaries have changed. Call it on all ranks."""
@@ -358,7 +365,8 @@ class PipelineLinks:
     def _post_tensors(self, end: _End, posted: _Posted, forms: Forms) -> None:
         name = posted.message.name
         posted.tensors = [form.empty(self._wired) for form in forms]
-        trace.begin_async("receives", name, sum(t.nbytes for t in posted.tensors) if trace.active() else 0)
+        if trace.active():
+            trace.begin_async("receives", name, sum(tensor.nbytes for tensor in posted.tensors))
         for number, tensor in enumerate(posted.tensors):
             if tensor.numel():
                 posted.transfers.append(self._receive(end, _memory_of(tensor), _numbered(name, number)))
@@ -378,9 +386,9 @@ class PipelineLinks:
             return _encode(forms, message.name)
         if known != forms:
             raise StateError(
-                f"{message.name} is {forms}, and was {known} for a micro-batch with the same key ({key}): give "
-                "micro-batches of different shapes different keys, and call `forget` on all ranks when others of the "
-                "model's parameters are trained"
+                f"{message.name} is {_in_words(forms)}, and was {_in_words(known)} for a micro-batch with the same "
+                f"key ({key}): shapes at a boundary have to follow from the shapes of a micro-batch. Where the model "
+                "has changed, or what of it is trained, build a new engine"
             )
         return None
 
@@ -428,6 +436,14 @@ def _memory_of(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         tensor = tensor.as_strided((tensor.numel(),), (1,))
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _in_words(forms: Forms) -> str:
+    """As in "float32 [2, 8] (trained), int64 [2]"."""
+    return ", ".join(
+        f"{str(form.dtype).removeprefix('torch.')} {list(form.shape)}{' (trained)' if form.requires_grad else ''}"
+        for form in forms
+    )
 
 
 def _numbered(name: str, number: int) -> str:

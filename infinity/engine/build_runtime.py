@@ -9,6 +9,7 @@ from functools import partial
 from torch import nn
 
 from infinity.config import ResolvedConfig
+from infinity.distributed.collectives import exchange_values
 from infinity.distributed.process_groups import ProcessGroups, Ranks
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError
@@ -84,7 +85,11 @@ def build_runtime(
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
     breakdown = Breakdown(plan, ledger, store, units, device)
-    observer = Observer(breakdown, config.config, rank=ranks.rank, world_size=ranks.world_size)
+    told = partial(exchange_values, group=groups.pipeline, name="a timeline's stages")
+    observer = Observer(
+        breakdown, config.config, rank=ranks.rank, world_size=ranks.world_size,
+        tell=told if groups.pipeline.size > 1 else None,
+    )  # fmt: skip
     progress = StepProgress(
         config.config, ledger, accelerator=device.own_memory, rank=ranks.rank, data_size=groups.data.size
     )

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.module_tensors import persistent_buffers
 from infinity.checkpoint.state import ClientState, Counters, Run
 from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.process_groups import ProcessGroups
@@ -27,7 +26,7 @@ from infinity.engine.checkpoint_manager import CheckpointManager
 from infinity.engine.handover import WeightKeeper, why_not_kept
 from infinity.engine.idle_states import IdleStates
 from infinity.engine.loading import LoadOptions
-from infinity.engine.pipeline import MicroBatch, PipelineStep, draw, loss_of, mean_loss
+from infinity.engine.pipeline import BatchArguments, draw, loss_of, pipeline_of, step_loss
 from infinity.engine.preemption import PreemptionHandler
 from infinity.engine.runtime import Runtime
 from infinity.engine.saving import SaveRequest
@@ -70,7 +69,7 @@ class Engine(nn.Module):
 
     def __init__(
         self, runtime: Runtime, boundary: Boundary, optimizer: TieredOptimizer | None, lr_scheduler: Any = None,
-        training_dataloader: Any = None, pipeline: PipelineStep | None = None,
+        training_dataloader: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.module = runtime.module
@@ -84,7 +83,7 @@ class Engine(nn.Module):
         self._runtime = runtime
         self._boundary = boundary
         # None: every rank runs the whole model.
-        self._pipeline = pipeline
+        self._pipeline = pipeline_of(runtime)
         self._counters = Counters()
         self._checkpoints = CheckpointManager(runtime)
         self._preemption = PreemptionHandler(runtime.config.config.checkpoint.on_signal)
@@ -181,7 +180,7 @@ class Engine(nn.Module):
         self._check("train a batch")
         optimizer, count = self._stepped_by("train a batch"), self.gradient_accumulation_steps()
         given = self._own_data() if batches is None else batches
-        drawn = [MicroBatch.of(batch, self.device) for batch in draw(given, count, "train_batch")]
+        drawn = [BatchArguments.of(batch, self.device) for batch in draw(given, count, "train_batch")]
         if self._pipeline is None:
             losses = []
             for batch in drawn:
@@ -189,7 +188,7 @@ class Engine(nn.Module):
                 self.backward(loss)
                 losses.append(loss.detach())
                 self.step()
-            return mean_loss(losses, self._runtime, count)
+            return step_loss(losses, self._runtime, count)
         runtime = self._runtime
         self._bring_back()
         with runtime.groups.telling():
@@ -202,7 +201,7 @@ class Engine(nn.Module):
             losses = self._pipeline.train(drawn, optimizer)
         for _ in drawn:
             self._accumulation.count()
-        mean = mean_loss(losses, runtime, count)
+        mean = step_loss(losses, runtime, count)
         self._accumulation.ran_backward(mean, scaled=True)
         self._end_step(optimizer, {})
         return mean
@@ -216,7 +215,7 @@ class Engine(nn.Module):
         """
         self._check("evaluate a batch")
         count = len(batches) if isinstance(batches, (list, tuple)) else self.gradient_accumulation_steps()
-        drawn = [MicroBatch.of(batch, self.device) for batch in draw(batches, count, "eval_batch")]
+        drawn = [BatchArguments.of(batch, self.device) for batch in draw(batches, count, "eval_batch")]
         training = self.training
         self.eval()
         try:
@@ -228,7 +227,7 @@ class Engine(nn.Module):
                     losses = [loss_of(self(*batch.args, **batch.kwargs)) for batch in drawn]
         finally:
             self.train(training)
-        return mean_loss(losses, self._runtime, count)
+        return step_loss(losses, self._runtime, count)
 
     def _end_step(self, optimizer: TieredOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
         """Take the step at the accumulation boundary, and do what the ranks have told each other with it."""
@@ -495,6 +494,9 @@ class Engine(nn.Module):
 
         path: a page (".html") or a Chrome trace (".json") that is written at the end; ranks above 0 put theirs beside
         it. The object has the figures, and writes the other kind, too. One at a time in a process.
+
+        With a pipeline all ranks record the same steps, because the block's end is collective: each page shows the
+        forwards and backwards of all ranks of its pipeline.
         """
         self._check("record a timeline")
         return self._runtime.observer.timeline(path)
@@ -522,8 +524,7 @@ class Engine(nn.Module):
         self._runtime.hooks.check_tree()
         wanted = self.global_rank == 0
         params = param_access.full_state_dict(self._runtime.access, self.module, wanted=wanted, frozen=frozen)
-        buffers = persistent_buffers(self.module) if wanted else {}
-        return {**params, **{name: buffer.detach().cpu() for name, buffer in buffers.items()}}
+        return {**params, **exporting.whole_buffers(self._runtime, wanted=wanted)}
 
     # Checkpoints.
 
@@ -631,7 +632,7 @@ class Engine(nn.Module):
 
         keep_weights: leave the weights in the module, in the precision that the engine computes in, so that the program
         or another engine goes on with it (docs/engine_life.md). Collective then; an error leaves the engine open, as a
-        tensor axis does, of which a rank has shards. Without it only weights that are whole stay usable.
+        tensor or a pipeline axis does, of which a rank has a part. Without it only weights that are whole stay usable.
 
         Further calls, and calls in a forked child, do nothing. Raise the error of that step, once everything is
         returned.
@@ -658,7 +659,8 @@ class Engine(nn.Module):
 
     def destroy(self) -> None:
         """DeepSpeed's name for `close(keep_weights=True)`; an engine that an error has broken, or whose ranks have
-        shards, is closed without the weights, with a warning: programs call this when they end, however that comes.
+        parts of the model, is closed without the weights, with a warning: programs call this when they end, however
+        that comes.
         """
         reason = self._runtime.health.broken or why_not_kept(self._runtime)
         if reason:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 from infinity.distributed.collectives import exchange
 from infinity.distributed.links import Boundary, Gradients, PipelineLinks
@@ -49,14 +49,14 @@ class Staged(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class BatchArguments:
     """What a model is called with for one micro-batch."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @classmethod
-    def of(cls, batch: Any, device: torch.device) -> MicroBatch:
+    def of(cls, batch: Any, device: torch.device) -> BatchArguments:
         """Read a micro-batch as a loader gives it: a mapping of keyword arguments, a sequence of positional ones
         (inputs, labels), or one tensor. Tensors come to the device.
         """
@@ -66,10 +66,16 @@ class MicroBatch:
         return cls(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors, those in tuples and mappings, too, by name: "[0][1]", "['input_ids']"."""
+        named: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        found = tree_leaves_with_path(named)
+        return {keystr(path): value for path, value in found if isinstance(value, Tensor)}
+
+    @property
     def shapes(self) -> tuple[Any, ...]:
         """The shapes of its tensors, by name: equal for micro-batches whose boundaries have equal shapes."""
-        named: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
-        return tuple((name, tuple(value.shape)) for name, value in named.items() if isinstance(value, Tensor))
+        return tuple((name, tuple(value.shape)) for name, value in self.tensors.items())
 
 
 def loss_of(output: Any) -> Tensor:
@@ -98,8 +104,8 @@ def draw(batches: Any, count: int, verb: str) -> list[Any]:
         drawn = list(islice(iter(batches), count))
     else:
         raise ConfigError(
-            f"engine.{verb} takes a list of {count} micro-batches or an iterator of them, got {type(batches).__name__}: "
-            "a micro-batch is a mapping of the model's arguments, or (inputs, labels)"
+            f"engine.{verb} takes a list of {count} micro-batches or an iterator, got {type(batches).__name__}: a "
+            "micro-batch is a mapping of the model's arguments, or (inputs, labels)"
         )
     if len(drawn) != count:
         raise ConfigError(
@@ -123,16 +129,21 @@ class PipelineStep:
         self._executor = executor
         self._part = part
 
-    def train(self, batches: Sequence[MicroBatch], optimizer: TieredOptimizer) -> list[Tensor]:
+    def train(self, batches: Sequence[BatchArguments], optimizer: TieredOptimizer) -> list[Tensor]:
         """Run forward and backward of all micro-batches. Returns their losses on the last stage, nothing elsewhere."""
         self._check_same(batches)
         actions = _Training(self._runtime, self._staged, self._part, batches, optimizer, self._deferred)
-        with self._runtime.coordinator.pass_of_step("train"):
-            self._executor.run(self._part.split.tables, actions, keys=[batch.shapes for batch in batches])
+        try:
+            with self._runtime.coordinator.pass_of_step("train"):
+                self._executor.run(self._part.split.tables, actions, keys=[batch.shapes for batch in batches])
+        finally:
+            if self._deferred is not None:
+                # What an error has left; behind a whole step nothing.
+                self._deferred.abandon()
         actions.check_done()
         return actions.losses
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def evaluate(self, batches: Sequence[BatchArguments]) -> list[Tensor]:
         """Run forward of any number of micro-batches. Returns their losses on the last stage, nothing elsewhere."""
         self._check_same(batches)
         split = self._part.split
@@ -148,14 +159,11 @@ class PipelineStep:
         if self._deferred is not None:
             self._deferred.remove()
 
-    def _check_same(self, batches: Sequence[MicroBatch]) -> None:
+    def _check_same(self, batches: Sequence[BatchArguments]) -> None:
         named = {
-            f"{name} of micro-batch {index}": value
+            f"argument {name} of micro-batch {index}": value
             for index, batch in enumerate(batches)
-            for name, value in {
-                **{f"argument {at}": each for at, each in enumerate(batch.args)},
-                **batch.kwargs,
-            }.items()
+            for name, value in batch.tensors.items()
         }
         for group in (self._runtime.groups.pipeline, self._runtime.groups.tensor):
             if group.size > 1:
@@ -165,7 +173,7 @@ class PipelineStep:
 class _Forwards:
     """What the forwards of one step do."""
 
-    def __init__(self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[MicroBatch]) -> None:
+    def __init__(self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[BatchArguments]) -> None:
         self._runtime = runtime
         self._staged = staged
         self._part = part
@@ -185,7 +193,7 @@ class _Forwards:
         runtime.coordinator.use_micro_batch(action.micro_batch)
         args = precision.half(batch.args) if runtime.config.casts_inputs else batch.args
         under = precision.autocast(runtime.config.config.torch_autocast, runtime.device.torch)
-        with trace.span(trace.PHASE, "forward"), under:
+        with trace.span(trace.PHASE, "forward", action), under:
             return self._staged.forward(action.stage, received, args, batch.kwargs)
 
     def backward(self, action: Action, grads: Gradients | None) -> Gradients | None:
@@ -201,7 +209,7 @@ class _Training(_Forwards):
     """What the actions of a training step do; holds what forwards leave for their backwards."""
 
     def __init__(
-        self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[MicroBatch],
+        self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[BatchArguments],
         optimizer: TieredOptimizer, deferred: DeferredWeights | None,
     ) -> None:  # fmt: skip
         super().__init__(runtime, staged, part, batches)
@@ -237,7 +245,7 @@ class _Training(_Forwards):
         if not split:
             self._complete(action)
         coordinator.use_micro_batch(index)
-        with trace.span(trace.PHASE, "backward"), ExitStack() as stack:
+        with trace.span(trace.PHASE, "backward", action), ExitStack() as stack:
             if split:
                 assert self._deferred is not None
                 stack.enter_context(self._deferred.backward_input((stage, index), self._params(stage)))
@@ -257,7 +265,7 @@ class _Training(_Forwards):
         assert self._deferred is not None
         self._complete(action)
         waits = Counter(self._unit_of(param) for param in self._deferred.params(key))
-        with trace.span(trace.PHASE, "backward"):
+        with trace.span(trace.PHASE, "backward", action):
             gradients.begin_backward(scaled=True, chunk=self._chunks[stage])
             for param in self._deferred.weights(key):
                 unit = self._unit_of(param)
@@ -305,7 +313,7 @@ def pipeline_of(runtime: Runtime) -> PipelineStep | None:
     return PipelineStep(runtime, staged, PipelineExecutor(links, index=part.index), part, deferred)
 
 
-def mean_loss(losses: Sequence[Tensor], runtime: Runtime, count: int) -> Tensor:
+def step_loss(losses: Sequence[Tensor], runtime: Runtime, count: int) -> Tensor:
     """Return the mean over micro-batches and data ranks, in fp32 on the device; the same bits on every rank.
     Collective. losses: this rank's, none where it has not the last stage. count: micro-batches of each data rank.
     """

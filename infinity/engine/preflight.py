@@ -24,6 +24,7 @@ from infinity.memory.free_bytes import free_for_rank, free_nvme_nbytes
 from infinity.memory.queue_options import check_drives
 from infinity.memory.tiers.device import Device
 from infinity.observability.memory_breakdown import baseline_nbytes
+from infinity.parallel.module import PipelineModule
 from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.capacity import Capacity, within
 from infinity.plan.capacity_report import fits_without_activations, refuse
@@ -100,6 +101,11 @@ def preflight(
             )
     _checkpoint_room(question, model, plan, rank=ranks.rank)
     return plan, question
+
+
+def stages_asked(model: nn.Module) -> int | None:
+    """Return how many stages a model in layers asks for; None where it says nothing."""
+    return model.num_stages if isinstance(model, PipelineModule) else None
 
 
 def remarks(question: PlanInputs, model: nn.Module, plan: Plan, device: Device) -> list[str]:

@@ -28,6 +28,10 @@ from infinity.plan.pipeline import Action, ActionKind, MessageLink, Tables, mess
 
 # Sends of a link that may wait as a rank goes on; more where a schedule needs them.
 _SENDS_WAITING_MIN = 2
+_WORDS = {
+    ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.BACKWARD_INPUT: "backward for inputs",
+    ActionKind.BACKWARD_WEIGHT: "backward for weights",
+}  # fmt: skip
 
 
 class StageHandler(Protocol):
@@ -73,6 +77,7 @@ class PipelineExecutor:
         program = _compile(tables, self._index)
         held = _Held(self._links.device)
         receive, send = self._links.receive, self._links.send
+        action = None
         try:
             self._links.begin(
                 program.order, keys, gradients=program.gradients, sends_waiting=program.sends_waiting
@@ -98,8 +103,17 @@ class PipelineExecutor:
                     held.leave(leaves, _some(made, action), gradients=program.gradients)
             self._links.finish()
         except BaseException as error:
+            _note(error, action)
             self._links.abandon(error)
             raise
+
+
+def _note(error: BaseException, action: Action | None) -> None:
+    """Add to an error's traceback, which other ranks are told, where in the step it was."""
+    # Python 3.10 has no notes.
+    if action is not None and hasattr(error, "add_note"):
+        stage, kind, micro_batch = action
+        error.add_note(f"in the {_WORDS[kind]} of micro-batch {micro_batch} in stage {stage}")
 
 
 def _some(made: Gradients | None, action: Action) -> Gradients:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StateError
 from infinity.parallel.layer_seeds import LayerSeeds
 from infinity.parallel.layers import build_layers
+from infinity.parallel.stage import Boundary
 from infinity.plan.partition_method import counts_by_method
 from infinity.plan.stages import StageCut
 
@@ -32,8 +33,8 @@ class PipelineModule(nn.Module):
     """Layers that run one after the other, and their loss; `layers.0`, `layers.1` ... are the blocks of stages.
 
     layers: modules, `LayerSpec`s and `TiedLayerSpec`s (built here, in order), and functions of one argument.
-    num_stages, topology: the size of the pipeline axis that the program means, compared with the configuration's;
-    of a topology, `get_dim("pipe")`.
+    num_stages, topology: ranks along the pipeline axis, for a configuration that does not say it; of a topology,
+    `get_dim("pipe")`.
     loss_fn: called with the last layer's outputs and the labels. None: the last layer returns the loss.
     seed_layers: build each layer, and run it in training on each micro-batch, with random numbers of its own, which
     follow from `base_seed`; then dropout does not depend on the cut. seed_fn: called with a seed before each.
@@ -157,31 +158,34 @@ class PipelineModule(nn.Module):
 
 
 class StagedLayers:
-    """A `PipelineModule` cut into stages: has the interface of the cut form of any other model.
+    """A `PipelineModule` that runs one stage at a time, with the interface of `StagedModel`.
 
-    own: the stages of this rank. The model's own call runs each of them, so that its hooks stand. Nothing of the model
-    changes. Stages run each micro-batch once, in order.
+    own: the stages of this rank. Each is a call of the model, so that hooks of the model and of the stage's layers run.
+    Nothing of the model changes. A stage runs the micro-batches in their order, each once (see `seed_layers`).
     """
 
     def __init__(self, model: PipelineModule, cut: StageCut, *, own: Collection[int]) -> None:
         if cut.blocks != model.blocks:
-            raise ConfigError(f"a cut of {len(cut.blocks)} blocks is not one of these {model.num_layers} layers")
+            raise StateError(f"a cut of {len(cut.blocks)} blocks is not one of these {model.num_layers} layers")
         self._model = model
         self._cut = cut
         self._own = frozenset(own)
 
     def forward(
-        self, stage: int, received: tuple[Tensor, ...] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run one of this rank's stages.
+        self, stage: int, received: Boundary | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Boundary | Any:
+        """Run one of this rank's stages on a micro-batch.
 
         received: what the stage before returned, None at stage 0. args, kwargs: the micro-batch, as (inputs, labels) or
         by these names; a stage takes of it what it needs.
 
-        Returns the tensors that cross the boundary behind the stage; of the last one the loss, without labels the
-        outputs. Raises ConfigError where the last layer of a stage returns something else than tensors.
+        Return what crosses the boundary behind the stage; of the last stage the loss, or the outputs of a batch without
+        labels. ConfigError if the last layer of another stage returns something else than tensors.
         """
-        assert stage in self._own and (received is None) == (stage == 0)
+        if stage not in self._own:
+            raise StateError(f"stage {stage} is not run here, but {sorted(self._own) or 'none, since it was removed'}")
+        if (received is None) != (stage == 0):
+            raise StateError(f"stage {stage} takes {'no' if stage == 0 else 'the'} tensors of the stage before it")
         begin, end = self._cut.bounds[stage : stage + 2]
         inputs, labels = _batch(*args, **kwargs)
         if received is not None:
@@ -199,11 +203,9 @@ class StagedLayers:
             )
         return tensors
 
-    def restore(self) -> None:
-        """Nothing is replaced in the model between forwards."""
-
     def remove(self) -> None:
-        """Nothing of the model was changed."""
+        """Run no stage any more; idempotent. Nothing of the model was changed."""
+        self._own = frozenset()
 
 
 def _batch(inputs: Any = None, labels: Any = None) -> tuple[Any, Any]:
@@ -215,7 +217,10 @@ def _stages(given: int | None, topology: Any) -> int | None:
     along = None if topology is None else int(topology.get_dim("pipe"))
     if given is not None and along is not None and given != along:
         raise ConfigError(f"PipelineModule: num_stages is {given} and the topology has {along} along its axis 'pipe'")
-    return along if given is None else given
+    stages = along if given is None else given
+    if stages is not None and stages < 1:
+        raise ConfigError(f"PipelineModule: num_stages is {stages}; it must be at least 1")
+    return stages
 
 
 def _as_tuple(value: Any) -> Any:

@@ -16,7 +16,10 @@ from enum import Enum
 from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.filling import Table, add_nbytes, copy_table, in_process, initialise
 from infinity.plan.gradient_bytes import left_nbytes
+from infinity.plan.pipeline import ActionKind
 from infinity.plan.plan import Plan
+from infinity.plan.stage_activations import ActionBytes
+from infinity.plan.stages import PipelinePart
 from infinity.plan.types import (
     DTYPE_NBYTES,
     EXTENT_ALIGNMENT,
@@ -44,6 +47,8 @@ class Phase(Enum):
     INITIALISE = "initialise"
     FORWARD = "forward"
     BACKWARD = "backward"
+    # Forwards and backwards of all micro-batches, in the order of a pipeline's table, instead of the two above.
+    PIPELINE = "pipeline"
     # The optimizer's step, reductions at the accumulation boundary included.
     STEP = "step"
     # A checkpoint: partitions go to the drive from where they are, through pools that are there, or by blocks.
@@ -54,30 +59,35 @@ class Phase(Enum):
 
 def bytes_by_phase(
     plan: Plan, activation_nbytes: int = 0, *, model_dtype: str = "fp32", model_nbytes_max: int | None = None,
-    offloaded: OffloadedCheckpoints | None = None,
+    offloaded: OffloadedCheckpoints | None = None, moments: Sequence[ActionBytes] = (),
 ) -> dict[Phase, Table]:  # fmt: skip
     """Bytes by tier and kind at each phase's busiest moment, of any rank, in the steady state.
 
     activation_nbytes: what autograd keeps and computes with at its peak (see `estimators.activations`).
     model_dtype, model_nbytes_max: the dtype that the model is built in, and the bytes of it in memory at a time (None:
     all), beside the parameter in work. offloaded: activation checkpoints on another tier; their space stays allocated
-    from the first step on.
+    from the first step on. moments: of a rank of a pipeline, its activations by action, without those on another tier;
+    none: there are no activations.
     """
     if offloaded is not None:
         activation_nbytes -= offloaded.freed_nbytes
     gathered = _Gathered.follow(plan)
     rest = _at_rest(plan, gathered)
-    moments = {
-        Phase.INITIALISE: initialise(plan, model_dtype, model_nbytes_max),
-        Phase.FORWARD: _forward(plan, rest, gathered, activation_nbytes),
-        Phase.BACKWARD: _backward(plan, rest, gathered, activation_nbytes),
-        Phase.STEP: iter([rest]),
-        Phase.SAVE: iter([_saving(plan, rest)]),
-    }
-    found = {phase: _busiest([*tables], plan.request.accelerator) for phase, tables in moments.items()}
+    if plan.pipeline is None:
+        passes = {
+            Phase.FORWARD: _forward(plan, rest, gathered, activation_nbytes),
+            Phase.BACKWARD: _backward(plan, rest, gathered, activation_nbytes),
+        }
+    else:
+        passes = {Phase.PIPELINE: _pipeline(plan, plan.pipeline, rest, gathered, moments)}
+    tables = {
+        Phase.INITIALISE: initialise(plan, model_dtype, model_nbytes_max), **passes,
+        Phase.STEP: iter([rest]), Phase.SAVE: iter([_saving(plan, rest)]),
+    }  # fmt: skip
+    found = {phase: _busiest([*each], plan.request.accelerator) for phase, each in tables.items()}
     if offloaded is not None:
-        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.SAVE):
-            passing = phase in (Phase.FORWARD, Phase.BACKWARD)
+        for phase in (*passes, Phase.STEP, Phase.SAVE):
+            passing = phase in passes
             add_nbytes(found[phase], offloaded.tier, Kind.ACTIVATION if passing else Kind.POOL, offloaded.nbytes)
             add_nbytes(found[phase], Tier.CPU, Kind.POOL, offloaded.buffers * offloaded.each_nbytes)
     return found
@@ -186,6 +196,35 @@ def _backward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: i
         table = _in_pass(rest, gathered, begin + index, kept)
         add_nbytes(table, Tier.GPU, Kind.FULL_GRAD, left)
         yield table
+
+
+def _pipeline(
+    plan: Plan, part: PipelinePart, rest: Table, gathered: _Gathered, moments: Sequence[ActionBytes]
+) -> Iterator[Table]:
+    """Action by action: activations grow with the uses of a forward, and go with those of a backward, which leaves
+    gradients. In the process's own memory they stay: the C library keeps them for the next forward.
+    """
+    trace, accelerator = plan.schedule.trace, plan.request.accelerator
+    position = most = 0
+    actions = part.split.tables[part.index]
+    for index, action in enumerate(actions):
+        before, busiest, behind = moments[index].levels if moments else (0, 0, 0)
+        most = max(most, busiest)
+        count = 0 if action.kind is ActionKind.BACKWARD_WEIGHT else part.split.uses[action.stage]
+        begin, position = position, position + count
+        if action.kind is ActionKind.FORWARD:
+            for at in range(count):
+                held = before + (behind - before) * (at + 1) // count
+                yield _in_pass(rest, gathered, begin + at, held if accelerator else max(most, held))
+            continue
+        # Where weight gradients come later, those of a unit come together.
+        units = trace[begin:position] if count else [unit for unit in part.units_of(action.stage)]
+        whole = left_nbytes(units, plan.layouts, accelerator=accelerator, wire=plan.wire_in_backward)
+        for at, left in enumerate(whole):
+            held = busiest - (busiest - behind) * at // max(len(whole), 1) if accelerator else most
+            table = _in_pass(rest, gathered, begin + at if count else max(begin - 1, 0), held)
+            add_nbytes(table, Tier.GPU, Kind.FULL_GRAD, left)
+            yield table
 
 
 def _in_pass(rest: Table, gathered: _Gathered, position: int, activation_nbytes: int) -> Table:

@@ -409,6 +409,16 @@ def test_stages_of_a_pipeline_have_two_names() -> None:
     assert "parallel.pipeline = 2  (file: pipeline.stages)" in resolved.explain()
 
 
+def test_the_model_says_how_many_stages_there_are_where_the_configuration_does_not() -> None:
+    resolved = _resolved({}, world_size=8, stages=4)
+    assert (resolved.data, resolved.pipeline) == (2, 4)
+    assert "parallel.pipeline = 4  (the program: num_stages of the model)" in resolved.explain()
+    assert _resolved({"parallel": {"pipeline": 2}}, world_size=8, stages=4).pipeline == 2
+    assert _resolved({}, world_size=8, stages=1).pipeline == 1
+    with pytest.raises(ConfigError, match=r"num_stages of the model is 3 but 8 ranks are detected.* nearest is 2 or 4"):
+        _resolved({}, world_size=8, detected=True, stages=3)
+
+
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
@@ -419,7 +429,7 @@ def test_stages_of_a_pipeline_have_two_names() -> None:
         ({"parallel": {"tensor": 2}, "data_parallel_size": 8}, "but 4 .* are detected: start 16 ranks"),
         ({"parallel": {"tensor": 1}, "tensor_parallel": {"autotp_size": 2}}, "one size: keep parallel.tensor"),
         ({"parallel": {"pipeline": 3}}, "8 ranks are detected.* must divide them: the nearest is 2 or 4$"),
-        ({"parallel": {"pipeline": 8, "tensor": 2}}, "8 ranks are detected, 4 beside parallel.tensor 2: .* nearest is 4$"),
+        ({"parallel": {"pipeline": 8, "tensor": 2}}, "detected, 4 beside parallel.tensor 2: .* nearest is 4$"),
         ({"parallel": {"pipeline": 2}, "pipeline": {"stages": 4}}, "one size: keep parallel.pipeline"),
         ({"parallel": {"schedule": "gpipe"}}, "parallel.schedule needs stages, but parallel.pipeline is 1"),
         ({"parallel": {"pipeline": 2, "schedule": "zigzag"}}, "1f1b"),

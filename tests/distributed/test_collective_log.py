@@ -46,6 +46,7 @@ def test_a_wait_of_the_host_goes_before_the_devices() -> None:
     watching, work = Watching(), Work()
     group = AxisGroup("data", 0, 2, watchdog=watching, host_waits=False)  # type: ignore[arg-type]
     group.wait(work, 1, "gather")
-    with watching.log.waiting(1, 5, "sum"):
-        assert watching.log.wait is not None and watching.log.wait.name == "sum"
+    watching.log.begin_wait(1, 5, "sum")
+    assert watching.log.wait is not None and watching.log.wait.name == "sum"
+    watching.log.end_wait()
     assert watching.log.wait is not None and watching.log.wait.name == "gather"

@@ -6,6 +6,7 @@ gradient, and values that the next stage does not use, whose gradient is None.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class AffineStages:
         if split:
             self._queued[stage, micro_batch] = [*torch.autograd.grad(made, self.weights[stage], flows)]
         else:
-            self._add(stage, found[1:])
+            self.add(stage, found[1:])
         if stage == 0:
             self.inputs[micro_batch] = found[0]
             return None
@@ -98,27 +99,32 @@ class AffineStages:
 
     def backward_weight(self, action: Action) -> None:
         self.order.append(action)
-        self._add(action.stage, self._queued.pop((action.stage, action.micro_batch)))
+        self.add(action.stage, self._queued.pop((action.stage, action.micro_batch)))
 
-    def _add(self, stage: int, found: Any) -> None:
+    def add(self, stage: int, found: Any) -> None:
+        """Add a micro-batch's gradients of a stage's weights."""
         sums = self.sums.setdefault(stage, [torch.zeros(WIDTH), torch.zeros(WIDTH)])
         for total, grad in zip(sums, found, strict=True):
             total += grad
 
 
+@cache
 def in_sequence(count: int, m: int) -> AffineStages:
     """The same stages on one rank, a micro-batch at a time, as one graph."""
     whole = AffineStages(count, range(count))
-    for micro_batch in range(m):
-        batch = batch_of(micro_batch).requires_grad_()
-        flowing: Boundary = batch, torch.tensor(micro_batch)
-        for stage in range(count):
-            flowing = whole.outputs(stage, flowing)
-        whole.losses[micro_batch] = flowing[0].detach()
-        weights = [weight for stage in range(count) for weight in whole.weights[stage]]
-        whole.inputs[micro_batch], *found = torch.autograd.grad(flowing[0], [batch, *weights])
-        for stage in range(count):
-            whole._add(stage, found[2 * stage : 2 * stage + 2])
+    if m > 1:
+        before = in_sequence(count, m - 1)
+        whole.losses, whole.inputs = dict(before.losses), dict(before.inputs)
+        whole.sums = {stage: [each.clone() for each in sums] for stage, sums in before.sums.items()}
+    batch = batch_of(m - 1).requires_grad_()
+    flowing: Boundary = batch, torch.tensor(m - 1)
+    for stage in range(count):
+        flowing = whole.outputs(stage, flowing)
+    whole.losses[m - 1] = flowing[0].detach()
+    weights = [weight for stage in range(count) for weight in whole.weights[stage]]
+    whole.inputs[m - 1], *found = torch.autograd.grad(flowing[0], [batch, *weights])
+    for stage in range(count):
+        whole.add(stage, found[2 * stage : 2 * stage + 2])
     return whole
 
 

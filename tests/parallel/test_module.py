@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infinity
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StateError
 from infinity.parallel.layers import LayerSpec, TiedLayerSpec
 from infinity.parallel.module import PipelineModule, StagedLayers
 from infinity.plan.spec import UnitRules, find_units, module_tree
@@ -112,8 +112,13 @@ def test_a_boundary_that_is_no_tensor_is_refused_and_between_layers_of_a_stage_i
     staged = StagedLayers(model, cut_of(model, (2, 2)), own=(0, 1))
     with pytest.raises(ConfigError, match=r"layers.1 \(<lambda>\) is the last layer of stage 0 and returns dict"):
         staged.forward(0, None, (inputs,), {})
-    with pytest.raises(ConfigError, match="a cut of 4 blocks is not one of these 13 layers"):
+    with pytest.raises(StateError, match="a cut of 4 blocks is not one of these 13 layers"):
         StagedLayers(make(mixed_layers()), cut_of(model, (2, 2)), own=(0,))
+    with pytest.raises(StateError, match="stage 1 takes the tensors of the stage before it"):
+        staged.forward(1, None, (inputs,), {})
+    staged.remove()
+    with pytest.raises(StateError, match="stage 0 is not run here, but none"):
+        staged.forward(0, None, (inputs,), {})
 
 
 def test_the_tree_names_a_tied_weight_once_and_gathers_it_at_each_layer_that_uses_it():
@@ -325,6 +330,7 @@ def test_what_the_program_asks_for_is_kept():
         (lambda: PipelineModule([nn.ReLU]), "list modules, LayerSpec"),
         (lambda: LayerSpec(turn), "takes the class of a torch.nn.Module"),
         (lambda: TiedLayerSpec("words", nn.Linear, 2, 2, forward_fn="head"), "forward_fn must be a function"),
+        (lambda: PipelineModule([nn.ReLU()], num_stages=0), "num_stages is 0; it must be at least 1"),
         (lambda: PipelineModule([nn.ReLU()], num_stages=2, topology=Topology()), "num_stages is 2 and the topology"),
         (
             lambda: PipelineModule([TiedLayerSpec("a", nn.Linear, 2, 2), TiedLayerSpec("a", nn.Embedding, 3, 2)]),

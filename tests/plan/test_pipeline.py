@@ -70,7 +70,7 @@ def test_tables_of_forwards_alone_run_each_micro_batch_once_in_each_stage_and_fo
                 ]
                 check_messages(tables, sends_waiting=0)
     assert " ".join(map(str, forward_tables(2, 3, 2)[1])) == "1F0 1F1 3F0 3F1 1F2 3F2"
-    with pytest.raises(ConfigError, match="parallel.virtual_stages is 0"):
+    with pytest.raises(ConfigError, match=r"parallel\.virtual_stages is 0"):
         forward_tables(2, 1, 0)
 
 

@@ -50,6 +50,11 @@ class Channels:
         ranks = (0,) if axis == WORLD else range(self.topology.world_size)
         return tuple(filter(None, dict.fromkeys(self.members(rank, channel) for rank in ranks)))
 
+    @property
+    def has_links(self) -> bool:
+        """Whether ranks lie along a pipeline."""
+        return any(isinstance(axis, MessageLink) for axis in self.axes)
+
     def of_link(self, link: MessageLink) -> int:
         """Return the channel of a link between two indices of the pipeline axis."""
         return self.axes.index(link)

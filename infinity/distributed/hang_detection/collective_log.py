@@ -7,8 +7,6 @@ import time
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from infinity.distributed.hang_detection.flight_record import NAMES_MAX, Wait
@@ -70,14 +68,13 @@ class CollectiveLog:
         """Note that the device waits for a collective, and the host goes on."""
         self._queued.append((channel, number, name, work))
 
-    @contextmanager
-    def waiting(self, channel: int, number: int, name: str) -> Iterator[None]:
-        """Note that the host waits for a collective while the block runs."""
+    def begin_wait(self, channel: int, number: int, name: str) -> None:
+        """Note that the host waits for a collective, until `end_wait`."""
         self._wait = Wait(channel, number, name, time.monotonic())
-        try:
-            yield
-        finally:
-            self._wait = None
+
+    def end_wait(self) -> None:
+        """Note that the host waits no longer."""
+        self._wait = None
 
     def fail(self, error: BaseException) -> None:
         """Note that the engine is about to raise this."""

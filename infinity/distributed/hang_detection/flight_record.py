@@ -15,11 +15,20 @@ from infinity.distributed.hang_detection.channels import Channels
 
 # How many of a group's latest collectives a position carries.
 NAMES_MAX = 64
-ADVICE = (
+_ADVICE = (
     "At stage 3 every rank has to use the same modules in the same order. A module that chooses by its data (a mixture "
     "of experts) must be one unit: name its class in zero_optimization.leaf_module.classes. One that chooses at random "
     "(LayerDrop) needs the same seed on every rank."
 )
+_PIPELINE_ADVICE = (
+    "All ranks of a pipeline have to run the same schedule of the same micro-batches: look first at the schedule, at "
+    "parallel.stages and at the data of each rank."
+)
+
+
+def advice_for(channels: Channels) -> str:
+    """Return what to look at when ranks did different things."""
+    return f"{_PIPELINE_ADVICE}\n{_ADVICE}" if channels.has_links else _ADVICE
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.hang_detection.channels import Channels
 from infinity.distributed.hang_detection.flight_record import (
-    ADVICE,
     Positions,
     Wait,
+    advice_for,
     circle,
     missing,
     parted,
@@ -92,7 +92,7 @@ class Judge:
         stuck, apart = circle(positions, self._channels), parted(positions, self._channels)
         if apart or (stuck and stuck <= steady):
             first = f"What they did first that is not the same:\n{apart}\n" if apart else ""
-            text = f"ranks wait for different things:\n{self._table(positions)}\n{first}{ADVICE}"
+            text = f"ranks wait for different things:\n{self._table(positions)}\n{first}{advice_for(self._channels)}"
             return Judgement(Diagnosis(text))
         awaited = list(positions) if wait is None else self._missing(positions, wait)
         for rank in awaited:

@@ -30,11 +30,12 @@ from infinity.integrations.deepspeed.entry import init_inference, initialize, tp
 from infinity.integrations.deepspeed.pipe import PipelineModule
 from infinity.integrations.deepspeed.runtime import zero
 from infinity.integrations.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from infinity.integrations.deepspeed.runtime.pipe.engine import PipelineEngine
 from infinity.integrations.deepspeed.utils import OnDevice, log_dist, logger
 
 __all__ = [
-    "DeepSpeedEngine", "DeepSpeedOptimizer", "OnDevice", "PipelineModule", "__infinity__", "__version__", "accelerator",
-    "add_config_arguments", "checkpoint", "checkpointing", "comm", "get_accelerator", "init_distributed",
-    "init_inference", "initialize", "install", "launcher", "log_dist", "logger", "ops", "pipe", "runtime",
-    "tp_model_init", "utils", "zero",
+    "DeepSpeedEngine", "DeepSpeedOptimizer", "OnDevice", "PipelineEngine", "PipelineModule", "__infinity__",
+    "__version__", "accelerator", "add_config_arguments", "checkpoint", "checkpointing", "comm", "get_accelerator",
+    "init_distributed", "init_inference", "initialize", "install", "launcher", "log_dist", "logger", "ops", "pipe",
+    "runtime", "tp_model_init", "utils", "zero",
 ]  # fmt: skip

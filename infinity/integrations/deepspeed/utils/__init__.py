@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from infinity.integrations.deepspeed.comm import is_initialized
+from infinity.integrations.deepspeed.runtime.dataloader import RepeatingLoader
 from infinity.integrations.deepspeed.utils import groups
 from infinity.integrations.deepspeed.utils.init_on_device import OnDevice
 from infinity.integrations.deepspeed.utils.logging import log_dist, logger
@@ -28,9 +29,9 @@ from infinity.zero.leaf_modules import (
 )
 
 __all__ = [
-    "OnDevice", "get_z3_leaf_modules", "groups", "is_initialized", "log_dist", "logger", "safe_get_full_fp32_param",
-    "safe_get_full_grad", "safe_get_full_optimizer_state", "safe_get_local_fp32_param", "safe_get_local_grad",
-    "safe_get_local_optimizer_state", "safe_set_full_fp32_param", "safe_set_full_grad",
+    "OnDevice", "RepeatingLoader", "get_z3_leaf_modules", "groups", "is_initialized", "log_dist", "logger",
+    "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state", "safe_get_local_fp32_param",
+    "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_full_fp32_param", "safe_set_full_grad",
     "safe_set_full_optimizer_state", "safe_set_local_fp32_param", "safe_set_local_grad",
     "safe_set_local_optimizer_state", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module",
 ]  # fmt: skip
