@@ -147,9 +147,7 @@ LOOPS: dict[str, Loop] = {
     "every second recomputed": Loop(top=_checkpointed(every=2)),
     "recomputed from NVMe": Loop(top=_checkpointed(offload={"device": "nvme"}), calls=2),
     "recomputed by the model": Loop(model=_recomputes_itself, calls=2),
-    "recomputed but for products": Loop(top=_checkpointed(keep_ops=["aten.mm"])),
     "compiled": Loop(compiles=True),
-    "compiled and recomputed": Loop(compiles=True, top=_checkpointed()),
     "fp16": Loop(given=FP16, top={"fp16": {"enabled": True, "initial_scale_power": 8}}),
     "fp16 overflows": Loop(
         given=FP16, top={"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}, between=_norms

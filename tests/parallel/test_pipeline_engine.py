@@ -11,6 +11,7 @@ import torch
 
 import infinity
 from infinity.errors import ConfigError, StateError
+from infinity.zero.other_stages import is_elsewhere
 from tests.pipeline_matrix import Cell, batches, build, compare_exact, configuration, one_rank
 from tests.support.oracle import join
 from tests.support.spawn import RankPool, run_ranks
@@ -72,7 +73,7 @@ def refusals(rank: int, world: int) -> list[str]:
             refused(lambda: engine.train_batch(fed[:3]), ConfigError, "3 micro-batches, and a step has 4")
             refused(lambda: engine.train_batch(fed[0]), ConfigError, "a list of 4 micro-batches or an iterator")
             refused(engine.train_batch, ConfigError, "it was given none")
-            other = next(p for p in engine.module.parameters() if "_infinity_owner" not in p.__dict__)
+            other = next(p for p in engine.module.parameters() if is_elsewhere(p))
             refused(lambda: other.sum(), StateError, f"belongs to another stage of the pipeline, .* pp {1 - rank}")
             # Nothing of that has harmed it.
             before = float(engine.eval_batch(iter(fed)))
