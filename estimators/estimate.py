@@ -112,7 +112,7 @@ class Estimate:
         found, part = self.of_micro_batch, self.plan.pipeline
         if found is None or part is None:
             return found
-        return in_stages(found, part.split.cut, part.split.tables, part.index)
+        return in_stages(found, part.place)
 
     @cached_property
     def of_micro_batch(self) -> Activations | None:
@@ -127,7 +127,7 @@ class Estimate:
             return None
         away = not Tier.named(self.config.checkpoint_tier).on_device
         blocks = found.blocks.with_inputs_elsewhere() if away else found.blocks
-        return stage_activations(blocks, part.split.cut, part.split.tables, part.index)
+        return stage_activations(blocks, part.place)
 
     @cached_property
     def stages(self) -> tuple[Estimate, ...]:
@@ -286,7 +286,7 @@ class Estimate:
         found, part = self.of_micro_batch, self.plan.pipeline
         if found is None or found.blocks is None or part is None:
             return 0
-        return sent_nbytes(found.blocks, part.split.cut, part.split.tables, part.index)
+        return sent_nbytes(found.blocks, part.place)
 
     @cached_property
     def time(self) -> StepTime:
@@ -539,30 +539,36 @@ def estimate(
     resolved = _resolved(what, _with_sizes(config, sizes), ranks, local)
     size = resolved.micro_batch if batch is None else batch
     work = Workload.of(what, size, sequence, checkpointing=checkpointing, tiled_loss=tiled_loss).under(resolved)
-    root = what.tree(resolved.compute_dtype)
-    axis = _axis(what, root, resolved)
+    return _estimated(what, resolved, work, machine, _rates(profile, machine))
+
+
+def _estimated(
+    model: Described, config: ResolvedConfig, work: Workload, machine: Machine, rates: HardwareProfile
+) -> Estimate:
+    """Make the plan of each place on the pipeline axis."""
+    root = model.tree(config.compute_dtype)
+    axis = _axis(model, root, config)
     node = axis.divide(root)
     asked = PlanInputs(
-        node=node, config=resolved, topology=Topology.of(resolved), accelerator=machine.accelerator,
-        capacity=_capacity(resolved, machine, local), blocks=what.blocks, cut=_cut(what, node, resolved),
+        node=node, config=config, topology=Topology.of(config), accelerator=machine.accelerator,
+        capacity=_capacity(config, machine, config.local_size), blocks=model.blocks, cut=_cut(model, node, config),
     )  # fmt: skip
-    rates = _rates(profile, machine)
 
     def made(index: int) -> Estimate:
         inputs = replace(asked, index=index)
         found = Estimate(
-            model=what, config=resolved, plan=inputs.plan(), work=work, profile=rates, machine=machine, axis=axis
+            model=model, config=config, plan=inputs.plan(), work=work, profile=rates, machine=machine, axis=axis
         )
         if found.fits or found.activations is None:
             return found
         # Beside its activations it may fit with its bounds lowered, as the engine would.
-        room = _capacity(resolved, machine, local, found.activations.nbytes)
+        room = _capacity(config, machine, config.local_size, found.activations.nbytes)
         fitted = replace(found, plan=replace(inputs, capacity=room).plan())
         return fitted if fitted.fits else found
 
     if asked.cut is None:
         return made(0)
-    each = [made(index) for index in range(resolved.pipeline)]
+    each = [made(index) for index in range(config.pipeline)]
     return replace(each[0], plans=tuple(found.plan for found in each)).scarcest()
 
 

@@ -60,7 +60,10 @@ ALLOWED: dict[str, set[str]] = {
     # Which micro-batches make a step, and what is counted of them.
     "infinity.engine.accumulation": {"infinity.checkpoint.state", "infinity.config", "infinity.errors"},
     "infinity.engine.preemption": {"infinity.log"},
-    "infinity.engine.build_runtime": _BELOW_ENGINE | {"infinity.engine.preflight", "infinity.engine.runtime"},
+    "infinity.engine.build_runtime": _BELOW_ENGINE | {
+        "infinity.engine.build_parts", "infinity.engine.preflight", "infinity.engine.runtime",
+    },
+    "infinity.engine.build_parts": _BELOW_ENGINE,
     "infinity.engine.checkpoint_manager": _BELOW_ENGINE | {
         "infinity.engine.loading", "infinity.engine.runtime", "infinity.engine.saving",
     },

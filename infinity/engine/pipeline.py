@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, cast
@@ -31,6 +31,7 @@ from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.parallel.deferred_weights import DeferredWeights
 from infinity.parallel.executor import PipelineExecutor
 from infinity.parallel.module import PipelineModule, StagedLayers
+from infinity.parallel.random_state import draw_seed, has_dropout, seeded
 from infinity.parallel.same_batch import check_same_batch
 from infinity.parallel.stage import StagedModel
 from infinity.plan.pipeline import Action, ActionKind, forward_tables
@@ -178,6 +179,8 @@ class _Forwards:
         self._staged = staged
         self._part = part
         self._batches = batches
+        # With dropout each stage and micro-batch has random numbers of its own, which no schedule changes.
+        self._seed = draw_seed() if has_dropout(runtime.module) and runtime.module.training else None
         self.losses: list[Tensor] = []
 
     def forward(self, action: Action, received: Boundary | None) -> Boundary | None:
@@ -193,7 +196,11 @@ class _Forwards:
         runtime.coordinator.use_micro_batch(action.micro_batch)
         args = precision.half(batch.args) if runtime.config.casts_inputs else batch.args
         under = precision.autocast(runtime.config.config.torch_autocast, runtime.device.torch)
-        with trace.span(trace.PHASE, "forward", action), under:
+        numbers: AbstractContextManager[Any] = nullcontext()
+        if self._seed is not None:
+            own = self._seed + action.stage * len(self._batches) + action.micro_batch
+            numbers = seeded(own, runtime.device.torch)
+        with trace.span(trace.PHASE, "forward", action), under, numbers:
             return self._staged.forward(action.stage, received, args, batch.kwargs)
 
     def backward(self, action: Action, grads: Gradients | None) -> Gradients | None:

@@ -114,10 +114,7 @@ class Boundary:
     def check(self) -> None:
         """Raise StateError where no step can be taken. Nothing has changed then."""
         runtime = self._runtime
-        part = runtime.plan.pipeline
-        # A stage of a pipeline may be frozen altogether.
-        units = [unit.layout for unit in runtime.units] if part is None else part.split.units
-        if not any(unit.trainable for unit in units):
+        if not runtime.plan.trains:
             raise StateError("nothing to step: every parameter was frozen when the engine was made")
         if runtime.scaler is not None and runtime.gradients.unscaled:
             raise StateError(

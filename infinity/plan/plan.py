@@ -122,6 +122,12 @@ class Plan:
         raise KeyError(str(key))
 
     @property
+    def trains(self) -> bool:
+        """Whether there is anything to train, in any stage of a pipeline."""
+        every = self.pipeline.split.units if self.pipeline is not None else self.layouts
+        return any(each.trainable for each in every)
+
+    @property
     def shared(self) -> frozenset[int]:
         """Units that ranks of other stages have, too: their gradients are complete only at the end of a step."""
         return frozenset(self.pipeline.shared if self.pipeline is not None else ())

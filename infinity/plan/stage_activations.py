@@ -7,13 +7,13 @@ come to that. The engine sets aside what this module counts, and the estimator p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
 from infinity.plan.activation_bytes import Activations, BlockActivations
-from infinity.plan.pipeline import Action, ActionKind, Tables, activations_in_flight, held_behind
-from infinity.plan.stages import StageCut
+from infinity.plan.pipeline import Action, ActionKind, activations_in_flight, held_behind
+from infinity.plan.stages import PipelinePlace
 
 # Gradients of a boundary that may wait to be received. An executor waits for the oldest of more.
 _SENDS_WAITING = 2
@@ -62,12 +62,11 @@ class StageActivations:
         return max((moment.behind for moment in self.moments), default=self.buffers)
 
 
-def stage_activations(blocks: BlockActivations, cut: StageCut, tables: Tables, index: int) -> StageActivations:
-    """Follow the activations of the rank at `index` along its table. blocks: one entry for each block of the cut."""
-    pp, last = len(tables), cut.last
-    own = range(index, last + 1, pp)
+def stage_activations(blocks: BlockActivations, place: PipelinePlace) -> StageActivations:
+    """Follow the activations of a place's rank along its table. blocks: one entry for each block of the cut."""
+    cut, actions, last = place.cut, place.actions, place.cut.last
     saved, kept, deferred, working = ([0] * (last + 1) for _ in range(4))
-    for stage in own:
+    for stage in place.stages:
         begin, end = cut.bounds[stage : stage + 2]
         saved[stage] = sum(blocks.saved[begin:end])
         deferred[stage] = sum(blocks.deferred[begin:end])
@@ -81,7 +80,6 @@ def stage_activations(blocks: BlockActivations, cut: StageCut, tables: Tables, i
             moments = [each - blocks.head_nbytes for each in moments] + [blocks.loss_nbytes - blocks.head_nbytes]
         working[stage] = max(0, *moments)
     whole = [sum(each) for each in zip(saved, kept, strict=True)]
-    actions = tables[index]
     buffers = blocks.boundary_nbytes * _messages(actions, last)
     split = any(action.kind is ActionKind.BACKWARD_INPUT for action in actions)
     behind = [buffers + round(held) for held in held_behind(actions, whole, deferred)]
@@ -95,31 +93,30 @@ def stage_activations(blocks: BlockActivations, cut: StageCut, tables: Tables, i
     )  # fmt: skip
 
 
-def in_stages(found: Activations, cut: StageCut, tables: Tables, index: int) -> Activations:
-    """Of a whole model's activations of one micro-batch, those of the rank at `index` in a step of a pipeline.
+def in_stages(found: Activations, place: PipelinePlace) -> Activations:
+    """Of a whole model's activations of one micro-batch, those of a place's rank in a step of its pipeline.
 
     Where they are not known by block, the whole model's stand for those of a stage.
     """
     blocks = found.blocks
-    if blocks is None or len(blocks.saved) != len(cut.blocks):
+    if blocks is None or len(blocks.saved) != len(place.cut.blocks):
         return found
-    held = stage_activations(blocks, cut, tables, index)
+    held = stage_activations(blocks, place)
     peak = held.nbytes
-    inputs = _inputs_in_flight(blocks, cut, tables, index)
+    inputs = inputs_in_flight(blocks.recomputed, place)
     words = f"{held.in_flight} micro-batch{'es' if held.in_flight > 1 else ''} of a stage in flight"
     return replace(
         found, nbytes=peak, saved_nbytes=held.saved_nbytes, parts=dict(_parts(held)), source=f"{found.source}, {words}",
         inputs=min(inputs, found.inputs * held.in_flight),
         pooled_nbytes=None if found.pooled_nbytes is None else ceil(found.pooled_nbytes * peak / max(found.nbytes, 1)),
-        blocks=blocks,
     )  # fmt: skip
 
 
-def sent_nbytes(blocks: BlockActivations, cut: StageCut, tables: Tables, index: int) -> int:
-    """Bytes that the rank at `index` sends to other stages in a step: boundaries, and their gradients back."""
-    ends = {True: cut.last, False: 0}
+def sent_nbytes(blocks: BlockActivations, place: PipelinePlace) -> int:
+    """Bytes that a place's rank sends to other stages in a step: boundaries, and their gradients back."""
+    ends = {True: place.cut.last, False: 0}
     crossing = [
-        action for action in tables[index]
+        action for action in place.actions
         if action.kind is not ActionKind.BACKWARD_WEIGHT
         and action.stage != ends[action.kind is ActionKind.FORWARD]
     ]  # fmt: skip
@@ -140,13 +137,13 @@ def _messages(actions: tuple[Action, ...], last: int) -> int:
     return takes + (2 * gives + _SENDS_WAITING * takes if gradients else 0)
 
 
-def _inputs_in_flight(blocks: BlockActivations, cut: StageCut, tables: Tables, index: int) -> int:
-    """How many inputs of recomputed blocks the rank holds at most."""
-    counts = [0] * (cut.last + 1)
-    for stage in range(index, cut.last + 1, len(tables)):
-        begin, end = cut.bounds[stage : stage + 2]
-        counts[stage] = sum(blocks.recomputed[begin:end])
-    return round(activations_in_flight((tables[index],), counts, [0] * len(counts))[0])
+def inputs_in_flight(recomputed: Sequence[bool], place: PipelinePlace) -> int:
+    """Return how many inputs of recomputed blocks a place's rank holds at most. recomputed: by block of the cut."""
+    counts = [0] * (place.cut.last + 1)
+    for stage in place.stages:
+        begin, end = place.cut.bounds[stage : stage + 2]
+        counts[stage] = sum(recomputed[begin:end])
+    return round(activations_in_flight((place.actions,), counts, [0] * len(counts))[0])
 
 
 def _parts(held: StageActivations) -> Iterator[tuple[str, int]]:

@@ -16,7 +16,7 @@ from itertools import accumulate
 from math import inf
 
 from infinity.errors import ConfigError
-from infinity.plan.pipeline import Tables, make_tables, unit_uses
+from infinity.plan.pipeline import Action, Tables, make_tables, unit_uses
 from infinity.plan.prefetch import UnitAccess
 from infinity.plan.recomputation import repeated_blocks
 from infinity.plan.spec import ModelSpec, ModuleNode, UnitSpec
@@ -249,6 +249,25 @@ class SplitPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelinePlace:
+    """A place on the pipeline axis: which stages lie there follows from the cut, and what they do from the tables."""
+
+    cut: StageCut
+    tables: Tables
+    index: int
+
+    @property
+    def stages(self) -> range:
+        """The stages at this place."""
+        return range(self.index, len(self.cut.counts), len(self.tables))
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The table of this place."""
+        return self.tables[self.index]
+
+
+@dataclass(frozen=True, slots=True)
 class PipelinePart:
     """What a rank at place `index` of the pipeline axis has of a split model."""
 
@@ -259,6 +278,11 @@ class PipelinePart:
     def stages(self) -> tuple[int, ...]:
         """The stages that this rank runs."""
         return tuple(range(self.index, len(self.split.cut.counts), self.split.pp))
+
+    @property
+    def place(self) -> PipelinePlace:
+        """Where this is on the axis."""
+        return PipelinePlace(self.split.cut, self.split.tables, self.index)
 
     @property
     def numbers(self) -> tuple[int, ...]:

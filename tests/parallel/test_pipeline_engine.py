@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 
 import infinity
 from infinity.errors import ConfigError, StateError
+from infinity.plan.prefetch import FetchSchedule
 from infinity.zero.other_stages import is_elsewhere
+from infinity.zero.unit import GatherState, Unit
 from tests.pipeline_matrix import Cell, batches, build, compare_exact, configuration, one_rank
 from tests.support.oracle import join
 from tests.support.spawn import RankPool, run_ranks
@@ -73,7 +76,7 @@ def refusals(rank: int, world: int) -> list[str]:
             refused(lambda: engine.train_batch(fed[:3]), ConfigError, "3 micro-batches, and a step has 4")
             refused(lambda: engine.train_batch(fed[0]), ConfigError, "a list of 4 micro-batches or an iterator")
             refused(engine.train_batch, ConfigError, "it was given none")
-            other = next(p for p in engine.module.parameters() if is_elsewhere(p))
+            other = next(filter(is_elsewhere, engine.module.parameters()))
             refused(lambda: other.sum(), StateError, f"belongs to another stage of the pipeline, .* pp {1 - rank}")
             # Nothing of that has harmed it.
             before = float(engine.eval_batch(iter(fed)))
@@ -81,6 +84,58 @@ def refusals(rank: int, world: int) -> list[str]:
                 engine.train_batch(iter(fed))
             said.append(f"loss {before > float(engine.eval_batch(fed[:1]))} {engine.global_steps} {engine.training}")
     return said
+
+
+def gathers(rank: int, world: int) -> list[str]:
+    join(world)
+    torch.set_num_threads(1)
+    began: Counter[int] = Counter()
+    start = Unit.start_gather
+
+    def counted(unit: Unit) -> None:
+        began[unit.layout.index] += unit.state is GatherState.PARTITIONED
+        start(unit)
+
+    wrong = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unit, "start_gather", counted)
+        for live, schedule, virtual in ((10**9, "1f1b", 1), (10**9, "zero_bubble", 2), (30_000, "1f1b", 1)):
+            zero = {
+                "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": live,
+                "stage3_max_reuse_distance": live, "stage3_prefetch_bucket_size": live // 4,
+            }  # fmt: skip
+            parallel = {"pipeline": world, "schedule": schedule, "virtual_stages": virtual}
+            with tempfile.TemporaryDirectory() as drive:
+                config = configuration(drive, parallel, stage=3, param="cpu", optimizer="cpu", zero=zero)
+                engine, *_ = infinity.initialize(model=build("llama"), config=config)
+                with engine:
+                    # The prefetches of the third step are timed.
+                    for step in range(5):
+                        began.clear()
+                        engine.train_batch(batches(step))
+                    planned = planned_gathers(engine.coordinator.prefetcher._schedules["train"])
+                    if +began != planned:
+                        wrong.append(f"{live} {schedule}: gathered {began}, planned {planned}")
+                    if live == 10**9 and set(planned.values()) != {1}:
+                        wrong.append(f"{schedule}: planned {planned} with room for the whole stage")
+                    if engine.coordinator.mismatches > (live < 10**9):
+                        wrong.append(f"{live} {schedule}: {engine.coordinator.mismatches} passes off the schedule")
+    return wrong
+
+
+def planned_gathers(schedule: FetchSchedule) -> Counter[int]:
+    """How often a step gathers each unit by its schedule."""
+    found: Counter[int] = Counter()
+    live = set()
+    for use, keep in zip(schedule.uses, schedule.keep, strict=True):
+        if use.needed:
+            found[use.unit] += use.unit not in live
+            (live.add if keep else live.discard)(use.unit)
+    return found
+
+
+def test_a_unit_is_gathered_as_scheduled_and_once_where_the_stage_has_room() -> None:
+    assert run_ranks(gathers, 2, timeout=280) == [[], []]
 
 
 def test_what_a_stage_cannot_do_is_refused_with_what_it_can() -> None:
