@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -498,7 +499,8 @@ class Engine(nn.Module):
     def memory(self, by_unit: bool = False) -> MemoryReport:
         """Return this rank's bytes by tier and kind (and unit on request), now and at most; it prints as a table."""
         self._runtime.checkpointing.settle()
-        return self._runtime.observer.report(by_unit=by_unit)
+        report = self._runtime.observer.report(by_unit=by_unit)
+        return report if self._pipeline is None else replace(report, pipeline=self._pipeline.memory.use)
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
         """Record what happens in a `with` block: where each step waits, what moves, what memory holds.

@@ -23,6 +23,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 from infinity.distributed.collectives import exchange
 from infinity.distributed.links import Boundary, Gradients, PipelineLinks
 from infinity.engine import precision
+from infinity.engine.pipeline_memory import PipelineMemory
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError
 from infinity.memory.partition import DTYPES
@@ -121,9 +122,10 @@ class PipelineStep:
 
     def __init__(
         self, runtime: Runtime, staged: Staged, executor: PipelineExecutor, part: PipelinePart,
-        deferred: DeferredWeights | None,
+        deferred: DeferredWeights | None, memory: PipelineMemory,
     ) -> None:  # fmt: skip
         """deferred: for a schedule that splits backwards."""
+        self.memory = memory
         self._runtime = runtime
         self._deferred = deferred
         self._staged = staged
@@ -133,7 +135,8 @@ class PipelineStep:
     def train(self, batches: Sequence[BatchArguments], optimizer: TieredOptimizer) -> list[Tensor]:
         """Run forward and backward of all micro-batches. Returns their losses on the last stage, nothing elsewhere."""
         self._check_same(batches)
-        actions = _Training(self._runtime, self._staged, self._part, batches, optimizer, self._deferred)
+        self.memory.begin_step()
+        actions = _Training(self._runtime, self._staged, self._part, batches, optimizer, self._deferred, self.memory)
         try:
             with self._runtime.coordinator.pass_of_step("train"):
                 self._executor.run(self._part.split.tables, actions, keys=[batch.shapes for batch in batches])
@@ -141,6 +144,7 @@ class PipelineStep:
             if self._deferred is not None:
                 # What an error has left; behind a whole step nothing.
                 self._deferred.abandon()
+            self.memory.end_step()
         actions.check_done()
         return actions.losses
 
@@ -217,11 +221,12 @@ class _Training(_Forwards):
 
     def __init__(
         self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[BatchArguments],
-        optimizer: TieredOptimizer, deferred: DeferredWeights | None,
+        optimizer: TieredOptimizer, deferred: DeferredWeights | None, memory: PipelineMemory,
     ) -> None:  # fmt: skip
         super().__init__(runtime, staged, part, batches)
         self._optimizer = optimizer
         self._deferred = deferred
+        self._memory = memory
         self._chunks = {stage: chunk for chunk, stage in enumerate(part.stages)}
         # By stage and micro-batch: the tensors received, and what the forward returned.
         self._open: dict[tuple[int, int], tuple[Boundary, Boundary]] = {}
@@ -229,6 +234,7 @@ class _Training(_Forwards):
     def forward(self, action: Action, received: Boundary | None) -> Boundary | None:
         """Run a stage's forward of a micro-batch, and keep its graph; returns what the next stage takes."""
         stage, _, index = action
+        self._memory.ran(action)
         if self._deferred is None:
             output = self._run(action, received)
         else:
@@ -236,17 +242,20 @@ class _Training(_Forwards):
                 output = self._run(action, received)
         if stage < self._part.split.cut.last:
             self._open[stage, index] = received or (), output
+            self._memory.book(self._open.values())
             return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in output)
         loss = loss_of(output)
         self.losses.append(loss.detach())
         factor = self._runtime.loss_scale / len(self._batches)
         self._open[stage, index] = received or (), (precision.scaled(loss, factor),)
+        self._memory.book(self._open.values())
         return None
 
     def backward(self, action: Action, grads: Gradients | None) -> Gradients | None:
         """Run a stage's backward of a micro-batch, or its part for inputs; returns gradients of what was received."""
         stage, kind, index = action
         coordinator, chunk = self._runtime.coordinator, self._chunks[stage]
+        self._memory.book([*self._open.values(), (grads or (), ())])
         received, outputs = self._open.pop((stage, index))
         split = kind is ActionKind.BACKWARD_INPUT
         if not split:
@@ -263,6 +272,7 @@ class _Training(_Forwards):
                 torch.autograd.backward([outputs[at] for at in rooted], gradients)
             coordinator.end_backward()
             self._runtime.checkpointing.settle()
+        self._memory.ran(action)
         return tuple(tensor.grad for tensor in received) if stage > 0 else None
 
     def backward_weight(self, action: Action) -> None:
@@ -280,6 +290,7 @@ class _Training(_Forwards):
                 if not waits[unit]:
                     gradients.ready(unit)
             gradients.end_backward()
+        self._memory.ran(action)
 
     def check_done(self) -> None:
         """Every forward has had its backward."""
@@ -317,7 +328,8 @@ def pipeline_of(runtime: Runtime) -> PipelineStep | None:
         groups.pipeline_forward, groups.pipeline_backward, groups.pipeline, device=runtime.device.torch
     )
     deferred = DeferredWeights(runtime.module) if part.split.schedule == "zero_bubble" else None
-    return PipelineStep(runtime, staged, PipelineExecutor(links, index=part.index), part, deferred)
+    memory = PipelineMemory(runtime.ledger, links, deferred)
+    return PipelineStep(runtime, staged, PipelineExecutor(links, index=part.index), part, deferred, memory)
 
 
 def step_loss(losses: Sequence[Tensor], runtime: Runtime, count: int) -> Tensor:

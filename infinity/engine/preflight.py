@@ -93,12 +93,7 @@ def preflight(
         question = asked(measure=True)
         plan = question.plan()
     refuse(question, plan, rank=ranks.rank)
-    for name, param in model.named_parameters():
-        if param.is_meta:
-            raise ConfigError(
-                f"{name} is on the meta device and has no values: build the model under `with "
-                f"infinity.Init(config=...):` instead"
-            )
+    _refuse_without_values(model)
     _checkpoint_room(question, model, plan, rank=ranks.rank)
     return plan, question
 
@@ -106,6 +101,15 @@ def preflight(
 def stages_asked(model: nn.Module) -> int | None:
     """Return how many stages a model in layers asks for; None where it says nothing."""
     return model.num_stages if isinstance(model, PipelineModule) else None
+
+
+def _refuse_without_values(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise ConfigError(
+                f"{name} is on the meta device and has no values: build the model under `with "
+                f"infinity.Init(config=...):` instead"
+            )
 
 
 def remarks(question: PlanInputs, model: nn.Module, plan: Plan, device: Device) -> list[str]:

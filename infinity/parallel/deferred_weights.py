@@ -127,8 +127,12 @@ class DeferredWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of memory held between I and W; counts each storage once, whole."""
-        held = [tensor for each in self._micro_batches.values() for tensor in each.tensors()]
-        return sum({each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in held)}.values())
+        return _nbytes(tensor for each in self._micro_batches.values() for tensor in each.tensors())
+
+    def nbytes_of(self, key: Hashable) -> int:
+        """Return the bytes of the memory that is held for one micro-batch, each storage once."""
+        micro_batch = self._micro_batches.get(key)
+        return 0 if micro_batch is None else _nbytes(micro_batch.tensors())
 
     def abandon(self) -> None:
         """Drop all micro-batches, after a step has failed. Backwards of earlier forwards queue nothing any more."""
@@ -321,6 +325,11 @@ def _defers(x: Tensor, weight: Tensor) -> bool:
 def _is_plain(param: Tensor) -> bool:
     """Return whether this is a parameter of torch's own class without hooks on its gradient."""
     return type(param) is nn.Parameter and not param._backward_hooks and not param._post_accumulate_grad_hooks
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def _take_gradient(param: nn.Parameter) -> Tensor | None:
