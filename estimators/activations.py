@@ -9,12 +9,12 @@ lie there three times, or the backward of one block. Where a model is at hand, `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from infinity.errors import ConfigError
-from infinity.plan.activation_bytes import Activations
+from infinity.plan.activation_bytes import Activations, BlockActivations
 from infinity.plan.tiles import TILE_TOKENS, TILE_WORDS
 from infinity.plan.types import DTYPE_NBYTES
 
@@ -55,6 +55,16 @@ class _Pass:
         """Whether linear layers of these names keep their input, which they do for the gradient of a weight."""
         return self.adapted is None or not self.adapted.isdisjoint(layers)
 
+    def deferred_nbytes(self, *inputs: tuple[int, Mapping[str, int]]) -> int:
+        """What linear layers hold between the two parts of a split backward: of each input its columns, and those of
+        the outputs of the layers that take it, by name.
+        """
+        columns = 0
+        for width, outputs in inputs:
+            if own := [rows for name, rows in outputs.items() if self.keeps(name)]:
+                columns += width + sum(own)
+        return self.tokens * columns * self.width
+
     def scores(self, heads: int) -> int:
         """Elements of one matrix of attention scores, of all heads."""
         return self.batch * heads * self.sequence * self.sequence
@@ -66,11 +76,21 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Bytes that a repeated block keeps by part, those of its input, and what its backward adds at its busiest."""
+    """Bytes that a repeated block keeps by part, those of its input, and what its backward adds at its busiest.
+
+    deferred_nbytes: what its linear layers hold between the two parts of a split backward. saves_input: whether what it
+    keeps contains its input as it comes.
+    """
 
     parts: Mapping[str, int]
     input_nbytes: int
     backward_nbytes: int
+    deferred_nbytes: int = 0
+    saves_input: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.parts.values())
 
 
 def activations(
@@ -111,7 +131,7 @@ def activations(
     last = {"last norm": ending * (run.width * (1 + head) if gpt2 else _norm_nbytes(values, run, output=head))}
     # A cap of logits keeps them once more.
     capped = logits // DTYPE_NBYTES["fp32"] * run.width if values.get("final_logit_softcapping") else 0
-    again = [sum(block.parts.values()) + block.backward_nbytes for block in ahead]
+    again = [block.nbytes + block.backward_nbytes for block in ahead]
     moments = (
         {**kept, **last, "loss in tiles": _tiles_nbytes(values, run, ending)} if tiled_loss else
         {**kept, **last, "logits and loss": _LOSS_COPIES * logits + capped},
@@ -129,6 +149,27 @@ def activations(
         source=f"{form}, {'blocks computed again' if checkpointing else 'nothing computed again'}",
         # No gradient goes to the first block's where all before it is frozen: autograd does not save it.
         inputs=len(ahead) - (1 if ahead and adapted is not None else 0), input_nbytes=blocks[0].input_nbytes,
+        blocks=_by_block(
+            blocks, [checkpointing and index % every == 0 for index in range(len(blocks))],
+            # What lies behind the last block between forward and backward, and what the loss has at its busiest.
+            head=sum(last.values()) + (0 if tiled_loss else logits), loss=sum(moments[0].values()) - sum(kept.values()),
+            head_deferred=0 if tiled_loss or not run.keeps("lm_head") else
+            (ending + run.tokens * _size(values, "vocab_size")) * run.width,
+        ),
+    )  # fmt: skip
+
+
+def _by_block(
+    blocks: Sequence[_Block], recomputed: Sequence[bool], *, head: int, loss: int, head_deferred: int
+) -> BlockActivations:
+    """What stages of the model have their part of."""
+    each = list(zip(blocks, recomputed, strict=True))
+    return BlockActivations(
+        saved=tuple(block.input_nbytes if again else block.nbytes for block, again in each),
+        deferred=tuple(block.deferred_nbytes for block in blocks),
+        saves_input=tuple(again or block.saves_input for block, again in each), recomputed=tuple(recomputed),
+        working=tuple(block.backward_nbytes + (block.nbytes if again else 0) for block, again in each),
+        boundary_nbytes=blocks[0].input_nbytes, head_nbytes=head, loss_nbytes=loss, head_deferred=head_deferred,
     )  # fmt: skip
 
 
@@ -184,6 +225,7 @@ class _Part:
     name: str
     kept_nbytes: int
     backward_nbytes: int
+    deferred_nbytes: int = 0
 
 
 def _block(values: Mapping[str, Any], run: _Pass, attention: _Part, mixing: _Part) -> _Block:
@@ -201,8 +243,11 @@ def _block(values: Mapping[str, Any], run: _Pass, attention: _Part, mixing: _Par
         parts["adapters"] = run.tokens * len(run.adapted) * run.rank * run.width
     # In backward of attention what the other half kept is gone.
     return _Block(
-        parts, elements * run.width, max(mixing.backward_nbytes, attention.backward_nbytes - mixing.kept_nbytes)
-    )
+        parts, elements * run.width, max(mixing.backward_nbytes, attention.backward_nbytes - mixing.kept_nbytes),
+        attention.deferred_nbytes + mixing.deferred_nbytes,
+        # Norms save it in fp32.
+        saves_input=run.width == DTYPE_NBYTES["fp32"],
+    )  # fmt: skip
 
 
 def _attention(values: Mapping[str, Any], run: _Pass) -> _Part:
@@ -222,7 +267,11 @@ def _attention(values: Mapping[str, Any], run: _Pass) -> _Part:
         kept += run.tokens * (queries + keys) * _norm_nbytes(values, run, output=False)
     if values.get("attn_logit_softcapping"):
         kept += run.scores(heads) * run.width
-    return _Part("attention", kept + _scores_nbytes(run, heads, 0.0), _scores_backward_nbytes(run, heads))
+    hidden = _size(values, "hidden_size")
+    outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    outputs = {"qkv_proj": queries + 2 * keys} if values.get("model_type") == "phi3" else outputs
+    deferred = run.deferred_nbytes((hidden, outputs), (queries, {"o_proj": hidden}))
+    return _Part("attention", kept + _scores_nbytes(run, heads, 0.0), _scores_backward_nbytes(run, heads), deferred)
 
 
 def _latent_attention(values: Mapping[str, Any], run: _Pass) -> _Part:
@@ -243,7 +292,13 @@ def _latent_attention(values: Mapping[str, Any], run: _Pass) -> _Part:
         each = (2 * keys + value) * DTYPE_NBYTES["fp32"] + after * width
         scores = run.scores(heads) * DTYPE_NBYTES["fp32"]
         behind = 2 * scores
-    return _Part("attention", normed + tokens * heads * each + scores, max(behind, tokens * heads * each))
+    hidden, lower = _size(values, "hidden_size"), int(values.get("q_lora_rank") or 0)
+    outputs = {"q_a_proj": lower} if lower else {"q_proj": heads * keys}
+    deferred = run.deferred_nbytes(
+        (hidden, {**outputs, "kv_a_proj_with_mqa": latent + rope}), (latent, {"kv_b_proj": heads * (plain + value)}),
+        *([(lower, {"q_b_proj": heads * keys})] if lower else []), (heads * value, {"o_proj": hidden}),
+    )  # fmt: skip
+    return _Part("attention", normed + tokens * heads * each + scores, max(behind, tokens * heads * each), deferred)
 
 
 def _feed_forward(values: Mapping[str, Any], run: _Pass) -> _Part:
@@ -251,7 +306,16 @@ def _feed_forward(values: Mapping[str, Any], run: _Pass) -> _Part:
     inner, hidden = _size(values, "intermediate_size"), _size(values, "hidden_size")
     # Two gradients of the feed-forward's width, and two of the residual stream.
     busy = run.tokens * (2 * inner + 2 * hidden) * run.width
-    return _Part("feed-forward", run.tokens * _branches(run) * inner * run.width, busy)
+    kept = run.tokens * _branches(run) * inner * run.width
+    return _Part("feed-forward", kept, busy, _gated_deferred(values, run, inner))
+
+
+def _gated_deferred(values: Mapping[str, Any], run: _Pass, inner: int) -> int:
+    """What a gated feed-forward of linear layers holds between the two parts of a split backward."""
+    hidden = _size(values, "hidden_size")
+    outputs = {"gate_proj": inner, "up_proj": inner}
+    outputs = {"gate_up_proj": 2 * inner} if values.get("model_type") == "phi3" else outputs
+    return run.deferred_nbytes((hidden, outputs), (inner, {"down_proj": hidden}))
 
 
 def _branches(run: _Pass) -> int:
@@ -286,7 +350,11 @@ def _experts(values: Mapping[str, Any], run: _Pass) -> _Part:
     # Three gradients of the residual stream's width for each expert of a token, before they are added. DeepSeek's
     # shared expert comes last in forward, and so is over by then.
     busy = chosen * max(2 * inner * width, 3 * hidden * weight) + 2 * hidden * width
-    return _Part("experts", run.tokens * each, run.tokens * (busy - over))
+    # Experts in stacked weights compute all in the first part; those that every token passes are linear layers.
+    every = {"deepseek_v3": inner * int(values.get("n_shared_experts") or 0)}.get(str(values.get("model_type")), 0)
+    every = every or int(values.get("shared_expert_intermediate_size") or 0)
+    deferred = _gated_deferred(values, run, every) if every else 0
+    return _Part("experts", run.tokens * each, run.tokens * (busy - over), deferred)
 
 
 def _gpt2_block(values: Mapping[str, Any], run: _Pass) -> _Block:
@@ -312,7 +380,8 @@ def _gpt2_block(values: Mapping[str, Any], run: _Pass) -> _Block:
     if run.adapted is not None:
         parts["adapters"] = tokens * len(run.adapted) * run.rank * width
     behind = _scores_backward_nbytes(run, heads) - parts["feed-forward"]
-    return _Block(parts, tokens * hidden * width, max(tokens * 2 * inner * width, behind))
+    # Its layers are no linear ones to a split backward.
+    return _Block(parts, tokens * hidden * width, max(tokens * 2 * inner * width, behind), saves_input=True)
 
 
 def _norm_nbytes(values: Mapping[str, Any], run: _Pass, *, output: bool) -> int:

@@ -44,6 +44,7 @@ from infinity.cli.usage import Parser
 from infinity.config import parse_bytes
 from infinity.errors import ConfigError
 from infinity.plan.hardware import load_profile
+from infinity.plan.pipeline import SCHEDULES
 
 # Command-line option -> the key of a config.json.
 _PLAIN = {
@@ -94,8 +95,9 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
     searches = args.fit or args.max or (args.config is None and not args.compare and machine.known)
     _refuse_idle(args, searches)
     options: dict[str, Any] = {
-        "ranks": args.ranks, "ranks_per_node": args.ranks_per_node, "tp": args.tp, "batch": args.batch,
-        "sequence": args.sequence, "profile": load_profile(args.profile) if args.profile else None,
+        "ranks": args.ranks, "ranks_per_node": args.ranks_per_node, "tp": args.tp, "pp": args.pp,
+        "schedule": args.schedule, "virtual_stages": args.virtual_stages, "micro_batches": args.micro_batches,
+        "batch": args.batch, "sequence": args.sequence, "profile": load_profile(args.profile) if args.profile else None,
     }  # fmt: skip
     wish = Wish(
         model, machine, options, dtype=args.dtype or "bf16", checkpointing=args.checkpointing,
@@ -235,6 +237,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_machine(parser.add_argument_group("the machine"))
     work = parser.add_argument_group("the work of a rank")
     work.add_argument("--batch", type=_positive, metavar="N", help="sequences in a micro-batch (default: 1)")
+    work.add_argument(
+        "--micro-batches", type=_positive, metavar="N",
+        help="micro-batches in a step (default: gradient_accumulation_steps, else 1)",
+    )  # fmt: skip
     work.add_argument("--sequence", type=_positive, metavar="N", help="tokens in a sequence (default: up to 4096)")
     work.add_argument(
         "--checkpointing", action=argparse.BooleanOptionalAction,
@@ -268,6 +274,15 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tp", type=_positive, metavar="N",
         help="of them, ranks that divide each layer (default: the configuration's parallel.tensor, else 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--pp", type=_positive, metavar="N",
+        help="of them, ranks that divide the blocks among stages (default: parallel.pipeline, else 1)",
+    )  # fmt: skip
+    group.add_argument("--schedule", choices=SCHEDULES, help="of that pipeline (default: parallel.schedule, else 1f1b)")
+    group.add_argument(
+        "--virtual-stages", type=_positive, metavar="N",
+        help="stages of each rank of the pipeline (default: parallel.virtual_stages, else 1)",
     )  # fmt: skip
     group.add_argument("--ranks-per-node", type=_positive, metavar="N", help="default: all, at most 8")
     group.add_argument("--gpu", type=_bytes, metavar="SIZE", help="memory of each rank's accelerator: 24GB")

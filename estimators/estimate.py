@@ -17,12 +17,12 @@ from typing import Any
 from estimators.activations import activations, may_tile_loss
 from estimators.adapters import Lora
 from estimators.architectures import completed, known
-from estimators.compute import step_flops
+from estimators.compute import stage_operations, step_flops
 from estimators.model import Described, described
 from estimators.node import Machine
 from estimators.tensor import exchanged_nbytes, local_values, tensor_axis_of_values
 from infinity.config import Config, ResolveContext, ResolvedConfig, load_config, resolve, unfilled
-from infinity.config.conflicts import tensor_sizes
+from infinity.config.conflicts import pipeline_sizes, tensor_sizes
 from infinity.config.section import replaced
 from infinity.errors import ConfigError
 from infinity.plan.activation_bytes import Activations, OffloadedCheckpoints
@@ -32,10 +32,13 @@ from infinity.plan.inputs import PlanInputs
 from infinity.plan.model_styles import tensor_axis_of
 from infinity.plan.plan import Plan
 from infinity.plan.spec import ModuleNode
+from infinity.plan.stage_activations import StageActivations, in_stages, sent_nbytes, stage_activations
+from infinity.plan.stages import StageCut, cut_model, find_blocks
 from infinity.plan.tensor_axis import TensorAxis
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Kind, Tier
 from infinity.simulator.phases import Phase, at_rest, bytes_by_phase
+from infinity.simulator.pipeline_step import PipelineStepTime, RankWork, StageOperations, predict_pipeline
 from infinity.simulator.step_time import StepTime, predict
 from infinity.simulator.traffic import Link, Traffic, traffic
 
@@ -44,6 +47,8 @@ SEQUENCE = 4096
 RANKS_PER_NODE = 8
 # `infinity.Init` holds so much of a model that is being built; the rest is in its tiers already.
 INIT_NBYTES = 256 * 10**6
+
+_ASKED = {"parallel.tensor": "ranks of the tensor axis", "parallel.pipeline": "ranks of the pipeline axis"}
 
 Table = Mapping[Tier, Mapping[Kind, int]]
 
@@ -96,11 +101,44 @@ class Estimate:
     machine: Machine
     # What the tensor axis makes of the model.
     axis: TensorAxis = field(default_factory=TensorAxis)
+    # The plans of all places on the pipeline axis; `plan` is of the one whose memory is the scarcest.
+    plans: tuple[Plan, ...] = ()
 
     @cached_property
     def activations(self) -> Activations | None:
-        """What autograd keeps; None for a module of which no hyper-parameters are known."""
+        """What autograd keeps; None for a module of which no hyper-parameters are known. In a pipeline, of all that is
+        in flight on this rank.
+        """
+        found, part = self.of_micro_batch, self.plan.pipeline
+        if found is None or part is None:
+            return found
+        return in_stages(found, part.place)
+
+    @cached_property
+    def of_micro_batch(self) -> Activations | None:
+        """Activations of one micro-batch in the whole model."""
         return activations_of(self.model, self.config.compute_dtype, self.work, self.machine, self.axis)
+
+    @cached_property
+    def held(self) -> StageActivations | None:
+        """What of a pipeline's activations the rank holds on its device along its table; None without a pipeline."""
+        found, part = self.of_micro_batch, self.plan.pipeline
+        if found is None or found.blocks is None or part is None:
+            return None
+        away = not Tier.named(self.config.checkpoint_tier).on_device
+        blocks = found.blocks.with_inputs_elsewhere() if away else found.blocks
+        return stage_activations(blocks, part.place)
+
+    @cached_property
+    def stages(self) -> tuple[Estimate, ...]:
+        """The same run at each place of the pipeline axis; itself without one."""
+        return tuple(replace(self, plan=plan, plans=()) for plan in self.plans) or (self,)
+
+    def scarcest(self) -> Estimate:
+        """The same run at the place of the pipeline axis whose memory is the scarcest."""
+        if not self.plans:
+            return self
+        return replace(self, plan=max(self.stages, key=_scarcity).plan)
 
     @cached_property
     def activations_otherwise(self) -> Activations | None:
@@ -118,7 +156,7 @@ class Estimate:
         used = self.activations.nbytes if self.activations is not None else 0
         return bytes_by_phase(
             self.plan, used, model_dtype=self.config.compute_dtype, model_nbytes_max=INIT_NBYTES,
-            offloaded=self.offloaded,
+            offloaded=self.offloaded, moments=self.held.moments if self.held is not None else (),
         )  # fmt: skip
 
     @cached_property
@@ -199,12 +237,17 @@ class Estimate:
     @property
     def numel(self) -> int:
         """Elements of the whole model."""
-        return self.plan.numel if self.axis.size == 1 else self.tree.numel
+        return self.plan.numel if self._whole else self.tree.numel
+
+    @property
+    def _whole(self) -> bool:
+        """Whether each rank has a part of every parameter of the model."""
+        return self.axis.size == 1 and self.plan.pipeline is None
 
     @cached_property
     def trained_numel(self) -> int:
         """Elements of the whole model that the optimizer steps."""
-        if self.axis.size > 1:
+        if not self._whole:
             return sum(spec.numel for spec in self.tree.all_params().values() if spec.trainable)
         return sum(slot.numel for layout in self.plan.layouts if layout.trainable for slot in layout.slots)
 
@@ -216,7 +259,7 @@ class Estimate:
         recomputed = 1 / self.work.every if self.work.checkpointing else 0.0
         return exchanged_nbytes(
             self.axis, self.tree, tokens=self.work.tokens, width=DTYPE_NBYTES[self.config.compute_dtype],
-            recomputed=recomputed,
+            recomputed=recomputed, runs=self._runs,
         )  # fmt: skip
 
     @property
@@ -233,18 +276,77 @@ class Estimate:
     def traffic(self) -> Traffic:
         """Bytes a step by link."""
         return traffic(
-            self.plan, accumulation=self.accumulation, offloaded=self.offloaded, exchanged_nbytes=self.exchanged_nbytes
-        )
+            self.plan, accumulation=self.accumulation, offloaded=self.offloaded,
+            exchanged_nbytes=self.exchanged_nbytes, passed_nbytes=self.passed_nbytes,
+        )  # fmt: skip
+
+    @cached_property
+    def passed_nbytes(self) -> int:
+        """Bytes that a rank sends to other stages in a step."""
+        found, part = self.of_micro_batch, self.plan.pipeline
+        if found is None or found.blocks is None or part is None:
+            return 0
+        return sent_nbytes(found.blocks, part.place)
 
     @cached_property
     def time(self) -> StepTime:
         """A step on the machine that the profile describes, and what bounds it."""
-        return self._predicted(briefly=False)
+        return self._predicted(briefly=False) if self.plan.pipeline is None else self._schedule(briefly=False).step
 
     @cached_property
     def outline(self) -> StepTime:
         """The same in a fraction of the time, without what would have to change to make it faster."""
-        return self._predicted(briefly=True)
+        return self._predicted(briefly=True) if self.schedule is None else self.schedule.step
+
+    @cached_property
+    def schedule(self) -> PipelineStepTime | None:
+        """When the ranks of a pipeline compute what; None without one."""
+        return None if self.plan.pipeline is None else self._schedule(briefly=True)
+
+    def _schedule(self, *, briefly: bool) -> PipelineStepTime:
+        found = self.of_micro_batch
+        work = [
+            RankWork([self._operations[stage] for stage in each.plan.pipeline.stages], each.exchanged_nbytes, each._away)
+            for each in self.stages if each.plan.pipeline is not None
+        ]  # fmt: skip
+        return predict_pipeline(
+            self.plans, self.rates, tokens=self.work.tokens, work=work,
+            boundary_nbytes=found.blocks.boundary_nbytes if found is not None and found.blocks is not None else 0,
+            briefly=briefly,
+        )  # fmt: skip
+
+    @property
+    def _away(self) -> OffloadedCheckpoints | None:
+        """What of one micro-batch's activations lies on another tier."""
+        away, held = self.offloaded, self.held
+        return away if away is None or held is None else replace(away, count=-(-away.count // max(held.in_flight, 1)))
+
+    def _runs(self, path: str) -> bool:
+        """Whether the rank runs the module at a path."""
+        part = self.plan.pipeline
+        return part is None or any(stage in part.stages for stage in part.split.cut.stages_at(path))
+
+    @cached_property
+    def _operations(self) -> tuple[StageOperations, ...]:
+        """Operations of one micro-batch in each stage of the model."""
+        part = self.plan.pipeline
+        assert part is not None
+        return stage_operations(
+            self._local_tree, self._local_values, part.split.cut, tokens=self.work.tokens,
+            sequence=self.work.sequence, checkpointing=self.work.checkpointing, every=self.work.every,
+            tiled_loss=self.work.tiled_loss,
+        )  # fmt: skip
+
+    @cached_property
+    def _local_tree(self) -> ModuleNode:
+        """What the tensor axis leaves of the model."""
+        return self.axis.divide(self.tree)
+
+    @property
+    def _local_values(self) -> dict[str, Any]:
+        """The values of the config.json as a rank computes with them; nothing for another architecture."""
+        values = complete_values(self.model) or {}
+        return local_values(values, self.axis) if values and self.axis.size > 1 else values
 
     @property
     def rates(self) -> HardwareProfile:
@@ -266,19 +368,42 @@ class Estimate:
     @cached_property
     def flops(self) -> float:
         """Operations of one micro-batch's forward and backward on one rank."""
-        values = complete_values(self.model) or {}
-        if values and self.axis.size > 1:
-            values = local_values(values, self.axis)
+        if self.plan.pipeline is not None:
+            return sum(self._operations[stage].total for stage in self.plan.pipeline.stages)
         return step_flops(
-            self.axis.divide(self.tree), values, tokens=self.work.tokens, sequence=self.work.sequence,
+            self._local_tree, self._local_values, tokens=self.work.tokens, sequence=self.work.sequence,
             checkpointing=self.work.checkpointing, every=self.work.every, tiled_loss=self.work.tiled_loss,
         )  # fmt: skip
+
+    def _pipeline_as_dict(self) -> dict[str, Any]:
+        """The stages and what each place on the pipeline axis holds; nothing without one."""
+        part, schedule = self.plan.pipeline, self.schedule
+        if part is None or schedule is None:
+            return {}
+        places = [
+            {
+                "stages": [list(part.split.cut.blocks_of(stage)) for stage in own.plan.pipeline.stages],
+                "parameters": own.plan.numel, "fingerprint": own.plan.fingerprint(),
+                "in_flight": None if own.held is None else own.held.in_flight,
+                "activations_nbytes": None if own.activations is None else own.activations.nbytes,
+                "nbytes_peak": {tier.value: own.peak(tier) for tier in own.tiers}, "sent_nbytes": own.passed_nbytes,
+                "idle_seconds": idle,
+            }
+            for own, idle in zip(self.stages, schedule.times.idle, strict=True) if own.plan.pipeline is not None
+        ]  # fmt: skip
+        return {
+            "pipeline": {
+                "size": part.split.pp, "schedule": part.split.schedule, "virtual_stages": part.split.virtual,
+                "micro_batches": part.split.micro_batches, "bubble": schedule.times.bubble, "shown": part.index,
+                "places": places,
+            }
+        }  # fmt: skip
 
     def _tensor_as_dict(self) -> dict[str, Any]:
         """The axes and what the tensor axis costs; nothing where there is one axis."""
         topology = self.plan.topology
         if topology.tp == 1:
-            return {}
+            return {"data": topology.dp} if topology.pp > 1 else {}
         return {
             "data": topology.dp,
             "tensor": topology.tp,
@@ -295,16 +420,17 @@ class Estimate:
     def under(self, config: Any) -> Estimate:
         """The same run under a configuration that differs in `activation_checkpointing` only: the plan is the same."""
         topology = self.plan.topology
-        resolved = _resolved(self.model, _with_tensor(config, topology.tp), topology.world_size, topology.local_size)
-        return replace(self, config=resolved, work=self.work.under(resolved))
+        axes = {"parallel.tensor": topology.tp, "parallel.pipeline": topology.pp}
+        resolved = _resolved(self.model, _with_sizes(config, axes), topology.world_size, topology.local_size)
+        return replace(self, config=resolved, work=self.work.under(resolved)).scarcest()
 
     def with_checkpointing(self, checkpointing: bool) -> Estimate:
         """The same run with layers computed again in backward, or not: the plan is the same."""
-        return replace(self, work=replace(self.work, checkpointing=checkpointing))
+        return replace(self, work=replace(self.work, checkpointing=checkpointing)).scarcest()
 
     def with_tiled_loss(self, tiled_loss: bool) -> Estimate:
         """The same run with the loss in tiles, or with all its logits: the plan is the same."""
-        return replace(self, work=replace(self.work, tiled_loss=tiled_loss))
+        return replace(self, work=replace(self.work, tiled_loss=tiled_loss)).scarcest()
 
     @property
     def may_tile_loss(self) -> bool:
@@ -324,6 +450,7 @@ class Estimate:
             "ranks": plan.topology.world_size,
             "ranks_per_node": plan.topology.local_size,
             **self._tensor_as_dict(),
+            **self._pipeline_as_dict(),
             "stage": plan.request.stage,
             "dtype": plan.request.compute_dtype,
             "units": len(plan.layouts),
@@ -371,6 +498,10 @@ def estimate(
     ranks: int = 1,
     ranks_per_node: int | None = None,
     tp: int | None = None,
+    pp: int | None = None,
+    schedule: str | None = None,
+    virtual_stages: int | None = None,
+    micro_batches: int | None = None,
     batch: int | None = None,
     sequence: int | None = None,
     checkpointing: bool = False,
@@ -384,12 +515,14 @@ def estimate(
 
     model: the name of a known model, a Hugging Face config.json (file, folder or its values), or a module, which may be
     on the meta device. config: the training configuration (path, dict or JSON text). tp: ranks of the tensor axis, of
-    `ranks` in all; otherwise the configuration's parallel.tensor. batch: sequences in a micro-batch,
-    otherwise the configuration's. sequence: tokens in each, at most 4096 unless said. tiled_loss: the program calls
-    `infinity.tile_sequence(model, mlps=False)`. machine: what a node has, for
-    `fits` and "auto". profile: measured rates, or the path of the file that `infinity bench` has written; otherwise
-    assumed ones. lora: the rank of peft's adapters, which then are all that is trained; lora_targets: names of the
-    layers that get them, with commas between them or as a sequence, or "all-linear"; otherwise peft's default.
+    `ranks` in all; otherwise the configuration's parallel.tensor. pp, schedule, virtual_stages: the same of the
+    pipeline axis, its schedule, and the stages of each of its ranks; micro_batches: of a step
+    (gradient_accumulation_steps). batch: sequences in a micro-batch, otherwise the configuration's. sequence: tokens in
+    each, at most 4096 unless said. tiled_loss: the program calls `infinity.tile_sequence(model, mlps=False)`. machine:
+    what a node has, for `fits` and "auto". profile: measured rates, or the path of the file that `infinity bench` has
+    written; otherwise assumed ones. lora: the rank of peft's adapters, which then are all that is trained;
+    lora_targets: names of the layers that get them, with commas between them or as a sequence, or "all-linear";
+    otherwise peft's default.
 
     Raises ConfigError for a model, a configuration or a profile that cannot be understood, and for a profile of ranks
     that compute elsewhere than the machine's.
@@ -402,26 +535,69 @@ def estimate(
     local = min(ranks, RANKS_PER_NODE) if ranks_per_node is None else ranks_per_node
     if local < 1 or ranks % local:
         raise ConfigError(f"{ranks} ranks cannot be {local} on each node: ranks_per_node must divide the ranks")
-    resolved = _resolved(what, _with_tensor(config, tp), ranks, local)
-    topology = Topology.of(resolved)
+    sizes = {
+        "parallel.tensor": tp, "parallel.pipeline": pp, "parallel.schedule": schedule,
+        "parallel.virtual_stages": virtual_stages, "gradient_accumulation_steps": micro_batches,
+    }  # fmt: skip
+    resolved = _resolved(what, _with_sizes(config, sizes), ranks, local)
     size = resolved.micro_batch if batch is None else batch
     work = Workload.of(what, size, sequence, checkpointing=checkpointing, tiled_loss=tiled_loss).under(resolved)
-    root = what.tree(resolved.compute_dtype)
-    axis = _axis(what, root, resolved)
+    return _estimated(what, resolved, work, machine, _rates(profile, machine))
+
+
+def _estimated(
+    model: Described, config: ResolvedConfig, work: Workload, machine: Machine, rates: HardwareProfile
+) -> Estimate:
+    """Make the plan of each place on the pipeline axis."""
+    root = model.tree(config.compute_dtype)
+    axis = _axis(model, root, config)
+    node = axis.divide(root)
     asked = PlanInputs(
-        node=axis.divide(root), config=resolved, topology=topology, accelerator=machine.accelerator,
-        capacity=_capacity(resolved, machine, local), blocks=what.blocks,
+        node=node, config=config, topology=Topology.of(config), accelerator=machine.accelerator,
+        capacity=_capacity(config, machine, config.local_size), blocks=model.blocks, cut=_cut(model, node, config),
     )  # fmt: skip
-    rates = _rates(profile, machine)
-    made = Estimate(
-        model=what, config=resolved, plan=asked.plan(), work=work, profile=rates, machine=machine, axis=axis
-    )
-    if made.fits or made.activations is None:
-        return made
-    # Beside its activations it may fit with its bounds lowered, as the engine would.
-    room = _capacity(resolved, machine, local, made.activations.nbytes)
-    fitted = replace(made, plan=replace(asked, capacity=room).plan())
-    return fitted if fitted.fits else made
+
+    # Those of the whole model, which all stages have their part of.
+    units = asked.units
+
+    def made(index: int) -> Estimate:
+        inputs = replace(asked, index=index)
+        found = Estimate(
+            model=model, config=config, plan=inputs.plan(units=units), work=work, profile=rates, machine=machine, axis=axis
+        )
+        if found.fits or found.activations is None:
+            return found
+        # Beside its activations it may fit with its bounds lowered, as the engine would.
+        room = _capacity(config, machine, config.local_size, found.activations.nbytes)
+        fitted = replace(found, plan=replace(inputs, capacity=room).plan(units=units))
+        return fitted if fitted.fits else found
+
+    if asked.cut is None:
+        return made(0)
+    each = [made(index) for index in range(config.pipeline)]
+    return replace(each[0], plans=tuple(found.plan for found in each)).scarcest()
+
+
+def _scarcity(found: Estimate) -> tuple[bool, float, int]:
+    """How scarce the memory of a place on the pipeline axis is: whether it is too small, its share that is held, and
+    bytes.
+    """
+    held = [(found.peak(tier), found.capacity.of(tier)) for tier in found.tiers]
+    share = max((peak / max(limit, 1) for peak, limit in held if limit is not None), default=0.0)
+    return not found.fits, share, sum(peak for peak, _ in held)
+
+
+def _cut(model: Described, node: ModuleNode, config: ResolvedConfig) -> StageCut | None:
+    """The stages of a pipeline, as a run cuts them; None without one. node: what a tensor axis leaves of the model."""
+    if config.pipeline == 1:
+        return None
+    section = config.config.parallel
+    stages, counts = config.pipeline * section.virtual_stages, section.stages or None
+    layered = getattr(model.module, "stage_counts", None)
+    after = None
+    if layered is not None:
+        after, counts = (), counts or layered(stages)
+    return cut_model(node, find_blocks(node, model.blocks), stages, after=after, counts=counts)
 
 
 def tensor_axis(model: Described, root: ModuleNode, size: int) -> TensorAxis:
@@ -450,17 +626,32 @@ def _planned_axis(
     return tensor_axis_of_values(root, completed(model.values), size=size, sequence=sequence, given=given)
 
 
-def _with_tensor(config: Any, size: int | None) -> Config:
-    """The configuration with so many ranks of the tensor axis; ConfigError where it names another number."""
+def _with_sizes(config: Any, sizes: Mapping[str, int | str | None]) -> Config:
+    """The configuration with these values by path; ConfigError where it names others."""
     loaded = load_config(config)
-    named = tensor_sizes(loaded)
-    if size is None or set(named.values()) == {size} or (size == 1 and not named):
-        return loaded
-    if named:
-        path, other = next(iter(named.items()))
-        raise ConfigError(f"{path} is {other}, and {size} ranks of the tensor axis are asked for: keep one of the two")
-    given = {**loaded.provenance.given, "parallel.tensor": size}
-    return replaced(loaded, "parallel.tensor", size).from_source(replace(loaded.provenance, given=given))
+    axes = {"parallel.tensor": tensor_sizes(loaded), "parallel.pipeline": pipeline_sizes(loaded)}
+    for path, value in sizes.items():
+        given = {path: _value(loaded, path)} if path in loaded.provenance.given else {}
+        named = axes.get(path, given)
+        # One rank along an axis is none: nothing has to be said of it.
+        if value is None or set(named.values()) == {value} or (path in axes and value == 1 and not named):
+            continue
+        if named:
+            key, other = next(iter(named.items()))
+            asked = f"{value} {_ASKED[path]}" if path in axes else f"{path} = {value}"
+            raise ConfigError(
+                f"{key} is {other}, and {asked} {'are' if path in axes else 'is'} asked for: keep one of the two"
+            )
+        source = replace(loaded.provenance, given={**loaded.provenance.given, path: value})
+        loaded = replaced(loaded, path, value).from_source(source)
+    return loaded
+
+
+def _value(config: Config, path: str) -> Any:
+    found: Any = config
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
 
 
 def _resolved(model: Described, config: Any, ranks: int, local: int) -> ResolvedConfig:

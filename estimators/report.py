@@ -85,8 +85,7 @@ def headline(found: Estimate) -> list[str]:
     """What is sized, in two lines."""
     plan, request, work = found.plan, found.plan.request, found.work
     topology = plan.topology
-    ranks = f"{topology.world_size} rank" + ("s" if topology.world_size > 1 else "")
-    ranks += f" (data {topology.dp} x tensor {topology.tp})" if topology.tp > 1 else ""
+    ranks = topology.in_words()
     nodes = topology.world_size // topology.local_size
     where = f"{ranks} on {nodes} nodes" if nodes > 1 else ranks
     checkpointed = ", activations recomputed" if work.checkpointing else ""
@@ -99,7 +98,7 @@ def headline(found: Estimate) -> list[str]:
         f"({request.grad_dtype}) {_where(found, Kind.GRAD)}; {len(plan.layouts)} units, "
         f"{len(plan.sub_groups):,} sub-groups",
     ]
-    lines += _tensor(found)
+    lines += [*_tensor(found), *_pipeline(found)]
     if found.lora is not None and found.model.lora is not None:
         named = "" if found.model.lora.targets else ", peft's default"
         lines.append(
@@ -126,6 +125,35 @@ def _tensor(found: Estimate) -> list[str]:
         f"modules{', along the sequence' if found.axis.sequence else ''}"
     )
     return [line, *(f"tensor axis: {remark}" for remark in found.axis.remarks)]
+
+
+def _pipeline(found: Estimate) -> list[str]:
+    """The stages of a pipeline, and what each place on its axis holds and waits."""
+    part, schedule = found.plan.pipeline, found.schedule
+    if part is None or schedule is None:
+        return []
+    split, passed = part.split, found.of_micro_batch
+    virtual = f", {split.virtual} stages a rank" if split.virtual > 1 else ""
+    boundary = ""
+    if passed is not None and passed.blocks is not None:
+        boundary = f"; {format_bytes(passed.blocks.boundary_nbytes)} cross each boundary in a micro-batch, and go back"
+    lines = [
+        f"pipeline of {split.pp}, {split.schedule}{virtual}, {split.micro_batches} micro-batches: bubble "
+        f"{100 * schedule.times.bubble:.0f} %{boundary}. The tables below are of place {part.index}, the scarcest",
+    ]
+    near = [tier for tier in found.tiers if not tier.on_drive]
+    names = [tier_name(found, tier, short=True) for tier in near]
+    rows = [["  place", "blocks", "parameters", "in flight", "activations", *names, "sent", "micro-batch", "waits"]]
+    for own, idle, (each, _) in zip(found.stages, schedule.times.idle, schedule.seconds, strict=True):
+        assert own.plan.pipeline is not None
+        held, counts = own.activations, [split.cut.counts[stage] for stage in own.plan.pipeline.stages]
+        rows.append(
+            [f"  {own.plan.pipeline.index}", "+".join(map(str, counts)), f"{own.plan.numel / 1e9:.2f} B",
+             str(own.held.in_flight) if own.held else "-", format_bytes(held.nbytes) if held else "-",
+             *(format_bytes(own.peak(tier)) for tier in near), format_bytes(own.passed_nbytes), duration(each),
+             duration(idle)]
+        )  # fmt: skip
+    return [*lines, *_aligned(rows)]
 
 
 def tables(found: Estimate) -> list[str]:

@@ -5,7 +5,7 @@ The styles are those that the models of transformers bring; a test holds the two
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from infinity.plan.model_styles import HEADS, written_styles
@@ -83,33 +83,40 @@ def local_values(values: Mapping[str, Any], axis: TensorAxis) -> dict[str, Any]:
 
 
 def exchanged_nbytes(
-    axis: TensorAxis, root: ModuleNode, *, tokens: int, width: int, recomputed: float = 0.0
-) -> int:
+    axis: TensorAxis, root: ModuleNode, *, tokens: int, width: int, recomputed: float = 0.0,
+    runs: Callable[[str], bool] = lambda path: True,
+) -> int:  # fmt: skip
     """Bytes that one rank sends to the others of its tensor group in a micro-batch's forward and backward.
 
     root: the whole model's tree. width: bytes of an element of activations. recomputed: the share of blocks whose
     forward runs again in backward. Rings are assumed: a sum sends its bytes twice but for a rank's own part. Along the
-    sequence a sum is a gather and a scatter of the same bytes. The loss's three numbers a token are left out.
+    sequence a sum is a gather and a scatter of the same bytes. The loss's three numbers a token are left out. runs:
+    whether the rank's stages run the module at a path.
     """
     if axis.size == 1:
         return 0
     part = (axis.size - 1) / axis.size * tokens * width
     found = 0.0
-    for columns, times, block in _sums(axis, root):
+    for columns, times, block in _sums(axis, root, runs):
         found += part * columns * (times if not block else times * (1 + recomputed))
     return round(found)
 
 
-def _sums(axis: TensorAxis, root: ModuleNode) -> Iterator[tuple[int, int, bool]]:
+def _sums(axis: TensorAxis, root: ModuleNode, runs: Callable[[str], bool]) -> Iterator[tuple[int, int, bool]]:
     """(elements a token, 2 of a sum or 1 of a gather, whether it is part of a block's forward) of every exchange."""
-    regions = [region.path for region in axis.regions]
+    regions = {region.path for region in axis.regions if runs(region.path)}
+    # By region, what its divided layers take.
+    taken: dict[str, int] = {}
     for node in root.walk():
         role = axis.roles.get(node.path)
-        if role is None:
+        if role is None or not runs(node.path):
             continue
         weight = next(iter(node.params.values())).shape
         rows, columns = weight[-2:]
-        inside = any(node.path.startswith(f"{region}.") for region in regions)
+        region = next((path for path in _containing(node.path) if path in regions), None)
+        inside = region is not None
+        if region is not None and role in (Role.COLWISE, Role.COLWISE_GATHER):
+            taken.setdefault(region, columns)
         if role is Role.EMBEDDING:
             yield columns, 2, False
         elif role is Role.EXPERTS:
@@ -125,12 +132,13 @@ def _sums(axis: TensorAxis, root: ModuleNode) -> Iterator[tuple[int, int, bool]]
             yield rows, 2, True
             if role is Role.ROWWISE_SPLIT:
                 yield columns, 1, False
-    for path in regions:
-        inputs = [
-            next(iter(node.params.values())).shape[-1]
-            for node in root.walk()
-            if node.path.startswith(f"{path}.") and axis.roles.get(node.path) in (Role.COLWISE, Role.COLWISE_GATHER)
-        ]
-        if inputs:
-            # The gradient of its input.
-            yield inputs[0], 2, False
+    for columns in taken.values():
+        # The gradient of its input.
+        yield columns, 2, False
+
+
+def _containing(path: str) -> Iterator[str]:
+    """The paths of the modules that contain the one at a path."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path

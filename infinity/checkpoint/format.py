@@ -297,7 +297,7 @@ class Manifest(_Written):
     number: int
     time: str
     versions: dict[str, str]
-    # fingerprint, stage, world_size (all ranks), dp and tp (of them, on each axis), compute_dtype.
+    # fingerprint, stage, world_size (all ranks), pp, dp and tp (of them, on each axis), compute_dtype.
     plan: dict[str, Any]
     tensors: dict[str, TensorInfo]
     # Other names of tensors.
@@ -317,9 +317,12 @@ class Manifest(_Written):
         return int(self.engine["counters"]["global_steps"])
 
     @property
-    def axes(self) -> tuple[int, int]:
-        """Ranks on the data and the tensor axis of the run that was saved. Version 1 had the data axis alone."""
-        return int(self.plan.get("dp", self.plan["world_size"])), int(self.plan.get("tp", 1))
+    def axes(self) -> tuple[int, int, int]:
+        """Ranks on the pipeline, the data and the tensor axis of the run that was saved; without a note of an axis it
+        had one. Version 1 had the data axis alone.
+        """
+        plan = self.plan
+        return int(plan.get("pp", 1)), int(plan.get("dp", plan["world_size"])), int(plan.get("tp", 1))
 
     def body(self) -> dict[str, Any]:
         """See `_Written`."""

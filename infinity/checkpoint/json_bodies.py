@@ -174,12 +174,13 @@ class PlanBody(Body):
     world_size: Count
     dp: Count | None = None
     tp: Annotated[Count, Field(ge=1)] = 1
+    pp: Annotated[Count, Field(ge=1)] = 1
     compute_dtype: Dtype
 
     @model_validator(mode="after")
     def _axes_agree(self) -> PlanBody:
-        if self.dp is not None and self.dp * self.tp != self.world_size:
-            raise ValueError(f"{self.dp} x {self.tp} ranks are not {self.world_size}")
+        if self.dp is not None and self.pp * self.dp * self.tp != self.world_size:
+            raise ValueError(f"{self.pp} x {self.dp} x {self.tp} ranks are not {self.world_size}")
         return self
 
 

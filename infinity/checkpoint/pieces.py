@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from infinity.checkpoint.format import PARAM, Array, ShardRanges
 from infinity.plan.layout import Slice, Slot
+from infinity.plan.model_params import model_params
+from infinity.plan.partitions import states_kinds
 from infinity.plan.plan import Plan
 from infinity.plan.types import CACHE_LINE, DTYPE_NBYTES, Key, Kind, PartitionSpec
 
@@ -32,12 +34,17 @@ class TensorSpan:
 def shares(plan: Plan, index: int, tensor: int = 0, *, frozen: bool = True) -> list[TensorSpan]:
     """Return what this rank writes; all ranks together write every element once. frozen: with untrained parameters.
 
-    What the tensor axis does not cut is the same on all of its ranks, and the first one's arrays have it.
+    What the tensor axis does not cut is the same on all of its ranks, and the first one's arrays have it; so it is with
+    what several ranks of the pipeline axis have.
     """
     found = []
+    others = {slot.name for unit in plan.told_elsewhere for slot in plan.layouts[unit].slots}
     for spec in _specs(plan, frozen=frozen):
         for piece in _pieces(plan, spec, index, tensor, shared=plan.topology.dp > 1):
-            arrays = tuple(array for array in piece.arrays if tensor == 0 or array.shard is not None)
+            arrays = tuple(
+                array for array in piece.arrays
+                if (tensor == 0 or array.shard is not None) and array.tensor not in others
+            )  # fmt: skip
             if arrays:
                 found.append(replace(piece, arrays=arrays))
     return found
@@ -119,10 +126,5 @@ def _stretches(plan: Plan, key: Key) -> Iterator[tuple[Slice, int]]:
 
 def tensor_kinds(plan: Plan) -> dict[str, tuple[str, ...]]:
     """Return the kinds that are kept of each tensor, by name."""
-    states = next((spec for spec in plan.partitions if spec.key.kind is Kind.STATES), None)
-    kinds = tuple(section.kind.value for section in states.sections) if states is not None else ()
-    return {
-        slot.name: (PARAM, *(kinds if layout.trainable else ()))
-        for layout in plan.layouts
-        for slot in layout.slots
-    }
+    kinds = [kind.value for kind, _ in states_kinds(plan.request.compute_dtype, plan.request.moments)]
+    return {name: (PARAM, *(kinds if param.trainable else ())) for name, param in model_params(plan).items()}

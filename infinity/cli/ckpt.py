@@ -119,7 +119,10 @@ def show(folder: Path, facts: dict[str, Any], *, tensors: bool) -> str:
 
 
 def _axes(plan: Mapping[str, Any]) -> str:
-    return f" (data {plan['dp']}, tensor {plan['tp']})" if plan.get("tp", 1) > 1 else ""
+    sizes = {"pipeline": plan.get("pp", 1), "data": plan.get("dp", plan["world_size"]), "tensor": plan.get("tp", 1)}
+    others = [name for name, size in sizes.items() if size > 1 and name != "data"]
+    axes = ", ".join(f"{name} {size}" for name, size in sizes.items() if name in (*others, "data"))
+    return f" ({axes})" if others else ""
 
 
 def _tables(facts: Mapping[str, Any], *, tensors: bool) -> list[str]:

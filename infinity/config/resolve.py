@@ -39,6 +39,8 @@ class ResolveContext:
     optimizer_lr: float | None = None
     total_num_steps: int | None = None
     warmup_num_steps: int | None = None
+    # Stages of a pipeline that the model itself asks for; they count where the configuration does not say it.
+    stages: int | None = None
     # Dotted path -> the next step, for keys whose "auto" is refused because only the file can give their value.
     no_auto: Mapping[str, str] = field(default_factory=dict)
     # False in a command that checks a file: keys that the program or its model fills stay open, and print as "auto".
@@ -423,7 +425,8 @@ def _settle_axes(config: Config, context: ResolveContext) -> tuple[Config, dict[
     Raises ConfigError where the ranks cannot be divided so.
     """
     stages, sizes = pipeline_sizes(config), tensor_sizes(config)
-    above, pipeline = next(iter(stages.items()), ("parallel.pipeline", 1))
+    asked = {} if context.stages is None else {"num_stages of the model": context.stages}
+    above, pipeline = next(iter((stages or asked).items()), ("parallel.pipeline", 1))
     name, size = next(iter(sizes.items()), ("parallel.tensor", 1))
     why = (
         _indivisible(name, size, context) or _no_pipeline(above, pipeline, size, context)
@@ -432,7 +435,8 @@ def _settle_axes(config: Config, context: ResolveContext) -> tuple[Config, dict[
     if why:
         raise complaint(config.provenance.origin, [why])
     source = {} if "parallel.tensor" in {name, *sizes} else {"parallel.tensor": f"file: {name}"}
-    source |= {} if "parallel.pipeline" in {above, *stages} else {"parallel.pipeline": f"file: {above}"}
+    if "parallel.pipeline" not in {above, *stages}:
+        source["parallel.pipeline"] = f"file: {above}" if stages else f"the program: {above}"
     config = replaced(config, "parallel.pipeline", pipeline)
     return replaced(config, "parallel.tensor", size), source
 

@@ -43,7 +43,7 @@ _CHANGES_MODEL = Refused(
     "infinity never changes the model or its data", "Remove the section and do this in the program"
 )
 _NO_PARALLEL = Refused(
-    "the parallel axes for now are data and tensor", "Remove the key; stage 3 with offload fits large models"
+    "the parallel axes for now are data, tensor and pipeline", "Remove the key; stage 3 with offload fits large models"
 )
 
 

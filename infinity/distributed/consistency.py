@@ -20,8 +20,11 @@ from infinity.plan.plan import Plan
 _SHOWN_MAX = 64
 
 
-def agree_on_plan(plan: Plan, group: AxisGroup) -> None:
-    """Raise DesyncError on every rank unless all have the same plan of the same parameters in one order. Collective."""
+def agree_on_plan(plan: Plan, group: AxisGroup, world: AxisGroup) -> None:
+    """Raise DesyncError on every rank unless all have the same plan of the same parameters in one order, or where a
+    pipeline cuts the model, all of a stage (`group`), and all ranks (`world`) one cut and one schedule. Collective.
+    """
+    _agree_on_stages(plan, world)
     if group.process_group is None:
         return
     heard = exchange_texts(plan.fingerprint(), group, "exchange of plans")
@@ -51,7 +54,24 @@ def agree_on_plan(plan: Plan, group: AxisGroup) -> None:
     )
 
 
-def agree_on_stages(plan: Plan, group: AxisGroup) -> None:
+def agree_on_numbers(values: list[float], group: AxisGroup, name: str) -> list[list[float]]:
+    """Return every rank's numbers, by rank, as `exchange` does; DesyncError if ranks have submitted different things.
+
+    Compares the digests of what was submitted before in the same collective.
+    """
+    mine = group.watchdog.log.digests() if group.watchdog is not None else []
+    rows = exchange([*values, *mine], group, name)
+    _agree_on_history([row[len(values) :] for row in rows], group)
+    return [row[: len(values)] for row in rows]
+
+
+def on_any_rank(mine: Sequence[bool], group: AxisGroup, name: str) -> list[bool]:
+    """Return for each flag whether it is true on any rank. The list has one length on every rank. Collective."""
+    rows = exchange([float(flag) for flag in mine], group, name)
+    return [any(row[index] for row in rows) for index in range(len(mine))]
+
+
+def _agree_on_stages(plan: Plan, group: AxisGroup) -> None:
     """Raise DesyncError on every rank unless the ranks of all stages have one cut and one schedule. Collective."""
     if plan.topology.pp == 1 or plan.pipeline is None:
         return
@@ -68,23 +88,6 @@ def agree_on_stages(plan: Plan, group: AxisGroup) -> None:
             f"the ranks have cut the model into different stages:\n{lines}\nGive initialize() the same model and the "
             "same configuration on every rank."
         )
-
-
-def agree_on_numbers(values: list[float], group: AxisGroup, name: str) -> list[list[float]]:
-    """Return every rank's numbers, by rank, as `exchange` does; DesyncError if ranks have submitted different things.
-
-    Compares the digests of what was submitted before in the same collective.
-    """
-    mine = group.watchdog.log.digests() if group.watchdog is not None else []
-    rows = exchange([*values, *mine], group, name)
-    _agree_on_history([row[len(values) :] for row in rows], group)
-    return [row[: len(values)] for row in rows]
-
-
-def on_any_rank(mine: Sequence[bool], group: AxisGroup, name: str) -> list[bool]:
-    """Return for each flag whether it is true on any rank. The list has one length on every rank. Collective."""
-    rows = exchange([float(flag) for flag in mine], group, name)
-    return [any(row[index] for row in rows) for index in range(len(mine))]
 
 
 def _agree_on_history(rows: Sequence[Sequence[float]], group: AxisGroup) -> None:

@@ -16,7 +16,7 @@ the header is there. Gradients have the forms of what went the other way, and no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -346,6 +346,15 @@ class PipelineLinks:
                 if form.requires_grad:
                     tensor.requires_grad_()
         return tuple(tensors)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what is under way: tensors whose receives are posted, and those that wait to be received."""
+        for end in self._ends.values():
+            for posted in end.posted:
+                yield from posted.tensors
+            for _, transfers in end.sent:
+                for transfer in transfers:
+                    yield from transfer.kept
 
     def finish(self) -> None:
         """Wait until all that was sent is received. Call it behind the step's last message."""

@@ -106,6 +106,7 @@ _GROUPS = (
 )  # fmt: skip
 # The channel of the group of all ranks, and of that of a stage.
 _CONTROL, _STAGE = 2, 4
+_ENDS = len(_GROUPS) - 1
 # The groups that were opened last in this process.
 _latest: list[weakref.ref[ProcessGroups]] = []
 
@@ -127,7 +128,6 @@ class ProcessGroups:
         the very group `world`.
     pipeline: the ranks that differ on the pipeline axis only, for small decisions on the CPU.
     pipeline_forward, pipeline_backward: the same ranks, for activations and for their gradients (see `links`).
-    pipeline_ends: the first and the last of these ranks, for what both have; of the others each is alone in it.
 
     A group of one rank has no process group. At world size 1 there is no watchdog.
     """
@@ -175,9 +175,9 @@ class ProcessGroups:
         if self.topology.pp == 1:
             groups[_STAGE] = groups[_CONTROL]
         self.data, self.reduction, self.world, self.tensor, self.stage, self.pipeline, *directions = groups
-        self.pipeline_forward, self.pipeline_backward, self.pipeline_ends = directions
-        # Each once.
-        self._groups = [*{id(group): group for group in groups}.values()]
+        self.pipeline_forward, self.pipeline_backward = directions[:2]
+        # By channel; one may have two of them.
+        self._groups = groups
         self._mailbox = partial(StoreMailbox, notes, group=self.world, timeout_seconds=timeout_seconds)
         _latest[:] = [weakref.ref(self)]
         if ranks.world_size > 1 and backends == "gloo":
@@ -194,10 +194,16 @@ class ProcessGroups:
         answers = tell([sorted(found), mine.reason])
         mutual = {other: pid for other, pid in found.items() if self.world.index in answers[other][0]}
         log_transport(mutual, [reason for _, reason in answers])
-        for group in self._groups:
+        for group in {id(group): group for group in self._groups}.values():
             pids = {index: mutual[member] for index, member in enumerate(group.members) if member in mutual}
             if pids and group.process_group is not None:
                 group.read_memory_of(pids, limit_seconds)
+
+    @property
+    def pipeline_ends(self) -> AxisGroup:
+        """The first and the last of the ranks along the pipeline axis, for what both have; each other is alone in it.
+        """
+        return self._groups[_ENDS]
 
     def mailbox(self, topic: str) -> StoreMailbox:
         """Return a topic for notes that ranks leave for each other outside of the collectives. Use a topic once."""
@@ -230,6 +236,7 @@ class ProcessGroups:
         process_exit.close(self.watchdog)
         self.watchdog = None
         for group in self._groups:
+            # Idempotent.
             group.close()
 
 

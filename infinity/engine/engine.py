@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.module_tensors import persistent_buffers
 from infinity.checkpoint.state import ClientState, Counters, Run
 from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.process_groups import ProcessGroups
@@ -27,7 +27,7 @@ from infinity.engine.checkpoint_manager import CheckpointManager
 from infinity.engine.handover import WeightKeeper, why_not_kept
 from infinity.engine.idle_states import IdleStates
 from infinity.engine.loading import LoadOptions
-from infinity.engine.pipeline import MicroBatch, PipelineStep, draw, loss_of, mean_loss
+from infinity.engine.pipeline import BatchArguments, draw, loss_of, pipeline_of, step_loss
 from infinity.engine.preemption import PreemptionHandler
 from infinity.engine.runtime import Runtime
 from infinity.engine.saving import SaveRequest
@@ -39,6 +39,7 @@ from infinity.memory.store import TieredStore
 from infinity.observability.step_timing import StepTimes
 from infinity.observability.timeline import Timeline
 from infinity.optim.optimizer_view import TieredOptimizer
+from infinity.parallel.module import PipelineModule
 from infinity.plan.plan import Plan
 from infinity.zero import guards, param_access
 from infinity.zero.compiled import eager_backward, untraced
@@ -70,7 +71,7 @@ class Engine(nn.Module):
 
     def __init__(
         self, runtime: Runtime, boundary: Boundary, optimizer: TieredOptimizer | None, lr_scheduler: Any = None,
-        training_dataloader: Any = None, pipeline: PipelineStep | None = None,
+        training_dataloader: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.module = runtime.module
@@ -84,7 +85,7 @@ class Engine(nn.Module):
         self._runtime = runtime
         self._boundary = boundary
         # None: every rank runs the whole model.
-        self._pipeline = pipeline
+        self._pipeline = pipeline_of(runtime)
         self._counters = Counters()
         self._checkpoints = CheckpointManager(runtime)
         self._preemption = PreemptionHandler(runtime.config.config.checkpoint.on_signal)
@@ -167,21 +168,22 @@ class Engine(nn.Module):
             self._end_step(optimizer, lr_kwargs or {})
 
     @untraced
-    def train_batch(self, batches: Any = None) -> Tensor:
+    def train_batch(self, batches: Any = None, *, data_iter: Any = None) -> Tensor:
         """Run all micro-batches of a step, forward and backward, and the step; the way to train with a pipeline.
 
         batches: a list of `gradient_accumulation_steps` micro-batches or an iterator, of which as many are drawn; each
         a mapping of the model's arguments, a sequence of them such as (inputs, labels), or one tensor. All ranks of a
         pipeline and of a tensor group are given the same. Default: drawn from the loader of `initialize`'s training
-        data, epoch after epoch.
+        data, epoch after epoch. data_iter: DeepSpeed's name of the same.
 
         Returns the mean of the losses over micro-batches and data ranks (fp32, no gradient), the same on every rank.
         The model must return its loss: as output, as its `loss`, or as its first element.
         """
         self._check("train a batch")
         optimizer, count = self._stepped_by("train a batch"), self.gradient_accumulation_steps()
+        batches = data_iter if batches is None else batches
         given = self._own_data() if batches is None else batches
-        drawn = [MicroBatch.of(batch, self.device) for batch in draw(given, count, "train_batch")]
+        drawn = [BatchArguments.of(batch, self.device) for batch in draw(given, count, "train_batch")]
         if self._pipeline is None:
             losses = []
             for batch in drawn:
@@ -189,7 +191,7 @@ class Engine(nn.Module):
                 self.backward(loss)
                 losses.append(loss.detach())
                 self.step()
-            return mean_loss(losses, self._runtime, count)
+            return step_loss(losses, self._runtime, count)
         runtime = self._runtime
         self._bring_back()
         with runtime.groups.telling():
@@ -202,21 +204,22 @@ class Engine(nn.Module):
             losses = self._pipeline.train(drawn, optimizer)
         for _ in drawn:
             self._accumulation.count()
-        mean = mean_loss(losses, runtime, count)
+        mean = step_loss(losses, runtime, count)
         self._accumulation.ran_backward(mean, scaled=True)
         self._end_step(optimizer, {})
         return mean
 
     @untraced
-    def eval_batch(self, batches: Any) -> Tensor:
+    def eval_batch(self, batches: Any = None, *, data_iter: Any = None) -> Tensor:
         """Run forward of micro-batches, without gradients and in evaluation mode; the way to evaluate with a pipeline.
 
         batches: a list of any number of micro-batches, or an iterator, of which `gradient_accumulation_steps` are
-        drawn; otherwise as for `train_batch`. Returns the mean of the losses as `train_batch` does.
+        drawn; otherwise as for `train_batch`, without a default. Returns the mean of the losses as `train_batch` does.
         """
         self._check("evaluate a batch")
+        batches = data_iter if batches is None else batches
         count = len(batches) if isinstance(batches, (list, tuple)) else self.gradient_accumulation_steps()
-        drawn = [MicroBatch.of(batch, self.device) for batch in draw(batches, count, "eval_batch")]
+        drawn = [BatchArguments.of(batch, self.device) for batch in draw(batches, count, "eval_batch")]
         training = self.training
         self.eval()
         try:
@@ -228,7 +231,7 @@ class Engine(nn.Module):
                     losses = [loss_of(self(*batch.args, **batch.kwargs)) for batch in drawn]
         finally:
             self.train(training)
-        return mean_loss(losses, self._runtime, count)
+        return step_loss(losses, self._runtime, count)
 
     def _end_step(self, optimizer: TieredOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
         """Take the step at the accumulation boundary, and do what the ranks have told each other with it."""
@@ -452,6 +455,14 @@ class Engine(nn.Module):
     def gradient_accumulation_steps(self) -> int:
         return self.config.accumulation
 
+    def is_first_stage(self) -> bool:
+        """Return whether this rank runs the first stage of the model: always without a pipeline."""
+        return self.groups.pipeline.index == 0
+
+    def is_last_stage(self) -> bool:
+        """Return whether this rank runs the last stage of the model: always without a pipeline."""
+        return self.groups.pipeline.index == self.groups.pipeline.size - 1
+
     def zero_optimization_stage(self) -> int:
         return self.config.stage
 
@@ -488,13 +499,17 @@ class Engine(nn.Module):
     def memory(self, by_unit: bool = False) -> MemoryReport:
         """Return this rank's bytes by tier and kind (and unit on request), now and at most; it prints as a table."""
         self._runtime.checkpointing.settle()
-        return self._runtime.observer.report(by_unit=by_unit)
+        report = self._runtime.observer.report(by_unit=by_unit)
+        return report if self._pipeline is None else replace(report, pipeline=self._pipeline.memory.use)
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Timeline:
         """Record what happens in a `with` block: where each step waits, what moves, what memory holds.
 
         path: a page (".html") or a Chrome trace (".json") that is written at the end; ranks above 0 put theirs beside
         it. The object has the figures, and writes the other kind, too. One at a time in a process.
+
+        With a pipeline all ranks record the same steps, because the block's end is collective: each page shows the
+        forwards and backwards of all ranks of its pipeline.
         """
         self._check("record a timeline")
         return self._runtime.observer.timeline(path)
@@ -522,8 +537,7 @@ class Engine(nn.Module):
         self._runtime.hooks.check_tree()
         wanted = self.global_rank == 0
         params = param_access.full_state_dict(self._runtime.access, self.module, wanted=wanted, frozen=frozen)
-        buffers = persistent_buffers(self.module) if wanted else {}
-        return {**params, **{name: buffer.detach().cpu() for name, buffer in buffers.items()}}
+        return {**params, **exporting.whole_buffers(self._runtime, wanted=wanted)}
 
     # Checkpoints.
 
@@ -588,6 +602,8 @@ class Engine(nn.Module):
         """A load has dropped the gradients: forget the micro-batches that they are of."""
         if found[0] is not None:
             self._accumulation.forget()
+            if isinstance(self.module, PipelineModule):
+                self.module.count_from(self._counters.micro_steps)
         return found
 
     def export(
@@ -631,7 +647,7 @@ class Engine(nn.Module):
 
         keep_weights: leave the weights in the module, in the precision that the engine computes in, so that the program
         or another engine goes on with it (docs/engine_life.md). Collective then; an error leaves the engine open, as a
-        tensor axis does, of which a rank has shards. Without it only weights that are whole stay usable.
+        tensor or a pipeline axis does, of which a rank has a part. Without it only weights that are whole stay usable.
 
         Further calls, and calls in a forked child, do nothing. Raise the error of that step, once everything is
         returned.
@@ -658,7 +674,8 @@ class Engine(nn.Module):
 
     def destroy(self) -> None:
         """DeepSpeed's name for `close(keep_weights=True)`; an engine that an error has broken, or whose ranks have
-        shards, is closed without the weights, with a warning: programs call this when they end, however that comes.
+        parts of the model, is closed without the weights, with a warning: programs call this when they end, however
+        that comes.
         """
         reason = self._runtime.health.broken or why_not_kept(self._runtime)
         if reason:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from infinity.checkpoint.describe import describe_model, sources_of
@@ -35,8 +36,10 @@ from infinity.errors import ConfigError, StateError
 from infinity.log import PhaseProgress
 from infinity.memory.master_weights import load_masters
 from infinity.plan.layout import Slot, UnitLayout, states_of
+from infinity.plan.model_params import model_params, place_of_buffer
 from infinity.plan.types import Kind
 from infinity.zero.unit import Unit
+from infinity.zero.whole_values import pass_along
 
 
 def export_folder(
@@ -49,7 +52,7 @@ def export_folder(
     shapes = runtime.whole_shapes
     description, sources = describe_model(runtime.module, shapes), sources_of(runtime.module, shapes)
     if not frozen:
-        trained = {slot.name for unit in runtime.units if unit.layout.trainable for slot in unit.layout.slots}
+        trained = {name for name, param in model_params(runtime.plan).items() if param.trainable}
         sources = [source for source in sources if source.name in trained]
     nbytes_max = None if one_file else parse_bytes(max_shard_size)
     shards = description.shards(sources, chosen, stem=stem, nbytes_max=nbytes_max)
@@ -91,6 +94,22 @@ def export_16bit(runtime: Runtime, folder: Path, filename: str, *, frozen: bool)
     export_folder(runtime, folder, dtype=dtype, stem=stem, frozen=frozen)
 
 
+def whole_buffers(runtime: Runtime, *, wanted: bool) -> dict[str, Tensor]:
+    """Return the buffers of the module's state dict in CPU memory, each from the stage that runs its module; {} unless
+    `wanted`, which may be on rank 0 only. Collective.
+    """
+    group, found = runtime.groups.pipeline, dict[str, Tensor]()
+    for name, buffer in persistent_buffers(runtime.module).items() if runtime.stands_for_stage else ():
+        place = place_of_buffer(runtime.plan, name)
+        values = buffer.detach().cpu()
+        if place > 0:
+            # In memory of its own: this stage's copy stays as it is.
+            values = torch.empty_like(values, memory_format=torch.contiguous_format).copy_(values)
+            pass_along(values.view(-1), group, place, f"buffer {name}")
+        found[name] = values
+    return found if wanted else {}
+
+
 def _write(runtime: Runtime, shards: Sequence[WeightFile], made: Path) -> int:
     """Write this rank's ranges; return the number of bytes."""
     groups = runtime.groups
@@ -111,18 +130,20 @@ def _write(runtime: Runtime, shards: Sequence[WeightFile], made: Path) -> int:
             else:
                 writer.write_shard(slot.name, slot.whole_shape, shard, start, raw)
             progress.advance(len(raw))
-        if groups.ranks.rank == 0:
-            for name, buffer in persistent_buffers(runtime.module).items():
-                if name in wanted:
-                    writer.write(name, 0, as_bytes(buffer.detach().cpu().reshape(-1), wanted[name], name))
+        for name, buffer in persistent_buffers(runtime.module).items():
+            if name in wanted and runtime.tells_buffer(name):
+                writer.write(name, 0, as_bytes(buffer.detach().cpu().reshape(-1), wanted[name], name))
         writer.sync()
         return writer.written_nbytes
 
 
 def _elements(runtime: Runtime, wanted: Mapping[str, str]) -> Iterator[tuple[Slot, int, Tensor]]:
     """Yield (slot, first element in its order, values [n] on the CPU) for all that this rank writes of parameters."""
+    others = runtime.plan.told_elsewhere
     for unit in runtime.units:
         layout: UnitLayout = unit.layout
+        if layout.index in others:
+            continue
         # What is not cut is the same on all ranks of the tensor axis.
         first_of_axis = runtime.groups.tensor.index == 0
         mine = [slot for slot in layout.slots if first_of_axis or slot.shard is not None]

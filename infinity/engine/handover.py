@@ -23,10 +23,10 @@ _MARGIN = 0.1
 
 def why_not_kept(runtime: Runtime) -> str | None:
     """Why the module cannot keep the weights of an engine; None where it can."""
-    size = runtime.groups.tensor.size
-    if size == 1:
-        return None
-    return f"each of {size} ranks of the tensor axis has shards, of which no module is made"
+    pipeline, tensor = runtime.groups.pipeline.size, runtime.groups.tensor.size
+    if pipeline > 1:
+        return f"each of {pipeline} ranks of the pipeline axis has stages, of which no module is made"
+    return f"each of {tensor} ranks of the tensor axis has shards, of which no module is made" if tensor > 1 else None
 
 
 class WeightKeeper:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from infinity.config import STRICT, Config, Conventions, ResolveContext, ResolvedConfig, load_config, resolve, unfilled
 from infinity.config.optimizer import Adam
 from infinity.distributed.collectives import exchange
-from infinity.distributed.consistency import agree_on_plan, agree_on_stages
+from infinity.distributed.consistency import agree_on_plan
 from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.engine.build_runtime import build_runtime
 from infinity.engine.data import Loader, Workers
@@ -27,8 +27,7 @@ from infinity.engine.engine import Engine, close_engines_of
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, groups_of
-from infinity.engine.pipeline import pipeline_of
-from infinity.engine.preflight import preflight, remarks
+from infinity.engine.preflight import preflight, remarks, stages_asked
 from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
 from infinity.log import configure_logging, logger, warn_once
@@ -95,8 +94,7 @@ def initialize(
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
         plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec)
-        agree_on_plan(plan, groups.stage)
-        agree_on_stages(plan, groups.world)
+        agree_on_plan(plan, groups.stage, groups.world)
         liger = resolved.config.kernels.liger
         applied = apply_liger(liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
@@ -104,8 +102,8 @@ def initialize(
         stepped = (boundary := Boundary(runtime)).optimizer(trained.groups, trained.optimizer, optimizer)
         scheduler = _scheduler(resolved, lr_scheduler, stepped)
         loader = _loader(resolved, training_data, collate_fn, groups, device)
-        engine = Engine(runtime, boundary, stepped, scheduler, loader, pipeline_of(runtime))
-        runtime.access.own_parameters()
+        engine = Engine(runtime, boundary, stepped, scheduler, loader)
+        runtime.access.own_parameters(model)
         undo.pop_all()
     trim()
     for line in [*remarks(question, model, plan, device), *applied, _headline(resolved, plan, trained)]:
@@ -148,12 +146,14 @@ class _Trained:
 
 def _groups_of_spool(spool: DeferredInit, config: ResolvedConfig) -> ProcessGroups:
     """Return the groups that a model was built with; ConfigError if the configuration has other axes now."""
-    built = spool.groups.topology.tp
-    if built != config.tensor:
-        raise ConfigError(
-            f"the model was built with parallel.tensor {built}, and initialize() is given {config.tensor}: give "
-            "infinity.Init or infinity.load_hf the same configuration"
-        )
+    topology = spool.groups.topology
+    axes = (("tensor", topology.tp, config.tensor), ("pipeline", topology.pp, config.pipeline))
+    for axis, built, given in axes:
+        if built != given:
+            raise ConfigError(
+                f"the model was built with parallel.{axis} {built}, and initialize() is given {given}: give "
+                f"infinity.Init or infinity.load_hf the same configuration, with parallel.{axis} in it"
+            )
     return spool.groups
 
 
@@ -220,6 +220,7 @@ def _resolve(config: Config, model: nn.Module, ranks: Ranks, optimizer: Any, sch
         world_size=ranks.world_size, local_size=ranks.local_size, detected=True,
         hidden_size=hidden if isinstance(hidden, int) else None,
         model_dtype=known, optimizer_lr=float(lr) if lr is not None else None,  # type: ignore[arg-type]
+        stages=stages_asked(model),
         no_auto=unfilled(optimizer=optimizer is not None, scheduler=scheduler is not None),
     )  # fmt: skip
     configure_logging(ranks.rank, config.log_level)

@@ -154,8 +154,9 @@ class Load:
         data axis alone that holds for every rank that there was.
         """
         topology = self.runtime.plan.topology
-        saved, own = manifest.axes, (topology.dp, topology.tp)
-        return saved == own or saved[1] == own[1] == 1
+        saved, own = manifest.axes, (topology.pp, topology.dp, topology.tp)
+        along_data = saved[0] == own[0] == 1 and saved[2] == own[2] == 1
+        return saved == own or along_data
 
     def _look_at_deepspeed(self, folder: Path) -> Found:
         theirs = read_deepspeed(folder)

@@ -11,18 +11,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 from infinity.distributed.collectives import exchange
 from infinity.distributed.links import Boundary, Gradients, PipelineLinks
 from infinity.engine import precision
+from infinity.engine.pipeline_memory import PipelineMemory
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError
 from infinity.memory.partition import DTYPES
@@ -31,6 +32,7 @@ from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.parallel.deferred_weights import DeferredWeights
 from infinity.parallel.executor import PipelineExecutor
 from infinity.parallel.module import PipelineModule, StagedLayers
+from infinity.parallel.random_state import draw_seed, has_dropout, seeded
 from infinity.parallel.same_batch import check_same_batch
 from infinity.parallel.stage import StagedModel
 from infinity.plan.pipeline import Action, ActionKind, forward_tables
@@ -49,14 +51,14 @@ class Staged(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class BatchArguments:
     """What a model is called with for one micro-batch."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @classmethod
-    def of(cls, batch: Any, device: torch.device) -> MicroBatch:
+    def of(cls, batch: Any, device: torch.device) -> BatchArguments:
         """Read a micro-batch as a loader gives it: a mapping of keyword arguments, a sequence of positional ones
         (inputs, labels), or one tensor. Tensors come to the device.
         """
@@ -66,10 +68,16 @@ class MicroBatch:
         return cls(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors, those in tuples and mappings, too, by name: "[0][1]", "['input_ids']"."""
+        named: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        found = tree_leaves_with_path(named)
+        return {keystr(path): value for path, value in found if isinstance(value, Tensor)}
+
+    @property
     def shapes(self) -> tuple[Any, ...]:
         """The shapes of its tensors, by name: equal for micro-batches whose boundaries have equal shapes."""
-        named: dict[Any, Any] = {**dict(enumerate(self.args)), **self.kwargs}
-        return tuple((name, tuple(value.shape)) for name, value in named.items() if isinstance(value, Tensor))
+        return tuple((name, tuple(value.shape)) for name, value in self.tensors.items())
 
 
 def loss_of(output: Any) -> Tensor:
@@ -98,8 +106,8 @@ def draw(batches: Any, count: int, verb: str) -> list[Any]:
         drawn = list(islice(iter(batches), count))
     else:
         raise ConfigError(
-            f"engine.{verb} takes a list of {count} micro-batches or an iterator of them, got {type(batches).__name__}: "
-            "a micro-batch is a mapping of the model's arguments, or (inputs, labels)"
+            f"engine.{verb} takes a list of {count} micro-batches or an iterator, got {type(batches).__name__}: a "
+            "micro-batch is a mapping of the model's arguments, or (inputs, labels)"
         )
     if len(drawn) != count:
         raise ConfigError(
@@ -114,25 +122,33 @@ class PipelineStep:
 
     def __init__(
         self, runtime: Runtime, staged: Staged, executor: PipelineExecutor, part: PipelinePart,
-        deferred: DeferredWeights | None,
+        deferred: DeferredWeights | None, memory: PipelineMemory,
     ) -> None:  # fmt: skip
         """deferred: for a schedule that splits backwards."""
+        self.memory = memory
         self._runtime = runtime
         self._deferred = deferred
         self._staged = staged
         self._executor = executor
         self._part = part
 
-    def train(self, batches: Sequence[MicroBatch], optimizer: TieredOptimizer) -> list[Tensor]:
+    def train(self, batches: Sequence[BatchArguments], optimizer: TieredOptimizer) -> list[Tensor]:
         """Run forward and backward of all micro-batches. Returns their losses on the last stage, nothing elsewhere."""
         self._check_same(batches)
-        actions = _Training(self._runtime, self._staged, self._part, batches, optimizer, self._deferred)
-        with self._runtime.coordinator.pass_of_step("train"):
-            self._executor.run(self._part.split.tables, actions, keys=[batch.shapes for batch in batches])
+        self.memory.begin_step()
+        actions = _Training(self._runtime, self._staged, self._part, batches, optimizer, self._deferred, self.memory)
+        try:
+            with self._runtime.coordinator.pass_of_step("train"):
+                self._executor.run(self._part.split.tables, actions, keys=[batch.shapes for batch in batches])
+        finally:
+            if self._deferred is not None:
+                # What an error has left; behind a whole step nothing.
+                self._deferred.abandon()
+            self.memory.end_step()
         actions.check_done()
         return actions.losses
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def evaluate(self, batches: Sequence[BatchArguments]) -> list[Tensor]:
         """Run forward of any number of micro-batches. Returns their losses on the last stage, nothing elsewhere."""
         self._check_same(batches)
         split = self._part.split
@@ -148,14 +164,11 @@ class PipelineStep:
         if self._deferred is not None:
             self._deferred.remove()
 
-    def _check_same(self, batches: Sequence[MicroBatch]) -> None:
+    def _check_same(self, batches: Sequence[BatchArguments]) -> None:
         named = {
-            f"{name} of micro-batch {index}": value
+            f"argument {name} of micro-batch {index}": value
             for index, batch in enumerate(batches)
-            for name, value in {
-                **{f"argument {at}": each for at, each in enumerate(batch.args)},
-                **batch.kwargs,
-            }.items()
+            for name, value in batch.tensors.items()
         }
         for group in (self._runtime.groups.pipeline, self._runtime.groups.tensor):
             if group.size > 1:
@@ -165,11 +178,13 @@ class PipelineStep:
 class _Forwards:
     """What the forwards of one step do."""
 
-    def __init__(self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[MicroBatch]) -> None:
+    def __init__(self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[BatchArguments]) -> None:
         self._runtime = runtime
         self._staged = staged
         self._part = part
         self._batches = batches
+        # With dropout each stage and micro-batch has random numbers of its own, which no schedule changes.
+        self._seed = draw_seed() if has_dropout(runtime.module) and runtime.module.training else None
         self.losses: list[Tensor] = []
 
     def forward(self, action: Action, received: Boundary | None) -> Boundary | None:
@@ -185,7 +200,11 @@ class _Forwards:
         runtime.coordinator.use_micro_batch(action.micro_batch)
         args = precision.half(batch.args) if runtime.config.casts_inputs else batch.args
         under = precision.autocast(runtime.config.config.torch_autocast, runtime.device.torch)
-        with trace.span(trace.PHASE, "forward"), under:
+        numbers: AbstractContextManager[Any] = nullcontext()
+        if self._seed is not None:
+            own = self._seed + action.stage * len(self._batches) + action.micro_batch
+            numbers = seeded(own, runtime.device.torch)
+        with trace.span(trace.PHASE, "forward", action), under, numbers:
             return self._staged.forward(action.stage, received, args, batch.kwargs)
 
     def backward(self, action: Action, grads: Gradients | None) -> Gradients | None:
@@ -201,12 +220,13 @@ class _Training(_Forwards):
     """What the actions of a training step do; holds what forwards leave for their backwards."""
 
     def __init__(
-        self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[MicroBatch],
-        optimizer: TieredOptimizer, deferred: DeferredWeights | None,
+        self, runtime: Runtime, staged: Staged, part: PipelinePart, batches: Sequence[BatchArguments],
+        optimizer: TieredOptimizer, deferred: DeferredWeights | None, memory: PipelineMemory,
     ) -> None:  # fmt: skip
         super().__init__(runtime, staged, part, batches)
         self._optimizer = optimizer
         self._deferred = deferred
+        self._memory = memory
         self._chunks = {stage: chunk for chunk, stage in enumerate(part.stages)}
         # By stage and micro-batch: the tensors received, and what the forward returned.
         self._open: dict[tuple[int, int], tuple[Boundary, Boundary]] = {}
@@ -214,6 +234,7 @@ class _Training(_Forwards):
     def forward(self, action: Action, received: Boundary | None) -> Boundary | None:
         """Run a stage's forward of a micro-batch, and keep its graph; returns what the next stage takes."""
         stage, _, index = action
+        self._memory.ran(action)
         if self._deferred is None:
             output = self._run(action, received)
         else:
@@ -221,23 +242,26 @@ class _Training(_Forwards):
                 output = self._run(action, received)
         if stage < self._part.split.cut.last:
             self._open[stage, index] = received or (), output
+            self._memory.book(self._open.values())
             return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in output)
         loss = loss_of(output)
         self.losses.append(loss.detach())
         factor = self._runtime.loss_scale / len(self._batches)
         self._open[stage, index] = received or (), (precision.scaled(loss, factor),)
+        self._memory.book(self._open.values())
         return None
 
     def backward(self, action: Action, grads: Gradients | None) -> Gradients | None:
         """Run a stage's backward of a micro-batch, or its part for inputs; returns gradients of what was received."""
         stage, kind, index = action
         coordinator, chunk = self._runtime.coordinator, self._chunks[stage]
+        self._memory.book([*self._open.values(), (grads or (), ())])
         received, outputs = self._open.pop((stage, index))
         split = kind is ActionKind.BACKWARD_INPUT
         if not split:
             self._complete(action)
         coordinator.use_micro_batch(index)
-        with trace.span(trace.PHASE, "backward"), ExitStack() as stack:
+        with trace.span(trace.PHASE, "backward", action), ExitStack() as stack:
             if split:
                 assert self._deferred is not None
                 stack.enter_context(self._deferred.backward_input((stage, index), self._params(stage)))
@@ -248,6 +272,7 @@ class _Training(_Forwards):
                 torch.autograd.backward([outputs[at] for at in rooted], gradients)
             coordinator.end_backward()
             self._runtime.checkpointing.settle()
+        self._memory.ran(action)
         return tuple(tensor.grad for tensor in received) if stage > 0 else None
 
     def backward_weight(self, action: Action) -> None:
@@ -257,7 +282,7 @@ class _Training(_Forwards):
         assert self._deferred is not None
         self._complete(action)
         waits = Counter(self._unit_of(param) for param in self._deferred.params(key))
-        with trace.span(trace.PHASE, "backward"):
+        with trace.span(trace.PHASE, "backward", action):
             gradients.begin_backward(scaled=True, chunk=self._chunks[stage])
             for param in self._deferred.weights(key):
                 unit = self._unit_of(param)
@@ -265,6 +290,7 @@ class _Training(_Forwards):
                 if not waits[unit]:
                     gradients.ready(unit)
             gradients.end_backward()
+        self._memory.ran(action)
 
     def check_done(self) -> None:
         """Every forward has had its backward."""
@@ -302,10 +328,11 @@ def pipeline_of(runtime: Runtime) -> PipelineStep | None:
         groups.pipeline_forward, groups.pipeline_backward, groups.pipeline, device=runtime.device.torch
     )
     deferred = DeferredWeights(runtime.module) if part.split.schedule == "zero_bubble" else None
-    return PipelineStep(runtime, staged, PipelineExecutor(links, index=part.index), part, deferred)
+    memory = PipelineMemory(runtime.ledger, links, deferred)
+    return PipelineStep(runtime, staged, PipelineExecutor(links, index=part.index), part, deferred, memory)
 
 
-def mean_loss(losses: Sequence[Tensor], runtime: Runtime, count: int) -> Tensor:
+def step_loss(losses: Sequence[Tensor], runtime: Runtime, count: int) -> Tensor:
     """Return the mean over micro-batches and data ranks, in fp32 on the device; the same bits on every rank.
     Collective. losses: this rank's, none where it has not the last stage. count: micro-batches of each data rank.
     """

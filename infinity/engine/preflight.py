@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import astuple
+from functools import partial
 
 from torch import nn
 
 from infinity.config import ResolvedConfig
-from infinity.config.units import Share, format_bytes
+from infinity.config.units import format_bytes
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.process_groups import ProcessGroups
+from infinity.engine.set_aside import place_of, set_aside, spooled_nbytes
 from infinity.engine.stage_cut import cut_into_stages
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory import growable_pool
@@ -24,7 +26,7 @@ from infinity.memory.free_bytes import free_for_rank, free_nvme_nbytes
 from infinity.memory.queue_options import check_drives
 from infinity.memory.tiers.device import Device
 from infinity.observability.memory_breakdown import baseline_nbytes
-from infinity.plan.activation_bytes import OffloadedCheckpoints
+from infinity.parallel.module import PipelineModule
 from infinity.plan.capacity import Capacity, within
 from infinity.plan.capacity_report import fits_without_activations, refuse
 from infinity.plan.filling import in_process
@@ -34,13 +36,11 @@ from infinity.plan.model_styles import tensor_axis_of
 from infinity.plan.optimizer_states import OptimizerSpec
 from infinity.plan.plan import Plan
 from infinity.plan.recomputation import checkpointed_blocks, repeated_blocks
-from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES, UNKNOWN_ACTIVATION_NBYTES, Reserve
-from infinity.plan.spec import dtype_name, module_tree
+from infinity.plan.spec import module_tree
+from infinity.plan.stage_activations import inputs_in_flight
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Tier
 from infinity.zero import parameter
-from infinity.zero.activation_forecast import MicroBatch, forecast
-from infinity.zero.deferred_init import spool_of
 
 
 def preflight(
@@ -57,7 +57,7 @@ def preflight(
     ranks = groups.ranks
     check_drives(config)
     free = _agreed(_free(config, model, device, ranks.local_size), groups.world)
-    taken = max(baseline_nbytes(model) - _spooled_nbytes(model), 0)
+    taken = max(baseline_nbytes(model) - spooled_nbytes(model), 0)
     whole = module_tree(model, compute_dtype=config.compute_dtype, groups=dict(param_groups))
     parallel = config.config.parallel
     axis = tensor_axis_of(model, whole, size=config.tensor, sequence=parallel.sequence, given=parallel.plan)
@@ -66,9 +66,11 @@ def preflight(
     classes = tuple(getattr(model, "_no_split_modules", None) or ())
     cut = cut_into_stages(model, config, node, classes)
     checkpointed = checkpointed_blocks(config, node, classes)
+    index = groups.topology.coordinate(ranks.rank).pp
+    aside = partial(set_aside, config, model, device, checkpointed, axis=axis, place=place_of(cut, config, index))
 
     def asked(*, measure: bool) -> PlanInputs:
-        reserve = _reserve(config, model, device, free, checkpointed, taken_nbytes=taken, measure=measure)
+        reserve = aside(free, taken_nbytes=taken, measure=measure)
         capacity, budget = (
             within(
                 config.config.memory, free, ranks=ranks.local_size, accelerator=device.own_memory,
@@ -76,13 +78,12 @@ def preflight(
             )
             for by_budget in (False, True)
         )  # fmt: skip
-        # Ranks may have limits of their own.
-        capacity, budget = _agreed(capacity, groups.world), _agreed(budget, groups.world)
+        # Ranks may have limits of their own, and stages need other plans.
+        capacity, budget = _agreed(capacity, groups.stage), _agreed(budget, groups.stage)
         return PlanInputs(
-            node=node, config=config, topology=Topology.of(config),
-            accelerator=device.own_memory, unified=device.unified, capacity=capacity, budget=budget, blocks=classes,
-            optimizer=optimizer, reserve=reserve, free=free, axis=axis,
-            cut=cut, index=groups.topology.coordinate(ranks.rank).pp,
+            node=node, config=config, topology=Topology.of(config), accelerator=device.own_memory,
+            unified=device.unified, capacity=capacity, budget=budget, blocks=classes, optimizer=optimizer,
+            reserve=reserve, free=free, axis=axis, cut=cut, index=index,
         )  # fmt: skip
 
     question = asked(measure=False)
@@ -92,14 +93,23 @@ def preflight(
         question = asked(measure=True)
         plan = question.plan()
     refuse(question, plan, rank=ranks.rank)
+    _refuse_without_values(model)
+    _checkpoint_room(question, model, plan, rank=ranks.rank)
+    return plan, question
+
+
+def stages_asked(model: nn.Module) -> int | None:
+    """Return how many stages a model in layers asks for; None where it says nothing."""
+    return model.num_stages if isinstance(model, PipelineModule) else None
+
+
+def _refuse_without_values(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.is_meta:
             raise ConfigError(
                 f"{name} is on the meta device and has no values: build the model under `with "
                 f"infinity.Init(config=...):` instead"
             )
-    _checkpoint_room(question, model, plan, rank=ranks.rank)
-    return plan, question
 
 
 def remarks(question: PlanInputs, model: nn.Module, plan: Plan, device: Device) -> list[str]:
@@ -126,44 +136,6 @@ def _may_be_tight(question: PlanInputs, plan: Plan) -> bool:
     return free is not None and left is not None and left < free // 4
 
 
-def _reserve(
-    config: ResolvedConfig, model: nn.Module, device: Device, free: Capacity, checkpointed: tuple[str, ...], *,
-    taken_nbytes: int, measure: bool,
-) -> Reserve:  # fmt: skip
-    """What this process takes beside its plan. measure: activations by a pass on fake tensors, where one can be run.
-
-    checkpointed: paths of the blocks that backward computes again.
-    """
-    stated = config.config.memory.activations
-    work = MicroBatch(
-        config.micro_batch, stated.sequence_length, config.compute_dtype, checkpointed,
-        config.config.activation_checkpointing.keep_ops,
-    )  # fmt: skip
-    elsewhere = pooled = 0
-    if stated.max_bytes is not None:
-        limit = stated.max_bytes
-        nbytes = limit.of(free.device or 0) if isinstance(limit, Share) else limit
-        source = "memory.activations.max_bytes"
-    elif (found := forecast(model, work, measure=measure)) is not None:
-        nbytes, pooled, source = found.nbytes, found.pooled_nbytes or 0, found.source
-        if not (tier := Tier.named(config.checkpoint_tier)).on_device:
-            elsewhere = OffloadedCheckpoints(tier, found.inputs, found.input_nbytes).freed_nbytes
-    else:
-        nbytes, source = UNKNOWN_ACTIVATION_NBYTES, "not known before a batch; memory.activations.max_bytes says more"
-    in_cpu = elsewhere if config.checkpoint_tier == Tier.CPU.value else 0
-    spool = spool_of(list(model.parameters()))
-    floating = [param.dtype for param in model.parameters() if param.is_floating_point()]
-    held_max = spool.held_nbytes_max if spool is not None else None
-    if spool is None and all(param.device.type != "cpu" for param in model.parameters()):
-        held_max = 0
-    return Reserve(
-        taken_nbytes=taken_nbytes, overhead_nbytes=ANONYMOUS_OVERHEAD_NBYTES, activation_nbytes=nbytes - elsewhere,
-        activations=source, checkpoint_nbytes=in_cpu,
-        gaps_nbytes=device.allocator.gaps_nbytes(pooled, free.device or 0),
-        model_dtype=dtype_name(floating[0]) if floating else "fp32", model_nbytes_max=held_max,
-    )  # fmt: skip
-
-
 def _checkpoint_room(question: PlanInputs, model: nn.Module, plan: Plan, *, rank: int = 0) -> list[str]:
     """A line that says how many tokens' activation checkpoints their tier of drives takes beside the plan.
 
@@ -176,7 +148,11 @@ def _checkpoint_room(question: PlanInputs, model: nn.Module, plan: Plan, *, rank
     if not tier.on_drive or room is None:
         return []
     every = max(config.config.activation_checkpointing.every, 1)
-    blocks = len(repeated_blocks(question.node, classes=question.blocks, every=every))
+    recomputed = repeated_blocks(question.node, classes=question.blocks, every=every)
+    blocks, part = len(recomputed), plan.pipeline
+    if part is not None:
+        flags = [path in recomputed for path in part.split.cut.blocks]
+        blocks = inputs_in_flight(flags, part.place)
     shape = getattr(model, "config", None)
     hidden, longest = (getattr(shape, name, None) for name in ("hidden_size", "max_position_embeddings"))
     token_nbytes = blocks * (hidden if isinstance(hidden, int) else 0) * DTYPE_NBYTES[config.compute_dtype]
@@ -192,7 +168,7 @@ def _checkpoint_room(question: PlanInputs, model: nn.Module, plan: Plan, *, rank
     if not token_nbytes:
         return [line]
     tokens = room // token_nbytes
-    line += f": {tokens:,} tokens of {blocks} blocks a micro-batch"
+    line += f": {tokens:,} tokens of {blocks} blocks a micro-batch" + ("" if part is None else " in flight")
     sequence = tokens // config.micro_batch
     if isinstance(longest, int) and sequence < longest:
         line += f", which is {sequence:,} for each of {config.micro_batch} sequences; the model takes up to {longest:,}"
@@ -205,7 +181,7 @@ def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: 
     storages = [param.untyped_storage() for param in model.parameters() if _has_memory(param)]
     for storage in {storage.data_ptr(): storage for storage in storages}.values():
         held[storage.device.type] = held.get(storage.device.type, 0) + storage.nbytes()
-    held["cpu"] += _spooled_nbytes(model)
+    held["cpu"] += spooled_nbytes(model)
     free = device.free_nbytes()
     drives = None
     if config.nvme_path is not None:
@@ -216,12 +192,6 @@ def _free(config: ResolvedConfig, model: nn.Module, device: Device, local_size: 
         ranks=local_size, device_free_nbytes=None if free is None else free + held[device.torch.type],
         own_nbytes=held["cpu"], nvme_free_nbytes=drives,
     )  # fmt: skip
-
-
-def _spooled_nbytes(model: nn.Module) -> int:
-    """Return the bytes of values in memory that no parameter shows; they go, too."""
-    spool = spool_of(list(model.parameters()))
-    return 0 if spool is None else spool.released_nbytes
 
 
 def _agreed(mine: Capacity, group: AxisGroup) -> Capacity:

@@ -22,6 +22,7 @@ from infinity.ops.adam import shutdown_threads
 from infinity.optim.loss_scaler import LossScaler
 from infinity.optim.stepper import Stepper
 from infinity.parallel.tensor import Applied
+from infinity.plan.model_params import model_params, place_of_buffer
 from infinity.plan.plan import Plan
 from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
@@ -90,12 +91,16 @@ class Runtime:
     @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes before the tensor axis cuts them of the parameters that it does cut, by name."""
-        return {
-            slot.name: slot.whole_shape
-            for layout in self.plan.layouts
-            for slot in layout.slots
-            if slot.shard is not None
-        }
+        return {name: param.shape for name, param in model_params(self.plan).items() if param.shard is not None}
+
+    @property
+    def stands_for_stage(self) -> bool:
+        """Whether this rank stands for those of its stages where all have the same: the first on the other axes."""
+        return self.groups.data.index == 0 and self.groups.tensor.index == 0
+
+    def tells_buffer(self, name: str) -> bool:
+        """Whether this rank's copy of one of the module's buffers is the one that is saved."""
+        return self.stands_for_stage and place_of_buffer(self.plan, name) == self.groups.pipeline.index
 
     @property
     def loss_scale(self) -> float:

@@ -43,6 +43,7 @@ from infinity.engine.runtime import Runtime
 from infinity.errors import CheckpointError
 from infinity.memory.queue_options import queue_options
 from infinity.ops.aio import Queue
+from infinity.plan.model_params import model_params
 from infinity.plan.spec import dtype_name
 
 
@@ -99,7 +100,7 @@ class SaveContents:
         capture = Capture(
             rank=rank,
             pieces=tuple(shares(runtime.plan, groups.data.index, groups.tensor.index, frozen=request.frozen)),
-            buffers=_buffers_of(module) if rank == 0 else (),
+            buffers=tuple(each for each in _buffers_of(module) if runtime.tells_buffer(each[0])),
             rng=random_state(runtime.device),
             singles=run.parameter_scalars(),
         )
@@ -205,6 +206,7 @@ class Save:
             plan={
                 "fingerprint": plan.fingerprint(), "stage": plan.request.stage,
                 "world_size": plan.topology.world_size, "dp": plan.topology.dp, "tp": plan.topology.tp,
+                "pp": plan.topology.pp,
                 "compute_dtype": plan.request.compute_dtype,
             },
             ranks=tuple(infos), client_state=self.contents.client_state, client=client, **self.contents.manifest,
@@ -241,17 +243,16 @@ def checkpoint_queue(runtime: Runtime) -> Queue:
 
 
 def tensors_of(runtime: Runtime, *, frozen: bool = True) -> dict[str, TensorInfo]:
-    """Return the model's tensors, buffers included, in their whole shapes, with the kinds that a checkpoint keeps of
-    each. `frozen`: with the elements of parameters that are not trained.
+    """Return the tensors of the whole model, buffers included, in whole shapes, with the kinds that a checkpoint keeps
+    of each. `frozen`: with the elements of parameters that are not trained.
     """
     kinds = tensor_kinds(runtime.plan)
     tensors = {
-        slot.name: TensorInfo(
-            shape=slot.whole_shape, dtype=layout.dtype, trainable=layout.trainable,
-            kinds=kinds[slot.name] if layout.trainable or frozen else (),
+        name: TensorInfo(
+            shape=param.shape, dtype=param.dtype, trainable=param.trainable,
+            kinds=kinds[name] if param.trainable or frozen else (),
         )
-        for layout in runtime.plan.layouts
-        for slot in layout.slots
+        for name, param in model_params(runtime.plan).items()
     }  # fmt: skip
     for name, dtype, buffer in _buffers_of(runtime.module):
         tensors[name] = TensorInfo(tuple(buffer.shape), dtype, trainable=False, kinds=(BUFFER,))

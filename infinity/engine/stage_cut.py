@@ -38,9 +38,9 @@ def cut_into_stages(
         return None
     parallel = config.config.parallel
     stages, counts = config.pipeline * parallel.virtual_stages, parallel.stages or None
-    blocks = find_blocks(node, classes)
     if isinstance(model, PipelineModule):
-        return cut_model(node, blocks, stages, after=(), counts=counts or model.stage_counts(stages))
+        return cut_model(node, model.blocks, stages, counts=counts or model.stage_counts(stages))
+    blocks = find_blocks(node, classes)
     cut = cut_model(node, blocks, stages, counts=counts)
     found = record_cut(model, blocks, _sample(model), DTYPES[config.compute_dtype], stages=counts)
     if found.unproven:

@@ -21,7 +21,6 @@ from torch import Tensor
 from infinity.distributed.collectives import exchange_texts, exchange_values
 from infinity.distributed.consistency import agree_on_numbers, on_any_rank
 from infinity.engine.runtime import Runtime
-from infinity.engine.unit_numbers import UnitNumbers
 from infinity.errors import NonFiniteError, StateError
 from infinity.log import logger
 from infinity.ops.adam import GradStats
@@ -30,6 +29,7 @@ from infinity.optim.factory import Chosen
 from infinity.optim.nonfinite_guard import Skips
 from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.plan.shards import Replica
+from infinity.plan.unit_numbers import UnitNumbers
 from infinity.zero.foreign_attributes import ParameterOffload
 from infinity.zero.nonfinite import NOWHERE, first_nonfinite
 from infinity.zero.prefetch_timing import agree
@@ -65,8 +65,8 @@ class StepVerdict:
 
     norm: of all gradients before clipping, infinite where an element is not finite. grad_scale: what gradients are
     multiplied by in the update. unscale: the part of it that is not clipping. arrived: by the index of a unit, which of
-    its parameters had a gradient on some rank. origin: the parameter whose gradient is not finite, where that is worth
-    a warning. flags: what some rank has told.
+    its parameters had a gradient on some rank. elsewhere: names of those that only other stages have. origin: the
+    parameter whose gradient is not finite, where that is worth a warning. flags: what some rank has told.
     """
 
     norm: float
@@ -75,6 +75,7 @@ class StepVerdict:
     grad_scale: float
     unscale: float
     arrived: Mapping[int, Sequence[bool]]
+    elsewhere: frozenset[str]
     origin: str
     flags: StepFlags
 
@@ -113,7 +114,7 @@ class Boundary:
     def check(self) -> None:
         """Raise StateError where no step can be taken. Nothing has changed then."""
         runtime = self._runtime
-        if not any(unit.layout.trainable for unit in runtime.units):
+        if not runtime.plan.trains:
             raise StateError("nothing to step: every parameter was frozen when the engine was made")
         if runtime.scaler is not None and runtime.gradients.unscaled:
             raise StateError(
@@ -126,7 +127,7 @@ class Boundary:
 
         step: number of steps before this one. losses: of its micro-steps. flags: what this rank tells the others.
         """
-        arrived = self._settle_gradients()
+        arrived, elsewhere = self._settle_gradients()
         squares, count, heard = self._global_stats(flags)
         self._runtime.coordinator.next_step()
         self._timing.advance()
@@ -135,7 +136,8 @@ class Boundary:
         skipped = bool(count) and self._runtime.skips_nonfinite
         self._skips.update(skipped)
         verdict = StepVerdict(
-            norm, nonfinite=bool(count), skipped=skipped, unscale=unscale, arrived=arrived, flags=heard,
+            norm, nonfinite=bool(count), skipped=skipped, unscale=unscale, arrived=arrived,
+            elsewhere=elsewhere, flags=heard,
             grad_scale=unscale if skipped else unscale * clip_factor(norm, self._runtime.config.clip_norm),
             origin=self._report_nonfinite(step, losses, count, skipped) if count else "",
         )  # fmt: skip
@@ -148,6 +150,7 @@ class Boundary:
             raise StateError("optimizer.step() is called by engine.step(): call that instead")
         runtime, verdict = self._runtime, self._latest
         runtime.stepper.step(param_groups, grad_scale=verdict.grad_scale, arrived=verdict.arrived)
+        runtime.stepper.count_elsewhere(verdict.elsewhere)
         runtime.coordinator.memory.follow_step(self._trained)
         self._state = BoundaryState.APPLIED
 
@@ -179,7 +182,8 @@ class Boundary:
                     found = stats.get((unit.layout.index, slot), _NOTHING) if told else _NOTHING
                     mine.append((slot.name, *found))
         # Ranks of other stages have other parameters.
-        rows = exchange_values(mine, runtime.groups.world, "exchange of norms by parameter")
+        world = runtime.groups.world
+        rows = exchange_values(mine, world, "exchange of norms by parameter") if world.size > 1 else [mine]
         told_of: dict[str, list[float]] = {}
         for name, squares, count in (each for row in rows for each in row):
             told_of.setdefault(name, []).append(math.inf if count else squares)
@@ -205,8 +209,10 @@ class Boundary:
             self._runtime.scaler.load_state_dict(state["loss_scale"])
         self._skips.load_state_dict(state["skips"])
 
-    def _settle_gradients(self) -> dict[int, list[bool]]:
-        """Complete the gradient partitions, late ones first; return which parameters have a gradient on some rank."""
+    def _settle_gradients(self) -> tuple[dict[int, list[bool]], frozenset[str]]:
+        """Complete the gradient partitions, late ones first; return which parameters have a gradient on some rank: of
+        this rank's units, and the names of others.
+        """
         gradients, groups, units = self._runtime.gradients, self._runtime.groups, self._runtime.units
         late = gradients.leftovers()
         if groups.stage.size > 1:
@@ -218,11 +224,13 @@ class Boundary:
             if units[index].layout.trainable and units[index].layout.numel:
                 gradients.sum_shared(units[index])
         arrived = {unit.layout.index: [*flags] for unit, flags in gradients.arrived.items()}
+        elsewhere: frozenset[str] = frozenset()
         if groups.world.size > 1:
             anyone = on_any_rank(self._numbers.flags(arrived), groups.world, "agreement on gradients")
             arrived = {index: self._numbers.of_unit(anyone, index) for index in arrived}
+            elsewhere = self._numbers.names_elsewhere(anyone)
             gradients.agree_on_order()
-        return arrived
+        return arrived, elsewhere
 
     def _global_stats(self, flags: StepFlags) -> tuple[float, int, StepFlags]:
         """Return (sum of squares, number of non-finite elements) of all ranks' gradients, and the flags that some rank

@@ -38,11 +38,13 @@ class Ledger:
     # The sum over kinds, by tier: asked for at every gather.
     _totals: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
 
-    def add(self, tier: Tier, kind: Kind, nbytes: int) -> None:
-        """Book `nbytes` more (or fewer, when negative) of one kind on one tier."""
+    def add(self, tier: Tier, kind: Kind, nbytes: int, *, limited: bool = True) -> None:
+        """Book `nbytes` more (or fewer, when negative) of one kind on one tier. limited: whether they count against its
+        limit; False for what was set aside before limits were made.
+        """
         entry = (tier, kind)
         held = self.now[entry] = self.now.get(entry, 0) + nbytes
-        total = self._totals[tier] = self._totals[tier] + nbytes
+        total = self._totals[tier] = self._totals[tier] + (nbytes if limited else 0)
         if trace.active():
             trace.level(tier.value, kind.value, held)
         if nbytes > 0:
@@ -54,7 +56,7 @@ class Ledger:
         self.pinned_nbytes += nbytes
 
     def total(self, tier: Tier) -> int:
-        """Bytes held on one tier now."""
+        """Bytes held on one tier now, as far as they count against its limit."""
         return self._totals[tier]
 
     def room(self, tier: Tier) -> int | None:

@@ -23,6 +23,23 @@ class PoolUse:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineUse:
+    """What a rank of a pipeline holds of micro-batches between forwards and backwards, now and at most in a step.
+
+    in_flight: micro-batches, each of one of its stages. boundary: bytes of tensors at the boundaries of its stages, and
+    of messages under way. deferred: bytes from which weight gradients are still to be computed. What autograd saves is
+    not counted.
+    """
+
+    in_flight: int = 0
+    in_flight_most: int = 0
+    boundary: int = 0
+    boundary_most: int = 0
+    deferred: int = 0
+    deferred_most: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Process:
     """Measurements of this process that the ledger does not have.
 
@@ -48,7 +65,8 @@ class MemoryReport:
     activations where the device is the CPU, what allocators keep, and, where it is negative, memory that is reserved
     and was never touched. `predicted` is the most that the process was said to take before it started, without
     `mapped`. `activations` is what torch holds on an accelerator beyond the engine's, `reserved` what its allocator
-    keeps of the device for all of it. `by_unit` goes by tier, kind and unit, when it was asked for.
+    keeps of the device for all of it. `by_unit` goes by tier, kind and unit, when it was asked for. `pipeline` is None
+    for a model that is not cut into stages.
     """
 
     now: dict[str, dict[str, int]]
@@ -65,6 +83,7 @@ class MemoryReport:
     activations: int | None = None
     reserved: int | None = None
     by_unit: dict[str, dict[str, dict[str, int]]] | None = None
+    pipeline: PipelineUse | None = None
 
     @classmethod
     def of(
@@ -79,7 +98,8 @@ class MemoryReport:
                 for tier in Tier
             }
 
-        accounted = process.mapped + ledger.baseline_nbytes + sum(ledger.total(tier) for tier in process.in_process)
+        booked = sum(nbytes for (tier, _), nbytes in ledger.now.items() if tier in process.in_process)
+        accounted = process.mapped + ledger.baseline_nbytes + booked
         return cls(
             now=table(ledger.now), peak=table(ledger.peak),
             most={tier.value: ledger.most.get(tier, 0) for tier in Tier},
@@ -110,6 +130,12 @@ class MemoryReport:
                 lines.append(f"{name}{'in all':<12}{total}{'none' if limit is None else mb(limit):>14}")
         for name, pool in self.pools.items():
             lines.append(f"pool {name}: {mb(pool.used)} in use, {mb(pool.most)} at most, {mb(pool.reserved)} reserved")
+        if (use := self.pipeline) is not None:
+            deferred = f", {mb(use.deferred_most)} of deferred weight gradients" if use.deferred_most else ""
+            lines.append(
+                f"pipeline: {use.in_flight} micro-batches in flight, {use.in_flight_most} at most, with "
+                f"{mb(use.boundary_most)} at boundaries{deferred}"
+            )
         if self.activations is not None:
             kept = "" if self.reserved is None else f"; torch's allocator keeps {mb(self.reserved)} for all of it"
             lines.append(f"on the device beside that {mb(self.activations)}: activations, workspaces{kept}")

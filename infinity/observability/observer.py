@@ -6,6 +6,8 @@ The engine calls it from the loop's verbs; it never changes what they do.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 from infinity.config.schema import Config
 from infinity.log import logger
@@ -24,6 +26,10 @@ _AFTER = {
         "Weights and states are as they were, but this step's gradients are incomplete: call engine.zero_grad(), then "
         "go on with a smaller micro-batch, shorter sequences or activation checkpointing."
     ),
+    "pipeline": (
+        "The ranks of the pipeline are in the middle of a step: this engine cannot go on. Close it, and start from a "
+        "checkpoint with a smaller micro-batch, shorter sequences or activation checkpointing."
+    ),
     "step": "The step is incomplete: this engine cannot go on. Close it, and start from a checkpoint with less.",
 }
 _OTHERS = " The other ranks are told, and end."
@@ -32,7 +38,12 @@ _OTHERS = " The other ranks are told, and end."
 class Observer:
     """The reports of one engine."""
 
-    def __init__(self, breakdown: Breakdown, config: Config, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, breakdown: Breakdown, config: Config, *, rank: int, world_size: int,
+        tell: Callable[[list[Any]], list[list[Any]]] | None = None,
+    ) -> None:  # fmt: skip
+        """tell: as in `Timeline`."""
+        self._tell = tell
         self._breakdown = breakdown
         self._config = config
         self._rank = rank
@@ -45,7 +56,9 @@ class Observer:
 
     def timeline(self, path: str | os.PathLike[str] | None) -> Timeline:
         """See `Engine.timeline`."""
-        return Timeline(path, rank=self._rank, describe=self._breakdown.name, begin=self._breakdown.tell_levels)
+        return Timeline(
+            path, rank=self._rank, describe=self._breakdown.name, begin=self._breakdown.tell_levels, tell=self._tell
+        )
 
     def explain(self, error: BaseException, phase: str, *, broken: str) -> MemoryRefused | None:
         """Return a MemoryRefused that shows the ledger, for an error that means that memory ran out in `phase`; None

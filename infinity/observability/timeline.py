@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +33,8 @@ _PAGE = Path(__file__).with_suffix(".html")
 # The placeholder that `Timeline.page` fills in.
 _DATA, _PALETTE, _LIGHT, _DARK = "/*DATA*/null", "/*PALETTE*/null", "/*LIGHT*/", "/*DARK*/"
 _OPTIMIZER = "infinity-step"
+# What the lanes of a pipeline's ranks begin with.
+PIPELINE = "pipeline rank"
 
 
 class Bar(NamedTuple):
@@ -83,8 +85,9 @@ class Timeline:
 
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, rank: int = 0, describe: Callable[[Any], str] = str,
-        begin: Callable[[], None] = lambda: None,
+        begin: Callable[[], None] = lambda: None, tell: Callable[[list[Any]], list[list[Any]]] | None = None,
     ) -> None:  # fmt: skip
+        """tell: gives what this rank says to those that it shares a pipeline with, and returns what each said."""
         self.path = None if path is None else _of_rank(_checked(path), rank)
         self.rank = rank
         self.lanes: tuple[TimelineRow, ...] = ()
@@ -93,6 +96,7 @@ class Timeline:
         self.levels: tuple[tuple[int, str, str, int], ...] = ()
         self._describe = describe
         self._begin = begin
+        self._tell = tell
         self._recording: Recording | None = None
         self._origin = 0
 
@@ -114,12 +118,27 @@ class Timeline:
         recording.stop()
         self._origin = recording.begin
         self.seconds = (recording.end - recording.begin) / 1e9
-        self.lanes = tuple(lane for lane in _lanes(recording) if lane.bars)
+        own, phases, *others = _lanes(recording)
+        self.lanes = tuple(lane for lane in (own, phases, *self._stages(phases), *others) if lane.bars)
         self.levels = tuple(
             (max(level.at - recording.begin, 0), level.tier, level.kind, level.nbytes) for level in recording.levels
         )
         if self.path is not None:
             self.save(self.path)
+
+    def _stages(self, phases: TimelineRow) -> Iterator[TimelineRow]:
+        """A lane for each rank of the pipeline: its forwards and backwards, such as "2F0", that of micro-batch 0 in
+        stage 2. Ranks of one node share a clock.
+        """
+        if self._tell is None:
+            return
+        mine = [[bar.begin + self._origin, bar.end + self._origin, bar.cause, bar.subject] for bar in phases.bars]
+        for index, bars in enumerate(self._tell(mine)):
+            shown = (
+                Bar(begin - self._origin, end - self._origin, trace.PHASE, cause, subject)
+                for begin, end, cause, subject in bars
+            )
+            yield TimelineRow(f"{PIPELINE} {index}", tuple(bar for bar in shown if bar.end > 0), flat=True)
 
     def abandon(self) -> None:
         """End the recording without a result; do nothing when there is none."""

@@ -55,6 +55,11 @@ class WorkTransfer:
         self._work = work
         self._keep: Sequence[torch.Tensor] = keep
 
+    @property
+    def kept(self) -> Sequence[torch.Tensor]:
+        """The tensors that it keeps alive; none once it has been waited for."""
+        return self._keep
+
     def done(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ from infinity.optim.step_worker import StepWorker
 from infinity.optim.sub_group_update import SubGroupUpdater
 from infinity.optim.update_rules import UpdateRule
 from infinity.plan.layout import Slot, SubGroup
+from infinity.plan.model_params import model_params
 from infinity.plan.plan import Plan
 from infinity.plan.stepping import SOON_UNITS, STEP_READS, first_reads
 from infinity.plan.types import Key, Kind
@@ -103,10 +104,9 @@ class Stepper:
         self._store = store
         self._device = device
         self.rule = rule
-        # Steps that each parameter has taken: one without a gradient is not stepped, as in torch.
-        self.steps: dict[str, int] = {
-            slot.name: 0 for layout in plan.layouts if layout.trainable for slot in layout.slots
-        }
+        # Steps that each parameter of the model has taken, also of other stages: one without a gradient is not stepped,
+        # as in torch.
+        self.steps: dict[str, int] = {name: 0 for name, param in model_params(plan).items() if param.trainable}
         parts = plan.step_parts()
         self._visible, self._hidden = parts.visible, parts.hidden
         self._updater = SubGroupUpdater(plan, store, rule, device=device, index=index, grad_bound=grad_bound)
@@ -252,6 +252,11 @@ class Stepper:
             self._step(StepContext(hyper, grad_scale, arrived, self._count(arrived), self._device.mark()))
         finally:
             self._move(StepperState.IDLE)
+
+    def count_elsewhere(self, names: Iterable[str]) -> None:
+        """Count the step that was taken for parameters that ranks of other stages step."""
+        for name in names:
+            self.steps[name] += 1
 
     def _count(self, arrived: Mapping[int, Sequence[bool]]) -> dict[int, list[int]]:
         """Count this step for every parameter that takes it; return all step counts, by unit."""

@@ -1,22 +1,23 @@
-"""Split backward: the gradients of linear layers' weights are computed later than those of their inputs.
+"""Split backward: gradients of linear layers' weights are computed later than gradients of their inputs.
 
-I (`backward_input`) is an ordinary autograd backward, in which each `nn.Linear` computes the gradient of its input and
-queues its input and the gradient of its output. W (`weights`) multiplies what was queued. It needs no weights, no graph
-and no module hooks, so a pipeline runs it whenever the rank would wait otherwise.
+I (`backward_input`) is an ordinary autograd backward in which each `nn.Linear` computes only the gradient of its input;
+it queues that input and the gradient of its output. W (`weights`) multiplies what was queued. W needs no weights, no
+graph and no module hooks, so a pipeline runs it where the rank would wait otherwise.
 
-The gradients have the bits of an undivided backward. Autograd itself computes outputs and gradients of inputs, with a
-weight cut off from the graph; W calls the operators by which autograd computes gradients of weights, on operands of the
-same strides, and adds several uses of one weight in the order in which backward reached them. A gradient that I leaves
-on a parameter is set aside until W, so that it does not mix with that of another micro-batch.
+Gradients have the bits of an undivided backward. Autograd itself computes outputs and gradients of inputs, with the
+weight detached. W calls the operators by which autograd computes gradients of weights, on operands with the same
+strides, and adds several uses of one weight in the order in which backward reached them. Gradients that I leaves on
+parameters are set aside until W, so that those of different micro-batches do not mix.
 
-[Note: what is saved] An identity function in front of the layer saves its input for backward. So hooks on saved tensors
-see the input as usual: recomputation (torch.utils.checkpoint) computes a block once, in I, stops as early as without
-this module, and W gets tensors. A hook on the layer's gradient function gives the gradient of its output to that
-identity, whose backward runs next.
+[Note: what is saved] An identity function in front of each layer saves the layer's input for backward. Hooks on saved
+tensors therefore see the input as usual: torch.utils.checkpoint recomputes a block once, in I, stops as early as it
+does without this module, and W finds tensors. A hook on the layer's matrix product passes the gradient of its output to
+that identity, whose backward runs next.
 
-Everything else computes its gradients in I, which is right and only less deferred: GPT-2's `Conv1D`, experts in stacked
-weights, weights in tiles, a weight with gradient hooks, an input that needs no gradient, autocast. One limit: where a
-weight has several deferred uses and others that run between them in backward, the others are added last.
+All other gradients are computed in I, which is correct and only defers less: of GPT-2's `Conv1D`, of experts in stacked
+weights, of weights in tiles or with gradient hooks, of layers whose input needs no gradient, and under autocast. One
+case may differ in the last bit: a weight with several deferred uses and another use between them in backward, whose
+gradient W adds last.
 """
 
 from __future__ import annotations
@@ -29,40 +30,44 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from infinity.errors import StateError
 
+# Classes of autograd's nodes for matrix products, by which it records F.linear.
+_PRODUCTS = ("MmBackward0", "AddmmBackward0")
+
 
 class DeferredWeights:
-    """The linear layers of one model, and what their weights' gradients are still to be computed from.
+    """The linear layers of one model, and the queues of micro-batches between I and W.
 
-    Layers defer inside `collecting` only. Construct it behind all else that sets a `forward` on linear layers (the
-    tensor axis). A key names one micro-batch in one stage. Nothing may write into tensors that a layer has read, or
-    into gradients that came into the stage, until its W has run. Not thread-safe; the backward of I may run on threads
-    of autograd.
+    It replaces the layers' `forward`, so construct it after the tensor axis has set its own. Layers defer inside
+    `collecting` only. A key names one micro-batch in one stage.
+
+    Queued tensors are held, not copied: a tensor that a layer has read (a received activation), or a gradient that came
+    into the stage, must not be written to before W. Not thread-safe; autograd may run I's backward on its own threads.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._micro_batches: dict[Hashable, _MicroBatch] = {}
-        # That of the forward or backward under way.
+        # The one whose forward or backward runs now.
         self._current: _MicroBatch | None = None
         self._layers = [_DeferredForward(module, self) for module in model.modules() if isinstance(module, nn.Linear)]
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Run the forward of a micro-batch in the block.
+        """Open a block for the forward of a micro-batch.
 
         Raises:
-            StateError: the former micro-batch of this key still waits for its W.
+            StateError: an earlier micro-batch of this key still waits for its W.
         """
         former = self._micro_batches.get(key)
         if former is not None and former.ready:
             raise StateError(
-                f"a forward begins for {key}, and the weight gradients of the former one are still queued: iterate "
-                "over weights(key) to its end, or call abandon()"
+                f"a forward of {key} begins while weight gradients of an earlier one are still queued: iterate over "
+                "weights(key) to its end, or call abandon()"
             )
         self._micro_batches[key] = _MicroBatch()
         with self._during(key):
@@ -70,13 +75,18 @@ class DeferredWeights:
 
     @contextmanager
     def backward_input(self, key: Hashable, params: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Run I, the backward of a micro-batch, in the block. Behind it, the gradients of `params` (all that the stage
-        trains) are as they were before it; what I left on them waits for W. If the block raises, that is dropped.
+        """Open a block for I, the backward of a micro-batch.
+
+        params: all parameters that the stage trains. After the block their gradients are those of before it; what the
+        block left on them waits for W. If the block raises, the micro-batch is dropped.
+
+        Raises:
+            StateError: no forward of this key waits for its backward.
         """
         micro_batch = self._micro_batches.get(key)
         if micro_batch is None or micro_batch.ready:
-            raise StateError(f"a backward begins for {key}, whose forward has not run inside collecting()")
-        params = [param for param in params if param.requires_grad]
+            raise StateError(f"a backward of {key} begins, but no forward of it has run inside collecting()")
+        params = [param for param in dict.fromkeys(params) if param.requires_grad]
         before = [_take_gradient(param) for param in params]
         try:
             with self._during(key):
@@ -85,70 +95,70 @@ class DeferredWeights:
             self._micro_batches.pop(key, None)
             raise
         else:
-            found = ((param, _take_gradient(param)) for param in params)
-            micro_batch.left = {param: grad for param, grad in found if grad is not None}
-            micro_batch.ready = True
+            micro_batch.end_input({param: _take_gradient(param) for param in params})
         finally:
             for param, grad in zip(params, before, strict=True):
                 param.grad = grad
 
     def weights(self, key: Hashable) -> Iterator[nn.Parameter]:
-        """Run W: yield each parameter once the micro-batch's gradient is complete and has been added to `param.grad`.
+        """Run W, and yield each parameter once its gradient is complete and has been added to `param.grad`.
 
-        Must be iterated to its end. Parameters of which I has computed the whole gradient come first, then weights and
-        biases in the order of backward, so that a caller may take gradients away as they come.
+        A generator: W runs as the caller iterates, and must be iterated to its end. Parameters whose gradients I has
+        computed come first, then weights and biases in the order of backward. The caller may take each gradient away
+        before the next one is computed.
 
         Raises:
             StateError: I has not run.
         """
-        if key not in self._micro_batches or not self._micro_batches[key].ready:
-            raise StateError(f"weight gradients of {key} are asked for before its backward_input has run")
-        micro_batch = self._micro_batches.pop(key)
-        uses = micro_batch.uses()
-        for param in [param for param in micro_batch.left if param not in uses]:
-            _add_gradient(param, micro_batch.left.pop(param))
-            yield param
-        sums: dict[nn.Parameter, Tensor] = {}
-        while micro_batch.products:
-            # Functions of their own, because a generator's variables would keep gradients alive that the caller takes.
-            yield from micro_batch.multiply_next(uses, sums)
+        micro_batch = self._micro_batches.get(key)
+        if micro_batch is None or not micro_batch.ready:
+            raise StateError(f"weight gradients of {key} were requested before its backward_input() block has ended")
+        try:
+            yield from micro_batch.compute()
+        finally:
+            if self._micro_batches.get(key) is micro_batch:
+                del self._micro_batches[key]
 
     def params(self, key: Hashable) -> list[nn.Parameter]:
-        """Return the parameters that `weights(key)` will yield; [] before I."""
+        """Return the parameters that `weights(key)` will yield, in any order; [] before I and during W."""
         micro_batch = self._micro_batches.get(key)
         return [*dict.fromkeys((*micro_batch.left, *micro_batch.uses()))] if micro_batch and micro_batch.ready else []
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all memory that is held between I and W, each storage once."""
-        held = [tensor for each in self._micro_batches.values() for tensor in each.tensors()]
-        return sum({each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in held)}.values())
+        """Bytes of memory held between I and W; counts each storage once, whole."""
+        return _nbytes(tensor for each in self._micro_batches.values() for tensor in each.tensors())
+
+    def nbytes_of(self, key: Hashable) -> int:
+        """Return the bytes of the memory that is held for one micro-batch, each storage once."""
+        micro_batch = self._micro_batches.get(key)
+        return 0 if micro_batch is None else _nbytes(micro_batch.tensors())
 
     def abandon(self) -> None:
-        """Forget everything that waits for I or W: the step has failed. A backward that still runs queues nothing."""
+        """Drop all micro-batches, after a step has failed. Backwards of earlier forwards queue nothing any more."""
         self._micro_batches.clear()
 
     def remove(self) -> None:
-        """Give the layers their own forward back; idempotent."""
+        """Drop all micro-batches and restore the layers' own forwards; idempotent."""
         self.abandon()
         while self._layers:
             self._layers.pop().restore()
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute `torch.nn.functional.linear`, and defer the gradients of weight and bias where that is possible."""
+        """Return `F.linear` of the arguments; defer the gradients of weight and bias where that is possible."""
         if self._current is None or not _defers(input, weight):
-            return linear(input, weight, bias)
+            return F.linear(input, weight, bias)
         if input.dim() == 2 or input.is_contiguous():
             return _deferred(self._current, input, weight, bias)
-        # linear() folds other inputs in a way that depends on whether the weight needs a gradient, and adds the bias
-        # in an operation of its own.
+        # Of other inputs, F.linear copies the rows into a matrix only if the weight needs a gradient, and it adds the
+        # bias separately.
         output = _deferred(self._current, input.flatten(0, -2), weight, None)
-        output = torch._unsafe_view(output, (*input.shape[:-1], weight.shape[0]))
+        output = torch.ops.aten._unsafe_view(output, (*input.shape[:-1], weight.shape[0]))
         return output if bias is None else output.add_(bias)
 
     @property
     def collects(self) -> bool:
-        """Whether a micro-batch's forward or backward is under way."""
+        """Whether a block for a forward or a backward is open."""
         return self._current is not None
 
     @contextmanager
@@ -162,7 +172,7 @@ class DeferredWeights:
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """What waits for the W of one micro-batch; `ready` once its I has run."""
+    """What waits for the W of one micro-batch; `ready` between I and W."""
 
     products: deque[_Product] = field(default_factory=deque)
     # What I left on parameters.
@@ -170,12 +180,29 @@ class _MicroBatch:
     ready: bool = False
 
     def uses(self) -> Counter[nn.Parameter]:
-        """How many products each parameter's gradient is the sum of, in the order of backward."""
+        """Return how many products each parameter's gradient is the sum of, in the order of backward."""
         return Counter(param for each in self.products for param in (each.weight, each.bias) if param is not None)
 
-    def multiply_next(self, uses: Counter[nn.Parameter], sums: dict[nn.Parameter, Tensor]) -> list[nn.Parameter]:
-        """Compute the next product, add it to the `sums` of earlier ones, and return the parameters whose last of
-        `uses` it is, which have their gradient now.
+    def end_input(self, left: dict[nn.Parameter, Tensor | None]) -> None:
+        """I is over; it has left these gradients on parameters."""
+        self.left = {param: grad for param, grad in left.items() if grad is not None}
+        self.ready = True
+
+    def compute(self) -> Iterator[nn.Parameter]:
+        """Add the gradients to those on parameters, and yield each parameter when its own is complete."""
+        self.ready = False
+        uses = self.uses()
+        for param in [param for param in self.left if param not in uses]:
+            _add_gradient(param, self.left.pop(param))
+            yield param
+        sums: dict[nn.Parameter, Tensor] = {}
+        while self.products:
+            # A function of its own, because a generator's variables would keep gradients alive that the caller takes.
+            yield from self._multiply_next(uses, sums)
+
+    def _multiply_next(self, uses: Counter[nn.Parameter], sums: dict[nn.Parameter, Tensor]) -> list[nn.Parameter]:
+        """Compute the gradients of the next use and add them to `sums`, the gradients of earlier uses. Count down
+        `uses`, and return the parameters that have no further use: their gradients are on them.
         """
         complete = []
         for param, grad in self.products.popleft().gradients():
@@ -209,7 +236,7 @@ class _Product:
         if self.state != self._state():
             raise StateError(
                 f"the input {tuple(self.x.shape)} of a linear layer, or the gradient of its output, was changed or "
-                "freed between backward and the computation of the weight's gradient"
+                "freed after backward and before its weight's gradient was computed: keep both as they are until then"
             )
         found = [(self.weight, self.grad.t().mm(self.x.flatten(0, -2)))]
         if self.bias is not None:
@@ -266,23 +293,26 @@ class _SavedInput(torch.autograd.Function):
 def _deferred(micro_batch: _MicroBatch, x: Tensor, weight: Any, bias: Any) -> Tensor:
     later = bias is not None and bias.requires_grad and _is_plain(bias)
     use = _Use(micro_batch, weight, bias if later else None)
-    output: Any = linear(_SavedInput.apply(use, x), weight.detach(), bias.detach() if later else bias)
-    # The hook is on the product itself: a view behind it is left out of the graph if the program changes the output in
-    # place, and hooks on tensors run before it, because they may change the gradient.
+    output: Any = F.linear(_SavedInput.apply(use, x), weight.detach(), bias.detach() if later else bias)
+    # On the node of the product itself. If the program changes the output in place, autograd bypasses the node of a
+    # view that follows the product. A hook on the output would run before the program's, which may change the gradient.
     product = output.grad_fn if x.dim() == 2 else output.grad_fn.next_functions[0][0]
+    if type(product).__name__ not in _PRODUCTS:
+        # A device with a linear operator of its own.
+        return F.linear(x, weight, bias)
     product.register_prehook(use)
     return output
 
 
 def _defers(x: Tensor, weight: Tensor) -> bool:
-    """Whether the gradient of the weight is that of a plain matrix product in the layer's own dtype."""
+    """Return whether the weight's gradient is a plain matrix product of queued tensors, in the layer's own dtype."""
     return (
         torch.is_grad_enabled()
         and weight.requires_grad
         and x.requires_grad
         and _is_plain(weight)
         and type(x) is Tensor
-        # Not a view of a parameter, which may have no data when W runs.
+        # A view of a parameter may have no data when W runs.
         and (x._base is None or type(x._base) is Tensor)
         and x.dim() > 1
         and x.dtype is weight.dtype
@@ -293,8 +323,13 @@ def _defers(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_plain(param: Tensor) -> bool:
-    """Whether it is a parameter of torch's own class, without hooks that are to see its gradient."""
+    """Return whether this is a parameter of torch's own class without hooks on its gradient."""
     return type(param) is nn.Parameter and not param._backward_hooks and not param._post_accumulate_grad_hooks
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def _take_gradient(param: nn.Parameter) -> Tensor | None:
@@ -322,7 +357,7 @@ class _DeferredForward:
         plain = self._own is None and type(module).forward is nn.Linear.forward
         self._mode = None if plain else _OwnLinear(module, deferred)
         self.__wrapped__ = self._forward
-        module.forward = self  # type: ignore[assignment]
+        module.forward = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._deferred.collects:
@@ -359,6 +394,6 @@ class _OwnLinear(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is linear and (args[1] if len(args) > 1 else kwargs.get("weight")) is self._module.weight:
+        if func is F.linear and (args[1] if len(args) > 1 else kwargs.get("weight")) is self._module.weight:
             return self._deferred.linear(*args, **kwargs)
         return func(*args, **kwargs)

@@ -33,8 +33,8 @@ class PipelineModule(nn.Module):
     """Layers that run one after the other, and their loss; `layers.0`, `layers.1` ... are the blocks of stages.
 
     layers: modules, `LayerSpec`s and `TiedLayerSpec`s (built here, in order), and functions of one argument.
-    num_stages, topology: the size of the pipeline axis that the program means, compared with the configuration's;
-    of a topology, `get_dim("pipe")`.
+    num_stages, topology: ranks along the pipeline axis, for a configuration that does not say it; of a topology,
+    `get_dim("pipe")`.
     loss_fn: called with the last layer's outputs and the labels. None: the last layer returns the loss.
     seed_layers: build each layer, and run it in training on each micro-batch, with random numbers of its own, which
     follow from `base_seed`; then dropout does not depend on the cut. seed_fn: called with a seed before each.
@@ -217,7 +217,10 @@ def _stages(given: int | None, topology: Any) -> int | None:
     along = None if topology is None else int(topology.get_dim("pipe"))
     if given is not None and along is not None and given != along:
         raise ConfigError(f"PipelineModule: num_stages is {given} and the topology has {along} along its axis 'pipe'")
-    return along if given is None else given
+    stages = along if given is None else given
+    if stages is not None and stages < 1:
+        raise ConfigError(f"PipelineModule: num_stages is {stages}; it must be at least 1")
+    return stages
 
 
 def _as_tuple(value: Any) -> Any:

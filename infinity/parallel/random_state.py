@@ -62,19 +62,20 @@ class OwnNumbers:
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         """Draw from own numbers in the block, on the CPU and on `device`; restore the former ones behind it."""
-        with seeded(_draw() + self._group.index, device):
+        with seeded(draw_seed() + self._group.index, device):
             yield
 
     @contextmanager
     def common_on(self, device: torch.device) -> Iterator[None]:
         """The same with numbers that all ranks share, where former ones are own. Collective."""
-        seed = torch.tensor(_draw(), device=device)
+        seed = torch.tensor(draw_seed(), device=device)
         collectives.broadcast(seed, self._group, 0, "broadcast of a random number")
         with seeded(int(seed), device):
             yield
 
 
-def _draw() -> int:
+def draw_seed() -> int:
+    """Return a seed that follows from the state of torch's default generator, and changes it."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 

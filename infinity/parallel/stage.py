@@ -102,7 +102,8 @@ class StagedModel:
         stand_ins: dict[nn.Module, nn.Module] = {}
         for index, (path, block) in enumerate(zip(self._cut.blocks, blocks, strict=True)):
             if index < begin:
-                stand_ins[block] = _EarlierBlock(block, path, answer=self._answers.get(path, 0))
+                answer = self._answers.get(path, 0)
+                stand_ins[block] = _EarlierBlock(block, path, answer=answer, received=swap.received)
             elif index == begin and received is not None:
                 stand_ins[block] = _FirstBlock(block, path, received=swap.received)
             elif index >= end:
@@ -205,14 +206,17 @@ class _StandIn(nn.Module):
 class _EarlierBlock(_StandIn):
     """A block of an earlier stage. answer: length of the tuple with which the block answers, 0 if with none."""
 
-    __slots__ = ("_answer",)
+    __slots__ = ("_answer", "_received")
     _answer: int
+    _received: list[Boundary]
 
-    def __init__(self, block: nn.Module, path: str, *, answer: int) -> None:
-        super().__init__(block, path, _answer=answer)
+    def __init__(self, block: nn.Module, path: str, *, answer: int, received: list[Boundary]) -> None:
+        super().__init__(block, path, _answer=answer, _received=received)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         first = self._first.of(args, kwargs)
+        if not self._received:
+            raise StateError(f"{self._first.path} is called behind blocks of later stages, but blocks run in order")
         return (first, *[None] * (self._answer - 1)) if self._answer else first
 
 
@@ -227,7 +231,7 @@ class _FirstBlock(_StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._received:
-            raise StateError(f"{self._first.path} is called twice in one forward: the model cannot be cut into stages")
+            raise StateError(f"{self._first.path} is called twice in one forward, but blocks of stages run once")
         args, kwargs = self._first.replaced(args, kwargs, self._received.pop())
         return self._block(*args, **kwargs)
 

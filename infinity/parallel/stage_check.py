@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from infinity.errors import ConfigError, InfinityError, listed
 from infinity.parallel.stage import FirstArgument, paths_around, position_of_use_cache
 from infinity.plan.spec import ModuleNode, UnitRules, module_tree
-from infinity.plan.stages import StageCut, modules_after
+from infinity.plan.stages import StageCut, cut_model
 
 _INSTEAD = "use data or tensor parallelism instead of parallel.pipeline"
 _LAYER_DROPS = ("layerdrop", "layer_drop")
@@ -41,7 +41,7 @@ class Recorded:
     """
 
     blocks: tuple[str, ...]
-    after: frozenset[str]
+    after: tuple[str, ...]
     answers: Mapping[str, int]
     unproven: str = ""
 
@@ -55,7 +55,8 @@ def record_cut(
     model: real or on the meta device, without an engine; it is not changed. blocks: their paths, in order. batch:
     keyword arguments of a micro-batch, with labels if the model computes its loss from them; a short one, because masks
     are computed. dtype: of parameters in the pass. stages: the blocks of each stage, where the user has written them
-    (`parallel.stages`): only those boundaries are proven then, and if the pass cannot run, the order of modules is the tree's.
+    (`parallel.stages`): only those boundaries are proven then, and if the pass cannot run, the tree says what runs
+    behind the blocks.
 
     Experts, which a router chooses by values, stand aside. ConfigError if the model cannot be cut, naming the module;
     or if the pass cannot run and `stages` is None.
@@ -64,6 +65,8 @@ def record_cut(
         raise ConfigError(f"{type(model).__name__} repeats no blocks of which stages could be made: {_INSTEAD}")
     _refuse_layer_drop(model, blocks)
     root = module_tree(model, compute_dtype="fp32")
+    counts = stages or [1] * len(blocks)
+    cut = cut_model(root, blocks, len(counts), counts=counts)
     failure = None
     for aside in dict.fromkeys((_data_dependent(root, blocks), ())):
         found = _Pass(model, blocks, dtype)
@@ -74,7 +77,7 @@ def record_cut(
         except Exception as error:
             failure = failure or error
         else:
-            return found.prove(stages)
+            return found.prove(cut)
     reason = (str(failure) or type(failure).__name__).splitlines()[0]
     if stages is None:
         raise ConfigError(
@@ -82,7 +85,7 @@ def record_cut(
             "can be cut into stages. If its blocks hand on nothing but their first argument, write parallel.stages, "
             f"the blocks of each stage, and vouch for it; otherwise {_INSTEAD}"
         ) from failure
-    return Recorded(tuple(blocks), modules_after(root, blocks), found.answers(), reason)
+    return Recorded(cut.blocks, cut.after, found.answers(), reason)
 
 
 class _Pass:
@@ -134,8 +137,8 @@ class _Pass:
             output = functional_call(self._model, values, kwargs=inputs, tie_weights=True)
         self._loss = _loss_of(output)
 
-    def prove(self, stages: Sequence[int] | None) -> Recorded:
-        """Return what was recorded; ConfigError for a model that cannot be cut."""
+    def prove(self, cut: StageCut) -> Recorded:
+        """Return what was recorded; ConfigError for a model that cannot be cut. cut: its stages."""
         if self._called != [*range(len(self._blocks))]:
             called = listed([self._blocks[index] for index in self._called], 8) or "none"
             raise ConfigError(
@@ -145,19 +148,17 @@ class _Pass:
         ends = [*(self._passed[index] for index in range(1, len(self._blocks))), self._loss]
         reached = [[*dict.fromkeys(self._reached(tensors))] for tensors in ends]
         after = self._after(reached)
-        cut = StageCut(self._blocks, tuple(stages or [1] * len(self._blocks)), tuple(sorted(after)))
+        cut = replace(cut, after=after)
         places = [stage for stage, count in enumerate(cut.counts) for _ in range(count)]
         for index, (block, found) in enumerate(zip(self._blocks, reached, strict=True)):
-            # A parameter tells more than the tensor that its module computes with.
-            for name in sorted(found, key=lambda each: isinstance(each, int)):
-                if isinstance(name, int):
-                    held = {places[name]}
-                elif name.startswith(f"{block}."):
-                    continue
-                else:
-                    held = {stage for each in self._tied[name] for stage in cut.stages_at(each.rpartition(".")[0])}
-                if places[index] not in held:
-                    raise self._side_path(index, name)
+            # A block's own parameters need no look.
+            inside = f"{block}."
+            others = [name for name in found if isinstance(name, int) or not name.startswith(inside)]
+            held = {name: self._held(name, cut, places) for name in others}
+            astray = [name for name in others if places[index] not in held[name]]
+            if astray:
+                # What the latest stage has is nearest, and a parameter tells more than a tensor that enters a block.
+                raise self._side_path(index, max(astray, key=lambda name: (isinstance(name, str), max(held[name]))))
         return Recorded(self._blocks, after, self.answers())
 
     def answers(self) -> dict[str, int]:
@@ -243,7 +244,7 @@ class _Pass:
                     yield self._leaves[leaf]
             pending += [following for following, _ in node.next_functions]
 
-    def _after(self, reached: Sequence[Collection[str | int]]) -> frozenset[str]:
+    def _after(self, reached: Sequence[Collection[str | int]]) -> tuple[str, ...]:
         """The outermost modules that run behind the blocks. One that is never called, but whose parameters are used,
         belongs there if the loss alone reaches them.
         """
@@ -262,7 +263,7 @@ class _Pass:
                     after.append(inner)
 
         visit("", self._model)
-        return frozenset(after)
+        return tuple(sorted(after))
 
     def _is_behind(self, path: str, module: nn.Module, last: Collection[str]) -> bool:
         inside = [path, *(f"{path}.{name}" for name, _ in module.named_modules() if name)]
@@ -270,6 +271,12 @@ class _Pass:
         if calls:
             return min(calls) == len(self._blocks)
         return any(f"{path}.{name}" in last for name, _ in module.named_parameters())
+
+    def _held(self, name: str | int, cut: StageCut, places: Sequence[int]) -> set[int]:
+        """The stages that have a parameter, under any of its names, or the tensor that enters a block."""
+        if isinstance(name, int):
+            return {places[name]}
+        return {stage for each in self._tied[name] for stage in cut.stages_at(each.rpartition(".")[0])}
 
     def _side_path(self, index: int, name: str | int) -> ConfigError:
         user = "its loss" if index + 1 == len(self._blocks) else self._blocks[index]

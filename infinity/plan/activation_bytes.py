@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.plan.types import Tier
 
@@ -16,7 +16,8 @@ class Activations:
     is made of, by name. source: where the numbers are from, with a reason where it is not the first choice.
     inputs: how many tensors of these are kept by blocks that are computed again, and may lie on another tier;
     input_nbytes: bytes of one. pooled_nbytes: at their own busiest moment, of pieces so small that the process's
-    allocator keeps them when they are freed; None: not told apart.
+    allocator keeps them when they are freed; None: not told apart. blocks: the same by block, of which stages have
+    their part; None where it is not known.
     """
 
     nbytes: int
@@ -26,6 +27,38 @@ class Activations:
     inputs: int = 0
     input_nbytes: int = 0
     pooled_nbytes: int | None = None
+    blocks: BlockActivations | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockActivations:
+    """A micro-batch's activations by block, for a model in stages.
+
+    saved: bytes that each block's forward saves. deferred: of each block's linear layers, their inputs and the
+    gradients of their outputs, from which a split backward computes weight gradients later. saves_input: whether what a
+    block saves contains the tensor that enters it. recomputed: whether it saves that alone, and is computed again.
+    head_nbytes: saved behind the last block; loss_nbytes: the same at the loss's busiest moment; head_deferred: of the
+    head, as of a block. working: what each block's backward has beside what all forwards have saved. boundary_nbytes:
+    of the tensor that goes from block to block.
+    """
+
+    saved: tuple[int, ...]
+    deferred: tuple[int, ...]
+    saves_input: tuple[bool, ...]
+    recomputed: tuple[bool, ...]
+    working: tuple[int, ...]
+    boundary_nbytes: int
+    head_nbytes: int = 0
+    loss_nbytes: int = 0
+    head_deferred: int = 0
+
+    def with_inputs_elsewhere(self) -> BlockActivations:
+        """The same where inputs of recomputed blocks lie on another tier between forward and backward."""
+        each = [*zip(self.saved, self.working, self.recomputed, strict=True)]
+        return replace(
+            self, saved=tuple(0 if again else saved for saved, _, again in each),
+            working=tuple(working + (saved if again else 0) for saved, working, again in each),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,17 @@ def refuse(question: PlanInputs, plan: Plan, rank: int = 0) -> None:
                 "  It would fit without the activations: have them computed again in backward "
                 "(activation_checkpointing.every = 1), lower the micro-batch, or say how long sequences are "
                 "(memory.activations.sequence_length)."
+                + _fewer_in_flight(question)
             )
     raise CapacityError("\n".join([*lines, _way_out(question)]))
+
+
+def _fewer_in_flight(question: PlanInputs) -> str:
+    """What a pipeline can do to have fewer micro-batches in flight."""
+    schedule = question.config.config.parallel.schedule
+    if question.cut is None or schedule == "1f1b":
+        return ""
+    return f" Of the schedules, \"1f1b\" has the fewest micro-batches in flight; parallel.schedule is \"{schedule}\"."
 
 
 def fits_without_activations(question: PlanInputs, plan: Plan) -> bool:

@@ -80,12 +80,12 @@ class PlanInputs:
         """Paths of the blocks that backward computes again."""
         return checkpointed_blocks(self.config, self.node, self.blocks)
 
-    def plan(self, *, raised: bool = True) -> Plan:
+    def plan(self, *, raised: bool = True, units: ModelSpec | None = None) -> Plan:
         """Make the plan; lower its bounds if it does not fit. It may still not fit: see `fits`.
 
-        raised: lower bounds no further than needed, which makes a dozen plans.
+        raised: lower bounds no further than needed, which makes a dozen plans. units: `self.units`, if at hand.
         """
-        spec, part = self.units, None
+        spec, part = units or self.units, None
         if self.cut is not None:
             part = self.part_of(spec)
             spec = part_of(spec, part)

@@ -193,19 +193,22 @@ def activations_in_flight(
     micro-batches of a chunk. deferred: by stage, what a split backward still holds between its I and its W (inputs and
     the gradients of outputs, of its linears); all that was saved by default.
     """
-    peaks = []
-    for actions in tables:
-        held = peak = 0.0
-        for stage, kind, _ in actions:
-            whole = saved[stage] if saved is not None else 1
-            late = deferred[stage] if deferred is not None else whole
-            held += {
-                ActionKind.FORWARD: whole, ActionKind.BACKWARD: -whole, ActionKind.BACKWARD_INPUT: late - whole,
-                ActionKind.BACKWARD_WEIGHT: -late,
-            }[kind]  # fmt: skip
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)
+    return tuple(max(0.0, *held_behind(actions, saved, deferred)) for actions in tables)
+
+
+def held_behind(
+    actions: Sequence[Action], saved: Sequence[float] | None = None, deferred: Sequence[float] | None = None
+) -> Iterator[float]:
+    """Yield what a rank holds behind each of its actions, as `activations_in_flight` counts it."""
+    held = 0.0
+    for stage, kind, _ in actions:
+        whole = saved[stage] if saved is not None else 1
+        late = deferred[stage] if deferred is not None else whole
+        held += {
+            ActionKind.FORWARD: whole, ActionKind.BACKWARD: -whole, ActionKind.BACKWARD_INPUT: late - whole,
+            ActionKind.BACKWARD_WEIGHT: -late,
+        }[kind]  # fmt: skip
+        yield held
 
 
 @dataclass(frozen=True, slots=True)

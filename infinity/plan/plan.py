@@ -122,9 +122,21 @@ class Plan:
         raise KeyError(str(key))
 
     @property
+    def trains(self) -> bool:
+        """Whether there is anything to train, in any stage of a pipeline."""
+        every = self.pipeline.split.units if self.pipeline is not None else self.layouts
+        return any(each.trainable for each in every)
+
+    @property
     def shared(self) -> frozenset[int]:
         """Units that ranks of other stages have, too: their gradients are complete only at the end of a step."""
         return frozenset(self.pipeline.shared if self.pipeline is not None else ())
+
+    @property
+    def told_elsewhere(self) -> frozenset[int]:
+        """Those of the shared units for which another rank of the pipeline axis speaks: it saves and counts them."""
+        part = self.pipeline
+        return frozenset(unit for unit in self.shared if part is not None and not part.tells(unit))
 
     def visible(self, group: SubGroup) -> bool:
         """Whether a sub-group changes parameters that the program sees without a gather: those that stay whole, and do
@@ -288,7 +300,8 @@ class Plan:
 
     def fingerprint(self) -> str:
         """A short hash of every decision, equal for equal plans on any machine."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=str).encode()).hexdigest()[:16]
+        decided = self if self.pipeline is None else replace(self, pipeline=self.pipeline.decided)
+        return hashlib.sha256(json.dumps(asdict(decided), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _add(table: dict[Tier, dict[Kind, int]], tier: Tier, kind: Kind, nbytes: int) -> None:

@@ -9,19 +9,22 @@ and their gradients are added up once a step. No torch: the estimator makes the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from math import inf
 
 from infinity.errors import ConfigError
-from infinity.plan.pipeline import Tables, make_tables, unit_uses
+from infinity.plan.pipeline import Action, Tables, make_tables, unit_uses
 from infinity.plan.prefetch import UnitAccess
 from infinity.plan.recomputation import repeated_blocks
-from infinity.plan.spec import ModelSpec, ModuleNode
+from infinity.plan.spec import ModelSpec, ModuleNode, UnitSpec
 
 # A class of models whose layers are blocks, whatever they are; and where it has them.
 _LAYERED, _LAYERS = "PipelineModule", "layers"
+# Part of the names of modules that stand behind the blocks and run in front of them.
+_ROTARY = "rotary"
 
 
 class StageEnd(Exception):
@@ -64,7 +67,7 @@ class StageCut:
 
     def stages_at(self, path: str) -> range:
         """The stages that run the module at `path`: one, or all where it contains blocks."""
-        owners = {block: stage for stage in range(len(self.counts)) for block in self.blocks_of(stage)}
+        owners = _owners(self.blocks, self.counts)
         for prefix in _prefixes(path):
             if prefix in owners:
                 return range(owners[prefix], owners[prefix] + 1)
@@ -73,6 +76,13 @@ class StageCut:
         inside = f"{path}." if path else ""
         around = any(block.startswith(inside) for block in self.blocks)
         return range(self.last + 1) if around else range(1)
+
+
+@lru_cache(maxsize=64)
+def _owners(blocks: tuple[str, ...], counts: tuple[int, ...]) -> Mapping[str, int]:
+    """The stage of each block."""
+    stages = (stage for stage, count in enumerate(counts) for _ in range(count))
+    return dict(zip(blocks, stages, strict=True))
 
 
 def _prefixes(path: str) -> Iterator[str]:
@@ -101,8 +111,8 @@ def find_blocks(root: ModuleNode, classes: Collection[str] = ()) -> tuple[str, .
 def modules_after(root: ModuleNode, blocks: Sequence[str]) -> frozenset[str]:
     """The modules outside of the blocks that run behind them, as far as a tree can tell.
 
-    Those that stand behind the blocks in the tree; and in front of them, those whose name says that they come last (the
-    `final_layer_norm` of OPT).
+    Those that stand behind the blocks in the tree, but for tables of rotary positions, which models compute in front;
+    and of those that stand in front, the ones whose name says that they come last (the `final_layer_norm` of OPT).
     """
     way = {"", *_prefixes(blocks[0])}
     after: list[str] = []
@@ -114,7 +124,7 @@ def modules_after(root: ModuleNode, blocks: Sequence[str]) -> frozenset[str]:
                 passed = True
                 if child.path not in blocks:
                     visit(child)
-            elif child.path not in blocks and (passed or name.startswith("final")):
+            elif child.path not in blocks and ((passed and _ROTARY not in name) or name.startswith("final")):
                 after.append(child.path)
 
     visit(root)
@@ -211,8 +221,8 @@ def _outside(root: ModuleNode, blocks: Sequence[str]) -> Iterator[str]:
 class SplitPlan:
     """What the ranks of all stages agree on.
 
-    stages, numels, params: of each unit of the whole model, the stages that need it, its elements, and how many
-    parameters it has.
+    units: of the whole model. stages: those that need each of them. uses: how often a forward of each stage uses a
+    unit.
     """
 
     cut: StageCut
@@ -221,17 +231,40 @@ class SplitPlan:
     micro_batches: int
     tables: Tables
     stages: tuple[tuple[int, ...], ...]
-    numels: tuple[int, ...]
-    params: tuple[int, ...]
+    units: tuple[UnitSpec, ...]
+    uses: tuple[int, ...] = ()
 
     @property
     def virtual(self) -> int:
         """Stages of a rank."""
         return len(self.cut.counts) // self.pp
 
+    def place_of(self, path: str) -> int:
+        """The pipeline index of the rank that runs the module at `path`; of several, the first one's."""
+        return self.cut.stages_at(path)[0] % self.pp
+
     def holders(self, unit: int) -> tuple[int, ...]:
         """The pipeline indices of the ranks that have a unit of the model, in order."""
         return tuple(sorted({stage % self.pp for stage in self.stages[unit]}))
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlace:
+    """A place on the pipeline axis: which stages lie there follows from the cut, and what they do from the tables."""
+
+    cut: StageCut
+    tables: Tables
+    index: int
+
+    @property
+    def stages(self) -> range:
+        """The stages at this place."""
+        return range(self.index, len(self.cut.counts), len(self.tables))
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The table of this place."""
+        return self.tables[self.index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +278,11 @@ class PipelinePart:
     def stages(self) -> tuple[int, ...]:
         """The stages that this rank runs."""
         return tuple(range(self.index, len(self.split.cut.counts), self.split.pp))
+
+    @property
+    def place(self) -> PipelinePlace:
+        """Where this is on the axis."""
+        return PipelinePlace(self.split.cut, self.split.tables, self.index)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -265,6 +303,11 @@ class PipelinePart:
         """The units of this rank's plan that one of its stages needs."""
         return tuple(at for at, unit in enumerate(self.numbers) if stage in self.split.stages[unit])
 
+    @property
+    def decided(self) -> PipelinePart:
+        """The same without what only a run knows of the model: how its blocks answer."""
+        return replace(self, split=replace(self.split, cut=replace(self.split.cut, answers=())))
+
     def tells(self, at: int) -> bool:
         """Whether this rank speaks for a unit of its plan, as the first of those that have it."""
         return self.split.holders(self.numbers[at])[0] == self.index
@@ -282,13 +325,16 @@ def split_model(spec: ModelSpec, cut: StageCut, *, pp: int, schedule: str, micro
         if {stage % pp for stage in needed} not in ({needed[0] % pp}, {0, pp - 1}, {*range(pp)}):
             raise ConfigError(
                 f"{unit.params[0].name} is used in stages {', '.join(map(str, needed))} of the pipeline, but what "
-                "several stages use must be used in the first and the last, or in all: move the blocks that share it into one "
-                "stage with parallel.stages"
+                "several stages use must be used in the first and the last, or in all: move the blocks that share it "
+                "into one stage with parallel.stages"
             )
+    used: Counter[int] = Counter()
+    for use, point in zip(spec.uses, spec.points, strict=True):
+        used.update(stage for stage in cut.stages_at(point) if stage in stages[use])
     return SplitPlan(
         cut=cut, pp=pp, schedule=schedule, micro_batches=micro_batches,
         tables=make_tables(schedule, pp, micro_batches, len(cut.counts) // pp), stages=stages,
-        numels=tuple(unit.numel for unit in spec.units), params=tuple(len(unit.params) for unit in spec.units),
+        units=tuple(spec.units), uses=tuple(used[stage] for stage in range(len(cut.counts))),
     )  # fmt: skip
 
 

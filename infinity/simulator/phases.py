@@ -16,7 +16,10 @@ from enum import Enum
 from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.filling import Table, add_nbytes, copy_table, in_process, initialise
 from infinity.plan.gradient_bytes import left_nbytes
+from infinity.plan.pipeline import ActionKind
 from infinity.plan.plan import Plan
+from infinity.plan.stage_activations import ActionBytes
+from infinity.plan.stages import PipelinePart
 from infinity.plan.types import (
     DTYPE_NBYTES,
     EXTENT_ALIGNMENT,
@@ -44,6 +47,8 @@ class Phase(Enum):
     INITIALISE = "initialise"
     FORWARD = "forward"
     BACKWARD = "backward"
+    # Forwards and backwards of all micro-batches, in the order of a pipeline's table, instead of the two above.
+    PIPELINE = "pipeline"
     # The optimizer's step, reductions at the accumulation boundary included.
     STEP = "step"
     # A checkpoint: partitions go to the drive from where they are, through pools that are there, or by blocks.
@@ -54,30 +59,35 @@ class Phase(Enum):
 
 def bytes_by_phase(
     plan: Plan, activation_nbytes: int = 0, *, model_dtype: str = "fp32", model_nbytes_max: int | None = None,
-    offloaded: OffloadedCheckpoints | None = None,
+    offloaded: OffloadedCheckpoints | None = None, moments: Sequence[ActionBytes] = (),
 ) -> dict[Phase, Table]:  # fmt: skip
     """Bytes by tier and kind at each phase's busiest moment, of any rank, in the steady state.
 
     activation_nbytes: what autograd keeps and computes with at its peak (see `estimators.activations`).
     model_dtype, model_nbytes_max: the dtype that the model is built in, and the bytes of it in memory at a time (None:
     all), beside the parameter in work. offloaded: activation checkpoints on another tier; their space stays allocated
-    from the first step on.
+    from the first step on. moments: of a rank of a pipeline, its activations by action, without those on another tier;
+    none: there are no activations.
     """
     if offloaded is not None:
         activation_nbytes -= offloaded.freed_nbytes
     gathered = _Gathered.follow(plan)
     rest = _at_rest(plan, gathered)
-    moments = {
-        Phase.INITIALISE: initialise(plan, model_dtype, model_nbytes_max),
-        Phase.FORWARD: _forward(plan, rest, gathered, activation_nbytes),
-        Phase.BACKWARD: _backward(plan, rest, gathered, activation_nbytes),
-        Phase.STEP: iter([rest]),
-        Phase.SAVE: iter([_saving(plan, rest)]),
-    }
-    found = {phase: _busiest([*tables], plan.request.accelerator) for phase, tables in moments.items()}
+    if plan.pipeline is None:
+        passes = {
+            Phase.FORWARD: _forward(plan, rest, gathered, activation_nbytes),
+            Phase.BACKWARD: _backward(plan, rest, gathered, activation_nbytes),
+        }
+    else:
+        passes = {Phase.PIPELINE: _pipeline(plan, plan.pipeline, rest, gathered, moments)}
+    tables = {
+        Phase.INITIALISE: initialise(plan, model_dtype, model_nbytes_max), **passes,
+        Phase.STEP: iter([rest]), Phase.SAVE: iter([_saving(plan, rest)]),
+    }  # fmt: skip
+    found = {phase: _busiest([*each], plan.request.accelerator) for phase, each in tables.items()}
     if offloaded is not None:
-        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.SAVE):
-            passing = phase in (Phase.FORWARD, Phase.BACKWARD)
+        for phase in (*passes, Phase.STEP, Phase.SAVE):
+            passing = phase in passes
             add_nbytes(found[phase], offloaded.tier, Kind.ACTIVATION if passing else Kind.POOL, offloaded.nbytes)
             add_nbytes(found[phase], Tier.CPU, Kind.POOL, offloaded.buffers * offloaded.each_nbytes)
     return found
@@ -186,6 +196,42 @@ def _backward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: i
         table = _in_pass(rest, gathered, begin + index, kept)
         add_nbytes(table, Tier.GPU, Kind.FULL_GRAD, left)
         yield table
+
+
+def _pipeline(
+    plan: Plan, part: PipelinePart, rest: Table, gathered: _Gathered, moments: Sequence[ActionBytes]
+) -> Iterator[Table]:
+    """The busiest of all actions: activations grow with the uses of a forward, and go with those of a backward, which
+    leaves gradients. In the process's own memory they stay: the C library keeps them for the next forward.
+    """
+    trace, accelerator = plan.schedule.trace, plan.request.accelerator
+    # Where weight gradients come later, those of a stage's units come together.
+    left: dict[tuple[int, bool], tuple[int, ...]] = {}
+    # All of them lie on the device beside the rest: units that are gathered, activations, gradients.
+    busiest = (0, 0, 0)
+    position = most = 0
+    for index, (stage, kind, _) in enumerate(part.split.tables[part.index]):
+        before, peak, behind = moments[index].levels if moments else (0, 0, 0)
+        most = max(most, peak)
+        later, forward = kind is ActionKind.BACKWARD_WEIGHT, kind is ActionKind.FORWARD
+        count = 0 if later else part.split.uses[stage]
+        begin, position = position, position + count
+        if not forward and (stage, later) not in left:
+            units = part.units_of(stage) if later else trace[begin:position]
+            left[stage, later] = left_nbytes(
+                units, plan.layouts, accelerator=accelerator, wire=plan.wire_in_backward
+            )
+        steps = count if forward else len(left[stage, later])
+        for at in range(steps):
+            held = before + (behind - before) * (at + 1) // steps if forward else peak - (peak - behind) * at // steps
+            beside = 0 if forward else left[stage, later][at]
+            here = min(begin + at, position - 1) if count else max(begin - 1, 0)
+            moment = gathered.nbytes[here] - gathered.at_rest, held if accelerator else max(most, held), beside
+            busiest = max(busiest, moment, key=sum)
+    table = copy_table(rest)
+    for what, nbytes in zip((Kind.FULL, Kind.ACTIVATION, Kind.FULL_GRAD), busiest, strict=True):
+        add_nbytes(table, Tier.GPU, what, nbytes)
+    yield table
 
 
 def _in_pass(rest: Table, gathered: _Gathered, position: int, activation_nbytes: int) -> Table:

@@ -52,24 +52,27 @@ class Traffic:
 
 
 def traffic(
-    plan: Plan, *, accumulation: int = 1, offloaded: OffloadedCheckpoints | None = None, exchanged_nbytes: int = 0
-) -> Traffic:
+    plan: Plan, *, accumulation: int = 1, offloaded: OffloadedCheckpoints | None = None, exchanged_nbytes: int = 0,
+    passed_nbytes: int = 0,
+) -> Traffic:  # fmt: skip
     """What a step moves once the run is warm.
 
     accumulation: micro-batches a step. offloaded: checkpoints of activations on another tier, which go there in forward
-    and come back in backward. exchanged_nbytes: what a rank sends to the others of its tensor group in a micro-batch.
+    and come back in backward. exchanged_nbytes: what a rank sends to the others of its tensor group in a micro-batch;
+    passed_nbytes: what it sends to other stages of its pipeline in a step, whose schedule has all micro-batches.
     Where the step goes on behind the program, the next forward is taken to follow it closely and to find in memory what
     was just stepped; a computation that takes much longer reads those parameters again.
     """
     count = _Count(plan)
+    passes = accumulation if plan.pipeline is None else 1
     for unit, times in _gathers(plan).items():
-        count.gather(unit, times * accumulation)
+        count.gather(unit, times * passes)
     count.gradients(accumulation)
     count.steps()
-    _Walk(plan, count, accumulation=accumulation).run()
+    _Walk(plan, count, accumulation=passes).run()
     found = {link: dict(kinds) for link, kinds in count.nbytes.items()}
-    if exchanged_nbytes:
-        found[Link.NETWORK][Kind.ACTIVATION] = exchanged_nbytes * accumulation
+    if sent := exchanged_nbytes * accumulation + passed_nbytes:
+        found[Link.NETWORK][Kind.ACTIVATION] = sent
     if offloaded is not None:
         links = [*([Link.DOWN, Link.UP] if plan.request.accelerator else [Link.DRAM])]
         for link in (*links, *([Link.NVME_WRITE, Link.NVME_READ] if offloaded.tier.on_drive else [])):
@@ -89,7 +92,7 @@ def landings(plan: Plan, groups: Iterable[SubGroup]) -> dict[int, list[SubGroup]
 
 
 def uses(plan: Plan) -> Iterator[tuple[int, int, bool]]:
-    """(position, unit, whether it has to be gathered) of one forward and backward."""
+    """(position, unit, whether it has to be gathered) of one forward and backward; of a pipeline, of a whole step."""
     live: set[int] = set()
     for at, (unit, needed) in enumerate(plan.schedule.uses):
         whole = plan.placement.units[unit].whole

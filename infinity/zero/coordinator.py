@@ -77,12 +77,12 @@ class Coordinator:
             yield
         finally:
             self._overlapping = False
-            self.calls.micro_batch = None
+            self.calls.use_micro_batch(None)
         self.end_pass()
 
     def use_micro_batch(self, micro_batch: int) -> None:
         """The next forward or backward is of this micro-batch."""
-        self.calls.micro_batch = micro_batch
+        self.calls.use_micro_batch(micro_batch)
 
     # Forward.
 

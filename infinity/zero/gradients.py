@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from infinity.distributed import collectives
+from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.memory.ledger import Ledger
 from infinity.memory.partition import DTYPES
@@ -27,7 +28,7 @@ from infinity.plan.shards import Replica
 from infinity.zero.frozen_gradients import FrozenGradients
 from infinity.zero.gradient_partitions import GradientPartitions, key_of
 from infinity.zero.reducer import Reducer
-from infinity.zero.reduction_order import ReductionOrder
+from infinity.zero.reduction_order import ReductionOrders
 from infinity.zero.unit import Unit
 from infinity.zero.whole_gradients import WholeGradients
 
@@ -61,13 +62,9 @@ class Gradients:
         self._whole: WholeGradients | None = None
         if plan.placement.grad_whole:
             self._whole = WholeGradients(self._units, DTYPES[plan.request.grad_dtype], device=device, ledger=ledger)
-        # One for each stage that this rank runs, as their backwards are apart; and that of the backward at hand.
-        self._orders = [ReductionOrder(chunk) for chunk in _chunks(self._units, plan)]
-        self._order = self._orders[0]
-        # Whether the backward at hand leaves gradients on the parameters: those of its weights come later.
-        self._leaves = False
-        self._shared = frozenset(unit for unit in self._units if unit.layout.index in plan.shared)
-        self._at_ends = frozenset(plan.pipeline.at_ends if plan.pipeline is not None else ())
+        self._orders = ReductionOrders(self._units, _chunks(self._units, plan))
+        # What ranks of other stages have, too, and which of these share its gradients.
+        self._shared = _shared(self._units, plan, groups)
         self._sink: GradientSink | None = sink
         # Whether the micro-step is the last before the step, as far as is known.
         self._last = True
@@ -84,7 +81,7 @@ class Gradients:
     @property
     def order(self) -> list[Unit]:
         """All trainable units in the order of reductions, the same on every rank."""
-        return [*dict.fromkeys(unit for order in self._orders for unit in order.units)]
+        return self._orders.units
 
     @property
     def whole(self) -> bool:
@@ -117,38 +114,38 @@ class Gradients:
         """A backward begins. scaled: the engine runs it, and has scaled the loss. chunk: which of this rank's stages it
         runs through. collects: False where it only computes the gradients of inputs, and leaves others where they are.
         """
-        self._scaled, self._order, self._leaves = scaled, self._orders[chunk], not collects
+        self._scaled = scaled
+        self._orders.begin_backward(chunk, leaves=not collects)
 
     def ready(self, unit: Unit) -> None:
         """The last outstanding backward through `unit` has run: collect its gradients, in turn."""
-        if unit not in self.arrived or self._leaves:
+        if unit not in self.arrived or self._orders.leaves:
             return
-        for each in self._order.ready(unit) if self._in_turn else (unit,):
+        for each in self._orders.current.ready(unit) if self._in_turn else (unit,):
             self._collect(each)
 
     def end_backward(self) -> None:
         """Collect what no module call announced, and begin a new round."""
         self._frozen.drop()
-        if self._leaves:
+        if self._orders.leaves:
             return
-        for unit in self._order.rest():
+        for unit in self._orders.current.rest():
             self._collect(unit)
         if self._in_turn:
             self._end_reduction()
-            self._order.end_backward()
+            self._orders.current.end_backward()
         self._end_copies()
 
     def abandon_backward(self) -> None:
         """Backward raised: forget its round. Gradients that have arrived stay until `reset`."""
         self._reducer.abandon()
-        self._order.abandon_backward()
+        self._orders.current.abandon_backward()
 
     # At the boundary.
 
     def agree_on_order(self) -> None:
         """After the first backward, reduce in the order in which rank 0's units really finish. Collective, once."""
-        for order in self._orders:
-            order.agree(self._groups.stage)
+        self._orders.agree(self._groups.stage)
 
     def leftovers(self) -> list[int]:
         """Indices of units with gradients that arrived after their unit's turn."""
@@ -173,7 +170,7 @@ class Gradients:
         """Add up what each rank of the pipeline axis has of the gradients of a unit that all of them hold, or the first
         and the last. Collective over these; after `boundary`.
         """
-        group = self._groups.pipeline_ends if unit.layout.index in self._at_ends else self._groups.pipeline
+        group = self._shared[unit]
         with self._partitions.write(unit) as target:
             values = target.to("cpu", copy=True)
             collectives.sum_in_order(values, group, f"sum of gradients of {unit.layout.name} over stages")
@@ -351,11 +348,21 @@ class Gradients:
 
 
 def _chunks(units: Sequence[Unit], plan: Plan) -> list[list[Unit]]:
-    """The units that each of this rank's stages needs; without a pipeline all of them."""
+    """The units that each of this rank's stages needs; nothing without a pipeline."""
     if plan.pipeline is None:
-        return [list(units)]
+        return []
     needed = [set(plan.pipeline.units_of(stage)) for stage in plan.pipeline.stages]
     return [[unit for unit in units if unit.layout.index in each] for each in needed]
+
+
+def _shared(units: Sequence[Unit], plan: Plan, groups: ProcessGroups) -> dict[Unit, AxisGroup]:
+    """The units that ranks of other stages have, too, with the group of these."""
+    ends = plan.pipeline.at_ends if plan.pipeline is not None else ()
+    return {
+        unit: groups.pipeline_ends if unit.layout.index in ends else groups.pipeline
+        for unit in units
+        if unit.layout.index in plan.shared
+    }
 
 
 def _nonfinite_in(unit: Unit, values: Tensor, first: int) -> int | None:

@@ -74,7 +74,6 @@ class Materializer:
         for unit in self._units:
             for whole in map(parameter.whole_of, unit.params):
                 self._holders.setdefault(id(whole), []).append(unit)
-        self._device = next((unit.full.device for unit in self._units), torch.device("cpu"))
         own = sum(unit.layout.nbytes // unit.placed.parts for unit in self._units)
         self._progress = PhaseProgress("taking the model in", own)
 
@@ -241,8 +240,8 @@ class Materializer:
         assert self._plan.pipeline is not None
         self._spool.forget(param)
         self._let_go_nbytes += param.nbytes
-        dtype, device = DTYPES[spec.dtype], self._device
-        stand_in = parameter.placeholder(spec.shape, dtype, device)
+        device = next((unit.full.device for unit in self._units), torch.device("cpu"))
+        stand_in = parameter.placeholder(spec.shape, DTYPES[spec.dtype], device)
         leave_to_others(param, spec.name, self._plan.pipeline.split.holders(number), stand_in)
 
     def _wanted(self, param: nn.Parameter) -> Range:

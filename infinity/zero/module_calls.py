@@ -104,6 +104,10 @@ class ModuleCalls:
         """Whether an open call has the unit among its own."""
         return any(unit in call.units for call in self._open)
 
+    def use_micro_batch(self, micro_batch: int | None) -> None:
+        """The next forward or backward is of this micro-batch. See [Note: overlapping micro-batches]."""
+        self.micro_batch = micro_batch
+
     # Forward.
 
     def begin_forward(self) -> None:

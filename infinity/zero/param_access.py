@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -17,8 +18,10 @@ from infinity.distributed import collectives
 from infinity.distributed.consistency import on_any_rank
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import ConfigError, StateError
+from infinity.memory.partition import DTYPES
 from infinity.memory.store import TieredStore
-from infinity.plan.layout import Slot, states_of
+from infinity.plan.layout import states_of
+from infinity.plan.model_params import ModelParam, model_params
 from infinity.plan.plan import Plan
 from infinity.plan.shards import Replica
 from infinity.plan.types import Kind
@@ -27,11 +30,12 @@ from infinity.zero.coordinator import Coordinator
 from infinity.zero.deferred_access import deferred_of, listed_params, modify_deferred, modify_ordinary, read_deferred
 from infinity.zero.gradients import Gradients
 from infinity.zero.guards import not_pickled
-from infinity.zero.parameter import name_of, whole_of
+from infinity.zero.other_stages import is_elsewhere
+from infinity.zero.parameter import name_of
 from infinity.zero.saved_weights import gathered_for_backward
 from infinity.zero.unit import Unit
 from infinity.zero.weight_tiles import assembled, tiles_of
-from infinity.zero.whole_values import put_together
+from infinity.zero.whole_values import pass_along, put_together
 
 # Names in a parameter's attributes of what keeps or trains it.
 _OURS = {"_infinity_keeper", "_infinity_owner"}
@@ -57,19 +61,25 @@ class ParamAccess:
         """Refuse: what is pickled is a parameter that names this, or has one."""
         raise not_pickled("a parameter that an engine trains")
 
-    def own_parameters(self) -> None:
-        """Have every parameter of the units name this as the one that trains it."""
-        for unit in self.units:
-            for param in unit.params:
-                parameter.give_to(whole_of(param), self)
+    def own_parameters(self, module: nn.Module) -> None:
+        """Have every parameter of the engine's module, of other stages too, name this as the one that trains it."""
+        for param in module.parameters():
+            parameter.give_to(param, self)
+
+    @cached_property
+    def params(self) -> dict[str, ModelParam]:
+        """The parameters of the whole model, by name."""
+        return model_params(self.plan)
 
 
 def owners_of(params: Iterable[nn.Parameter]) -> list[tuple[ParamAccess, list[nn.Parameter]]]:
-    """Group parameters by the engine that trains them; parameters without an engine are left out."""
+    """Group parameters by the engine that trains them. Parameters without an engine are left out, and those that only
+    other stages have.
+    """
     found: dict[int, tuple[ParamAccess, list[nn.Parameter]]] = {}
     for param in params:
         owner = param.__dict__.get("_infinity_owner")
-        if owner is not None:
+        if owner is not None and not is_elsewhere(param):
             found.setdefault(id(owner), (owner, []))[1].append(param)
     return list(found.values())
 
@@ -86,33 +96,56 @@ def units_of(owner: ParamAccess, params: Iterable[nn.Parameter]) -> list[Unit]:
 
 def full_state_dict(
     owner: ParamAccess, module: nn.Module, *, wanted: bool, frozen: bool = True
-) -> dict[str, Tensor]:
-    """Return a module's full parameters in CPU memory, gathered unit by unit, shards put together; {} unless `wanted`,
-    which may be on rank 0 only. Collective.
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return a module's full parameters in CPU memory, gathered unit by unit, with shards put together, those of other
+    stages sent; {} unless `wanted`, which may be on rank 0 only. Collective.
 
     frozen: with those that are not trained, which are not even gathered otherwise.
     """
-    whole: dict[int, Tensor] = {}
     groups = owner.groups
-    for unit in owner.units if frozen else [unit for unit in owner.units if unit.layout.trainable]:
+    # Rank 0's tensor group has the shards of what is wanted. At other stages those in its place send theirs.
+    stands = groups.data.index == groups.tensor.index == 0
+    own = _own_values(owner, frozen=frozen, wanted=wanted or (stands and groups.pipeline.index > 0))
+    whole: dict[str, Tensor] = {}
+    for name, param in owner.params.items():
+        if not (frozen or param.trainable):
+            continue
+        holder = param.holders[0]
+        values = next(own) if holder == groups.pipeline.index else None
+        if values is None:
+            device = "cpu" if wanted else "meta"
+            values = torch.empty(param.shape, dtype=DTYPES[param.dtype], device=device)
+        if stands and holder > 0:
+            keep = wanted or holder == groups.pipeline.index
+            pass_along(values.view(-1), groups.pipeline, holder, name, keep=keep)
+        if wanted:
+            whole[name] = values
+    next(own, None)
+    first = {id(param): name for name, param in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: whole[first[id(param)]] for name, param in every if first[id(param)] in whole}
+
+
+def _own_values(owner: ParamAccess, *, frozen: bool, wanted: bool) -> Iterator[Tensor | None]:
+    """Yield each parameter for which this rank's stages speak, in their order: its values in CPU memory, None unless
+    `wanted`. Collective over the stage's ranks, unit by unit.
+    """
+    groups, elsewhere = owner.groups, owner.plan.told_elsewhere
+    # Those in tiles that are not complete yet, by name.
+    rooms: dict[str, Tensor] = {}
+    for unit in owner.units:
+        if unit.layout.index in elsewhere or not (frozen or unit.layout.trainable):
+            continue
         with owner.coordinator.memory.holding([unit]):
-            # Rank 0's tensor group has the shards of what is wanted.
             for param, slot in zip(unit.params, unit.layout.slots, strict=True) if groups.data.index == 0 else ():
-                flat = _room(whole, param, slot).view(-1) if wanted else None
+                if wanted and slot.name not in rooms:
+                    rooms[slot.name] = torch.empty(slot.whole_shape, dtype=param.dtype, device="cpu")
+                flat = rooms[slot.name].view(-1) if wanted else None
                 name = f"shards of {slot.name}"
                 put_together(param.detach().reshape(-1), slot, groups.tensor, unit.full.device, name, flat)
-    if not wanted:
-        return {}
-    names = {name: param for name, param in module.named_parameters(remove_duplicate=False)}
-    return {name: whole[id(param)] for name, param in names.items() if id(param) in whole}
-
-
-def _room(whole: dict[int, Tensor], param: nn.Parameter, slot: Slot) -> Tensor:
-    """Return the tensor in CPU memory for the whole of the parameter that a slot has, or has a tile of."""
-    key = id(whole_of(param))
-    if key not in whole:
-        whole[key] = torch.empty(slot.whole_shape, dtype=param.dtype, device="cpu")
-    return whole[key]
+        for slot in unit.layout.slots:
+            if slot.ends:
+                yield rooms.pop(slot.name, None)
 
 
 @contextmanager
@@ -120,7 +153,7 @@ def read(params: Params) -> Iterator[None]:
     """Gather parameters (of a module, one, or an iterable) on every rank for reading. Collective.
 
     A parameter that the tensor axis cuts has what the module computes with: this rank's shard (`infinity.state` has the
-    whole one).
+    whole one). One that only other stages of a pipeline have stays away: using it raises StateError.
     Parameters made under `infinity.Init` that no engine has yet are made whole likewise; ordinary ones are left alone.
     Raises StateError on every rank if one of them was changed in place: use `modify` for that.
     """
@@ -164,7 +197,9 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
     """Gather parameters on every rank for writing; the values of rank `source` are kept on all of them. Collective.
 
     Of a parameter that the tensor axis cuts, each rank has its shard, and the values of the rank in the same place on
-    the tensor axis are kept, of those that compute the same model as `source`.
+    the tensor axis are kept, of those that compute the same model as `source`. Each stage of a pipeline has its own
+    parameters, and keeps the values of its rank in the source's place on the other axes; of what several stages use the
+    first one's count.
     Master weights follow: where a 16-bit value was changed its master becomes that value; elsewhere it is unchanged.
     Parameters that no engine has yet, made under `infinity.Init` or ordinary ones, get the source's values too.
     """
@@ -212,6 +247,9 @@ def _broadcast(owner: ParamAccess, unit: Unit, source: int) -> None:
     if groups.tensor.size > 1 and unit.layout.replica is not Replica.NONE:
         # What every rank of the tensor axis has stays the same on all of them.
         collectives.broadcast(unit.full, groups.tensor, at.tp, name)
+    if (part := owner.plan.pipeline) is not None and unit.layout.index in part.shared:
+        stages = groups.pipeline_ends if unit.layout.index in part.at_ends else groups.pipeline
+        collectives.broadcast(unit.full, stages, 0, f"{name} over stages")
 
 
 def _cut_together(units: list[Unit]) -> list[Unit]:

@@ -14,6 +14,32 @@ from infinity.distributed.collectives import exchange
 from infinity.zero.unit import Unit
 
 
+class ReductionOrders:
+    """The orders of the stages that this rank runs, whose backwards are apart; one without a pipeline."""
+
+    def __init__(self, units: Sequence[Unit], chunks: Sequence[Sequence[Unit]]) -> None:
+        """units: all of them. chunks: those of each stage."""
+        self._orders = [ReductionOrder(chunk) for chunk in chunks] or [ReductionOrder(units)]
+        # That of the backward at hand.
+        self.current = self._orders[0]
+        # Whether it leaves gradients on the parameters, because those of weights come later.
+        self.leaves = False
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units, each once."""
+        return [*dict.fromkeys(unit for order in self._orders for unit in order.units)]
+
+    def begin_backward(self, chunk: int, *, leaves: bool) -> None:
+        """A backward begins through a stage of this rank."""
+        self.current, self.leaves = self._orders[chunk], leaves
+
+    def agree(self, group: AxisGroup) -> None:
+        """As `ReductionOrder.agree`, for each."""
+        for order in self._orders:
+            order.agree(group)
+
+
 class ReductionOrder:
     """Hands out units in turn, and records the order in which a backward finishes with them."""
 

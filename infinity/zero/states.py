@@ -11,10 +11,11 @@ from infinity.errors import StateError
 from infinity.memory.master_weights import load_masters, store_masters
 from infinity.plan.layout import Slice, Slot, states_of
 from infinity.plan.types import Key, Kind
+from infinity.zero.other_stages import is_elsewhere
 from infinity.zero.param_access import ParamAccess, units_of
-from infinity.zero.parameter import whole_of
+from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.unit import Unit
-from infinity.zero.whole_values import gathered, put_together, take_own
+from infinity.zero.whole_values import gathered, pass_along, put_together, take_own
 
 
 def _property(kind: str, what: str) -> property:
@@ -36,7 +37,8 @@ class ParameterState:
     (fp32 CPU tensors of the whole parameter's shape, the same on every rank) and scatter on assignment. Collective. A
     frozen parameter has only `master`. `local` and `set_local` access this rank's elements only and are not collective.
 
-    The whole parameter is the model's: where the tensor axis leaves this rank a shard, all shards are put together.
+    The whole parameter is the model's: where the tensor axis leaves this rank a shard, all shards are put together, and
+    where ranks of other stages of a pipeline have it, they send it.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -45,18 +47,20 @@ class ParameterState:
             raise StateError(
                 "infinity.state: this parameter belongs to no engine; pass it to infinity.initialize() first"
             )
-        # One part, or one for each tile of the parameter, in the order of its elements.
-        self._parts = [
+        self._owner: ParamAccess = owner
+        # One part, or one for each tile of the parameter, in the order of its elements; none where others have it.
+        self._parts = [] if is_elsewhere(param) else [
             _Part(owner, unit, each, slot)
             for unit in units_of(owner, [param])
             for each, slot in zip(unit.params, unit.layout.slots, strict=True)
             if whole_of(each) is param
         ]
+        self._param = owner.params[self._parts[0].slot.name if self._parts else name_of(param)]
 
     @property
     def trainable(self) -> bool:
         """Whether it has gradients and moments."""
-        return self._parts[0].trainable
+        return self._param.trainable
 
     master = _property("master", "The fp32 master weight.")
     grad = _property("grad", "The accumulated gradient, averaged and unscaled, before clipping; zeros after a step.")
@@ -70,38 +74,63 @@ class ParameterState:
 
     def full(self, kind: str) -> Tensor:
         """Gather one kind by its name; ValueError if the optimizer does not keep it. Collective."""
-        whole = torch.empty(self._parts[0].slot.whole_shape, dtype=torch.float32, device="cpu")
-        for part in self._parts:
-            part.gather(kind, whole.view(-1))
-        return whole
+        self._check(kind)
+        group, found = self._owner.groups.pipeline, list[Tensor]()
+        # Of a gradient each of several stages has a part until the step; of all else they have the same.
+        for holder in self._param.holders[: None if kind == "grad" else 1]:
+            found.append(torch.empty(self._param.shape, dtype=torch.float32, device="cpu"))
+            for part in self._parts if group.index == holder else ():
+                part.gather(kind, found[-1].view(-1))
+            pass_along(found[-1].view(-1), group, holder, f"state of {self._param.name}")
+        first, *others = found
+        for other in others:
+            first += other
+        return first
 
     def set_full(self, kind: str, value: Tensor) -> None:
         """Replace one kind with a full value, in the whole parameter's shape. Collective."""
-        slot = self._parts[0].slot
-        if tuple(value.shape) != slot.whole_shape:
-            raise ValueError(f"{slot.name} has shape {slot.whole_shape}, the new value {tuple(value.shape)}")
+        self._check(kind)
+        name, shape = self._param.name, self._param.shape
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{name} has shape {shape}, the new value {tuple(value.shape)}")
         flat = value.detach().cpu().float().reshape(-1)
+        if kind == "grad" and self._owner.groups.pipeline.index != self._param.holders[0]:
+            # The stages' parts are added up in the step.
+            flat = torch.zeros_like(flat)
         for part in self._parts:
             part.replace(kind, flat)
 
     def local(self, kind: str) -> Tensor:
         """Return this rank's elements of a kind ("master", "grad", "exp_avg", ...): [n] fp32 on the CPU; n may be 0."""
+        self._check(kind)
         owns = [(part, part.own(kind)) for part in self._parts]
         pieces = [piece for part, own in owns for piece in part.pieces_of(own)]
         return torch.cat(pieces) if pieces else torch.zeros(0, device="cpu")
 
     def set_local(self, kind: str, value: Tensor) -> None:
         """Set this rank's elements of one kind. If every rank holds the whole, all ranks must set the same values."""
+        self._check(kind)
         owns = [(part, part.own(kind)) for part in self._parts]
         pieces = [piece for part, own in owns for piece in part.pieces_of(own)]
         flat = value.detach().cpu().float().reshape(-1)
         mine = sum(piece.numel() for piece in pieces)
         if flat.numel() != mine:
-            raise ValueError(f"{self._parts[0].slot.name}: this rank has {mine} elements, the new value {flat.numel()}")
+            raise ValueError(f"{self._param.name}: this rank has {mine} elements, the new value {flat.numel()}")
         for piece, given in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
             piece.copy_(given)
         for part, own in owns:
             part.set_own(kind, own)
+
+    def _check(self, kind: str) -> None:
+        """Raise what stands against a kind, on every rank alike."""
+        if kind == "master":
+            return
+        if not self.trainable:
+            raise StateError(f"{self._param.name} is frozen and has no {kind}")
+        kept = [moment.value for moment in self._owner.plan.request.moments]
+        if kind not in ("grad", *kept):
+            held = ", ".join(kept) or "nothing"
+            raise ValueError(f"{self._param.name} has no {kind!r}: beside the master its optimizer keeps {held}")
 
 
 class _Part:
@@ -121,11 +150,9 @@ class _Part:
         """Return a copy on the CPU of this rank's partition of one kind, of the whole unit."""
         if kind == "master":
             return self._read_master()
-        if not self.trainable:
-            raise StateError(f"{self.slot.name} is frozen and has no {kind}")
         if kind == "grad":
             return self._owner.gradients.own_sum(self._unit).float().cpu() * self._owner.grad_factor()
-        return self._read_states(self._moment(kind))
+        return self._read_states(Kind(kind))
 
     def set_own(self, kind: str, own: Tensor) -> None:
         """Write back what `own` returned, with changes."""
@@ -134,14 +161,7 @@ class _Part:
         elif kind == "grad":
             self._owner.gradients.replace(self._unit, self._param, own / self._owner.grad_factor())
         else:
-            self._write_states(self._moment(kind), own)
-
-    def _moment(self, name: str) -> Kind:
-        kept = {kind.value: kind for kind in self._owner.plan.request.moments}
-        if name not in kept:
-            held = ", ".join(kept) or "nothing"
-            raise ValueError(f"{self.slot.name} has no {name!r}: beside the master its optimizer keeps {held}")
-        return kept[name]
+            self._write_states(Kind(kind), own)
 
     def replace(self, kind: str, flat: Tensor) -> None:
         """Write this rank's part of a whole parameter's value (flat, fp32) into its partition."""

@@ -1,4 +1,5 @@
-"""Whole values in CPU memory of what the ranks of an axis have: partitions over data, shards over the tensor axis.
+"""Whole values in CPU memory of what the ranks of an axis have: partitions over data, shards over the tensor axis, and
+parameters over the pipeline axis.
 
 They travel in pieces of bounded size, so that beside a whole tensor no rank holds more than a piece.
 """
@@ -14,7 +15,7 @@ from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.collectives import all_gather
 from infinity.memory.shard_copy import gather_shard, scatter_shard
 from infinity.plan.layout import Slot
-from infinity.zero.value_slices import PIECE_NBYTES
+from infinity.zero.value_slices import PIECE_NBYTES, broadcast_values
 
 
 def gathered(values: Tensor, group: AxisGroup, device: torch.device, name: str) -> Iterator[tuple[int, Tensor]]:
@@ -53,6 +54,19 @@ def put_together(
             continue
         for index, row in enumerate(rows):
             scatter_shard(row, slot.start + begin, slot.whole_shape, shard.dim, shard.ranges(index), flat, 0)
+
+
+def pass_along(flat: Tensor, group: AxisGroup, source: int, name: str, *, keep: bool = True) -> None:
+    """Copy `flat` ([numel] in CPU memory) of the group's member `source` into that of every other one. Collective.
+
+    keep: whether this member wants the values; `flat` says only how many there are, and of which dtype, where it does
+    not (a meta tensor does).
+    """
+    step = max(PIECE_NBYTES // flat.element_size(), 1)
+    room = None if keep else torch.empty(min(step, flat.numel()), dtype=flat.dtype, device="cpu")
+    for begin in range(0, flat.numel() if group.size > 1 else 0, step):
+        piece = flat[begin : begin + step]
+        broadcast_values(piece if room is None else room[: piece.numel()], group, source, name)
 
 
 def take_own(flat: Tensor, slot: Slot, index: int, start: int, target: Tensor) -> None:

@@ -120,7 +120,7 @@ def test_what_no_result_depends_on_is_said_and_ignored(raw: dict[str, Any], path
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "delayed updates change the result. Remove"),
         ({"zero_optimization": {"mics_shard_size": 4}}, "sub-groups of ranks are not supported. Remove"),
         ({"tensor_parallel": {"partition_config": {"layer_specs": []}}}, "and write parallel.plan where it has none"),
-        ({"sequence_parallel_size": 2}, "the parallel axes for now are data and tensor. Remove"),
+        ({"sequence_parallel_size": 2}, "the parallel axes for now are data, tensor and pipeline. Remove"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "16-bit moments are not supported. Remove"),
         ({"optimizer": {"type": "Lamb"}}, 'Set the type to "AdamW", or pass any elementwise torch.optim'),
         ({"weight_quantization": {"quantized_initialization": {}}}, "Remove the section and do this in the program"),

@@ -211,14 +211,15 @@ def test_explain_shows_each_value_with_its_source() -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_resolved_configuration_can_be_written_and_read_again(path: Path) -> None:
-    first = resolve(load_config(path), ResolveContext(world_size=2))
+    first = resolve(load_config(path), ResolveContext(world_size=8 if path.stem == "three_axes" else 2))
     again = load_config(first.config.model_dump_json())
     assert again == first.config
     assert first.report() == []
 
 
 def test_every_shipped_configuration_is_there() -> None:
-    assert {path.stem for path in SHIPPED} == {"demo", "on_device", "cpu_offload", "nvme_offload", "two_ranks"}
+    names = {"demo", "on_device", "cpu_offload", "nvme_offload", "two_ranks", "three_axes"}
+    assert {path.stem for path in SHIPPED} == names
 
 
 sizes = st.integers(1, 40)
@@ -409,6 +410,16 @@ def test_stages_of_a_pipeline_have_two_names() -> None:
     assert "parallel.pipeline = 2  (file: pipeline.stages)" in resolved.explain()
 
 
+def test_the_model_says_how_many_stages_there_are_where_the_configuration_does_not() -> None:
+    resolved = _resolved({}, world_size=8, stages=4)
+    assert (resolved.data, resolved.pipeline) == (2, 4)
+    assert "parallel.pipeline = 4  (the program: num_stages of the model)" in resolved.explain()
+    assert _resolved({"parallel": {"pipeline": 2}}, world_size=8, stages=4).pipeline == 2
+    assert _resolved({}, world_size=8, stages=1).pipeline == 1
+    with pytest.raises(ConfigError, match=r"num_stages of the model is 3 but 8 ranks are detected.* nearest is 2 or 4"):
+        _resolved({}, world_size=8, detected=True, stages=3)
+
+
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
@@ -419,7 +430,7 @@ def test_stages_of_a_pipeline_have_two_names() -> None:
         ({"parallel": {"tensor": 2}, "data_parallel_size": 8}, "but 4 .* are detected: start 16 ranks"),
         ({"parallel": {"tensor": 1}, "tensor_parallel": {"autotp_size": 2}}, "one size: keep parallel.tensor"),
         ({"parallel": {"pipeline": 3}}, "8 ranks are detected.* must divide them: the nearest is 2 or 4$"),
-        ({"parallel": {"pipeline": 8, "tensor": 2}}, "8 ranks are detected, 4 beside parallel.tensor 2: .* nearest is 4$"),
+        ({"parallel": {"pipeline": 8, "tensor": 2}}, "detected, 4 beside parallel.tensor 2: .* nearest is 4$"),
         ({"parallel": {"pipeline": 2}, "pipeline": {"stages": 4}}, "one size: keep parallel.pipeline"),
         ({"parallel": {"schedule": "gpipe"}}, "parallel.schedule needs stages, but parallel.pipeline is 1"),
         ({"parallel": {"pipeline": 2, "schedule": "zigzag"}}, "1f1b"),

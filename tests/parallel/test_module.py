@@ -330,6 +330,7 @@ def test_what_the_program_asks_for_is_kept():
         (lambda: PipelineModule([nn.ReLU]), "list modules, LayerSpec"),
         (lambda: LayerSpec(turn), "takes the class of a torch.nn.Module"),
         (lambda: TiedLayerSpec("words", nn.Linear, 2, 2, forward_fn="head"), "forward_fn must be a function"),
+        (lambda: PipelineModule([nn.ReLU()], num_stages=0), "num_stages is 0; it must be at least 1"),
         (lambda: PipelineModule([nn.ReLU()], num_stages=2, topology=Topology()), "num_stages is 2 and the topology"),
         (
             lambda: PipelineModule([TiedLayerSpec("a", nn.Linear, 2, 2), TiedLayerSpec("a", nn.Embedding, 3, 2)]),

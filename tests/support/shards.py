@@ -78,7 +78,7 @@ def sharded_runtime(model: nn.Module, axis: TensorAxis, config: dict[str, Any]) 
         topology=groups.topology, accelerator=device.own_memory, capacity=Capacity(), axis=axis,
     )  # fmt: skip
     plan = question.plan()
-    agree_on_plan(plan, groups.world)
+    agree_on_plan(plan, groups.stage, groups.world)
     chosen = adam_from_params(ADAM, decoupled=True)
     with ExitStack() as undo, groups.telling():
         runtime = build_runtime(question, model, plan, groups, device, chosen, Ledger(), undo)

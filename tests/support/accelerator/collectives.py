@@ -45,7 +45,8 @@ class Group(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._stream: torch.Stream | None = None
+        # That of collectives, and one for the messages with each other rank.
+        self._streams: dict[int | None, torch.Stream] = {}
         # As every rank makes the same groups in the same order.
         Group.count += 1
         self._name = f"{NAME} {Group.count}"
@@ -87,6 +88,20 @@ class Group(dist.ProcessGroup):
 
         return self._queue("broadcast", run, [], tensors)
 
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        def run(values: Tensor) -> None:
+            self._gloo.send([values.contiguous().view(-1).view(torch.uint8)], peer, tag).wait()
+
+        return self._queue("send", run, tensors, [], peer=peer)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        def run(values: Tensor) -> None:
+            received = torch.empty(values.nbytes, dtype=torch.uint8, device="cpu")
+            self._gloo.recv([received], peer, tag).wait()
+            values.copy_(received.view(values.dtype).view(values.shape))
+
+        return self._queue("receive", run, [], tensors, peer=peer)
+
     # torch 2.13 has new names for two.
     all_gather_single = _allgather_base = allgather_base
     reduce_scatter_single = _reduce_scatter_base = reduce_scatter_base
@@ -101,15 +116,18 @@ class Group(dist.ProcessGroup):
         self._gloo.allgather([rows], [sent]).wait()
         return torch.cat(rows).view(mine.dtype)
 
-    def _queue(self, name: str, run: Callable[..., None], reads: list[Tensor], writes: list[Tensor]) -> Work:
-        device = writes[0].device
-        if self._stream is None:
-            self._stream = torch.Stream(device)
-        self._stream.wait_stream(torch.accelerator.current_stream(device))
-        with self._stream:
+    def _queue(
+        self, name: str, run: Callable[..., None], reads: list[Tensor], writes: list[Tensor], peer: int | None = None
+    ) -> Work:
+        device = (*reads, *writes)[0].device
+        if peer not in self._streams:
+            self._streams[peer] = torch.Stream(device)
+        stream = self._streams[peer]
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        with stream:
             accelerator.call(run, reads=reads, writes=writes, name=name)
             event = torch.Event(device)
-            event.record(self._stream)
+            event.record(stream)
         return Work(event, (*reads, *writes))
 
 

@@ -1,0 +1,166 @@
+"""Activations of one rank of a pipeline: what it holds behind each action of its table, and at the busiest moment.
+
+A forward saves what its stage's blocks save, and keeps the tensors at the stage's boundaries; a backward releases it. A
+backward that is split releases all but what weight gradients are computed from, until they are. Buffers of messages
+come to that. The engine sets aside what this module counts, and the estimator prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from infinity.plan.activation_bytes import Activations, BlockActivations
+from infinity.plan.pipeline import Action, ActionKind, activations_in_flight, held_behind
+from infinity.plan.stages import PipelinePlace
+
+# Gradients of a boundary that may wait to be received. An executor waits for the oldest of more.
+_SENDS_WAITING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ActionBytes:
+    """Bytes of activations around one action: in front of it, at its busiest moment, and behind it."""
+
+    action: Action
+    before: int
+    busiest: int
+    behind: int
+
+    @property
+    def levels(self) -> tuple[int, int, int]:
+        """In front of the action, at its busiest moment, and behind it."""
+        return self.before, self.busiest, self.behind
+
+
+@dataclass(frozen=True, slots=True)
+class StageActivations:
+    """What a rank of a pipeline holds of activations.
+
+    in_flight: micro-batches that forwards have begun and backwards not yet ended, at most, each of one of the rank's
+    stages. saved, kept, deferred: bytes by stage of the model, and 0 for other ranks' stages: what a forward saves; the
+    tensors at its boundaries that the rank keeps beside; what lies between a split backward's two parts. buffers:
+    bytes of messages under way. moments: by action of the rank's table.
+    """
+
+    in_flight: int
+    saved: tuple[int, ...]
+    kept: tuple[int, ...]
+    deferred: tuple[int, ...]
+    buffers: int
+    moments: tuple[ActionBytes, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes at the busiest moment of a step."""
+        return max((moment.busiest for moment in self.moments), default=self.buffers)
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes between two actions, at most: all but the working memory of an action."""
+        return max((moment.behind for moment in self.moments), default=self.buffers)
+
+
+def stage_activations(blocks: BlockActivations, place: PipelinePlace) -> StageActivations:
+    """Follow the activations of a place's rank along its table. blocks: one entry for each block of the cut."""
+    cut, actions, last = place.cut, place.actions, place.cut.last
+    saved, kept, deferred, working = ([0] * (last + 1) for _ in range(4))
+    for stage in place.stages:
+        begin, end = cut.bounds[stage : stage + 2]
+        saved[stage] = sum(blocks.saved[begin:end])
+        deferred[stage] = sum(blocks.deferred[begin:end])
+        # What comes in, and what goes out, where no block saves it.
+        received = stage > 0 and not blocks.saves_input[begin]
+        kept[stage] = blocks.boundary_nbytes * (received + (stage < last))
+        moments = [*blocks.working[begin:end]]
+        if stage == last:
+            saved[stage] += blocks.head_nbytes
+            deferred[stage] += blocks.head_deferred
+            moments = [each - blocks.head_nbytes for each in moments] + [blocks.loss_nbytes - blocks.head_nbytes]
+        working[stage] = max(0, *moments)
+    whole = [sum(each) for each in zip(saved, kept, strict=True)]
+    buffers = blocks.boundary_nbytes * _messages(actions, last)
+    split = any(action.kind is ActionKind.BACKWARD_INPUT for action in actions)
+    behind = [buffers + round(held) for held in held_behind(actions, whole, deferred)]
+    moments_of = [
+        ActionBytes(action, before, max(after, before + (working[action.stage] if _is_backward(action) else 0)), after)
+        for action, before, after in zip(actions, [buffers, *behind], behind, strict=False)
+    ]
+    return StageActivations(
+        in_flight=round(activations_in_flight((actions,))[0]), saved=tuple(saved), kept=tuple(kept),
+        deferred=tuple(deferred) if split else (0,) * (last + 1), buffers=buffers, moments=tuple(moments_of),
+    )  # fmt: skip
+
+
+def in_stages(found: Activations, place: PipelinePlace) -> Activations:
+    """Of a whole model's activations of one micro-batch, those of a place's rank in a step of its pipeline.
+
+    Where they are not known by block, the whole model's stand for those of a stage.
+    """
+    blocks = found.blocks
+    if blocks is None or len(blocks.saved) != len(place.cut.blocks):
+        return found
+    held = stage_activations(blocks, place)
+    peak = held.nbytes
+    inputs = inputs_in_flight(blocks.recomputed, place)
+    words = f"{held.in_flight} micro-batch{'es' if held.in_flight > 1 else ''} of a stage in flight"
+    return replace(
+        found, nbytes=peak, saved_nbytes=held.saved_nbytes, parts=dict(_parts(held)), source=f"{found.source}, {words}",
+        inputs=min(inputs, found.inputs * held.in_flight),
+        pooled_nbytes=None if found.pooled_nbytes is None else ceil(found.pooled_nbytes * peak / max(found.nbytes, 1)),
+    )  # fmt: skip
+
+
+def sent_nbytes(blocks: BlockActivations, place: PipelinePlace) -> int:
+    """Bytes that a place's rank sends to other stages in a step: boundaries, and their gradients back."""
+    ends = {True: place.cut.last, False: 0}
+    crossing = [
+        action for action in place.actions
+        if action.kind is not ActionKind.BACKWARD_WEIGHT
+        and action.stage != ends[action.kind is ActionKind.FORWARD]
+    ]  # fmt: skip
+    return len(crossing) * blocks.boundary_nbytes
+
+
+def _is_backward(action: Action) -> bool:
+    return action.kind.sends_backward
+
+
+def _messages(actions: tuple[Action, ...], last: int) -> int:
+    """Tensors of a boundary that lie in buffers of messages, at most: an activation and a gradient that are received
+    ahead, the gradient in use, and gradients that wait to be received. What a forward sends is kept anyway.
+    """
+    stages = {action.stage for action in actions}
+    gradients = any(action.kind is not ActionKind.FORWARD for action in actions)
+    takes, gives = max(stages) > 0, min(stages) < last
+    return takes + (2 * gives + _SENDS_WAITING * takes if gradients else 0)
+
+
+def inputs_in_flight(recomputed: Sequence[bool], place: PipelinePlace) -> int:
+    """Return how many inputs of recomputed blocks a place's rank holds at most. recomputed: by block of the cut."""
+    counts = [0] * (place.cut.last + 1)
+    for stage in place.stages:
+        begin, end = place.cut.bounds[stage : stage + 2]
+        counts[stage] = sum(recomputed[begin:end])
+    return round(activations_in_flight((place.actions,), counts, [0] * len(counts))[0])
+
+
+def _parts(held: StageActivations) -> Iterator[tuple[str, int]]:
+    """What the busiest moment is made of, by name."""
+    busiest = max(held.moments, key=lambda moment: moment.busiest)
+    at = held.moments.index(busiest)
+    done = held.moments[: at + 1] if busiest.busiest == busiest.behind else held.moments[:at]
+    actions = [moment.action for moment in done]
+    nothing = [0] * len(held.saved)
+
+    def behind(saved: tuple[int, ...] | list[int], deferred: tuple[int, ...] | list[int]) -> int:
+        return round([0.0, *held_behind(actions, saved, deferred)][-1])
+
+    count = behind([1] * len(nothing), nothing)
+    yield f"{count} micro-batch{'es' if count != 1 else ''} in flight", behind(held.saved, nothing)
+    yield "boundaries of stages", behind(held.kept, nothing) + held.buffers
+    if any(held.deferred):
+        yield "deferred weight gradients", behind(nothing, held.deferred)
+    if working := busiest.busiest - (busiest.behind if busiest.busiest == busiest.behind else busiest.before):
+        yield "working memory of a backward", working

@@ -1,0 +1,139 @@
+"""What a pipeline holds is what its plan says: micro-batches in flight, what autograd saves, boundaries, deferred work."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import infinity
+from estimators.estimate import estimate
+from estimators.node import Machine
+from infinity.plan.pipeline import activations_in_flight, held_behind
+from infinity.plan.stage_activations import StageActivations
+from infinity.plan.types import Kind
+from tests.conftest import RankPools
+from tests.pipeline_matrix import SCHEDULES
+from tests.support.oracle import join
+
+SIZES = {
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+COUNT, BATCH, SEQUENCE = 8, 2, 96
+WITHIN = 0.05
+
+
+class Saved:
+    """Counts the bytes of memory that autograd keeps between forward and backward, parameters left out."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._held: dict[int, tuple[int, int]] = {}
+        self.nbytes = self.most = 0
+        self._params: set[int] = set()
+
+    def hooks(self) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._params = {param.untyped_storage().data_ptr() for param in self._module.parameters()}
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
+
+    def _pack(self, tensor: Tensor) -> _Kept:
+        kept = _Kept(tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = tensor.untyped_storage()
+            address, nbytes = storage.data_ptr(), storage.nbytes()
+        if address in self._params or tensor.dtype is torch.int64 or not nbytes:
+            return kept
+        users, _ = self._held.get(address, (0, nbytes))
+        self._held[address] = users + 1, nbytes
+        self.nbytes += 0 if users else nbytes
+        self.most = max(self.most, self.nbytes)
+        weakref.finalize(kept, self._gone, address)
+        return kept
+
+    def _gone(self, address: int) -> None:
+        users, nbytes = self._held.pop(address)
+        if users > 1:
+            self._held[address] = users - 1, nbytes
+        else:
+            self.nbytes -= nbytes
+
+
+class _Kept:
+    """A tensor that autograd has saved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def configuration(parallel: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": COUNT, "parallel": parallel,
+        "zero_optimization": {"stage": 0}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **more,
+    }  # fmt: skip
+
+
+def run(parallel: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Train two steps; returns what the second has held."""
+    torch.set_num_threads(1)
+    config = transformers.AutoConfig.for_model("llama", **SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    engine, *_ = infinity.initialize(model=model, config=configuration(parallel, **more))
+    ids = torch.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % 160
+    batches = [{"input_ids": ids, "labels": ids}] * COUNT
+    with engine:
+        engine.train_batch(batches)
+        saved = Saved(engine.module)
+        with saved.hooks():
+            engine.train_batch(batches)
+        report = engine.memory()
+        place = engine.plan.pipeline.place
+        assert report.now["gpu"].get(Kind.ACTIVATION.value, 0) == 0
+        assert report.pipeline.in_flight == report.pipeline.boundary == report.pipeline.deferred == 0
+        return {
+            "index": place.index, "in flight": report.pipeline.in_flight_most, "saved": saved.most,
+            "planned in flight": activations_in_flight(place.tables)[place.index],
+            "boundary": report.pipeline.boundary_most, "deferred": report.pipeline.deferred_most,
+            "ledger": report.peak["gpu"].get(Kind.ACTIVATION.value, 0), "values": json.loads(config.to_json_string()),
+        }  # fmt: skip
+
+
+def run_all(rank: int, world: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    join(world)
+    return [
+        run({"pipeline": world, "schedule": schedule, "virtual_stages": virtual}, **more)
+        for schedule, virtual in SCHEDULES
+        for more in cases
+    ]
+
+
+def planned(world: int, values: dict[str, Any], schedule: str, virtual: int, index: int, **more: Any) -> Any:
+    parallel = {"pipeline": world, "schedule": schedule, "virtual_stages": virtual}
+    found = estimate(
+        values, configuration(parallel, **more), ranks=world, sequence=SEQUENCE, machine=Machine(accelerator=False)
+    )
+    return found.stages[index]
+
+
+def peak(held: StageActivations, saved: tuple[int, ...], deferred: tuple[int, ...]) -> float:
+    return max(held_behind([moment.action for moment in held.moments], saved, deferred))
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, [{}, {"bf16": {"enabled": True}}]), (4, [{}])])
+def test_the_step_holds_what_the_plan_says(world: int, cases: list[dict[str, Any]], rank_pools: RankPools) -> None:
+    """Micro-batches in flight exactly; what autograd saves, and what waits for weight gradients, within 5 %."""
+    settings = [(schedule, virtual, more) for schedule, virtual in SCHEDULES for more in cases]
+    for found in rank_pools[world].run(run_all, cases, timeout=300):
+        for (schedule, virtual, more), own in zip(settings, found, strict=True):
+            where = f"{schedule} {virtual} {more} at {own['index']} of {world}"
+            estimated = planned(world, own["values"], schedule, virtual, own["index"], **more)
+            held = estimated.held
+            nothing = (0,) * len(held.saved)
+            print(where, own["saved"], peak(held, held.saved, nothing), own["boundary"], peak(held, held.kept, nothing), held.buffers, own["deferred"], peak(held, nothing, held.deferred), own["ledger"])
+            assert own["in flight"] == own["planned in flight"] == held.in_flight, where
