@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 import infinity
+from infinity.zero.other_stages import is_elsewhere
 from tests.support import accelerator
 from tests.support.host_accesses import host_accesses_are_declared
 from tests.support.oracle import join, settings
@@ -117,11 +118,9 @@ def exchanged(value: Any) -> list[Any]:
 def digests(engine: Any) -> dict[str, str]:
     """By name, a hash of master and moments of each parameter that this rank has; data axis 1."""
     found = {}
-    for name, param in engine.module.named_parameters():
-        if "_infinity_owner" not in param.__dict__:
-            continue
+    for name, param in own(engine):
         state, mine = infinity.state(param), hashlib.sha256()
-        for kind in ("master", "exp_avg", "exp_avg_sq"):
+        for kind in ("master", "exp_avg", "exp_avg_sq") if param.requires_grad else ("master",):
             mine.update(state.local(kind).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         found[name] = mine.hexdigest()
     return found
@@ -291,7 +290,7 @@ def compare_ties(
 
 def own(engine: Any) -> list[tuple[str, nn.Parameter]]:
     """The parameters that this rank has."""
-    return [each for each in engine.module.named_parameters() if "_infinity_owner" in each[1].__dict__]
+    return [each for each in engine.module.named_parameters() if not is_elsewhere(each[1])]
 
 
 def held(engine: Any) -> dict[str, str]:
@@ -427,7 +426,8 @@ def _near(
             for step in range(NEAR_STEPS):
                 losses.append(float(engine.train_batch(batches(step, axes.row(rank), FEWER))).hex())
                 strays.append(engine.coordinator.mismatches)
-            apart = max(float((infinity.state(param).master - wanted[name]).abs().max()) for name, param in own(engine))
+            named = engine.module.named_parameters()
+            apart = max(float((infinity.state(param).master - wanted[name]).abs().max()) for name, param in named)
             return Outcome(digests(engine), losses, apart, strays[-1] - strays[0])
 
 

@@ -60,7 +60,10 @@ ALLOWED: dict[str, set[str]] = {
     # Which micro-batches make a step, and what is counted of them.
     "infinity.engine.accumulation": {"infinity.checkpoint.state", "infinity.config", "infinity.errors"},
     "infinity.engine.preemption": {"infinity.log"},
-    "infinity.engine.build_runtime": _BELOW_ENGINE | {"infinity.engine.preflight", "infinity.engine.runtime"},
+    "infinity.engine.build_runtime": _BELOW_ENGINE | {
+        "infinity.engine.build_parts", "infinity.engine.preflight", "infinity.engine.runtime",
+    },
+    "infinity.engine.build_parts": _BELOW_ENGINE,
     "infinity.engine.checkpoint_manager": _BELOW_ENGINE | {
         "infinity.engine.loading", "infinity.engine.runtime", "infinity.engine.saving",
     },
@@ -73,10 +76,14 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.engine.handover": _BELOW_ENGINE | {"infinity.engine.model_init", "infinity.engine.runtime"},
     "infinity.engine.step": _BELOW_ENGINE | {"infinity.engine.runtime"},
     "infinity.engine.runtime": _BELOW_ENGINE,
-    "infinity.engine.preflight": _BELOW_ENGINE | {"infinity.engine.stage_cut"},
+    "infinity.engine.preflight": _BELOW_ENGINE | {"infinity.engine.set_aside", "infinity.engine.stage_cut"},
+    "infinity.engine.set_aside": _BELOW_ENGINE,
     "infinity.engine.stage_cut": _BELOW_ENGINE,
     # How the stages of a model run.
-    "infinity.engine.pipeline": _BELOW_ENGINE | {"infinity.engine.precision", "infinity.engine.runtime"},
+    "infinity.engine.pipeline": _BELOW_ENGINE | {
+        "infinity.engine.pipeline_memory", "infinity.engine.precision", "infinity.engine.runtime",
+    },
+    "infinity.engine.pipeline_memory": _BELOW_ENGINE,
     "infinity.engine.precision": {"infinity.config", "infinity.errors", "infinity.memory"},
     # The data loader of `initialize`.
     "infinity.engine.data": set(),

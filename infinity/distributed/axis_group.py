@@ -104,7 +104,9 @@ class CollectiveTransfer(WorkTransfer):
     """A collective in flight."""
 
     def __init__(self, group: AxisGroup, work: Any, keep: Sequence[Tensor], number: int, name: str) -> None:
-        super().__init__(work, keep)
+        # As the base class does; once for each message, so without a call.
+        self._work = work
+        self._keep = keep
         self._group = group
         self._number = number
         self._name = name

@@ -79,29 +79,36 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def complete_gradients(grads: Gradients | None, forms: Forms, device: torch.device, what: str) -> Gradients:
-    """Return a gradient for each tensor of a boundary that requires one, zeros where there is none; None for others.
+def trained_gradients(grads: Gradients | None, forms: Forms, device: torch.device, what: str) -> list[Tensor]:
+    """Return the gradients of those tensors of a boundary that require one; zeros where a gradient is None.
 
     grads: by tensor of the boundary. forms: of the boundary. StateError, which names `what`, for other shapes.
     """
     if grads is None or len(grads) != len(forms):
-        found = "none" if grads is None else f"{len(grads)}"
-        raise StateError(f"{what}: the boundary has {len(forms)} tensors, and the stage returned {found}")
-    return tuple(
-        _gradient(grad, form, device, what) if form.requires_grad else None
-        for grad, form in zip(grads, forms, strict=True)
-    )
+        count = "none" if grads is None else f"{len(grads)}"
+        raise StateError(f"{what}: the boundary has {len(forms)} tensors, and the stage returned {count}")
+    found = []
+    for grad, form in zip(grads, forms, strict=True):
+        if not form.requires_grad:
+            continue
+        if grad is None:
+            found.append(form.empty(device).zero_())
+        elif grad.shape == form.shape and grad.dtype == form.dtype:
+            found.append(grad)
+        else:
+            raise StateError(
+                f"{what}: it has shape {list(grad.shape)} and {grad.dtype}, and what it belongs to "
+                f"{list(form.shape)} and {form.dtype}"
+            )
+    return found
 
 
-def _gradient(grad: Tensor | None, form: TensorForm, device: torch.device, what: str) -> Tensor:
-    if grad is None:
-        return form.empty(device).zero_()
-    if grad.shape != form.shape or grad.dtype != form.dtype:
-        raise StateError(
-            f"{what}: it has shape {list(grad.shape)} and {grad.dtype}, and what it belongs to {list(form.shape)} and "
-            f"{form.dtype}"
-        )
-    return grad
+def by_tensor(gradients: Sequence[Tensor], forms: Forms) -> Gradients:
+    """Return the gradients that `trained_gradients` returns by tensor of the boundary, None for the others."""
+    if len(gradients) == len(forms):
+        return tuple(gradients)
+    rest = iter(gradients)
+    return tuple(next(rest) if form.requires_grad else None for form in forms)
 
 
 class BoundaryMessage(NamedTuple):
@@ -121,39 +128,72 @@ class BoundaryMessage(NamedTuple):
         return cls(link, boundary, f"the gradient of micro-batch {micro_batch} behind stage {stage}")
 
 
-class _KnownForms:
-    """Forms of boundaries that a header has brought, by stage and key; the oldest ones are forgotten.
+class _Layout:
+    """The forms of what crosses a boundary, and of what comes back as gradients."""
+
+    __slots__ = ("back", "forms")
+
+    def __init__(self, forms: Forms) -> None:
+        self.forms = forms
+        self.back = tuple(form for form in forms if form.requires_grad)
+
+    def fits(self, tensors: Gradients) -> bool:
+        """Whether these tensors have the forms."""
+        if len(tensors) != len(self.forms):
+            return False
+        for tensor, (shape, stride, dtype, requires_grad) in zip(tensors, self.forms, strict=True):
+            if (
+                tensor is None or tensor.shape != shape or tensor.stride() != stride or tensor.dtype != dtype
+                or tensor.requires_grad is not requires_grad
+            ):  # fmt: skip
+                return False
+        return True
+
+
+class _KnownLayouts:
+    """Layouts of boundaries that a header has brought, by stage and key; the oldest ones are forgotten.
 
     Both ends of a link ask and tell in the same order, and so know the same.
     """
 
     def __init__(self) -> None:
-        self._forms: dict[Hashable, Forms] = {}
+        self._layouts: dict[Hashable, _Layout] = {}
 
-    def get(self, key: Hashable) -> Forms | None:
-        return self._forms.get(key) if key is not None else None
+    def get(self, key: Hashable) -> _Layout | None:
+        return self._layouts.get(key) if key is not None else None
 
-    def put(self, key: Hashable, forms: Forms) -> None:
+    def put(self, key: Hashable, layout: _Layout) -> None:
         if key is not None:
-            self._forms[key] = forms
-            if len(self._forms) > _KNOWN_MAX:
-                del self._forms[next(iter(self._forms))]
+            self._layouts[key] = layout
+            if len(self._layouts) > _KNOWN_MAX:
+                del self._layouts[next(iter(self._layouts))]
 
     def clear(self) -> None:
-        self._forms.clear()
+        self._layouts.clear()
 
 
 class _Posted:
-    """A message whose receives are posted: the header's, or, once the forms are known, the tensors'."""
+    """A message whose receives are posted: the header's, or, once the layout is known, the tensors'."""
 
-    __slots__ = ("forms", "header", "message", "tensors", "transfers")
+    __slots__ = ("header", "layout", "message", "tensors", "transfers")
 
-    def __init__(self, message: BoundaryMessage, forms: Forms | None) -> None:
+    def __init__(self, message: BoundaryMessage) -> None:
         self.message = message
-        self.forms = forms
         self.header: tuple[Tensor, CollectiveTransfer] | None = None
+        self.layout: _Layout | None = None
         self.tensors: list[Tensor] = []
         self.transfers: list[CollectiveTransfer] = []
+
+    def expect(self, header: Tensor, transfer: CollectiveTransfer) -> None:
+        """The header comes first."""
+        self.header = header, transfer
+
+    def learn(self, layout: _Layout, device: torch.device) -> list[Tensor]:
+        """Make the tensors that are to be received."""
+        self.layout = layout
+        forms = layout.forms if self.message.link.forward else layout.back
+        self.tensors = [form.empty(device) for form in forms]
+        return self.tensors
 
 
 @dataclass(slots=True)
@@ -167,8 +207,7 @@ class _End:
 
     wire: AxisGroup
     peer: int
-    met: bool = False
-    known: _KnownForms = field(default_factory=_KnownForms)
+    known: _KnownLayouts = field(default_factory=_KnownLayouts)
     sent: deque[tuple[str, list[CollectiveTransfer]]] = field(default_factory=deque)
     coming: deque[BoundaryMessage] = field(default_factory=deque)
     posted: deque[_Posted] = field(default_factory=deque)
@@ -191,8 +230,10 @@ class PipelineLinks:
         self._back = {
             link: self._ends[MessageLink(link.receiver, link.sender, False)] for link in self._ends if link.forward
         }
-        # By boundary and micro-batch of this step, the forms of what has crossed it and comes back as gradients.
-        self._crossed: dict[tuple[int, int], Forms] = {}
+        # By boundary and micro-batch of this step, what has crossed it and comes back as gradients.
+        self._crossed: dict[tuple[int, int], _Layout] = {}
+        # Links that have had their first message.
+        self._met: set[MessageLink] = set()
         self._keys: Sequence[Hashable] = ()
         self._gradients = False
         self._sends_waiting = 0
@@ -244,24 +285,22 @@ class PipelineLinks:
         change before that.
         """
         link, boundary, name = message
-        end, transfers = self._ends[link], []
+        end = self._ends[link]
+        transfers: list[CollectiveTransfer] = []
+        going: Sequence[Tensor | None]
         if link.forward:
-            going = [tensor for tensor in tensors if tensor is not None]
-            forms = tuple(map(TensorForm.of, going))
-            header = self._announcement(end, message, forms)
-            if header is not None:
-                transfers.append(self._send(end, header, f"the shapes of {name}", self._control.process_group))
+            layout = self._announced(end, message, tensors, transfers)
+            going, forms = tensors, layout.forms
             if self._gradients:
-                self._crossed[boundary] = forms
+                self._crossed[boundary] = layout
         else:
-            whole = self._crossed.pop(boundary)
-            going = [grad for grad in complete_gradients(tensors, whole, self.device, name) if grad is not None]
-            forms = tuple(form for form in whole if form.requires_grad)
+            layout = self._crossed.pop(boundary)
+            going, forms = trained_gradients(tensors, layout.forms, self.device, name), layout.back
         if trace.active():
-            trace.begin_async("sends", name, sum(tensor.nbytes for tensor in going))
-        for number, (tensor, form) in enumerate(zip(going, forms, strict=True)):
-            if tensor.numel():
-                transfers.append(self._send(end, self._dense(tensor, form), _numbered(name, number)))
+            trace.begin_async("sends", name, sum(tensor.nbytes for tensor in going if tensor is not None))
+        for number, tensor in enumerate(going):
+            if tensor is not None and tensor.numel():
+                transfers.append(self._send(end, self._dense(tensor, forms[number]), _numbered(name, number)))
         end.sent.append((name, transfers))
         if link.forward and self._gradients and not (back := self._back[link]).posted:
             # The gradient that comes back may be the next one of its link.
@@ -281,8 +320,7 @@ class PipelineLinks:
         posted = end.posted[0]
         assert posted.message is message, (posted.message, message)
         with trace.span(trace.WAIT, "activation" if link.forward else "gradient of an activation", name):
-            if posted.forms is None:
-                self._take_header(end, posted)
+            layout = posted.layout or self._take_header(end, posted)
             # Posted before the wait, because behind it the stage could compute.
             if end.coming:
                 self._post(end, 2)
@@ -290,17 +328,17 @@ class PipelineLinks:
                 transfer.wait()
         end.posted.popleft()
         trace.end_async("receives", name)
-        forms, tensors = posted.forms, posted.tensors
-        assert forms is not None
+        tensors = posted.tensors
         if self._wired != self.device:
             tensors = [tensor.to(self.device) for tensor in tensors]
         if not link.forward:
-            arrived = iter(tensors)
-            return tuple(next(arrived) if form.requires_grad else None for form in self._crossed.pop(boundary))
+            del self._crossed[boundary]
+            return by_tensor(tensors, layout.forms)
         if self._gradients:
-            self._crossed[boundary] = forms
-            for tensor, form in zip(tensors, forms, strict=True):
-                tensor.requires_grad_(form.requires_grad)
+            self._crossed[boundary] = layout
+            for tensor, form in zip(tensors, layout.forms, strict=True):
+                if form.requires_grad:
+                    tensor.requires_grad_()
         return tuple(tensors)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -345,38 +383,38 @@ class PipelineLinks:
                 "wait for each other. Set parallel.virtual_stages to 1, or parallel.pipeline to more ranks"
             )
         for link in wanted:
-            end = self._ends[link]
-            if not end.met:
-                end.met, nothing = True, torch.zeros(1, dtype=torch.uint8, device=self._wired)
-                (self._send if link.sender == self.index else self._receive)(end, nothing, _GREETING).wait()
+            if link not in self._met:
+                self._met.add(link)
+                nothing = torch.zeros(1, dtype=torch.uint8, device=self._wired)
+                greet = self._send if link.sender == self.index else self._receive
+                greet(self._ends[link], nothing, _GREETING).wait()
 
     def _post(self, end: _End, count: int) -> None:
         """Post receives of an end, in the sender's order, until `count` messages are posted or no more can be yet."""
-        while len(end.posted) < count and end.coming and (not end.posted or end.posted[-1].forms is not None):
+        while len(end.posted) < count and end.coming and (not end.posted or end.posted[-1].layout is not None):
             message = end.coming[0]
             if message.link.forward:
-                forms = end.known.get(self._key(message))
-            elif (whole := self._crossed.get(message.boundary)) is not None:
-                forms = tuple(form for form in whole if form.requires_grad)
+                layout = end.known.get(self._key(message))
             else:
-                # It cannot have been sent before the activation has gone.
-                return
+                layout = self._crossed.get(message.boundary)
+                if layout is None:
+                    # It cannot have been sent before the activation has gone.
+                    return
             end.coming.popleft()
-            posted = _Posted(message, forms)
+            posted = _Posted(message)
             end.posted.append(posted)
-            if forms is None:
+            if layout is not None:
+                self._post_tensors(end, posted, layout)
+            else:
                 header = torch.empty(_HEADER_NUMEL, dtype=torch.int64, device="cpu")
                 name, control = f"the shapes of {message.name}", self._control.process_group
-                posted.header = header, self._receive(end, header, name, control)
-            else:
-                self._post_tensors(end, posted, forms)
+                posted.expect(header, self._receive(end, header, name, control))
 
-    def _post_tensors(self, end: _End, posted: _Posted, forms: Forms) -> None:
-        name = posted.message.name
-        posted.tensors = [form.empty(self._wired) for form in forms]
+    def _post_tensors(self, end: _End, posted: _Posted, layout: _Layout) -> None:
+        name, tensors = posted.message.name, posted.learn(layout, self._wired)
         if trace.active():
-            trace.begin_async("receives", name, sum(tensor.nbytes for tensor in posted.tensors))
-        for number, tensor in enumerate(posted.tensors):
+            trace.begin_async("receives", name, sum(tensor.nbytes for tensor in tensors))
+        for number, tensor in enumerate(tensors):
             if tensor.numel():
                 posted.transfers.append(self._receive(end, _memory_of(tensor), _numbered(name, number)))
 
@@ -386,29 +424,38 @@ class PipelineLinks:
         key = self._keys[micro_batch] if self._keys else None
         return None if key is None else (stage, self._gradients, key)
 
-    def _announcement(self, end: _End, message: BoundaryMessage, forms: Forms) -> Tensor | None:
-        """Return a header for the forms of a message; None if the receiver knows them."""
+    def _announced(
+        self, end: _End, message: BoundaryMessage, tensors: Gradients, transfers: list[CollectiveTransfer]
+    ) -> _Layout:
+        """Return the layout of activations to send; if the receiver does not know it, send a header first."""
         key = self._key(message)
         known = end.known.get(key)
+        if known is not None and known.fits(tensors):
+            return known
+        forms = tuple(TensorForm.of(tensor) for tensor in tensors if tensor is not None)
         if known is None:
-            end.known.put(key, forms)
-            return _encode(forms, message.name)
-        if known != forms:
+            layout = _Layout(forms)
+            end.known.put(key, layout)
+            header, name = _encode(forms, message.name), f"the shapes of {message.name}"
+            transfers.append(self._send(end, header, name, self._control.process_group))
+            return layout
+        if known.forms != forms:
             raise StateError(
-                f"{message.name} is {_in_words(forms)}, and was {_in_words(known)} for a micro-batch with the same "
-                f"key ({key}): shapes at a boundary have to follow from the shapes of a micro-batch. Where the model "
-                "has changed, or what of it is trained, build a new engine"
+                f"{message.name} is {_in_words(forms)}, and was {_in_words(known.forms)} for a micro-batch with the "
+                f"same key ({key}): shapes at a boundary have to follow from the shapes of a micro-batch. Where the "
+                "model has changed, or what of it is trained, build a new engine"
             )
-        return None
+        return known
 
-    def _take_header(self, end: _End, posted: _Posted) -> None:
+    def _take_header(self, end: _End, posted: _Posted) -> _Layout:
         """Wait for the header of a posted message, and post the receives of its tensors."""
         assert posted.header is not None
         header, transfer = posted.header
         transfer.wait()
-        posted.forms = forms = _decode(header)
-        end.known.put(self._key(posted.message), forms)
-        self._post_tensors(end, posted, forms)
+        layout = _Layout(_decode(header))
+        end.known.put(self._key(posted.message), layout)
+        self._post_tensors(end, posted, layout)
+        return layout
 
     def _send(self, end: _End, tensor: Tensor, name: str, members: Any = None) -> CollectiveTransfer:
         group = members or end.wire.process_group
@@ -425,10 +472,12 @@ class PipelineLinks:
 
     def _dense(self, tensor: Tensor, form: TensorForm) -> Tensor:
         """Return the values of a tensor in the memory from which they are sent."""
-        tensor = tensor.detach()
+        if not tensor.is_leaf:
+            # A send must not keep a graph alive.
+            tensor = tensor.detach()
         if tensor.stride() != form.stride:
-            tensor = form.empty(tensor.device).copy_(tensor)
-        return _memory_of(tensor if self._wired == self.device else tensor.to(self._wired))
+            tensor = form.empty(tensor.device).copy_(tensor.detach())
+        return _memory_of(tensor if self._wired == self.device else tensor.detach().to(self._wired))
 
     def _wait_for_send(self, end: _End) -> None:
         """Wait until the oldest message of an end is received."""
@@ -443,8 +492,8 @@ class PipelineLinks:
 def _memory_of(tensor: Tensor) -> Tensor:
     """Return the memory of a tensor without gaps, in its order."""
     if not tensor.is_contiguous():
-        tensor = tensor.as_strided((tensor.numel(),), (1,))
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        tensor = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def _in_words(forms: Forms) -> str:

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from functools import partial
 
 from torch import nn
 
-from infinity.config import ResolvedConfig
-from infinity.distributed.collectives import exchange_values
-from infinity.distributed.process_groups import ProcessGroups, Ranks
+from infinity.distributed.process_groups import ProcessGroups
+from infinity.engine.build_parts import make_checkpointing, make_observer, make_stepper
 from infinity.engine.runtime import Runtime
-from infinity.errors import ConfigError
 from infinity.memory.ledger import Ledger
-from infinity.memory.open_store import open_activation_tier, open_store
-from infinity.memory.store import TieredStore
+from infinity.memory.open_store import open_store
 from infinity.memory.tiers.device import Device
 from infinity.memory.tiers.pinned import mappings_of_their_own
 from infinity.observability.memory_breakdown import Breakdown
-from infinity.observability.observer import Observer
 from infinity.observability.progress import StepProgress
-from infinity.ops.adam import set_threads
-from infinity.ops.cores import share_of_cores, thread_count
 from infinity.optim.factory import Chosen
 from infinity.optim.loss_scaler import LossScaler, grad_factor
-from infinity.optim.stepper import Stepper
 from infinity.parallel.tensor import apply
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
-from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.deferred_init import spool_of
@@ -61,7 +52,7 @@ def build_runtime(
     ).run()
     if spool is not None:
         spool.close()
-    stepper = _stepper(config, plan, store, device, groups, optimizer)
+    stepper = make_stepper(config, plan, store, device, groups, optimizer)
     undo.callback(stepper.close)
     gradients = Gradients(
         units, plan=plan, store=store, device=device, groups=groups, ledger=ledger,
@@ -80,16 +71,12 @@ def build_runtime(
     undo.callback(exchanges.remove)
     hooks = ModuleHooks(model, units, coordinator, group=groups.stage, synced=plan.policy.collective_forward)
     undo.callback(hooks.remove)
-    checkpointing = _checkpointing(config, model, question.checkpointed, ranks, device, ledger)
+    checkpointing = make_checkpointing(config, model, question.checkpointed, ranks, device, ledger)
     undo.callback(checkpointing.close)
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
     breakdown = Breakdown(plan, ledger, store, units, device)
-    told = partial(exchange_values, group=groups.pipeline, name="a timeline's stages")
-    observer = Observer(
-        breakdown, config.config, rank=ranks.rank, world_size=ranks.world_size,
-        tell=told if groups.pipeline.size > 1 else None,
-    )  # fmt: skip
+    observer = make_observer(breakdown, config, groups)
     progress = StepProgress(
         config.config, ledger, accelerator=device.own_memory, rank=ranks.rank, data_size=groups.data.size
     )
@@ -111,30 +98,3 @@ def _move_buffers(model: nn.Module, device: Device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device.torch)
-
-
-def _checkpointing(
-    config: ResolvedConfig, model: nn.Module, blocks: tuple[str, ...], ranks: Ranks, device: Device, ledger: Ledger
-) -> Checkpointing:
-    """Make backward recompute blocks, and make the tier of their inputs where that is not the device."""
-    section = config.config.activation_checkpointing
-    if section.every and not blocks:
-        raise ConfigError(
-            f"activation_checkpointing.every is {section.every}, but {type(model).__name__} has no blocks that it "
-            "repeats: leave the key out, and call torch.utils.checkpoint in the model"
-        )
-    tier = open_activation_tier(config, rank=ranks.rank, device=device, ledger=ledger)
-    return Checkpointing(model, blocks, keep_ops=section.keep_ops, tier=tier)
-
-
-def _stepper(
-    config: ResolvedConfig, plan: Plan, store: TieredStore, device: Device, groups: ProcessGroups, optimizer: Chosen
-) -> Stepper:
-    # Ranks of one node share its cores. The result does not depend on the number of threads.
-    ranks = groups.ranks
-    cores = share_of_cores(ranks.local_rank % ranks.local_size, ranks.local_size)
-    set_threads(thread_count(len(cores), ranks.local_size), cores)
-    return Stepper(
-        plan, store, device=device, index=groups.data.index, rule=optimizer.rule,
-        grad_bound=config.clip_value or math.inf,
-    )  # fmt: skip

@@ -39,6 +39,7 @@ from infinity.memory.store import TieredStore
 from infinity.observability.step_timing import StepTimes
 from infinity.observability.timeline import Timeline
 from infinity.optim.optimizer_view import TieredOptimizer
+from infinity.parallel.module import PipelineModule
 from infinity.plan.plan import Plan
 from infinity.zero import guards, param_access
 from infinity.zero.compiled import eager_backward, untraced
@@ -167,19 +168,20 @@ class Engine(nn.Module):
             self._end_step(optimizer, lr_kwargs or {})
 
     @untraced
-    def train_batch(self, batches: Any = None) -> Tensor:
+    def train_batch(self, batches: Any = None, *, data_iter: Any = None) -> Tensor:
         """Run all micro-batches of a step, forward and backward, and the step; the way to train with a pipeline.
 
         batches: a list of `gradient_accumulation_steps` micro-batches or an iterator, of which as many are drawn; each
         a mapping of the model's arguments, a sequence of them such as (inputs, labels), or one tensor. All ranks of a
         pipeline and of a tensor group are given the same. Default: drawn from the loader of `initialize`'s training
-        data, epoch after epoch.
+        data, epoch after epoch. data_iter: DeepSpeed's name of the same.
 
         Returns the mean of the losses over micro-batches and data ranks (fp32, no gradient), the same on every rank.
         The model must return its loss: as output, as its `loss`, or as its first element.
         """
         self._check("train a batch")
         optimizer, count = self._stepped_by("train a batch"), self.gradient_accumulation_steps()
+        batches = data_iter if batches is None else batches
         given = self._own_data() if batches is None else batches
         drawn = [BatchArguments.of(batch, self.device) for batch in draw(given, count, "train_batch")]
         if self._pipeline is None:
@@ -208,13 +210,14 @@ class Engine(nn.Module):
         return mean
 
     @untraced
-    def eval_batch(self, batches: Any) -> Tensor:
+    def eval_batch(self, batches: Any = None, *, data_iter: Any = None) -> Tensor:
         """Run forward of micro-batches, without gradients and in evaluation mode; the way to evaluate with a pipeline.
 
         batches: a list of any number of micro-batches, or an iterator, of which `gradient_accumulation_steps` are
-        drawn; otherwise as for `train_batch`. Returns the mean of the losses as `train_batch` does.
+        drawn; otherwise as for `train_batch`, without a default. Returns the mean of the losses as `train_batch` does.
         """
         self._check("evaluate a batch")
+        batches = data_iter if batches is None else batches
         count = len(batches) if isinstance(batches, (list, tuple)) else self.gradient_accumulation_steps()
         drawn = [BatchArguments.of(batch, self.device) for batch in draw(batches, count, "eval_batch")]
         training = self.training
@@ -452,6 +455,14 @@ class Engine(nn.Module):
     def gradient_accumulation_steps(self) -> int:
         return self.config.accumulation
 
+    def is_first_stage(self) -> bool:
+        """Return whether this rank runs the first stage of the model: always without a pipeline."""
+        return self.groups.pipeline.index == 0
+
+    def is_last_stage(self) -> bool:
+        """Return whether this rank runs the last stage of the model: always without a pipeline."""
+        return self.groups.pipeline.index == self.groups.pipeline.size - 1
+
     def zero_optimization_stage(self) -> int:
         return self.config.stage
 
@@ -591,6 +602,8 @@ class Engine(nn.Module):
         """A load has dropped the gradients: forget the micro-batches that they are of."""
         if found[0] is not None:
             self._accumulation.forget()
+            if isinstance(self.module, PipelineModule):
+                self.module.count_from(self._counters.micro_steps)
         return found
 
     def export(

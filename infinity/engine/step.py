@@ -182,7 +182,8 @@ class Boundary:
                     found = stats.get((unit.layout.index, slot), _NOTHING) if told else _NOTHING
                     mine.append((slot.name, *found))
         # Ranks of other stages have other parameters.
-        rows = exchange_values(mine, runtime.groups.world, "exchange of norms by parameter")
+        world = runtime.groups.world
+        rows = exchange_values(mine, world, "exchange of norms by parameter") if world.size > 1 else [mine]
         told_of: dict[str, list[float]] = {}
         for name, squares, count in (each for row in rows for each in row):
             told_of.setdefault(name, []).append(math.inf if count else squares)

@@ -21,7 +21,8 @@ from infinity.distributed.links import (
     Gradients,
     PipelineLinks,
     TensorForm,
-    complete_gradients,
+    by_tensor,
+    trained_gradients,
 )
 from infinity.errors import StateError
 from infinity.plan.pipeline import Action, ActionKind, MessageLink, Tables, message_order, sends_needed
@@ -147,7 +148,7 @@ class _Held:
         if not forward:
             what = f"the gradient of micro-batch {micro_batch} behind stage {stage}"
             forms = self._forms.pop((stage, micro_batch))
-            self._tensors[crossing] = complete_gradients(tensors, forms, self._device, what)
+            self._tensors[crossing] = by_tensor(trained_gradients(tensors, forms, self._device, what), forms)
             return
         activations = [tensor for tensor in tensors if tensor is not None]
         if gradients:

@@ -1,4 +1,4 @@
-"""Ranks of a tensor group compute one batch together: a check that the program gives them the same one."""
+"""Ranks of a tensor group, and of a pipeline, compute one batch together: the program must give them the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_same_batch(args: Sequence[Any], kwargs: Mapping[str, Any], group: Axis
     apart = [name for name in {name: None for each in everyone for name in each} if _differs(name, everyone)]
     if apart:
         raise ConfigError(
-            f"the {group.size} ranks of a tensor group were called with different batches ({', '.join(apart)}), but "
+            f"the {group.size} ranks of a {group.axis} group were given different batches ({', '.join(apart)}), but "
             "they compute one batch together. Divide the data set over the data axis: rank engine.data_rank of "
             "engine.data_size (a DistributedSampler takes both), or let initialize(training_data=...) do it"
         )

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from infinity.errors import StateError
+from infinity.zero.other_stages import is_elsewhere
 from infinity.zero.parameter import SAVE_PRETRAINED, STATE_DICT, is_released, is_writable, name_of, owner_of
 
 _NAME = "_infinity_engine"
@@ -140,6 +141,8 @@ def _before_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: A
         engine = None if param is None else param.__dict__.get("_infinity_owner")
         if param is None or engine is None or f"{prefix}{name}" not in state or is_writable(param):
             continue
+        if is_elsewhere(param):
+            _need([param], "load_state_dict()")
         raise StateError(
             f"{name_of(param)} belongs to an engine, whose next step would undo what load_state_dict puts there; "
             "nothing of this module was loaded: use `with infinity.modify(model): model.load_state_dict(...)`, or "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,20 +9,11 @@ import torch
 import transformers
 
 import infinity
-from estimators.cli import main
-from estimators.estimate import Estimate, estimate
+from estimators.estimate import estimate
 from estimators.node import Machine
-from infinity.engine.stage_cut import cut_into_stages
-from infinity.errors import ConfigError
-from infinity.plan.pipeline import SCHEDULES, activations_in_flight
 from infinity.plan.plan import Plan
-from infinity.plan.spec import module_tree
-from infinity.plan.types import Kind, Tier
-from infinity.simulator.phases import Phase
-from infinity.simulator.traffic import Link
 from tests.conftest import RankPools
 from tests.estimators.test_equals_plan import BOUNDS, NVME, SMALL, at, values_of
-from tests.support.hub import hf_config
 from tests.support.oracle import join
 
 LAYERS = {**SMALL, "num_hidden_layers": 6}

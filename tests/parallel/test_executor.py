@@ -4,7 +4,6 @@ the planned one.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -127,14 +126,14 @@ class Sleeping:
         self.busy += time.perf_counter() - began
 
 
-BLOCK_SECONDS, TRIES, POINTS = 0.02, 3, 0.03
+BLOCK_SECONDS, TRIES, POINTS = 0.02, 4, 0.03
 SLEPT = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2))
 
 
 def sleep_through(rank: int, world: int) -> list[tuple[float, float]]:
     """By schedule: the planned bubble, and the one measured, the best of some tries.
 
-    The plan has the time of a message, measured just before between two ranks that sleep meanwhile, by torch alone.
+    The plan has the time of a message, measured just before by torch alone.
     """
     torch.set_num_threads(1)
     groups = ProcessGroups(detect(), Topology(pp=world, local_size=world), timeout_seconds=60)
@@ -143,8 +142,7 @@ def sleep_through(rank: int, world: int) -> list[tuple[float, float]]:
         tables, stages = make_tables(schedule, world, 8, virtual), world * virtual
         best = (0.0, 1.0)
         for _ in range(TRIES):
-            message = _message_seconds(groups)
-            mine = Sleeping()
+            message, mine = _message_seconds(groups), Sleeping()
             exchange([0.0], groups.world, "begin")
             began = time.perf_counter()
             executor.run(tables, mine, [0] * 8)
@@ -161,24 +159,24 @@ def sleep_through(rank: int, world: int) -> list[tuple[float, float]]:
 
 
 def _message_seconds(groups: ProcessGroups) -> float:
-    """Half of the time that a message takes from the first rank to the second and back; the median of some."""
-    members, times = groups.pipeline_forward.process_group, []
-    for _ in range(5 if groups.pipeline.index < 2 else 0):
-        received = torch.empty(4)
-        coming = dist.irecv(received, group=members, group_src=1 - groups.pipeline.index)
-        assert coming is not None
-        if groups.pipeline.index == 1:
+    """From the end of a block to the beginning of the next one on another rank, which waits for a message of the first:
+    two ranks take turns, with calls of torch alone. The mean of some, in the first rank of a pair.
+    """
+    members, index = groups.pipeline_forward.process_group, groups.pipeline.index
+    rounds, other, going = 8, index ^ 1, []
+    began = time.perf_counter()
+    for turn in range(2 * rounds):
+        coming = dist.irecv(torch.empty(4), group=members, group_src=other, tag=turn) if turn % 2 != index % 2 else None
+        if coming is not None:
             coming.wait()
         else:
             time.sleep(BLOCK_SECONDS)
-        began = time.perf_counter()
-        going = dist.isend(torch.ones(4), group=members, group_dst=1 - groups.pipeline.index)
-        assert going is not None
-        if groups.pipeline.index == 0:
-            coming.wait()
-        times.append((time.perf_counter() - began) / 2)
-        going.wait()
-    return statistics.median(times) if times else 0.0
+            going.append(dist.isend(torch.ones(4), group=members, group_dst=other, tag=turn))
+    seconds = (time.perf_counter() - began) / (2 * rounds) - BLOCK_SECONDS
+    for work in going:
+        assert work is not None
+        work.wait()
+    return seconds if index % 2 == 0 else 0.0
 
 
 def test_the_bubble_of_sleeping_stages_is_the_planned_one(rank_pools: Any) -> None:

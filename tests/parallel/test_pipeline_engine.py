@@ -13,6 +13,7 @@ import torch
 import infinity
 from infinity.errors import ConfigError, StateError
 from infinity.plan.prefetch import FetchSchedule
+from infinity.zero.other_stages import is_elsewhere
 from infinity.zero.unit import GatherState, Unit
 from tests.pipeline_matrix import Cell, batches, build, compare_exact, configuration, one_rank
 from tests.support.oracle import join
@@ -75,7 +76,7 @@ def refusals(rank: int, world: int) -> list[str]:
             refused(lambda: engine.train_batch(fed[:3]), ConfigError, "3 micro-batches, and a step has 4")
             refused(lambda: engine.train_batch(fed[0]), ConfigError, "a list of 4 micro-batches or an iterator")
             refused(engine.train_batch, ConfigError, "it was given none")
-            other = next(p for p in engine.module.parameters() if "_infinity_owner" not in p.__dict__)
+            other = next(filter(is_elsewhere, engine.module.parameters()))
             refused(lambda: other.sum(), StateError, f"belongs to another stage of the pipeline, .* pp {1 - rank}")
             # Nothing of that has harmed it.
             before = float(engine.eval_batch(iter(fed)))

@@ -173,7 +173,7 @@ class Tiered(Access):
 def join(world: int) -> None:
     """Open the program's own process group for one call on a pool of ranks: engines after engines share it."""
     torch.set_num_threads(1)
-    if world > 1:
+    if world > 1 and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
 
 
