@@ -29,8 +29,8 @@ from infinity.plan.types import DTYPE_NBYTES, Tier
 _TOKENS = 1 << 17
 _MICRO_SIZES = (1, 2, 4, 8)
 _VIRTUAL = (1, 2)
-# How many are planned at most, and of one way to divide the ranks.
-_PLANNED, _PLANNED_OF_ONE = 14, 3
+# How many are planned at most, and of one way to divide the ranks until one fits.
+_PLANNED, _PLANNED_OF_ONE = 7, 3
 # Of the memory of an accelerator, what the closed forms may fill: plans round, and gather.
 _FILLED = 0.97
 # The bubble of split backwards against that of whole ones.
@@ -72,17 +72,20 @@ def fit_axes(wish: Wish) -> list[Choice]:
     wish.check()
     found: list[Choice] = []
     planned: dict[tuple[int, int, int], int] = {}
+    done: set[tuple[int, int, int]] = set()
     candidates = sorted(_Model(wish).candidates(), key=lambda each: -each.tokens_a_second)
     for each in candidates:
-        done = planned.get(each.layout.axes, 0)
-        if done >= _PLANNED_OF_ONE or sum(planned.values()) >= _PLANNED:
+        axes = each.layout.axes
+        count = planned.get(axes, 0)
+        if axes in done or count >= _PLANNED_OF_ONE or sum(planned.values()) >= _PLANNED:
             continue
-        planned[each.layout.axes] = done + 1
+        planned[axes] = count + 1
         config = _config(wish, each)
         made = estimate(wish.model, config, machine=wish.machine, **_others(wish))
         choice = Choice(config, made.with_tiled_loss(True) if each.sparing.tiled_loss else made)
         if choice.estimate.fits:
             found.append(choice)
+            done.add(axes)
     return sorted(found, key=lambda choice: -_tokens_a_second(choice))
 
 
@@ -119,6 +122,7 @@ class _Model:
         self._blocks = len(find_blocks(self._root, self._what.blocks))
         self._values = complete_values(self._what) or {}
         self._activations: dict[tuple[int, int, bool, bool], Activations | None] = {}
+        self._axes: dict[int, TensorAxis] = {}
         specs = self._root.all_params().values()
         self._numel = sum(spec.numel for spec in specs)
         self._trained = sum(spec.numel for spec in specs if spec.trainable)
@@ -149,7 +153,7 @@ class _Model:
 
     def _divides(self, tensor: int) -> bool:
         try:
-            tensor_axis(self._what, self._root, tensor)
+            self._axis(tensor)
         except ConfigError:
             return False
         return True
@@ -177,7 +181,9 @@ class _Model:
         )  # fmt: skip
 
     def _axis(self, tensor: int) -> TensorAxis:
-        return tensor_axis(self._what, self._root, tensor)
+        if tensor not in self._axes:
+            self._axes[tensor] = tensor_axis(self._what, self._root, tensor)
+        return self._axes[tensor]
 
     def _of_micro_batch(self, tensor: int, micro: int, sparing: Sparing) -> Activations | None:
         key = tensor, micro, bool(sparing.section), sparing.tiled_loss

@@ -324,7 +324,10 @@ class Estimate:
     def _runs(self, path: str) -> bool:
         """Whether the rank runs the module at a path."""
         part = self.plan.pipeline
-        return part is None or any(stage in part.stages for stage in part.split.cut.stages_at(path))
+        if part is None:
+            return True
+        stages = part.split.cut.stages_at(path)
+        return len(stages) > 1 or stages[0] % part.split.pp == part.index
 
     @cached_property
     def _operations(self) -> tuple[StageOperations, ...]:
@@ -559,23 +562,24 @@ def _estimated(
 
     # Those of the whole model, which all stages have their part of.
     units = asked.units
+    split = asked.part_of(units).split if asked.cut is not None else None
 
     def made(index: int) -> Estimate:
         inputs = replace(asked, index=index)
         found = Estimate(
-            model=model, config=config, plan=inputs.plan(units=units), work=work, profile=rates, machine=machine, axis=axis
+            model=model, config=config, plan=inputs.plan(units=units, split=split), work=work, profile=rates, machine=machine, axis=axis
         )
         if found.fits or found.activations is None:
             return found
         # Beside its activations it may fit with its bounds lowered, as the engine would.
         room = _capacity(config, machine, config.local_size, found.activations.nbytes)
-        fitted = replace(found, plan=replace(inputs, capacity=room).plan(units=units))
+        fitted = replace(found, plan=replace(inputs, capacity=room).plan(units=units, split=split))
         return fitted if fitted.fits else found
 
     if asked.cut is None:
         return made(0)
     each = [made(index) for index in range(config.pipeline)]
-    return replace(each[0], plans=tuple(found.plan for found in each)).scarcest()
+    return replace(max(each, key=_scarcity), plans=tuple(found.plan for found in each))
 
 
 def _scarcity(found: Estimate) -> tuple[bool, float, int]:
