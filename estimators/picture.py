@@ -26,6 +26,8 @@ _AXIS = 58
 _GAP = 20
 _LEGEND_ROW = 24
 _LEGEND_COLUMNS = 5
+# Characters of the title.
+_TITLE = 115
 # Rows of a pipeline's ranks, their bars, and the width of an action from which its micro-batch is written in it.
 _ROW = 22
 _BAR = 17
@@ -55,7 +57,10 @@ def picture(found: Estimate) -> str:
     for index, tier in enumerate(tiers):
         left = _MARGIN + index * (width + _GAP)
         body += _panel(tier, {name: table[tier] for name, table in columns.items()}, found, left, width)
-    title, *rest = map(str.strip, folded("\n".join(headline(found))).splitlines())
+    whole, homes = headline(found)[:2]
+    title, *rest = map(str.strip, folded(whole, _TITLE).splitlines())
+    place = "" if found.plan.pipeline is None else f", at place {found.plan.pipeline.index} of the pipeline"
+    under = "; ".join([*rest, f"bytes of a rank{place}", homes.rpartition("; ")[0]])
     rows = -(-len(kinds) // _LEGEND_COLUMNS)
     below = _TOP + _HEIGHT + 80 + rows * _LEGEND_ROW
     strip, height = _strip(found, below)
@@ -66,7 +71,7 @@ def picture(found: Estimate) -> str:
             f"<title>{escape(title)}</title>",
             f'<rect width="{_WIDTH}" height="{height}" fill="{PAPER}"/>',
             _text(_MARGIN, 28, title, size=16, weight="bold"),
-            _text(_MARGIN, 48, f"bytes of a rank; {' '.join(rest).rpartition('; ')[0]}", size=12),
+            _text(_MARGIN, 48, under, size=12),
             *body,
             *_legend([(kind.label, _COLOURS[kind]) for kind in kinds], _TOP + _HEIGHT + 62),
             *strip,
