@@ -1,7 +1,8 @@
 """The fastest configurations that fit a machine without wearing out its drive.
 
 `search` finds placements for one batch. This module grows the micro-batch as far as it fits and accumulates up to a
-usual batch size. It keeps the three fastest distinct configurations whose drive lasts long enough.
+usual batch size; several ranks are divided among the axes first (`estimators.axes`). It keeps the three fastest
+distinct configurations whose drive lasts long enough.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from estimators.axes import fit_axes
+from estimators.model import described
 from estimators.search import Choice, Wish, fitting, search
 from infinity.plan.types import Kind
 
@@ -41,7 +44,8 @@ class Advice:
 
 def advise(wish: Wish) -> Advice:
     """Return the fastest configurations that fit and last; if none fits, the one that exceeds its limits least."""
-    found = [*_grown(wish)]
+    found = fit_axes(wish) if _divisible(wish) else []
+    found = found or [*_grown(wish)]
     if not found:
         return Advice([search(wish)], lasting=True)
     lasting = [choice for choice in found if lasts(choice)]
@@ -49,6 +53,12 @@ def advise(wish: Wish) -> Advice:
     if not lasting:
         found.sort(key=lambda choice: days_of_training(choice) or 0.0, reverse=True)
     return Advice([*_different(found)][:SHOWN], lasting=bool(lasting))
+
+
+def _divisible(wish: Wish) -> bool:
+    """Return whether there are axes to choose for the ranks."""
+    model = described(wish.model)
+    return wish.options.get("ranks", 1) > 1 and model.module is None and model.lora is None
 
 
 def tokens_a_second(choice: Choice) -> float:
@@ -70,7 +80,7 @@ def lasts(choice: Choice) -> bool:
 
 def _grown(wish: Wish) -> Iterator[Choice]:
     """Yield what fits, from micro-batches of one sequence up, each with and without accumulation."""
-    micro, ranks = wish.options.get("batch") or 1, wish.options.get("ranks", 1)
+    micro, ranks = wish.options.get("batch") or 1, wish.data
     known: Sequence[Mapping[str, Any]] | None = None
     while True:
         sized = replace(wish, options={**wish.options, "batch": micro})
@@ -93,7 +103,9 @@ def _different(choices: Sequence[Choice]) -> Iterator[Choice]:
     for choice in choices:
         work, steps = choice.estimate.work, choice.estimate.accumulation
         computed = work.checkpointing, work.tiled_loss, steps > 1
-        kind = *(tuple(choice.estimate.homes(*kinds)) for kinds in (PARAMETERS, STATES)), computed
+        topology = choice.estimate.plan.topology
+        axes = topology.dp, topology.tp, topology.pp
+        kind = *(tuple(choice.estimate.homes(*kinds)) for kinds in (PARAMETERS, STATES)), computed, axes
         if kind not in seen:
             seen.add(kind)
             yield choice

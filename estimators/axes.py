@@ -30,7 +30,7 @@ _TOKENS = 1 << 17
 _MICRO_SIZES = (1, 2, 4, 8)
 _VIRTUAL = (1, 2)
 # How many are planned at most, and of one way to divide the ranks until one fits.
-_PLANNED, _PLANNED_OF_ONE = 7, 3
+_PLANNED, _PLANNED_OF_ONE = 5, 2
 # Of the memory of an accelerator, what the closed forms may fill: plans round, and gather.
 _FILLED = 0.97
 # The bubble of split backwards against that of whole ones.

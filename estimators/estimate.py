@@ -305,8 +305,9 @@ class Estimate:
 
     def _schedule(self, *, briefly: bool) -> PipelineStepTime:
         found = self.of_micro_batch
+        operations = self._operations
         work = [
-            RankWork([self._operations[stage] for stage in each.plan.pipeline.stages], each.exchanged_nbytes, each._away)
+            RankWork([operations[stage] for stage in each.plan.pipeline.stages], each.exchanged_nbytes, each._away)
             for each in self.stages if each.plan.pipeline is not None
         ]  # fmt: skip
         return predict_pipeline(
@@ -567,8 +568,9 @@ def _estimated(
     def made(index: int) -> Estimate:
         inputs = replace(asked, index=index)
         found = Estimate(
-            model=model, config=config, plan=inputs.plan(units=units, split=split), work=work, profile=rates, machine=machine, axis=axis
-        )
+            model=model, config=config, plan=inputs.plan(units=units, split=split), work=work, profile=rates,
+            machine=machine, axis=axis,
+        )  # fmt: skip
         if found.fits or found.activations is None:
             return found
         # Beside its activations it may fit with its bounds lowered, as the engine would.

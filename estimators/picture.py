@@ -1,6 +1,7 @@
 """An estimate as a picture: for each tier, what lies there in every phase, stacked by kind, under its limit.
 
-Plain SVG text, so that it opens in a browser and in a README alike. Colours and labels are those of
+Below that, for a pipeline, what each of its ranks does over a step, and the bubble: where a row is grey, the rank
+waits. Plain SVG text, so that it opens in a browser and in a README alike. Colours and labels are those of
 `infinity.plan.palette`; every stack has its total written above it.
 """
 
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from html import escape
 
 from estimators.estimate import Estimate
-from estimators.report import folded, headline, tier_name
+from estimators.report import duration, folded, headline, tier_name
 from infinity.config.units import format_bytes
-from infinity.plan.palette import INK, KINDS, PAPER, RULE
+from infinity.plan.palette import ACTIONS, INK, KINDS, PAPER, RULE
 from infinity.plan.types import Kind, Tier
 
 _COLOURS = {Kind(name): look.colour for name, look in KINDS.items()}
@@ -25,6 +26,12 @@ _AXIS = 58
 _GAP = 20
 _LEGEND_ROW = 24
 _LEGEND_COLUMNS = 5
+# Characters of the title.
+_TITLE = 115
+# Rows of a pipeline's ranks, their bars, and the width of an action from which its micro-batch is written in it.
+_ROW = 22
+_BAR = 17
+_NUMBERED = 14.0
 _FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
 
@@ -50,9 +57,13 @@ def picture(found: Estimate) -> str:
     for index, tier in enumerate(tiers):
         left = _MARGIN + index * (width + _GAP)
         body += _panel(tier, {name: table[tier] for name, table in columns.items()}, found, left, width)
-    title, *rest = map(str.strip, folded("\n".join(headline(found))).splitlines())
+    whole, homes = headline(found)[:2]
+    title, *rest = map(str.strip, folded(whole, _TITLE).splitlines())
+    place = "" if found.plan.pipeline is None else f", at place {found.plan.pipeline.index} of the pipeline"
+    under = "; ".join([*rest, f"bytes of a rank{place}", homes.rpartition("; ")[0]])
     rows = -(-len(kinds) // _LEGEND_COLUMNS)
-    height = _TOP + _HEIGHT + 80 + rows * _LEGEND_ROW
+    below = _TOP + _HEIGHT + 80 + rows * _LEGEND_ROW
+    strip, height = _strip(found, below)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
@@ -60,9 +71,10 @@ def picture(found: Estimate) -> str:
             f"<title>{escape(title)}</title>",
             f'<rect width="{_WIDTH}" height="{height}" fill="{PAPER}"/>',
             _text(_MARGIN, 28, title, size=16, weight="bold"),
-            _text(_MARGIN, 48, f"bytes of a rank; {' '.join(rest).rpartition('; ')[0]}", size=12),
+            _text(_MARGIN, 48, under, size=12),
             *body,
-            *_legend(kinds, _TOP + _HEIGHT + 62),
+            *_legend([(kind.label, _COLOURS[kind]) for kind in kinds], _TOP + _HEIGHT + 62),
+            *strip,
             "</svg>\n",
         ]
     )
@@ -122,17 +134,52 @@ def _stack(panel: _Panel, left: float, slot: float, name: str, kinds: Mapping[Ki
     return lines
 
 
-def _legend(kinds: Sequence[Kind], top: float) -> list[str]:
+def _strip(found: Estimate, top: float) -> tuple[list[str], float]:
+    """A row for each rank of a pipeline with its actions to scale, and where that ends; nothing without a pipeline."""
+    part, schedule = found.plan.pipeline, found.schedule
+    if part is None or schedule is None:
+        return [], top
+    split, times = part.split, schedule.times
+    left, width = _MARGIN + _AXIS, _WIDTH - 2 * _MARGIN - _AXIS
+    scale = width / times.makespan
+    title = (
+        f"pipeline: {split.pp} ranks, {split.schedule}, {split.micro_batches} micro-batches in "
+        f"{duration(times.makespan)}; bubble {100 * times.bubble:.0f} %"
+    )
+    lines = [_text(_MARGIN, top + 8, title, size=13, weight="bold")]
+    kinds: dict[str, str] = {}
+    for rank, (actions, spans) in enumerate(zip(split.tables, times.spans, strict=True)):
+        y = top + 22 + rank * _ROW
+        lines.append(_text(left - 6, y + _BAR - 4, f"place {rank}", size=11, anchor="end"))
+        lines.append(f'<rect x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_BAR}" fill="{RULE}"/>')
+        for action, (begin, end) in zip(actions, spans, strict=True):
+            look = ACTIONS[action.kind.value]
+            kinds.setdefault(look.label, look.colour)
+            lines.append(
+                f'<rect x="{left + begin * scale:.2f}" y="{y:.1f}" width="{(end - begin) * scale:.2f}" '
+                f'height="{_BAR}" fill="{look.colour}" stroke="{PAPER}" stroke-width="0.5">'
+                f"<title>{look.label} of micro-batch {action.micro_batch} in stage {action.stage}: "
+                f"{duration(end - begin)}</title></rect>"
+            )
+            if (end - begin) * scale >= _NUMBERED:
+                middle = left + (begin + end) / 2 * scale
+                lines.append(_halo(middle, y + _BAR - 4, str(action.micro_batch), anchor="middle"))
+    bottom = top + 22 + split.pp * _ROW + 8
+    lines += _legend([*kinds.items(), ("waiting", RULE)], bottom)
+    return lines, bottom + _LEGEND_ROW + 8
+
+
+def _legend(kinds: Sequence[tuple[str, str]], top: float) -> list[str]:
     lines = []
     column = (_WIDTH - 2 * _MARGIN) / _LEGEND_COLUMNS
-    for index, kind in enumerate(kinds):
+    for index, (label, colour) in enumerate(kinds):
         x = _MARGIN + index % _LEGEND_COLUMNS * column
         y = top + index // _LEGEND_COLUMNS * _LEGEND_ROW
         lines.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="14" height="14" fill="{_COLOURS[kind]}" stroke="{INK}" '
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="14" height="14" fill="{colour}" stroke="{INK}" '
             'stroke-width="0.5"/>'
         )
-        lines.append(_text(x + 20, y + 11.5, kind.label, size=12))
+        lines.append(_text(x + 20, y + 11.5, label, size=12))
     return lines
 
 

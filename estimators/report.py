@@ -247,8 +247,11 @@ def advised(advice: Advice) -> str:
     near = advice.best.estimate.tiers[:-1]
     names = [tier_name(advice.best.estimate, tier, short=True) for tier in near]
     tiled = any(choice.estimate.work.tiled_loss for choice in advice.choices)
-    head = ["parameters, optimizer", "tokens/s", "batch", "recompute", *(["tiled loss"] if tiled else [])]
-    rows = [[*head, *names, "drive lasts"]]
+    divided = any(choice.estimate.plan.topology.world_size > 1 for choice in advice.choices)
+    axes = ["axes", "schedule", "step", "bubble"] if divided else []
+    head = ["parameters, optimizer", *axes, "tokens/s", "batch", "recompute", *(["tiled loss"] if tiled else [])]
+    worn = any(days_of_training(choice) for choice in advice.choices) or not divided
+    rows = [[*head, *names, *(["drive lasts"] if worn else [])]]
     for choice in advice.choices:
         found, days = choice.estimate, days_of_training(choice)
         homes = ("+".join(tier_name(found, t, short=True) for t in found.homes(*k)) for k in (PARAMETERS, STATES))
@@ -256,9 +259,13 @@ def advised(advice: Advice) -> str:
         computed = [found.work.checkpointing, *([found.work.tiled_loss] if tiled else [])]
         batch, again = f"{found.work.batch} x {found.accumulation}", ["yes" if each else "no" for each in computed]
         again[0] += f", {tier_name(found, found.offloaded.tier, short=True)}" if found.offloaded else ""
-        row = [", ".join(homes), f"{tokens_a_second(choice):,.0f}", batch, *again, *held]
-        rows.append([*row, duration(days * 86_400) if days else "-"])
-    lines = ["The best for this machine, and the next that differ (batch: sequences at a time x accumulated):", ""]
+        own = _axes(found) if divided else []
+        row = [", ".join(homes), *own, f"{tokens_a_second(choice):,.0f}", batch, *again, *held]
+        rows.append([*row, *([duration(days * 86_400) if days else "-"] if worn else [])])
+    said = "axes: data x tensor x pipeline; " if divided else ""
+    lines = [
+        f"The best for this machine, and the next that differ ({said}batch: sequences at a time x accumulated):", "",
+    ]
     lines += [*_aligned(rows), ""]
     year = f"{DAYS_MIN} days of {HOURS_A_DAY} hours"
     if not advice.lasting:
@@ -269,6 +276,17 @@ def advised(advice: Advice) -> str:
     elif advice.best.estimate.outline.nvme_written_nbytes:
         lines.append(f"Faster ones that wear the drive out within {year} are left out.")
     return "\n".join([*lines, "", chosen(advice.best)])
+
+
+def _axes(found: Estimate) -> list[str]:
+    """The axes that ranks are divided among, the schedule of a pipeline, a step's time, and the bubble in it."""
+    topology, part, schedule = found.plan.topology, found.plan.pipeline, found.schedule
+    axes = f"{topology.dp} x {topology.tp} x {topology.pp}"
+    if part is None or schedule is None:
+        return [axes, "-", duration(found.outline.seconds), "-"]
+    chunks = f" x {part.split.virtual}" if part.split.virtual > 1 else ""
+    bubble = f"{100 * schedule.times.bubble:.0f} %"
+    return [axes, part.split.schedule + chunks, duration(found.outline.seconds), bubble]
 
 
 def to_choose(choice: Choice) -> list[str]:

@@ -69,6 +69,14 @@ ACTIVITIES = {
     "flight": Activity("under way beside the program", "#8FB8A8", "#3F6B5B"),
 }
 
+# What a rank of a pipeline does, by the values of `ActionKind`; between these it waits.
+ACTIONS = {
+    "F": Look("forward", "#56B4E9"),
+    "B": Look("backward", "#0072B2"),
+    "I": Look("backward, inputs", "#0072B2"),
+    "W": Look("backward, weights", "#E69F00"),
+}
+
 TIERS = {"gpu": "GPU", "cpu": "CPU memory", "nvme": "NVMe"}
 
 # Curves of figures that are no bytes: what is followed, and what it is compared with.

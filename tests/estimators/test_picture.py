@@ -10,7 +10,7 @@ import pytest
 from estimators.estimate import Estimate, estimate
 from estimators.node import Machine
 from estimators.picture import picture
-from infinity.plan.palette import KINDS, PAPER
+from infinity.plan.palette import ACTIONS, KINDS, PAPER, RULE
 from infinity.plan.types import Tier
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -66,3 +66,29 @@ def test_a_model_without_accelerator_has_no_empty_panel():
     text = picture(alone)
     assert ">NVMe</text>" not in text
     assert sum(sum(table[Tier.NVME].values()) for table in alone.phases.values()) == 0
+
+
+def test_a_pipeline_has_a_row_for_each_rank_with_its_actions_to_scale():
+    pipeline = estimate(
+        "llama-3.2-1b", {"bf16": {"enabled": True}}, ranks=4, pp=4, micro_batches=4, schedule="zero_bubble"
+    )
+    assert pipeline.schedule is not None
+    text, times = picture(pipeline), pipeline.schedule.times
+    root = ElementTree.fromstring(text)
+    bars: dict[str, list[tuple[float, float, float]]] = {look.colour: [] for look in ACTIONS.values()}
+    rows = []
+    for box in root.iter(f"{SVG}rect"):
+        x, y, width = (float(box.attrib.get(name, 0)) for name in ("x", "y", "width"))
+        title = box.find(f"{SVG}title")
+        if title is not None and title.text is not None and "micro-batch" in title.text:
+            bars[box.attrib["fill"]].append((x, y, width))
+        elif box.attrib["fill"] == RULE and float(box.attrib["height"]) > 14:
+            rows.append((x, y, width))
+    assert len(rows) == 4 and {len(found) for found in bars.values()} == {16}
+    for (x, y, width), spans in zip(rows, times.spans, strict=True):
+        own = [bar for found in bars.values() for bar in found if bar[1] == y]
+        busy = sum(end - begin for begin, end in spans) / times.makespan
+        assert sum(bar[2] for bar in own) == pytest.approx(width * busy, rel=0.01)
+        assert all(x - 0.1 <= bar[0] and bar[0] + bar[2] <= x + width + 0.1 for bar in own)
+    assert f"bubble {100 * times.bubble:.0f} %" in text
+    assert all(f">{name}</text>" in text for name in ("forward", "backward, inputs", "backward, weights", "waiting"))
