@@ -35,6 +35,7 @@ bench: $(STAMP)  ## every table of docs/benchmarks.md, one after the other; take
 	$(BIN)/python benchmarks/aio.py --folder $(DRIVE)
 	$(BIN)/python benchmarks/hooks.py --folder $(DRIVE)
 	$(BIN)/python benchmarks/tensor_functions.py
+	$(BIN)/python benchmarks/pipeline_executor.py
 	$(BIN)/python benchmarks/predict.py --folder $(DRIVE)
 	$(BIN)/python benchmarks/step.py --numel 500000000 --folder $(DRIVE) $(RIVAL)
 	$(BIN)/python benchmarks/checkpoint.py --folder $(DRIVE)

@@ -7,7 +7,7 @@ left out: a profile's rate of a block includes their time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from infinity.plan.spec import ModuleNode
@@ -19,18 +19,17 @@ _LINEAR = "Linear"
 
 
 def active_numel(
-    tree: ModuleNode, values: Mapping[str, Any], *, trained: bool = False,
-    of: Callable[[ModuleNode], bool] = lambda node: True,
-) -> int:  # fmt: skip
+    nodes: Iterable[ModuleNode], values: Mapping[str, Any], *, trained: bool = False
+) -> int:
     """Return the elements of the matrices that one token is multiplied with; in a mixture of experts, only those of the
     experts that the token is routed to.
 
-    trained: count trained matrices only. of: the modules to count.
+    nodes: the modules that it passes. trained: count trained matrices only.
     """
     chosen = values.get("num_experts_per_tok")
     total = 0
-    for node in tree.walk():
-        if node.class_name.endswith("Embedding") or not of(node):
+    for node in nodes:
+        if node.class_name.endswith("Embedding"):
             # Rows are looked up. If the output layer shares the table, the output layer counts.
             continue
         for spec in node.params.values():
@@ -51,39 +50,46 @@ def step_flops(
 
     checkpointing: backward recomputes the forward of every `every`-th layer. tiled_loss: it recomputes the logits too.
     """
-    forward = 2 * active_numel(tree, values) + 2 * sequence * _attention_width(values)
+    nodes = [*tree.walk()]
+    forward = 2 * active_numel(nodes, values) + 2 * sequence * _attention_width(values)
     passes = 2 + (1 / every if checkpointing else 0)
     # Backward's second half is the gradients of weights, and attention's own.
-    weights = 2 * active_numel(tree, values, trained=True) + 2 * sequence * _attention_width(values)
-    head = 2 * values.get("vocab_size", 0) * values.get("hidden_size", values.get("n_embd", 0))
-    return float(tokens * (forward * passes + weights + (head if tiled_loss else 0)))
+    weights = 2 * active_numel(nodes, values, trained=True) + 2 * sequence * _attention_width(values)
+    return float(tokens * (forward * passes + weights + (_head(values) if tiled_loss else 0)))
 
 
 def stage_operations(
-    tree: ModuleNode, values: Mapping[str, Any], cut: StageCut, stage: int, *, tokens: int, sequence: int,
-    checkpointing: bool, every: int = 1, tiled_loss: bool = False,
-) -> StageOperations:  # fmt: skip
-    """Return the same for one stage of a pipeline, by kind of action. Only linear layers compute the gradients of their
-    weights apart from those of their inputs.
+    tree: ModuleNode, values: Mapping[str, Any], cut: StageCut, *, tokens: int, sequence: int, checkpointing: bool,
+    every: int = 1, tiled_loss: bool = False,
+) -> tuple[StageOperations, ...]:  # fmt: skip
+    """Return the same for each stage of a pipeline, by kind of action. Only linear layers compute the gradients of
+    their weights apart from those of their inputs.
     """
+    nodes: list[list[ModuleNode]] = [[] for _ in cut.counts]
+    for node in tree.walk():
+        if node.params:
+            for stage in cut.stages_at(node.path):
+                nodes[stage].append(node)
+    found = []
+    for stage, own in enumerate(nodes):
+        attention = 2 * sequence * _attention_width(values) * cut.counts[stage] / len(cut.blocks)
+        forward = 2 * active_numel(own, values) + attention
+        weights = 2 * active_numel(own, values, trained=True)
+        deferred = 2 * active_numel([node for node in own if node.class_name == _LINEAR], values, trained=True)
+        again = forward / every if checkpointing else 0.0
+        again += _head(values) if stage == cut.last and tiled_loss else 0
+        found.append(
+            StageOperations(
+                forward=tokens * forward, backward_weight=float(tokens * deferred),
+                backward_input=tokens * (forward + again + attention + weights - deferred),
+            )
+        )  # fmt: skip
+    return tuple(found)
 
-    def runs(node: ModuleNode) -> bool:
-        return stage in cut.stages_at(node.path)
 
-    def later(node: ModuleNode) -> bool:
-        return node.class_name == _LINEAR and runs(node)
-
-    attention = 2 * sequence * _attention_width(values) * cut.counts[stage] / len(cut.blocks)
-    forward = 2 * active_numel(tree, values, of=runs) + attention
-    weights = 2 * active_numel(tree, values, trained=True, of=runs)
-    deferred = 2 * active_numel(tree, values, trained=True, of=later)
-    last = stage == cut.last and tiled_loss
-    again = forward / every if checkpointing else 0.0
-    again += 2 * values.get("vocab_size", 0) * values.get("hidden_size", values.get("n_embd", 0)) if last else 0.0
-    return StageOperations(
-        forward=tokens * forward, backward_input=tokens * (forward + again + attention + weights - deferred),
-        backward_weight=float(tokens * deferred),
-    )  # fmt: skip
+def _head(values: Mapping[str, Any]) -> int:
+    """Return the operations of the logits of one token."""
+    return int(2 * values.get("vocab_size", 0) * values.get("hidden_size", values.get("n_embd", 0)))
 
 
 def _attention_width(values: Mapping[str, Any]) -> int:

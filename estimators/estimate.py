@@ -305,31 +305,37 @@ class Estimate:
 
     def _schedule(self, *, briefly: bool) -> PipelineStepTime:
         found = self.of_micro_batch
+        work = [
+            RankWork([self._operations[stage] for stage in each.plan.pipeline.stages], each.exchanged_nbytes, each._away)
+            for each in self.stages if each.plan.pipeline is not None
+        ]  # fmt: skip
         return predict_pipeline(
-            self.plans, self.rates, tokens=self.work.tokens, work=[each.rank_work for each in self.stages],
+            self.plans, self.rates, tokens=self.work.tokens, work=work,
             boundary_nbytes=found.blocks.boundary_nbytes if found is not None and found.blocks is not None else 0,
             briefly=briefly,
         )  # fmt: skip
 
     @property
-    def rank_work(self) -> RankWork:
-        """What the rank does for a micro-batch beside its plan."""
-        part, away = self.plan.pipeline, self.offloaded
-        assert part is not None
-        if away is not None and self.held is not None:
-            away = replace(away, count=-(-away.count // max(self.held.in_flight, 1)))
-        return RankWork([self._operations(stage) for stage in part.stages], self.exchanged_nbytes, away)
+    def _away(self) -> OffloadedCheckpoints | None:
+        """What of one micro-batch's activations lies on another tier."""
+        away, held = self.offloaded, self.held
+        return away if away is None or held is None else replace(away, count=-(-away.count // max(held.in_flight, 1)))
 
     def _runs(self, path: str) -> bool:
         """Whether the rank runs the module at a path."""
         part = self.plan.pipeline
-        return part is None or any(stage in part.stages for stage in part.split.cut.stages_at(path))
+        if part is None:
+            return True
+        stages = part.split.cut.stages_at(path)
+        return len(stages) > 1 or stages[0] % part.split.pp == part.index
 
-    def _operations(self, stage: int) -> StageOperations:
+    @cached_property
+    def _operations(self) -> tuple[StageOperations, ...]:
+        """Operations of one micro-batch in each stage of the model."""
         part = self.plan.pipeline
         assert part is not None
         return stage_operations(
-            self._local_tree, self._local_values, part.split.cut, stage, tokens=self.work.tokens,
+            self._local_tree, self._local_values, part.split.cut, tokens=self.work.tokens,
             sequence=self.work.sequence, checkpointing=self.work.checkpointing, every=self.work.every,
             tiled_loss=self.work.tiled_loss,
         )  # fmt: skip
@@ -366,7 +372,7 @@ class Estimate:
     def flops(self) -> float:
         """Operations of one micro-batch's forward and backward on one rank."""
         if self.plan.pipeline is not None:
-            return sum(stage.total for stage in self.rank_work.stages)
+            return sum(self._operations[stage].total for stage in self.plan.pipeline.stages)
         return step_flops(
             self._local_tree, self._local_values, tokens=self.work.tokens, sequence=self.work.sequence,
             checkpointing=self.work.checkpointing, every=self.work.every, tiled_loss=self.work.tiled_loss,
@@ -554,22 +560,26 @@ def _estimated(
         capacity=_capacity(config, machine, config.local_size), blocks=model.blocks, cut=_cut(model, node, config),
     )  # fmt: skip
 
+    # Those of the whole model, which all stages have their part of.
+    units = asked.units
+    split = asked.part_of(units).split if asked.cut is not None else None
+
     def made(index: int) -> Estimate:
         inputs = replace(asked, index=index)
         found = Estimate(
-            model=model, config=config, plan=inputs.plan(), work=work, profile=rates, machine=machine, axis=axis
+            model=model, config=config, plan=inputs.plan(units=units, split=split), work=work, profile=rates, machine=machine, axis=axis
         )
         if found.fits or found.activations is None:
             return found
         # Beside its activations it may fit with its bounds lowered, as the engine would.
         room = _capacity(config, machine, config.local_size, found.activations.nbytes)
-        fitted = replace(found, plan=replace(inputs, capacity=room).plan())
+        fitted = replace(found, plan=replace(inputs, capacity=room).plan(units=units, split=split))
         return fitted if fitted.fits else found
 
     if asked.cut is None:
         return made(0)
     each = [made(index) for index in range(config.pipeline)]
-    return replace(each[0], plans=tuple(found.plan for found in each)).scarcest()
+    return replace(max(each, key=_scarcity), plans=tuple(found.plan for found in each))
 
 
 def _scarcity(found: Estimate) -> tuple[bool, float, int]:

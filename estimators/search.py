@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from estimators.activations import may_tile_loss
 from estimators.estimate import RANKS_PER_NODE, Estimate, estimate, tensor_axis
@@ -31,6 +31,8 @@ _LIVE_DEFAULT = 10**9
 # Plans that a search for a nearby configuration makes at most.
 _PLANS_MAX = 20
 _LAYERS_MAX = 1 << 16
+# Of a pipeline where nothing is said of them.
+_MICRO_BATCHES_A_RANK = 4
 # By what a step has to be shorter where activations lie on another tier.
 _WORTH = 1.02
 # Limits are written in hundredths of a GB.
@@ -54,8 +56,16 @@ _KEPT: _Section = {}
 _RECOMPUTED: _Section = {"every": 1}
 
 
+class Placed(NamedTuple):
+    """A ZeRO stage, and the tiers of parameters and of optimizer states."""
+
+    stage: int
+    param: Tier
+    states: Tier
+
+
 @dataclass(frozen=True)
-class _Sparing:
+class Sparing:
     """What is done to need less of activations: the section, and whether the program tiles the loss."""
 
     section: _Section
@@ -69,7 +79,7 @@ class Choice:
     config: Mapping[str, Any]
     estimate: Estimate
 
-    def varied(self, sparing: _Sparing) -> Choice:
+    def varied(self, sparing: Sparing) -> Choice:
         """With less of activations: the plan is the same."""
         config, found = self.config, self.estimate
         if sparing.section:
@@ -140,22 +150,22 @@ class Wish:
         return (self.tiled_loss,)
 
     @property
-    def near(self) -> Sequence[_Sparing]:
+    def near(self) -> Sequence[Sparing]:
         """What may become of activations on the device, from fast to small."""
         sections = {None: (_KEPT, _RECOMPUTED), True: (_RECOMPUTED,), False: (_KEPT,)}[self.checkpointing]
-        return [_Sparing(section, tiled) for section in sections for tiled in self.tilings]
+        return [Sparing(section, tiled) for section in sections for tiled in self.tilings]
 
     @property
-    def far(self) -> Sequence[_Sparing]:
+    def far(self) -> Sequence[Sparing]:
         """And off it. Without an accelerator CPU memory is the device's."""
         if self.checkpointing is False:
             return ()
         cpu, nvme = ({**_RECOMPUTED, "offload": self.offload(tier)} for tier in (Tier.CPU, Tier.NVME))
         sections = [*([cpu] if self.machine.accelerator else []), *([nvme] if self.limits.nvme is not None else [])]
-        return [_Sparing(section, tiled) for section in sections for tiled in self.tilings]
+        return [Sparing(section, tiled) for section in sections for tiled in self.tilings]
 
     @property
-    def ways(self) -> Sequence[_Sparing]:
+    def ways(self) -> Sequence[Sparing]:
         """All of them."""
         return [*self.near, *self.far]
 
@@ -173,17 +183,38 @@ class Wish:
         return self.options.get("tp") or 1
 
     @property
+    def pipeline(self) -> int:
+        """Ranks of the pipeline axis."""
+        return self.options.get("pp") or 1
+
+    @property
     def data(self) -> int:
         """Ranks of the data axis."""
-        return max(self.options.get("ranks", 1) // self.tensor, 1)
+        return max(self.options.get("ranks", 1) // (self.tensor * self.pipeline), 1)
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """The section of the configuration that says the axes."""
+        sizes = {"tensor": self.tensor, "pipeline": self.pipeline}
+        given = {name: self.options.get(name) for name in ("schedule", "virtual_stages")}
+        return {name: size for name, size in sizes.items() if size > 1} | {
+            name: value for name, value in given.items() if value is not None
+        }
+
+    def placements(self, data: int) -> Sequence[Placed]:
+        """What a search tries, from near to far."""
+        return [Placed(*each) for each in ((*_WHOLE, *_PLACEMENTS) if data > 1 else _PLACEMENTS)]
 
     @property
     def numels(self) -> tuple[int, int]:
-        """Elements of what the tensor axis leaves a rank of the model, and of what is trained of it."""
+        """Elements of what the tensor axis leaves a rank of the model, and of what is trained of it; of a pipeline, of
+        the mean stage.
+        """
         model = described(self.model)
         root = model.tree(self.dtype)
         specs = tensor_axis(model, root, self.tensor).divide(root).all_params().values()
-        return sum(spec.numel for spec in specs), sum(spec.numel for spec in specs if spec.trainable)
+        numels = sum(spec.numel for spec in specs), sum(spec.numel for spec in specs if spec.trainable)
+        return numels[0] // self.pipeline, numels[1] // self.pipeline
 
     @property
     def rate(self) -> float:
@@ -238,7 +269,11 @@ def fitting(wish: Wish, configs: Sequence[Mapping[str, Any]] | None = None) -> l
 
 def nearest(found: Estimate, wish: Wish) -> Near | None:
     """Of configurations that differ from one that does not fit and that do fit, the one that differs the least."""
-    wish = replace(wish, options={**wish.options, "tp": found.plan.topology.tp})
+    topology, parallel = found.plan.topology, found.config.config.parallel
+    axes: dict[str, Any] = {"tp": topology.tp, "pp": topology.pp, "micro_batches": None}
+    if topology.pp > 1:
+        axes |= {"schedule": parallel.schedule, "virtual_stages": parallel.virtual_stages}
+    wish = replace(wish, options={**wish.options, **axes})
     best: tuple[int, Near] | None = None
     for cost, moved in sorted(_moves(found, wish), key=lambda item: item[0])[:_PLANS_MAX]:
         if best is not None and best[0] <= cost:
@@ -286,7 +321,8 @@ def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
             if not param.on_device and config.stage != 3:
                 moved, cost = {f"{zero}.stage": 3, **moved}, cost + 1
             stage = moved.get(f"{zero}.stage", config.stage)
-            needed = _states_nbytes(numels, ranks, config.compute_dtype, (stage, param, states), wish.machine)
+            placed = Placed(stage, param, states)
+            needed = states_nbytes_of(numels, ranks, config.compute_dtype, placed, wish.machine)
             if any(nbytes > (wish.limits.of(tier) or nbytes) for tier, nbytes in needed.items()):
                 continue
             for more, sizes in batches:
@@ -373,7 +409,7 @@ def _planned(wish: Wish, candidates: Iterable[Mapping[str, Any]]) -> Iterator[Ch
         yield Choice(config, estimate(wish.model, config, machine=wish.machine, **wish.options))
 
 
-def _varied(choices: Iterable[Choice], sparings: Sequence[_Sparing]) -> Iterator[Choice]:
+def _varied(choices: Iterable[Choice], sparings: Sequence[Sparing]) -> Iterator[Choice]:
     """Each choice with these ways to spare activations in turn until one fits. A loss in tiles is left out where it
     spares nothing, because logits are not what the busiest moment holds.
     """
@@ -444,8 +480,9 @@ def _candidates(wish: Wish, *, sparing: bool = False) -> Iterator[dict[str, Any]
     """Configurations worth a plan; `sparing`: of each placement, only the one with the smallest bounds."""
     ranks, limits = wish.data, wish.limits
     numels = wish.numels
-    for stage, param, states in (*_WHOLE, *_PLACEMENTS) if ranks > 1 else _PLACEMENTS:
-        needed = _states_nbytes(numels, ranks, wish.dtype, (stage, param, states), wish.machine)
+    for placed in wish.placements(ranks):
+        stage, param, states = placed
+        needed = states_nbytes_of(numels, ranks, wish.dtype, placed, wish.machine)
         # A tier without a limit counts as absent: a drive has to be named.
         if any(nbytes and (limits.of(tier) or 0) < nbytes for tier, nbytes in needed.items()):
             continue
@@ -462,6 +499,11 @@ def _outermost(wish: Wish) -> dict[str, Any]:
     limits = wish.limits
     tier = Tier.CPU if limits.nvme is None else Tier.NVME
     return _config(wish, (3, tier, tier), limits, _LIVE_SHARES[-1] if limits.gpu is not None else None)
+
+
+def config_of(wish: Wish, placed: Placed) -> dict[str, Any]:
+    """Return the configuration of a placement, with nothing in it that is not needed."""
+    return _config(wish, placed, Capacity(), None)
 
 
 def _config(
@@ -482,17 +524,24 @@ def _config(
     precision = {} if wish.dtype == "fp32" else {wish.dtype: {"enabled": True}}
     micro = wish.options.get("batch") or 1
     optimizer = {"type": "AdamW", "params": {"lr": wish.rate}}
-    axes = {"parallel": {"tensor": wish.tensor}} if wish.tensor > 1 else {}
+    axes = {"parallel": wish.parallel} if wish.parallel else {}
+    steps = wish.options.get("micro_batches") or _micro_batches(wish)
+    accumulated = {"gradient_accumulation_steps": steps} if steps > 1 else {}
     return {
-        "train_micro_batch_size_per_gpu": micro, **precision, **axes, "optimizer": optimizer,
+        "train_micro_batch_size_per_gpu": micro, **accumulated, **precision, **axes, "optimizer": optimizer,
         "zero_optimization": zero,
     }  # fmt: skip
 
 
-def _states_nbytes(
-    numels: tuple[int, int], ranks: int, dtype: str, placement: tuple[int, Tier, Tier], machine: Machine
+def _micro_batches(wish: Wish) -> int:
+    """Micro-batches of a step that leave a pipeline's bubble small; all schedules take so many."""
+    return _MICRO_BATCHES_A_RANK * wish.pipeline if wish.pipeline > 1 else 1
+
+
+def states_nbytes_of(
+    numels: tuple[int, int], ranks: int, dtype: str, placement: Placed, machine: Machine
 ) -> dict[Tier, int]:
-    """What the states alone take of each tier, at the least; where ranks compute on the CPU, the GPU's is the CPU's.
+    """Return what states alone take of each tier, at the least; where ranks compute on the CPU, the GPU's is the CPU's.
 
     numels: elements of the model, and of what is trained of it.
     """

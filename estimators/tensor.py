@@ -104,14 +104,19 @@ def exchanged_nbytes(
 
 def _sums(axis: TensorAxis, root: ModuleNode, runs: Callable[[str], bool]) -> Iterator[tuple[int, int, bool]]:
     """(elements a token, 2 of a sum or 1 of a gather, whether it is part of a block's forward) of every exchange."""
-    regions = [region.path for region in axis.regions if runs(region.path)]
+    regions = {region.path for region in axis.regions if runs(region.path)}
+    # By region, what its divided layers take.
+    taken: dict[str, int] = {}
     for node in root.walk():
         role = axis.roles.get(node.path)
         if role is None or not runs(node.path):
             continue
         weight = next(iter(node.params.values())).shape
         rows, columns = weight[-2:]
-        inside = any(node.path.startswith(f"{region}.") for region in regions)
+        region = next((path for path in _containing(node.path) if path in regions), None)
+        inside = region is not None
+        if region is not None and role in (Role.COLWISE, Role.COLWISE_GATHER):
+            taken.setdefault(region, columns)
         if role is Role.EMBEDDING:
             yield columns, 2, False
         elif role is Role.EXPERTS:
@@ -127,12 +132,13 @@ def _sums(axis: TensorAxis, root: ModuleNode, runs: Callable[[str], bool]) -> It
             yield rows, 2, True
             if role is Role.ROWWISE_SPLIT:
                 yield columns, 1, False
-    for path in regions:
-        inputs = [
-            next(iter(node.params.values())).shape[-1]
-            for node in root.walk()
-            if node.path.startswith(f"{path}.") and axis.roles.get(node.path) in (Role.COLWISE, Role.COLWISE_GATHER)
-        ]
-        if inputs:
-            # The gradient of its input.
-            yield inputs[0], 2, False
+    for columns in taken.values():
+        # The gradient of its input.
+        yield columns, 2, False
+
+
+def _containing(path: str) -> Iterator[str]:
+    """The paths of the modules that contain the one at a path."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path

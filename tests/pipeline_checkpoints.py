@@ -1,10 +1,13 @@
 """Do checkpoints load at any other topology? Recorded in benchmarks/results/.
 
-    python -m tests.pipeline_checkpoints [--json FILE]
+    python -m tests.pipeline_checkpoints [--parts checkpoints,cut] [--json FILE]
 
-Saved at every topology, stage and tier and loaded at every other: masters, moments, steps and groups are equal, masters
-and moments in their bits as whole tensors; so are the bytes of exports; and the next loss is the same. One launch a
-topology: its ranks live for all cells.
+checkpoints  saved at every topology, stage and tier and loaded at every other: masters, moments, steps and groups are
+             equal, masters and moments in their bits as whole tensors; so are the bytes of exports; and the next loss
+             is the same
+cut          the same at one stage and tier of each topology
+
+One launch a topology: its ranks live for all cells.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -57,15 +59,20 @@ class Place:
         return f"pp{self.pipeline} dp{self.data} tp{self.tensor} stage{self.stage} {self.tier}"
 
 
+# What was saved at a place, and what was told of it.
+Saved = tuple[Variant, Place, dict[str, Any]]
 VARIANTS = (Variant("fp32", tied=False), Variant("bf16", tied=True))
 TOPOLOGIES = ((1, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (4, 1, 1), (2, 2, 2))
 # Micro-batches of a step on all data ranks together, and blocks of the model, two for each of two stages.
 MICRO_BATCHES, BLOCKS = 4, 4
 
 
-def places(topology: tuple[int, int, int]) -> list[Place]:
-    """The placements of a topology."""
-    return [Place(*topology, stage, tier) for stage, tier in itertools.product((1, 3), ("gpu", "nvme"))]
+PLACES = tuple(
+    tuple(Place(*each, stage, tier) for stage, tier in itertools.product((1, 3), ("gpu", "nvme")))
+    for each in TOPOLOGIES
+)  # fmt: skip
+# Of one topology in turn the whole partitions of stage 1 on the device, and those of stage 3 on the drive.
+CUT = tuple((each[3 * (at % 2)],) for at, each in enumerate(PLACES))
 
 
 def opened(place: Place, variant: Variant, drive: str) -> Any:
@@ -163,23 +170,20 @@ def load_place(
             "wrong": wrong, "right": not wrong}  # fmt: skip
 
 
-def save_topology(
-    rank: int, world: int, folder: str, topology: tuple[int, int, int]
-) -> list[tuple[Variant, Place, dict[str, Any]]]:
-    """Save at every stage and tier of a topology."""
+def save_topology(rank: int, world: int, folder: str, places: Sequence[Place]) -> list[Saved]:
+    """Save at places of a topology."""
     join(world)
-    wanted = itertools.product(VARIANTS, places(topology))
+    wanted = itertools.product(VARIANTS, places)
     return [(variant, place, save_place(folder, place, variant)) for variant, place in wanted]
 
 
 def load_topology(
-    rank: int, world: int, folder: str, topology: tuple[int, int, int],
-    saved: Sequence[tuple[Variant, Place, dict[str, Any]]],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Load all checkpoints at every stage and tier of a topology."""
+    rank: int, world: int, folder: str, places: Sequence[Place], saved: Sequence[Saved]
+) -> list[dict[str, Any]]:
+    """Load all checkpoints at places of a topology."""
     join(world)
     rows = []
-    for variant, place in itertools.product(VARIANTS, places(topology)):
+    for variant, place in itertools.product(VARIANTS, places):
         origins = [(origin, told) for each, origin, told in saved if each == variant]
         began = time.monotonic()
         found = load_place(folder, place, variant, origins)
@@ -190,22 +194,23 @@ def load_topology(
     return rows
 
 
-def checkpoints(topologies: Sequence[tuple[int, int, int]] = TOPOLOGIES) -> list[dict[str, Any]]:
-    """Save at every topology, then load everything at every one, in one launch each."""
+def checkpoints(wanted: Sequence[Sequence[Place]] = PLACES) -> list[dict[str, Any]]:
+    """Save at every place, then load everything at every one. wanted: the places of each topology."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        saved: list[tuple[Variant, Place, dict[str, Any]]] = []
-        for topology in topologies:
-            with RankPool(math.prod(topology)) as pool:
-                saved += pool.run(save_topology, folder, topology, timeout=CELL_SECONDS * 4)[0]
+        saved: list[Saved] = []
+        for places in wanted:
+            with RankPool(places[0].world) as pool:
+                saved += pool.run(save_topology, folder, places, timeout=CELL_SECONDS * len(places))[0]
         for variant in VARIANTS:
             exports = {told["export"] for each, _, told in saved if each == variant}
             print(f"{variant}: {len(exports)} different exports of {len(saved) // len(VARIANTS)}", flush=True)
-        for topology in topologies:
-            with RankPool(math.prod(topology)) as pool:
-                rows += pool.run(load_topology, folder, topology, saved, timeout=CELL_SECONDS * 12)[0]
+        for places in wanted:
+            with RankPool(places[0].world) as pool:
+                limit = CELL_SECONDS * len(places) * 3
+                rows += pool.run(load_topology, folder, places, saved, timeout=limit)[0]
     return rows
 
 
 if __name__ == "__main__":
-    run_parts("python -m tests.pipeline_checkpoints", {"checkpoints": checkpoints})
+    run_parts("python -m tests.pipeline_checkpoints", {"checkpoints": checkpoints, "cut": lambda: checkpoints(CUT)})

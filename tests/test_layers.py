@@ -76,10 +76,14 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.engine.handover": _BELOW_ENGINE | {"infinity.engine.model_init", "infinity.engine.runtime"},
     "infinity.engine.step": _BELOW_ENGINE | {"infinity.engine.runtime"},
     "infinity.engine.runtime": _BELOW_ENGINE,
-    "infinity.engine.preflight": _BELOW_ENGINE | {"infinity.engine.stage_cut"},
+    "infinity.engine.preflight": _BELOW_ENGINE | {"infinity.engine.set_aside", "infinity.engine.stage_cut"},
+    "infinity.engine.set_aside": _BELOW_ENGINE,
     "infinity.engine.stage_cut": _BELOW_ENGINE,
     # How the stages of a model run.
-    "infinity.engine.pipeline": _BELOW_ENGINE | {"infinity.engine.precision", "infinity.engine.runtime"},
+    "infinity.engine.pipeline": _BELOW_ENGINE | {
+        "infinity.engine.pipeline_memory", "infinity.engine.precision", "infinity.engine.runtime",
+    },
+    "infinity.engine.pipeline_memory": _BELOW_ENGINE,
     "infinity.engine.precision": {"infinity.config", "infinity.errors", "infinity.memory"},
     # The data loader of `initialize`.
     "infinity.engine.data": set(),

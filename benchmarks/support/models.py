@@ -14,7 +14,9 @@ LLAMA = {"vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048, "l
 DEEP = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "layers": 24, "heads": 16}
 # The same shape in small, for smoke runs.
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "layers": 3, "heads": 4}
-MODELS = {"llama": LLAMA, "deep": DEEP, "tiny": TINY}
+# 33 M parameters, of which little is embedding and head, so that two stages of equally many blocks take equally long.
+STAGED = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1376, "layers": 8, "heads": 8}
+MODELS = {"llama": LLAMA, "deep": DEEP, "tiny": TINY, "staged": STAGED}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Parameters of one of `Blocks`' units.
 BLOCK_NUMEL = 1 << 24
@@ -61,7 +63,7 @@ class Blocks(nn.Module):
 
 
 def build(options: dict[str, Any]) -> nn.Module:
-    """The model that `options["model"]` names, in fp32: "llama", "deep", "tiny", or "blocks" of `options["numel"]`."""
+    """The model that `options["model"]` names, in fp32: a key of MODELS, or "blocks" of `options["numel"]`."""
     torch.manual_seed(0)
     if options["model"] == "blocks":
         return Blocks(options["numel"])

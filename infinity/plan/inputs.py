@@ -17,7 +17,7 @@ from infinity.plan.recomputation import checkpointed_blocks
 from infinity.plan.request import PlanRequest
 from infinity.plan.reserve import Reserve
 from infinity.plan.spec import ModelSpec, ModuleNode, UnitRules, find_units
-from infinity.plan.stages import PipelinePart, StageCut, part_of, split_model
+from infinity.plan.stages import PipelinePart, SplitPlan, StageCut, part_of, split_model
 from infinity.plan.tensor_axis import TensorAxis
 from infinity.plan.topology import Topology
 from infinity.plan.types import Kind, Tier
@@ -80,14 +80,17 @@ class PlanInputs:
         """Paths of the blocks that backward computes again."""
         return checkpointed_blocks(self.config, self.node, self.blocks)
 
-    def plan(self, *, raised: bool = True) -> Plan:
+    def plan(
+        self, *, raised: bool = True, units: ModelSpec | None = None, split: SplitPlan | None = None
+    ) -> Plan:  # fmt: skip
         """Make the plan; lower its bounds if it does not fit. It may still not fit: see `fits`.
 
-        raised: lower bounds no further than needed, which makes a dozen plans.
+        raised: lower bounds no further than needed, which makes a dozen plans. units, split: `self.units` and what
+        `self.part_of` makes of them for any place on the pipeline axis, if at hand.
         """
-        spec, part = self.units, None
+        spec, part = units or self.units, None
         if self.cut is not None:
-            part = self.part_of(spec)
+            part = self.part_of(spec) if split is None else PipelinePart(split, self.index)
             spec = part_of(spec, part)
 
         def plan_of(request: PlanRequest) -> Plan:

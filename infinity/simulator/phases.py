@@ -201,30 +201,37 @@ def _backward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: i
 def _pipeline(
     plan: Plan, part: PipelinePart, rest: Table, gathered: _Gathered, moments: Sequence[ActionBytes]
 ) -> Iterator[Table]:
-    """Action by action: activations grow with the uses of a forward, and go with those of a backward, which leaves
-    gradients. In the process's own memory they stay: the C library keeps them for the next forward.
+    """The busiest of all actions: activations grow with the uses of a forward, and go with those of a backward, which
+    leaves gradients. In the process's own memory they stay: the C library keeps them for the next forward.
     """
     trace, accelerator = plan.schedule.trace, plan.request.accelerator
+    # Where weight gradients come later, those of a stage's units come together.
+    left: dict[tuple[int, bool], tuple[int, ...]] = {}
+    # All of them lie on the device beside the rest: units that are gathered, activations, gradients.
+    busiest = (0, 0, 0)
     position = most = 0
-    actions = part.split.tables[part.index]
-    for index, action in enumerate(actions):
-        before, busiest, behind = moments[index].levels if moments else (0, 0, 0)
-        most = max(most, busiest)
-        count = 0 if action.kind is ActionKind.BACKWARD_WEIGHT else part.split.uses[action.stage]
+    for index, (stage, kind, _) in enumerate(part.split.tables[part.index]):
+        before, peak, behind = moments[index].levels if moments else (0, 0, 0)
+        most = max(most, peak)
+        later, forward = kind is ActionKind.BACKWARD_WEIGHT, kind is ActionKind.FORWARD
+        count = 0 if later else part.split.uses[stage]
         begin, position = position, position + count
-        if action.kind is ActionKind.FORWARD:
-            for at in range(count):
-                held = before + (behind - before) * (at + 1) // count
-                yield _in_pass(rest, gathered, begin + at, held if accelerator else max(most, held))
-            continue
-        # Where weight gradients come later, those of a unit come together.
-        units = trace[begin:position] if count else [unit for unit in part.units_of(action.stage)]
-        whole = left_nbytes(units, plan.layouts, accelerator=accelerator, wire=plan.wire_in_backward)
-        for at, left in enumerate(whole):
-            held = busiest - (busiest - behind) * at // max(len(whole), 1) if accelerator else most
-            table = _in_pass(rest, gathered, begin + at if count else max(begin - 1, 0), held)
-            add_nbytes(table, Tier.GPU, Kind.FULL_GRAD, left)
-            yield table
+        if not forward and (stage, later) not in left:
+            units = part.units_of(stage) if later else trace[begin:position]
+            left[stage, later] = left_nbytes(
+                units, plan.layouts, accelerator=accelerator, wire=plan.wire_in_backward
+            )
+        steps = count if forward else len(left[stage, later])
+        for at in range(steps):
+            held = before + (behind - before) * (at + 1) // steps if forward else peak - (peak - behind) * at // steps
+            beside = 0 if forward else left[stage, later][at]
+            here = min(begin + at, position - 1) if count else max(begin - 1, 0)
+            moment = gathered.nbytes[here] - gathered.at_rest, held if accelerator else max(most, held), beside
+            busiest = max(busiest, moment, key=sum)
+    table = copy_table(rest)
+    for what, nbytes in zip((Kind.FULL, Kind.ACTIVATION, Kind.FULL_GRAD), busiest, strict=True):
+        add_nbytes(table, Tier.GPU, what, nbytes)
+    yield table
 
 
 def _in_pass(rest: Table, gathered: _Gathered, position: int, activation_nbytes: int) -> Table:

@@ -215,7 +215,7 @@ def test_equal_axes_copy_whole_extents_and_equal_shards_are_read_in_their_own_or
 def test_a_checkpoint_of_shards_is_whole_and_equal_to_one_ranks(axes: Axes, saved: Path, tmp_path: Path) -> None:
     one, folder = read_manifest(saved / ONE.name), saved / axes.name
     manifest = read_manifest(folder)
-    assert manifest.axes == (axes.dp, axes.tp) and len(manifest.ranks) == axes.dp * axes.tp
+    assert manifest.axes == (1, axes.dp, axes.tp) and len(manifest.ranks) == axes.dp * axes.tp
     assert not list(verify(folder, manifest))
     found = compare_checkpoints((saved / ONE.name, one), (folder, manifest))
     assert found.same and found.compared["weight"] == len(PARAMS)
@@ -382,9 +382,9 @@ def test_a_version_without_shards_is_read_and_the_axes_must_agree_with_the_ranks
     assert body["version"] == 2
     for key in ("dp", "tp"):
         del body["plan"][key]
-    assert type(read_manifest(saved / ONE.name)).of({**body, "version": 1}).axes == (1, 1)
-    for wrong in ({"dp": 3}, {"tp": 2, "dp": 1}, {"tp": 0}):
-        with pytest.raises(ValueError, match=r"ranks are not|plan.tp"):
+    assert type(read_manifest(saved / ONE.name)).of({**body, "version": 1}).axes == (1, 1, 1)
+    for wrong in ({"dp": 3}, {"tp": 2, "dp": 1}, {"tp": 0}, {"pp": 2, "dp": 1}, {"pp": 0}):
+        with pytest.raises(ValueError, match=r"ranks are not|plan.[tp]p"):
             type(read_manifest(saved / ONE.name)).of({**body, "plan": {**body["plan"], **wrong}})
     index = next((saved / ONE.name).glob("*.rank-00000.json"))
     rows = body_of(index)

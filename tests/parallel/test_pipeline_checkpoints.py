@@ -186,6 +186,8 @@ def on_four_ranks(rank: int, world: int, folder: Path, expected: tuple[str, list
     return digest
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_model_in_stages_and_a_whole_one_have_the_same_checkpoints(rank_pools: RankPools, tmp_path: Path) -> None:
     with engine_of(tmp_path / "drive", 1, 1) as engine:
         for step in range(2):
@@ -195,7 +197,7 @@ def test_a_model_in_stages_and_a_whole_one_have_the_same_checkpoints(rank_pools:
         engine.save_checkpoint(str(tmp_path / "one"), client_state={"saved": "by one"})
         expected = digest_of(engine)
         loss = next_loss(engine, 2)
-        digests = rank_pools[4].run(on_four_ranks, tmp_path, expected, loss, timeout=300)
+        digests = rank_pools[4].run(on_four_ranks, tmp_path, expected, loss, timeout=380)
         assert len({digest for digest, _ in digests}) == 1
         assert digests[0][1] == [10.0, 11.0, 12.0]
 

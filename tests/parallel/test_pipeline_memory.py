@@ -16,7 +16,7 @@ from estimators.estimate import estimate
 from estimators.node import Machine
 from infinity.plan.pipeline import activations_in_flight, held_behind
 from infinity.plan.stage_activations import StageActivations
-from infinity.plan.types import Kind, Tier
+from infinity.plan.types import Kind
 from tests.conftest import RankPools
 from tests.pipeline_matrix import SCHEDULES
 from tests.support.oracle import join
