@@ -28,7 +28,7 @@ PLOTS = ROOT / "docs" / "pictures" / "benchmarks"
 # In the order of the page, under their headings.
 CHAPTERS = {
     "Speed": (
-        "adam", "drive", "step", "training", "deepspeed", "overlap", "hooks", "tensor_functions",
+        "adam", "drive", "step", "training", "deepspeed", "pipeline_peers", "overlap", "hooks", "tensor_functions",
         "pipeline_executor", "units", "startup", "predict",
     ),
     "Memory": (
