@@ -119,12 +119,7 @@ def activations(
     whole = [block for index, block in enumerate(blocks) if not (checkpointing and index % every == 0)]
     logits = run.tokens * _size(values, "vocab_size") * DTYPE_NBYTES["fp32"]
     ending = run.tokens * _size(values, "n_embd" if gpt2 else "hidden_size")
-    kept = {}
-    for name in dict.fromkeys(name for block in whole for name in block.parts):
-        held = [block.parts[name] for block in whole if name in block.parts]
-        kept[f"{name} of {len(held)} blocks"] = sum(held)
-    if ahead:
-        kept[f"inputs of {len(ahead)} blocks"] = sum(block.input_nbytes for block in ahead)
+    kept = _kept(whole, ahead)
     # The last norm keeps its input, and what the head takes; Llama's the normalized values, too.
     # A loss in tiles keeps what it computes the logits from.
     head = run.keeps("lm_head") or tiled_loss
@@ -157,6 +152,17 @@ def activations(
             (ending + run.tokens * _size(values, "vocab_size")) * run.width,
         ),
     )  # fmt: skip
+
+
+def _kept(whole: Sequence[_Block], ahead: Sequence[_Block]) -> dict[str, int]:
+    """Bytes by name of what blocks keep for backward; those of `ahead`, which are computed again, their input only."""
+    kept = {}
+    for name in dict.fromkeys(name for block in whole for name in block.parts):
+        held = [block.parts[name] for block in whole if name in block.parts]
+        kept[f"{name} of {len(held)} blocks"] = sum(held)
+    if ahead:
+        kept[f"inputs of {len(ahead)} blocks"] = sum(block.input_nbytes for block in ahead)
+    return kept
 
 
 def _by_block(
