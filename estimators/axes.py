@@ -37,7 +37,7 @@ _FILLED = 0.97
 _SPLIT_BUBBLE = 0.45
 
 
-class RankAxes(NamedTuple):
+class AxesLayout(NamedTuple):
     """A way to divide the ranks, and the schedule of the pipeline."""
 
     tensor: int
@@ -56,7 +56,7 @@ class RankAxes(NamedTuple):
 class _Candidate:
     """A layout with all that a configuration says beside, and what closed forms say of it."""
 
-    layout: RankAxes
+    layout: AxesLayout
     micro: int
     micro_batches: int
     placed: Placed
@@ -138,7 +138,7 @@ class _Model:
                             speed = self._speed(layout, micro, micro_batches, sparing, placed)
                             yield _Candidate(layout, micro, micro_batches, placed, sparing, speed)
 
-    def _layouts(self) -> Iterator[RankAxes]:
+    def _layouts(self) -> Iterator[AxesLayout]:
         options, ranks = self._wish.options, self._wish.options.get("ranks", 1)
         for tensor in _divisors(gcd(ranks, self._wish.ranks_per_node)):
             if options.get("tp") not in (None, tensor) or not self._divides(tensor):
@@ -149,7 +149,7 @@ class _Model:
                 data = ranks // tensor // pipeline
                 for schedule, virtual in _schedules(pipeline, self._blocks):
                     if options.get("schedule") in (None, schedule) and options.get("virtual_stages") in (None, virtual):
-                        yield RankAxes(tensor, pipeline, data, schedule, virtual)
+                        yield AxesLayout(tensor, pipeline, data, schedule, virtual)
 
     def _divides(self, tensor: int) -> bool:
         try:
@@ -158,7 +158,7 @@ class _Model:
             return False
         return True
 
-    def _batches(self, layout: RankAxes) -> Iterator[tuple[int, int]]:
+    def _batches(self, layout: AxesLayout) -> Iterator[tuple[int, int]]:
         """(sequences in a micro-batch, micro-batches of a step) of about equal tokens a step."""
         options, sequence = self._wish.options, self._work(1, self._wish.near[0]).sequence
         target = max(_TOKENS, options.get("ranks", 1) * sequence)
@@ -193,7 +193,7 @@ class _Model:
             )
         return self._activations[key]
 
-    def _held(self, layout: RankAxes, micro: int, micro_batches: int, sparing: Sparing) -> int:
+    def _held(self, layout: AxesLayout, micro: int, micro_batches: int, sparing: Sparing) -> int:
         """Bytes of activations on the scarcest place of the pipeline, about."""
         found = self._of_micro_batch(layout.tensor, micro, sparing)
         if found is None or found.blocks is None:
@@ -210,7 +210,7 @@ class _Model:
         late = flight * (sum(blocks.deferred[:chunk]) + blocks.head_deferred) if layout.schedule == "zero_bubble" else 0
         return max(first, layout.virtual * stage + late + blocks.loss_nbytes)
 
-    def _fits(self, layout: RankAxes, placed: Placed, held: int) -> bool:
+    def _fits(self, layout: AxesLayout, placed: Placed, held: int) -> bool:
         """Whether states, whole parameters and activations are within the limits, as far as closed forms tell."""
         share = layout.tensor * layout.pipeline
         numels = self._numel // share, self._trained // share
@@ -226,7 +226,7 @@ class _Model:
                 return False
         return True
 
-    def _speed(self, layout: RankAxes, micro: int, micro_batches: int, sparing: Sparing, placed: Placed) -> float:
+    def _speed(self, layout: AxesLayout, micro: int, micro_batches: int, sparing: Sparing, placed: Placed) -> float:
         """Tokens a second of all ranks."""
         work, rates = self._work(micro, sparing), self._rates
         compute = rates.compute.get(self._wish.dtype) or next(iter(rates.compute.values()))
@@ -249,7 +249,7 @@ class _Model:
         seconds = each * (micro_batches + waits) + 2 * whole + self._stepping(layout, placed, rates)
         return work.tokens * micro_batches * layout.data / seconds
 
-    def _stepping(self, layout: RankAxes, placed: Placed, rates: HardwareProfile) -> float:
+    def _stepping(self, layout: AxesLayout, placed: Placed, rates: HardwareProfile) -> float:
         """Seconds of the optimizer's step off the device."""
         if placed.states.on_device and self._wish.machine.accelerator:
             return 0.0

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 
 from infinity.plan.activation_bytes import Activations, BlockActivations
-from infinity.plan.pipeline import Action, ActionKind, activations_in_flight, held_behind
+from infinity.plan.pipeline import Action, ActionKind, Tables, activations_in_flight, held_behind, sends_needed
 from infinity.plan.stages import PipelinePlace
 
-# Gradients of a boundary that may wait to be received. An executor waits for the oldest of more.
-_SENDS_WAITING = 2
+# Sends of a link that an executor keeps before it waits for the oldest, where the schedule needs no more.
+_SENDS_WAITING_MIN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def stage_activations(blocks: BlockActivations, place: PipelinePlace) -> StageAc
             moments = [each - blocks.head_nbytes for each in moments] + [blocks.loss_nbytes - blocks.head_nbytes]
         working[stage] = max(0, *moments)
     whole = [sum(each) for each in zip(saved, kept, strict=True)]
-    buffers = blocks.boundary_nbytes * _messages(actions, last)
+    buffers = blocks.boundary_nbytes * _messages(place)
     split = any(action.kind is ActionKind.BACKWARD_INPUT for action in actions)
     behind = [buffers + round(held) for held in held_behind(actions, whole, deferred)]
     moments_of = [
@@ -127,14 +128,20 @@ def _is_backward(action: Action) -> bool:
     return action.kind.sends_backward
 
 
-def _messages(actions: tuple[Action, ...], last: int) -> int:
+def _messages(place: PipelinePlace) -> int:
     """Tensors of a boundary that lie in buffers of messages, at most: an activation and a gradient that are received
-    ahead, the gradient in use, and gradients that wait to be received. What a forward sends is kept anyway.
+    ahead, the gradient in use, and of either direction those that were sent and not yet waited for.
     """
-    stages = {action.stage for action in actions}
-    gradients = any(action.kind is not ActionKind.FORWARD for action in actions)
-    takes, gives = max(stages) > 0, min(stages) < last
-    return takes + (2 * gives + _SENDS_WAITING * takes if gradients else 0)
+    last, stages = place.cut.last, place.stages
+    gradients = any(action.kind is not ActionKind.FORWARD for action in place.actions)
+    takes, gives, waiting = stages[-1] > 0, stages[0] < last, _sends_waiting(place.tables)
+    return takes + waiting * gives + (2 * gives + waiting * takes if gradients else 0)
+
+
+@lru_cache(maxsize=16)
+def _sends_waiting(tables: Tables) -> int:
+    several = len({action.stage for action in tables[0]}) > 1
+    return max(_SENDS_WAITING_MIN, sends_needed(tables, posted_ahead=0) if several else 0)
 
 
 def inputs_in_flight(recomputed: Sequence[bool], place: PipelinePlace) -> int:
