@@ -184,7 +184,8 @@ def show(pair: Pair) -> None:
     for name, side in zip(("ours", PEERS[pair.peer]), pair.sides, strict=True):
         table.row(f"{pair.dtype}, {name}", median(side.speeds), median(side.cpu), side.peak / MIB)
         print("    losses " + " ".join(f"{loss:.4f}" for loss in side.losses[:4]))
-    print(f"    ratios {' '.join(f'{ratio:.3f}' for ratio in pair.ratios)}; losses differ by {pair.apart:.2g}; load {pair.load:.0f}")
+    ratios = " ".join(f"{ratio:.3f}" for ratio in pair.ratios)
+    print(f"    ratios {ratios}; losses differ by {pair.apart:.2g}; load {pair.load:.0f}", flush=True)
 
 
 def topic(found: list[Pair], given: argparse.Namespace) -> dict[str, Any]:
@@ -211,7 +212,8 @@ def topic(found: list[Pair], given: argparse.Namespace) -> dict[str, Any]:
         ])  # fmt: skip
         versions[pair.peer.partition(":")[0]] = peer.version
     load = max(pair.load for pair in found)
-    machine = [describe().partition(", ")[2], f"load average up to {load:.0f}", *(f"{name} {version}" for name, version in versions.items())]
+    machine = [describe().partition(", ")[2], f"load average up to {load:.0f}"]
+    machine += [f"{name} {version}" for name, version in versions.items()]
     return {
         "topic": "Pipelines of others",
         "claim": f"A pipeline of two stages and two data ranks trains at {LIMIT} times the tokens a second of "
