@@ -35,8 +35,10 @@ bench: $(STAMP)  ## every table of docs/benchmarks.md, one after the other; take
 	$(BIN)/python benchmarks/aio.py --folder $(DRIVE)
 	$(BIN)/python benchmarks/hooks.py --folder $(DRIVE)
 	$(BIN)/python benchmarks/tensor_functions.py
+	$(BIN)/python benchmarks/pipeline_executor.py
 	$(BIN)/python benchmarks/predict.py --folder $(DRIVE)
 	$(BIN)/python benchmarks/step.py --numel 500000000 --folder $(DRIVE) $(RIVAL)
+	$(BIN)/python benchmarks/pipeline_peers.py $(RIVAL)
 	$(BIN)/python benchmarks/checkpoint.py --folder $(DRIVE)
 	$(BIN)/python benchmarks/startup.py --folder $(DRIVE)
 	@set -e; for ranks in 1 2; do for dtype in fp32 bf16; do \

@@ -39,7 +39,7 @@ from support.table import Table, claim
 LIMIT, DATA = 0.97, 2
 # Ours, and the peer.
 PAIRS = [
-    ("infinity:stage1", "deepspeed:stage1"), ("infinity:stage3", "torch:fsdp2"), ("infinity:stage3", "torch:gathered"),
+    ("infinity:stage1", "deepspeed:stage1"), ("infinity:stage3", "torch:gathered"), ("infinity:stage3", "torch:fsdp2"),
 ]  # fmt: skip
 PEERS = {
     "deepspeed:stage1": "DeepSpeed, stage 1", "torch:fsdp2": "torch, FSDP2", "torch:gathered": "torch, FSDP2 gathered",
@@ -68,6 +68,8 @@ class Pair:
     peer: str
     sides: tuple[Side, Side] | None
     error: str = ""
+    # The machine's load average behind the measurement, in which its own four processes are.
+    load: float = 0.0
 
     @property
     def apart(self) -> float:
@@ -88,7 +90,7 @@ def main() -> None:
     given = _arguments().parse_args()
     print(describe())
     found = []
-    for dtype, (ours, peer) in itertools.product(given.dtypes.split(","), PAIRS):
+    for (ours, peer), dtype in itertools.product(PAIRS, given.dtypes.split(",")):
         if not given.only or peer in given.only.split(","):
             found.append(measure(dtype, ours, peer, given))
             show(found[-1])
@@ -138,9 +140,9 @@ def measure(dtype: str, ours: str, peer: str, given: argparse.Namespace) -> Pair
         raise failed[ours] or AssertionError
     if peer in failed:
         print(f"{peer} failed: {failed[peer]}", file=sys.stderr)
-        return Pair(dtype, peer, None, _last_lines(str(failed[peer])))
+        return Pair(dtype, peer, None, _last_lines(str(failed[peer])), os.getloadavg()[0])
     sides = (_side(runs[ours].result(), given), _side(runs[peer].result(), given))
-    return Pair(dtype, peer, sides)
+    return Pair(dtype, peer, sides, load=os.getloadavg()[0])
 
 
 def _run(options: dict[str, Any], given: argparse.Namespace) -> Ranks:
@@ -182,7 +184,8 @@ def show(pair: Pair) -> None:
     for name, side in zip(("ours", PEERS[pair.peer]), pair.sides, strict=True):
         table.row(f"{pair.dtype}, {name}", median(side.speeds), median(side.cpu), side.peak / MIB)
         print("    losses " + " ".join(f"{loss:.4f}" for loss in side.losses[:4]))
-    print(f"    ratios {' '.join(f'{ratio:.3f}' for ratio in pair.ratios)}; losses differ by {pair.apart:.2g}")
+    ratios = " ".join(f"{ratio:.3f}" for ratio in pair.ratios)
+    print(f"    ratios {ratios}; losses differ by {pair.apart:.2g}; load {pair.load:.0f}", flush=True)
 
 
 def topic(found: list[Pair], given: argparse.Namespace) -> dict[str, Any]:
@@ -208,7 +211,9 @@ def topic(found: list[Pair], given: argparse.Namespace) -> dict[str, Any]:
                                                    for side in pair.sides), strict=True)),
         ])  # fmt: skip
         versions[pair.peer.partition(":")[0]] = peer.version
-    machine = [describe().partition(", ")[2], *(f"{name} {version}" for name, version in versions.items())]
+    load = max(pair.load for pair in found)
+    machine = [describe().partition(", ")[2], f"load average up to {load:.0f}"]
+    machine += [f"{name} {version}" for name, version in versions.items()]
     return {
         "topic": "Pipelines of others",
         "claim": f"A pipeline of two stages and two data ranks trains at {LIMIT} times the tokens a second of "

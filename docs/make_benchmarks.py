@@ -28,8 +28,8 @@ PLOTS = ROOT / "docs" / "pictures" / "benchmarks"
 # In the order of the page, under their headings.
 CHAPTERS = {
     "Speed": (
-        "adam", "drive", "step", "training", "deepspeed", "overlap", "hooks", "tensor_functions", "units", "startup",
-        "predict",
+        "adam", "drive", "step", "training", "deepspeed", "pipeline_peers", "overlap", "hooks", "tensor_functions",
+        "pipeline_executor", "units", "startup", "predict",
     ),
     "Memory": (
         "resident", "memory_cases", "memory_phases", "activations", "activation_offload", "tiling", "long_context",

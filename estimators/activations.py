@@ -113,17 +113,13 @@ def activations(
     # transformers computes Gemma 2's attention in no other way, for its scores are capped.
     attention = "eager" if kind == "gemma2" else attention
     run = _Pass(batch, sequence, DTYPE_NBYTES[compute_dtype], attention, accelerator, adapted, rank, sequence_ranks)
-    gpt2, blocks = kind == "gpt2", _blocks(values, run)
+    gpt2 = kind == "gpt2"
+    blocks = _blocks(values, run)
     ahead = blocks[::every] if checkpointing else []
     whole = [block for index, block in enumerate(blocks) if not (checkpointing and index % every == 0)]
     logits = run.tokens * _size(values, "vocab_size") * DTYPE_NBYTES["fp32"]
     ending = run.tokens * _size(values, "n_embd" if gpt2 else "hidden_size")
-    kept = {}
-    for name in dict.fromkeys(name for block in whole for name in block.parts):
-        held = [block.parts[name] for block in whole if name in block.parts]
-        kept[f"{name} of {len(held)} blocks"] = sum(held)
-    if ahead:
-        kept[f"inputs of {len(ahead)} blocks"] = sum(block.input_nbytes for block in ahead)
+    kept = _kept(whole, ahead)
     # The last norm keeps its input, and what the head takes; Llama's the normalized values, too.
     # A loss in tiles keeps what it computes the logits from.
     head = run.keeps("lm_head") or tiled_loss
@@ -141,24 +137,32 @@ def activations(
         },
     )  # fmt: skip
     parts = max(moments, key=lambda moment: sum(moment.values()))
+    form = f"closed form of {_NAMES.get(str(kind), 'Llama')}'s blocks, {attention} attention"
     saved = sum(kept.values()) + sum(last.values()) + (0 if tiled_loss else logits)
     return Activations(
         nbytes=sum(parts.values()), parts=parts, saved_nbytes=saved,
-        source=f"closed form of {_NAMES.get(str(kind), 'Llama')}'s blocks, {attention} attention, "
-        f"{'blocks' if checkpointing else 'nothing'} computed again",
+        source=f"{form}, {'blocks computed again' if checkpointing else 'nothing computed again'}",
         # No gradient goes to the first block's where all before it is frozen: autograd does not save it.
         inputs=len(ahead) - (1 if ahead and adapted is not None else 0), input_nbytes=blocks[0].input_nbytes,
         blocks=_by_block(
             blocks, [checkpointing and index % every == 0 for index in range(len(blocks))],
+            # What lies behind the last block between forward and backward, and what the loss has at its busiest.
             head=sum(last.values()) + (0 if tiled_loss else logits), loss=sum(moments[0].values()) - sum(kept.values()),
-            head_deferred=_head_deferred(values, run, ending) if not tiled_loss and run.keeps("lm_head") else 0,
+            head_deferred=0 if tiled_loss or not run.keeps("lm_head") else
+            (ending + run.tokens * _size(values, "vocab_size")) * run.width,
         ),
     )  # fmt: skip
 
 
-def _head_deferred(values: Mapping[str, Any], run: _Pass, ending: int) -> int:
-    """What the head holds between the two parts of a split backward. `ending`: elements of its input."""
-    return (ending + run.tokens * _size(values, "vocab_size")) * run.width
+def _kept(whole: Sequence[_Block], ahead: Sequence[_Block]) -> dict[str, int]:
+    """Bytes by name of what blocks keep for backward; those of `ahead`, which are computed again, their input only."""
+    kept = {}
+    for name in dict.fromkeys(name for block in whole for name in block.parts):
+        held = [block.parts[name] for block in whole if name in block.parts]
+        kept[f"{name} of {len(held)} blocks"] = sum(held)
+    if ahead:
+        kept[f"inputs of {len(ahead)} blocks"] = sum(block.input_nbytes for block in ahead)
+    return kept
 
 
 def _by_block(

@@ -1,8 +1,9 @@
-"""Memory of `load_hf` and `Init` where a tensor axis cuts the model: `python -m tests.load_shards [--json FILE]`.
+"""Memory of `load_hf` and `Init` where an axis divides the model: `python -m tests.load_shards [--axis pipeline]`.
 
 A Llama of 700 M parameters in bf16 is written as safetensors, with values from a generator, and loaded by two ranks
-that have a shard each of every matrix. The private memory of each rank is sampled from before `load_hf` until its
-partitions are filled, and compared with what should bound it: the rank's own partitions, the largest shard, and 256 MB.
+that have a shard each of every matrix, or a stage of the blocks each. The private memory of each rank is sampled from
+before `load_hf` until its partitions are filled, and compared with what should bound it: the rank's own partitions, the
+largest shard, and 256 MB.
 Then whole tensors are put together, a few or all of them, and compared with the files. `Init` builds the same model
 from its constructor, with its window of 256 MB beside the bound; its tensors are compared with an ordinary one's.
 """
@@ -72,12 +73,12 @@ def make(folder: Path, sizes: dict[str, Any]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def settings(tier: str, drive: str) -> dict[str, Any]:
-    """The configuration of a run."""
+def settings(tier: str, drive: str, axis: str = "tensor") -> dict[str, Any]:
+    """The configuration of a run; all ranks lie along `axis`."""
     home = {"device": tier, "nvme_path": drive}
     return {
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}},
-        "parallel": {"tensor": RANKS},
+        "parallel": {axis: RANKS},
         "zero_optimization": {
             "stage": 3, "offload_param": home, "offload_optimizer": home, "stage3_max_live_parameters": 4e7,
             "stage3_prefetch_bucket_size": 1e7, "stage3_param_persistence_threshold": 0,
@@ -98,10 +99,12 @@ def _built(folder: str, config: dict[str, Any] | None) -> Any:
         return AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(folder), dtype=torch.bfloat16)
 
 
-def load(rank: int, world: int, folder: str, tier: str, drive: str, every: int, how: str = "load") -> Load:
-    """Load the folder, its matrices cut among the ranks; compare each `every`th tensor with its file.
+def load(
+    rank: int, world: int, folder: str, tier: str, drive: str, every: int, how: str = "load", axis: str = "tensor"
+) -> Load:
+    """Load the folder, its matrices cut among the ranks, or its blocks; compare each `every`th tensor with its file.
 
-    how: "load", or "init" for the model's constructor instead of its files.
+    how: "load", or "init" for the model's constructor instead of its files. axis: "tensor" or "pipeline".
     """
     # What the first use of threads and groups takes is not the model's.
     infinity.init_distributed()
@@ -110,7 +113,7 @@ def load(rank: int, world: int, folder: str, tier: str, drive: str, every: int, 
     begin = time.monotonic()
     with ExitStack() as stack:
         with PrivatePeak() as peak:
-            config = settings(tier, drive)
+            config = settings(tier, drive, axis)
             model = infinity.load_hf(folder, config) if how == "load" else _built(folder, config)
             for name, param in model.named_parameters():
                 # Optimizer states of all would take six times the memory of the weights.
@@ -129,7 +132,8 @@ def load(rank: int, world: int, folder: str, tier: str, drive: str, every: int, 
         largest = max(param.nbytes for _, param in named)
     numel = sum(tensor.numel for tensor in weights.tensors.values())
     bound = partitions + largest + WINDOW_NBYTES * (2 if how == "init" else 1)
-    return Load(how, tier, rank, numel, peak.own, partitions, largest, bound, round(seconds, 1), len(named[::every]))
+    compared = len(named[::every])
+    return Load(f"{how} {axis}", tier, rank, numel, peak.own, partitions, largest, bound, round(seconds, 1), compared)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -138,13 +142,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--folder", help="where files go (default: a temporary folder)")
     parser.add_argument("--tiers", nargs="+", default=["cpu", "nvme"])
+    parser.add_argument("--axis", choices=["tensor", "pipeline"], default="tensor")
     given = parser.parse_args(argv)
     loads: list[Load] = []
     with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
         folder = Path(temporary)
         make(folder / "model", LARGE)
         for how, tier in [*(("load", tier) for tier in given.tiers), ("init", "nvme")]:
-            loads += run_ranks(load, RANKS, str(folder / "model"), tier, str(folder / "swap"), 20, how, timeout=1800)
+            args = str(folder / "model"), tier, str(folder / "swap"), 20, how, given.axis
+            loads += run_ranks(load, RANKS, *args, timeout=1800)
             for each in loads[-RANKS:]:
                 print(
                     f"{each.how} {each.tier:5} rank {each.rank} of {RANKS}, {each.numel / 1e6:.0f} M parameters: own "
@@ -153,7 +159,8 @@ def main(argv: list[str] | None = None) -> int:
                     flush=True,
                 )
     if given.json:
-        rows = {"command": "python -m tests.load_shards", "loads": [asdict(each) for each in loads]}
+        command = f"python -m tests.load_shards --axis {given.axis}"
+        rows = {"command": command, "loads": [asdict(each) for each in loads]}
         Path(given.json).write_text(json.dumps(rows, indent=1) + "\n")
     bad = [each for each in loads if each.own > each.bound]
     print("ok" if not bad else f"{len(bad)} of {len(loads)} loads took more than they may")

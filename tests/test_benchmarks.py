@@ -53,6 +53,17 @@ def test_tensor_functions_compares_with_dtensor(tmp_path):
     assert float(row(text, "dtensor")[-1]) > 4
 
 
+def test_pipeline_executor_compares_with_torchs_runtime(tmp_path):
+    text = output_of("pipeline_executor", "--micro-batches 4 --rounds 2", tmp_path)
+    for schedule in ("1f1b", "interleaved, 2 chunks"):
+        loop, _ = map(float, row(text, f"{schedule}: loop"))
+        for name in ("ours", "torch"):
+            beside, beyond, _, _, wall = map(float, row(text, f"{schedule}: {name}"))
+            assert beside > loop > 0 < beyond
+            assert wall > beside, "with messages"
+    assert re.search(r"a message alone, CPU time: isend \d+ us, irecv \d+ us, wait \d+ us", text)
+
+
 def test_step_prints_time_and_bytes_of_a_tier(tmp_path):
     text = output_of("step", "--numel 65536 --only infinity:cpu --steps 1 --fio-gib 0.03", tmp_path)
     assert "0 M parameters, bf16" in text

@@ -1,4 +1,4 @@
-"""Task: the host time of an action of a pipeline, ours and torch's, with messages and with messages that cost nothing."""
+"""Task: the host time of a pipeline's action, ours and torch's, with messages and with messages that cost nothing."""
 
 from __future__ import annotations
 
@@ -91,8 +91,9 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
         ours = lambda run=executor.run, given=(tables, handler, keys): run(*given)  # noqa: E731
         theirs = _torchs(schedule, [Scale() for _ in own], own, m, groups.pipeline_forward.process_group)
         contenders: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-            "ours": (ours, _nothing), "ours free": (ours, partial(_free_of_messages, links)), "torch": (theirs, _nothing),
-            "torch free": (theirs, _torch_free_of_messages), "loop": (_loop(handler, tables[rank]), _nothing),
+            "ours": (ours, _nothing), "ours free": (ours, partial(_free_of_messages, links)),
+            "torch": (theirs, _nothing), "torch free": (theirs, _torch_free_of_messages),
+            "loop": (_loop(handler, tables[rank]), _nothing),
         }  # fmt: skip
         rows: dict[str, list[Seconds]] = {name: [] for name in contenders}
         for index in range(rounds + _WARM):

@@ -49,6 +49,12 @@ class AxisGroup(AxisPlace):
         """Copy rows from the memory of these members (by index, with their processes) instead of through sockets."""
         self.reader = RowCopier(self.process_group, pids, limit_seconds)
 
+    @property
+    def places(self) -> list[str]:
+        """Its ranks with their coordinates, for messages."""
+        place = str if self.watchdog is None else self.watchdog.channels.place
+        return [f"rank {place(member)}" for member in self.members]
+
     def close(self) -> None:
         """Destroy the process group; idempotent."""
         if self.reader is not None:

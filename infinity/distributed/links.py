@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -64,7 +65,13 @@ class TensorForm(NamedTuple):
 
     def empty(self, device: torch.device) -> Tensor:
         """Return a tensor of this form with any values."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        # Half the time of torch.empty_strided with a dtype and a device.
+        return _nothing_of(self.dtype, device).new_empty_strided(self.shape, self.stride)
+
+
+@cache
+def _nothing_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 Forms = tuple[TensorForm, ...]
@@ -188,12 +195,10 @@ class _Posted:
         """The header comes first."""
         self.header = header, transfer
 
-    def learn(self, layout: _Layout, device: torch.device) -> list[Tensor]:
-        """Make the tensors that are to be received."""
+    def learn(self, layout: _Layout) -> Forms:
+        """Return the forms of the tensors that are to be received."""
         self.layout = layout
-        forms = layout.forms if self.message.link.forward else layout.back
-        self.tensors = [form.empty(device) for form in forms]
-        return self.tensors
+        return layout.forms if self.message.link.forward else layout.back
 
 
 @dataclass(slots=True)
@@ -300,7 +305,8 @@ class PipelineLinks:
             trace.begin_async("sends", name, sum(tensor.nbytes for tensor in going if tensor is not None))
         for number, tensor in enumerate(going):
             if tensor is not None and tensor.numel():
-                transfers.append(self._send(end, self._dense(tensor, forms[number]), _numbered(name, number)))
+                said = name if not number else _numbered(name, number)
+                transfers.append(self._send(end, self._dense(tensor, forms[number]), said))
         end.sent.append((name, transfers))
         if link.forward and self._gradients and not (back := self._back[link]).posted:
             # The gradient that comes back may be the next one of its link.
@@ -411,12 +417,15 @@ class PipelineLinks:
                 posted.expect(header, self._receive(end, header, name, control))
 
     def _post_tensors(self, end: _End, posted: _Posted, layout: _Layout) -> None:
-        name, tensors = posted.message.name, posted.learn(layout, self._wired)
+        name, tensors = posted.message.name, posted.tensors
+        for form in posted.learn(layout):
+            tensor = form.empty(self._wired)
+            if tensor.numel():
+                said = name if not tensors else _numbered(name, len(tensors))
+                posted.transfers.append(self._receive(end, _memory_of(tensor), said))
+            tensors.append(tensor)
         if trace.active():
             trace.begin_async("receives", name, sum(tensor.nbytes for tensor in tensors))
-        for number, tensor in enumerate(tensors):
-            if tensor.numel():
-                posted.transfers.append(self._receive(end, _memory_of(tensor), _numbered(name, number)))
 
     def _key(self, message: BoundaryMessage) -> Hashable:
         """By which both ends know a boundary's forms; None for those that they do not remember."""
@@ -505,7 +514,7 @@ def _in_words(forms: Forms) -> str:
 
 
 def _numbered(name: str, number: int) -> str:
-    return f"{name}, tensor {number}" if number else name
+    return f"{name}, tensor {number}"
 
 
 def _encode(forms: Forms, what: str) -> Tensor:

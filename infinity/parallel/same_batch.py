@@ -27,9 +27,10 @@ def check_same_batch(args: Sequence[Any], kwargs: Mapping[str, Any], group: Axis
     apart = [name for name in {name: None for each in everyone for name in each} if _differs(name, everyone)]
     if apart:
         raise ConfigError(
-            f"the {group.size} ranks of a {group.axis} group were given different batches ({', '.join(apart)}), but "
-            "they compute one batch together. Divide the data set over the data axis: rank engine.data_rank of "
-            "engine.data_size (a DistributedSampler takes both), or let initialize(training_data=...) do it"
+            f"the {group.size} ranks of a {group.axis} group were given different batches ({', '.join(apart)}): "
+            f"{', '.join(group.places)}. They compute one batch together. Divide the data set over the data axis: rank "
+            "engine.data_rank of engine.data_size (a DistributedSampler takes both), or let "
+            "initialize(training_data=...) do it"
         )
 
 

@@ -126,36 +126,42 @@ class Sleeping:
         self.busy += time.perf_counter() - began
 
 
-BLOCK_SECONDS, TRIES, POINTS = 0.02, 4, 0.03
+# Noise only adds time: the best of some tries counts.
+BLOCK_SECONDS, TRIES, POINTS = 0.02, 6, 0.03
 SLEPT = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2))
 
+# The planned bubble without and with the time of messages, and the one measured.
+Bubbles = tuple[float, float, float]
 
-def sleep_through(rank: int, world: int) -> list[tuple[float, float]]:
-    """By schedule: the planned bubble, and the one measured, the best of some tries.
 
-    The plan has the time of a message, measured just before by torch alone.
-    """
+def sleep_through(rank: int, world: int) -> list[Bubbles]:
+    """By schedule, the bubbles of one step. The time of a message is measured just before, by torch alone."""
     torch.set_num_threads(1)
     groups = ProcessGroups(detect(), Topology(pp=world, local_size=world), timeout_seconds=60)
     executor, found = PipelineExecutor(links_of(groups), index=rank), []
     for schedule, virtual in SLEPT:
-        tables, stages = make_tables(schedule, world, 8, virtual), world * virtual
-        best = (0.0, 1.0)
-        for _ in range(TRIES):
+        tables, seconds = make_tables(schedule, world, 8, virtual), (BLOCK_SECONDS,) * world * virtual
+        tries: list[Bubbles] = []
+        while len(tries) < TRIES and not any(map(planned_well, tries)):
             message, mine = _message_seconds(groups), Sleeping()
             exchange([0.0], groups.world, "begin")
             began = time.perf_counter()
             executor.run(tables, mine, [0] * 8)
             rows = exchange([time.perf_counter() - began, mine.busy, message], groups.world, "times")
             makespan, busy = max(row[0] for row in rows), sum(row[1] for row in rows)
-            seconds = ActionSeconds(*[(BLOCK_SECONDS,) * stages] * 3)
-            planned = time_tables(tables, seconds, message_seconds=max(row[2] for row in rows)).bubble
-            best = min(best, (planned, 1 - busy / (world * makespan)), key=lambda pair: abs(pair[1] - pair[0]))
-            if abs(best[1] - best[0]) < POINTS:
-                break
-        found.append(best)
+            without, with_messages = (
+                time_tables(tables, ActionSeconds(seconds, seconds, seconds), message_seconds=each).bubble
+                for each in (0.0, max(row[2] for row in rows))
+            )
+            tries.append((without, with_messages, 1 - busy / (world * makespan)))
+        found.append(min(tries, key=lambda bubbles: bubbles[2] - bubbles[1]))
     groups.close()
     return found
+
+
+def planned_well(bubbles: Bubbles) -> bool:
+    without, with_messages, measured = bubbles
+    return without - POINTS < measured < with_messages + POINTS
 
 
 def _message_seconds(groups: ProcessGroups) -> float:
@@ -180,8 +186,8 @@ def _message_seconds(groups: ProcessGroups) -> float:
 
 
 def test_the_bubble_of_sleeping_stages_is_the_planned_one(rank_pools: Any) -> None:
-    for schedule, (planned, measured) in zip(SLEPT, rank_pools[4].run(sleep_through)[0], strict=True):
-        assert abs(measured - planned) < POINTS, (schedule, planned, measured)
+    for schedule, bubbles in zip(SLEPT, rank_pools[4].run(sleep_through, timeout=200)[0], strict=True):
+        assert planned_well(bubbles), (schedule, bubbles)
 
 
 def watched(rank: int, world: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from infinity.distributed.hang_detection.channels import Channels
 
@@ -31,8 +32,7 @@ def advice_for(channels: Channels) -> str:
     return f"{_PIPELINE_ADVICE}\n{_ADVICE}" if channels.has_links else _ADVICE
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """A collective that the host waits for, or the device. `group` is its channel, `began` is in seconds of the rank's
     clock.
     """
@@ -69,7 +69,7 @@ class Position:
     @classmethod
     def decode(cls, text: str | bytes) -> Position:
         raw = json.loads(text)
-        wait = Wait(**raw["wait"]) if raw["wait"] else None
+        wait = Wait(*raw["wait"]) if raw["wait"] else None
         names = tuple(tuple((number, name) for number, name in group) for group in raw["names"])
         return cls(**{**raw, "counts": tuple(raw["counts"]), "names": names, "wait": wait})
 
