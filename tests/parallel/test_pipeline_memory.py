@@ -148,7 +148,11 @@ def test_the_step_holds_what_the_plan_says(world: int, cases: list[dict[str, Any
             nothing = (0,) * len(held.saved)
             assert own["in flight"] == own["planned in flight"] == held.in_flight, where
             assert own["saved"] == pytest.approx(peak(held, held.saved, nothing), rel=WITHIN), where
-            assert own["deferred"] == pytest.approx(peak(held, nothing, held.deferred), rel=WITHIN), where
+            # The gradient of the table of words, which the first part leaves, waits with them; the plan has it among
+            # whole gradients.
+            table = SIZES["vocab_size"] * SIZES["hidden_size"] * (2 if more else 4) if own["index"] == 0 else 0
+            deferred = peak(held, nothing, held.deferred)
+            assert own["deferred"] == pytest.approx(deferred + (table if deferred else 0), rel=WITHIN), where
             # How many buffers of messages are in use at a time depends on the ranks' speeds. What comes in counts as a
             # boundary here, whether or not autograd saves it, too; and the losses.
             kept, most = peak(held, held.kept, nothing), peak(held, boundaries(held, more), nothing)
