@@ -25,6 +25,8 @@ def meanings(config: Config, compute: str) -> dict[str, str]:
         "data_parallel_size": "not checked",
         "hardware_profile": "no profile",
         "parallel.plan": "the model's own plan",
+        "parallel.stages": "blocks are balanced" if config.parallel.pipeline > 1 else "no stages",
+        "pipeline.stages": "parallel.pipeline",
         "scheduler": "a constant rate",
         "data_types.grad_accum_dtype": (
             "fp32, in which several micro-batches add up" if several else f"{compute}, as the one gradient arrives"
