@@ -78,8 +78,8 @@ def _topic(
         "commit": None,
         "how": (
             f"{options.micro_batches} micro-batches through stages that compute next to nothing, 2 ranks of gloo, "
-            f"{options.rounds} rounds; medians of the training thread's CPU time in a step whose messages are over at "
-            "once, less those of a plain loop over the same actions, by action; each rank's. torch is "
+            f"{options.rounds} rounds; the least CPU time of the training thread in a step whose messages are over at "
+            "once, less that of a plain loop over the same actions, by action; each rank's. torch is "
             "torch.distributed.pipelining on the same stages in the same run; the last rows are torch's calls for one "
             "message alone."
         ),

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infinity.distributed.axis_group import DATA, AxisGroup, CollectiveTransfer
+from infinity.distributed.axis_group import AxisGroup, CollectiveTransfer
 from infinity.errors import ConfigError, StateError
 from infinity.observability import trace
 from infinity.plan.pipeline import MessageLink, pipeline_links
@@ -123,16 +123,18 @@ class BoundaryMessage(NamedTuple):
 
     link: MessageLink
     boundary: tuple[int, int]
-    # By which the watchdog knows it.
+    # By which the watchdog knows it, and what the sender waits for.
     name: str
+    taken: str
 
     @classmethod
     def over(cls, link: MessageLink, boundary: tuple[int, int]) -> BoundaryMessage:
         """Return the message that goes over a link."""
         stage, micro_batch = boundary
+        name = f"the gradient of micro-batch {micro_batch} behind stage {stage}"
         if link.forward:
-            return cls(link, boundary, f"activation {micro_batch} of stage {stage}")
-        return cls(link, boundary, f"the gradient of micro-batch {micro_batch} behind stage {stage}")
+            name = f"activation {micro_batch} of stage {stage}"
+        return cls(link, boundary, name, _receiver_of(name))
 
 
 class _Layout:
@@ -228,6 +230,7 @@ class PipelineLinks:
         gloo = forward.process_group is None or dist.get_backend(forward.process_group) == "gloo"
         # gloo moves bytes of CPU memory: [Note: staged collectives] in `collectives`.
         self._wired = torch.device("cpu") if gloo else device
+        self._staged = self._wired.type != device.type
         # Another back end has one stream for both directions between two ranks.
         self._one_way = not gloo and forward.size == 2
         self._ends = {link: self._end(link) for link in pipeline_links(forward.size) if forward.index in link[:2]}
@@ -289,7 +292,7 @@ class PipelineLinks:
         Returns at once, or, if too many sends of the link wait, when the oldest is received. The tensors must not
         change before that.
         """
-        link, boundary, name = message
+        link, boundary, name, taken = message
         end = self._ends[link]
         transfers: list[CollectiveTransfer] = []
         going: Sequence[Tensor | None]
@@ -305,9 +308,10 @@ class PipelineLinks:
             trace.begin_async("sends", name, sum(tensor.nbytes for tensor in going if tensor is not None))
         for number, tensor in enumerate(going):
             if tensor is not None and tensor.numel():
-                said = name if not number else _numbered(name, number)
-                transfers.append(self._send(end, self._dense(tensor, forms[number]), said))
-        end.sent.append((name, transfers))
+                if number:
+                    name, taken = _numbered(message, number)
+                transfers.append(self._send(end, self._dense(tensor, forms[number]), name, taken))
+        end.sent.append((message.name, transfers))
         if link.forward and self._gradients and not (back := self._back[link]).posted:
             # The gradient that comes back may be the next one of its link.
             self._post(back, 1)
@@ -319,7 +323,7 @@ class PipelineLinks:
 
         Of gradients, None stands for those of tensors that require none. Blocks until the tensors are there.
         """
-        link, boundary, name = message
+        link, boundary, name, _ = message
         end = self._ends[link]
         if not end.posted:
             self._post(end, 1)
@@ -335,7 +339,7 @@ class PipelineLinks:
         end.posted.popleft()
         trace.end_async("receives", name)
         tensors = posted.tensors
-        if self._wired != self.device:
+        if self._staged:
             tensors = [tensor.to(self.device) for tensor in tensors]
         if not link.forward:
             del self._crossed[boundary]
@@ -392,8 +396,11 @@ class PipelineLinks:
             if link not in self._met:
                 self._met.add(link)
                 nothing = torch.zeros(1, dtype=torch.uint8, device=self._wired)
-                greet = self._send if link.sender == self.index else self._receive
-                greet(self._ends[link], nothing, _GREETING).wait()
+                end = self._ends[link]
+                if link.sender == self.index:
+                    self._send(end, nothing, _GREETING, _receiver_of(_GREETING)).wait()
+                else:
+                    self._receive(end, nothing, _GREETING).wait()
 
     def _post(self, end: _End, count: int) -> None:
         """Post receives of an end, in the sender's order, until `count` messages are posted or no more can be yet."""
@@ -421,7 +428,7 @@ class PipelineLinks:
         for form in posted.learn(layout):
             tensor = form.empty(self._wired)
             if tensor.numel():
-                said = name if not tensors else _numbered(name, len(tensors))
+                said = name if not tensors else _numbered(posted.message, len(tensors))[0]
                 posted.transfers.append(self._receive(end, _memory_of(tensor), said))
             tensors.append(tensor)
         if trace.active():
@@ -446,7 +453,7 @@ class PipelineLinks:
             layout = _Layout(forms)
             end.known.put(key, layout)
             header, name = _encode(forms, message.name), f"the shapes of {message.name}"
-            transfers.append(self._send(end, header, name, self._control.process_group))
+            transfers.append(self._send(end, header, name, _receiver_of(name), self._control.process_group))
             return layout
         if known.forms != forms:
             raise StateError(
@@ -466,18 +473,15 @@ class PipelineLinks:
         self._post_tensors(end, posted, layout)
         return layout
 
-    def _send(self, end: _End, tensor: Tensor, name: str, members: Any = None) -> CollectiveTransfer:
+    def _send(
+        self, end: _End, tensor: Tensor, name: str, waits_for: str, members: Any = None
+    ) -> CollectiveTransfer:  # fmt: skip
         group = members or end.wire.process_group
-        return end.wire.start(
-            name, lambda tag: group.send([tensor], end.peer, DATA | tag), (tensor,), nbytes=tensor.nbytes,
-            waits_for=f"the receiver of {name}",
-        )  # fmt: skip
+        return end.wire.message(group.send, end.peer, tensor, name, waits_for=waits_for)
 
     def _receive(self, end: _End, tensor: Tensor, name: str, members: Any = None) -> CollectiveTransfer:
         group = members or end.wire.process_group
-        return end.wire.start(
-            name, lambda tag: group.recv([tensor], end.peer, DATA | tag), (tensor,), nbytes=tensor.nbytes
-        )
+        return end.wire.message(group.recv, end.peer, tensor, name, waits_for=name)
 
     def _dense(self, tensor: Tensor, form: TensorForm) -> Tensor:
         """Return the values of a tensor in the memory from which they are sent."""
@@ -486,7 +490,7 @@ class PipelineLinks:
             tensor = tensor.detach()
         if tensor.stride() != form.stride:
             tensor = form.empty(tensor.device).copy_(tensor.detach())
-        return _memory_of(tensor if self._wired == self.device else tensor.detach().to(self._wired))
+        return _memory_of(tensor.detach().to(self._wired) if self._staged else tensor)
 
     def _wait_for_send(self, end: _End) -> None:
         """Wait until the oldest message of an end is received."""
@@ -513,8 +517,14 @@ def _in_words(forms: Forms) -> str:
     )
 
 
-def _numbered(name: str, number: int) -> str:
-    return f"{name}, tensor {number}"
+def _numbered(message: BoundaryMessage, number: int) -> tuple[str, str]:
+    """Return the name of one of several tensors, and what its sender waits for."""
+    name = f"{message.name}, tensor {number}"
+    return name, _receiver_of(name)
+
+
+def _receiver_of(name: str) -> str:
+    return f"the receiver of {name}"
 
 
 def _encode(forms: Forms, what: str) -> Tensor:

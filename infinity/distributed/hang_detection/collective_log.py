@@ -7,12 +7,22 @@ import time
 import traceback
 import zlib
 from collections import deque
+from functools import lru_cache
 from typing import Any
 
 from infinity.distributed.hang_detection.flight_record import NAMES_MAX, Wait
 
 # Collectives of a group that are remembered.
 _HISTORY_MAX = 4096
+# A digest is a polynomial of what was submitted, modulo 2 ** 32 (Rabin and Karp); Knuth's multiplier.
+_FACTOR, _MASK = 2_654_435_761, (1 << 32) - 1
+
+
+@lru_cache(maxsize=_HISTORY_MAX)
+def described(name: str, nbytes: int) -> tuple[str, int]:
+    """Return a collective in words, and a number of 32 bits for it."""
+    said = f"{name}, {nbytes} bytes"
+    return said, zlib.crc32(said.encode())
 
 
 class CollectiveLog:
@@ -40,8 +50,8 @@ class CollectiveLog:
     def submit(self, channel: int, name: str, nbytes: int) -> int:
         """Note that a collective is submitted; return its number in its channel."""
         number = self.counts[channel] = self.counts[channel] + 1
-        said = f"{name}, {nbytes} bytes"
-        self._digests[channel] = zlib.crc32(said.encode(), self._digests[channel])
+        said, code = described(name, nbytes)
+        self._digests[channel] = (self._digests[channel] * _FACTOR + code) & _MASK
         self._names[channel].append((number, said))
         self.latest = name
         self.failure = ""
