@@ -17,6 +17,7 @@ from infinity.engine.step import Boundary, StepFlags
 from infinity.errors import StateError
 from infinity.ops.adam import GradStats
 from infinity.plan.shards import Replica
+from infinity.plan.unit_numbers import UnitNumbers
 from tests.support.oracle import Case, join, settings, train
 
 Norms = list[dict[str, float]]
@@ -120,6 +121,8 @@ def test_a_norm_over_two_axes_counts_once_what_several_ranks_have(monkeypatch: p
         said: list[list[float]] = []
         monkeypatch.setattr(step, "agree_on_numbers", lambda mine, *_: (said.append(mine), rows or [mine])[1])
         boundary = object.__new__(Boundary)
+        plan = SimpleNamespace(pipeline=None, layouts=[SimpleNamespace(slots=())] * len(UNITS))
+        boundary._numbers = UnitNumbers(plan)  # type: ignore[arg-type]
         boundary._runtime = SimpleNamespace(  # type: ignore[assignment]
             stepper=SimpleNamespace(grad_stats=lambda: {unit: squares(unit, data, tensor) for unit in range(4)}),
             groups=SimpleNamespace(
