@@ -121,7 +121,8 @@ def test_a_norm_over_two_axes_counts_once_what_several_ranks_have(monkeypatch: p
         said: list[list[float]] = []
         monkeypatch.setattr(step, "agree_on_numbers", lambda mine, *_: (said.append(mine), rows or [mine])[1])
         boundary = object.__new__(Boundary)
-        plan = SimpleNamespace(pipeline=None, layouts=[SimpleNamespace(slots=())] * len(UNITS))
+        layouts = [SimpleNamespace(slots=())] * len(UNITS)
+        plan = SimpleNamespace(pipeline=None, layouts=layouts, told_elsewhere=frozenset())
         boundary._numbers = UnitNumbers(plan)  # type: ignore[arg-type]
         boundary._runtime = SimpleNamespace(  # type: ignore[assignment]
             stepper=SimpleNamespace(grad_stats=lambda: {unit: squares(unit, data, tensor) for unit in range(4)}),
