@@ -20,7 +20,7 @@ from torch import Tensor
 
 from infinity.distributed.axis_place import AxisPlace
 from infinity.distributed.cma_transport import RowCopier
-from infinity.distributed.hang_detection.collective_log import described
+from infinity.distributed.hang_detection.collective_log import words_and_digest
 from infinity.distributed.hang_detection.watchdog import Watchdog
 from infinity.errors import StateError
 from infinity.ops.transfer import WorkTransfer
@@ -121,7 +121,7 @@ class AxisGroup(AxisPlace):
 
 def _tag(number: int, name: str, nbytes: int) -> int:
     # Each number gives another tag to one name, because the factor is odd.
-    return (described(name, nbytes)[1] + number * _FACTOR) & ((1 << _SAID_BITS) - 1)
+    return (words_and_digest(name, nbytes)[1] + number * _FACTOR) & ((1 << _SAID_BITS) - 1)
 
 
 class CollectiveTransfer(WorkTransfer):

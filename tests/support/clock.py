@@ -6,6 +6,7 @@ Clock rates, processor generations and neighbours on the same core differ by a f
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -40,13 +41,19 @@ def usual_seconds(*, children: bool = False) -> Iterator[Taken]:
 def fewest_seconds(action: Callable[[], object], *, below: float, tries: int = 3) -> float:
     """Return the fewest seconds of a typical core that `action` takes; it runs again until they are `below` a limit.
 
-    What runs beside it takes memory bandwidth, too, and lets it look slower than it is.
+    What runs beside it takes memory bandwidth, too, and lets it look slower than it is; so would objects of earlier
+    tests, which the garbage collector would look through again and again.
     """
     seconds: list[float] = []
-    while len(seconds) < tries and min(seconds, default=below) >= below:
-        with usual_seconds() as taken:
-            action()
-        seconds.append(taken.seconds)
+    gc.collect()
+    gc.freeze()
+    try:
+        while len(seconds) < tries and min(seconds, default=below) >= below:
+            with usual_seconds() as taken:
+                action()
+            seconds.append(taken.seconds)
+    finally:
+        gc.unfreeze()
     return min(seconds)
 
 

@@ -84,6 +84,6 @@ def sharded_runtime(model: nn.Module, axis: TensorAxis, config: dict[str, Any]) 
         runtime = build_runtime(question, model, plan, groups, device, chosen, Ledger(), undo)
         undo.pop_all()
         undo.callback(runtime.close, at_once=True)
-        runtime.access.own_parameters()
+        runtime.access.own_parameters(model)
         yield runtime
 

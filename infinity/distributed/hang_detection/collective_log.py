@@ -19,7 +19,7 @@ _FACTOR, _MASK = 2_654_435_761, (1 << 32) - 1
 
 
 @lru_cache(maxsize=_HISTORY_MAX)
-def described(name: str, nbytes: int) -> tuple[str, int]:
+def words_and_digest(name: str, nbytes: int) -> tuple[str, int]:
     """Return a collective in words, and a number of 32 bits for it."""
     said = f"{name}, {nbytes} bytes"
     return said, zlib.crc32(said.encode())
@@ -50,7 +50,7 @@ class CollectiveLog:
     def submit(self, channel: int, name: str, nbytes: int) -> int:
         """Note that a collective is submitted; return its number in its channel."""
         number = self.counts[channel] = self.counts[channel] + 1
-        said, code = described(name, nbytes)
+        said, code = words_and_digest(name, nbytes)
         self._digests[channel] = (self._digests[channel] * _FACTOR + code) & _MASK
         self._names[channel].append((number, said))
         self.latest = name
