@@ -18,6 +18,8 @@ from infinity.distributed.hang_detection.watchdog import Watchdog
 
 # Watchdogs of engines that are open in this process.
 _live: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+# All whose thread may run still, closed or not.
+_running: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 # The latest one that was closed, if this process keeps the store.
 _farewells: list[Watchdog] = []
 _guarded = threading.Event()
@@ -26,6 +28,7 @@ _guarded = threading.Event()
 def guard(watchdog: Watchdog) -> None:
     """Have the other ranks told if this process ends before `close` is called."""
     _live.add(watchdog)
+    _running.add(watchdog)
     main = threading.current_thread() is threading.main_thread()
     if main and SIGNAL is not None and signal.getsignal(SIGNAL) is signal.SIG_DFL:
         signal.signal(SIGNAL, _on_signal)
@@ -65,6 +68,9 @@ def leave() -> None:
         watchdog.linger()
     for watchdog in list(_live):
         watchdog.stop()
+    for watchdog in list(_running):
+        watchdog.join()
+    _running.clear()
     _live.clear()
     _farewells.clear()
 
@@ -80,6 +86,7 @@ def _after_fork() -> None:
     for watchdog in _farewells:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(watchdog))
     _live.clear()
+    _running.clear()
     _farewells.clear()
 
 

@@ -38,6 +38,8 @@ _BEAT_RANKS = 64
 # How long the training thread waits for a verdict when a collective fails, and a process that ends for the others to
 # have heard of it.
 _VERDICT_SECONDS, _HEARD_SECONDS = 5.0, 2.0
+# After which an operation of the store ends with an error.
+_STORE_SECONDS = 5.0
 # gloo's own limit comes after ours: where it speaks, the watchdog itself could not. It also bounds the time in which
 # ranks find each other at the start.
 BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN = 3.0, 30.0
@@ -56,7 +58,7 @@ class Watchdog:
         # Reports must not wait behind the program's own use of the store.
         self._store = store.clone() if hasattr(store, "clone") else store
         with contextlib.suppress(RuntimeError, NotImplementedError):
-            self._store.set_timeout(timedelta(seconds=5))
+            self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self.world = world
         self.channels = channels
         thread_id = threading.get_ident()
@@ -142,7 +144,16 @@ class Watchdog:
     def stop(self) -> None:
         """End the reports, and whatever still waits in the groups."""
         self._stop = True
+        self._woken.set()
         self.end.break_groups()
+
+    def join(self) -> None:
+        """Wait for the thread at the end of the process, after `close` or `stop`.
+
+        Python ends a thread that outlives the interpreter where it stands; inside the store's C++ that aborts the
+        process.
+        """
+        self._thread.join(_STORE_SECONDS + _HEARD_SECONDS)
 
     def _tell(self, text: str, interrupt_seconds: float | None) -> None:
         """Have the thread tell the other ranks, once; wait a moment for it, since the store may not answer."""
