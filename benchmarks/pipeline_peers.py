@@ -3,10 +3,11 @@
     python benchmarks/pipeline_peers.py [--dtypes fp32,bf16] [--rounds 5] [--deepspeed-python PATH] [--json FILE]
 
 A Llama of 33 M parameters in two stages of four blocks, two data ranks: four processes of one thread each, 1F1B, AdamW,
-clipping at 1.0, everything in memory; the same weights, micro-batches and tokens for all. Pairs are infinity at stage 1
-with DeepSpeed at stage 1 (2 and 3 it refuses under a pipeline), and infinity at stage 3 with FSDP2: as it comes, which
-gathers a block for each forward and backward, and gathered, where a block stays gathered for the whole step. The two
-sides of a pair have processes of their own, which live at once and train by turns.
+clipping at 1.0, everything in memory; the same weights, micro-batches and tokens for all, and gradients summed over data
+ranks once a step (ours by `parallel.reduce`). Pairs are infinity at stage 1 with DeepSpeed at stage 1 (2 and 3 it
+refuses under a pipeline), and infinity at stage 3 with FSDP2: as it comes, which gathers a block for each forward and
+backward, and gathered, where a block stays gathered for the whole step. The two sides of a pair have processes of their
+own, which live at once and train by turns.
 
 DeepSpeed runs in an environment of its own: `--deepspeed-python` names its interpreter. A peer that does not run is
 named in the result, with its error.

@@ -357,8 +357,9 @@ def on_one_rank(rank: int, world: int, family: str, data: int) -> dict[str, Tens
 def compare_axes(
     rank: int, world: int, axes: Axes, expected: dict[str, dict[str, Tensor]], stages: Sequence[int],
     schedules: Sequence[tuple[str, int]] = OVER_AXES, tiers: Sequence[str] = TIERS, dtype: str = "fp32",
+    reduce: str = "micro_batch",
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Each family at each stage: one hash for all schedules and tiers."""
+    """Each family at each stage: one hash for all schedules and tiers. reduce: `parallel.reduce`."""
     join(world)
     rows = []
     for family, stage in itertools.product(expected, stages):
@@ -366,6 +367,7 @@ def compare_axes(
         for (schedule, virtual), tier in itertools.product(schedules, tiers):
             parallel = {
                 "pipeline": axes.pipeline, "tensor": axes.tensor, "schedule": schedule, "virtual_stages": virtual,
+                "reduce": reduce,
             }  # fmt: skip
             outcome = _near(rank, axes, family, parallel, expected[family], stage=stage, tier=tier, dtype=dtype)
             found.append((f"{schedule} {tier}", outcome))
@@ -376,7 +378,8 @@ def compare_axes(
             total = {name: _put_together(ranks, axes) for name, ranks in by_setting.items()}
             outcomes = [each for ranks in by_setting.values() for each in ranks]
             row = {
-                **vars(axes), "family": family, "stage": stage, "dtype": dtype, "settings": len(found),
+                **vars(axes), "family": family, "stage": stage, "dtype": dtype, "reduce": reduce,
+                "settings": len(found),
                 "hashes": len({*total.values()}), "sha256": total[found[0][0]],
                 "losses alike": all(len({str(each.losses) for each in ranks}) == 1 for ranks in by_setting.values()),
                 "finite": all(math.isfinite(float.fromhex(loss)) for each in outcomes for loss in each.losses),
@@ -445,6 +448,20 @@ def over_axes(wanted: Sequence[Axes] = AXES) -> list[dict[str, Any]]:
                 for family, stages in (("llama", (0, 1, 2, 3)), (tied[0], (0, 3))):
                     told = {family: expected[family]}
                     rows += pool.run(compare_axes, axes, told, stages, timeout=CELL_SECONDS * len(stages))[0]
+                if axes.data > 1:
+                    rows += summed_once(pool, axes, {"llama": expected["llama"]})
+    return rows
+
+
+def summed_once(
+    pool: RankPool, axes: Axes, expected: dict[str, dict[str, Tensor]], tiers: Sequence[str] = TIERS
+) -> list[dict[str, Any]]:
+    """Stages 2 and 3 where gradients are summed over data ranks once a step: the hash of stage 1, which always does."""
+    how = (("1f1b", 1),)
+    (first,) = pool.run(compare_axes, axes, expected, (1,), how, ("gpu",), timeout=CELL_SECONDS)[0]
+    rows = pool.run(compare_axes, axes, expected, (2, 3), how, tiers, "fp32", "step", timeout=CELL_SECONDS)[0]
+    for row in rows:
+        row["right"] = row["right"] and row["sha256"] == first["sha256"]
     return rows
 
 

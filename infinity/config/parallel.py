@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from infinity.config.section import Absent, Also, Differs, NoEffect, Refused, Section
-from infinity.config.values import Count, Counts, Dtype, Flag, Natural, Schedule, Styles, Text
+from infinity.config.values import Count, Counts, Dtype, Flag, Natural, Schedule, Styles, SumAt, Text
 
 _SAME_SIZE = Differs("it is another name of parallel.tensor")
 _SAME_STAGES = Differs("it is another name of parallel.pipeline")
@@ -32,6 +32,9 @@ class ParallelSection(Section):
     plan: Styles = None
     """Ours. Styles of modules by the pattern of their path, such as {"layers.*.mlp.up_proj": "colwise"}, over those of
     the model's own plan."""
+    reduce: SumAt = "micro_batch"
+    """Ours. When stages 2 and 3 sum gradients over the data axis: behind each "micro_batch", or once a "step", for
+    which whole gradients stay on the device meanwhile, as at stages 0 and 1. It is another order of sums."""
 
 
 class Pipeline(Section):

@@ -354,7 +354,7 @@ class Engine(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Do nothing; legal at every stage. Below stage 2 reductions wait for the boundary anyway; from stage 2 on
-        gradients are partitioned on arrival, which gives the same sums.
+        gradients are partitioned on arrival, which gives the same sums, unless `parallel.reduce` is "step".
         """
         yield
 

@@ -228,6 +228,9 @@ class _Training(_Forwards):
         self._deferred = deferred
         self._memory = memory
         self._chunks = {stage: chunk for chunk, stage in enumerate(part.stages)}
+        backwards = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+        mine = part.split.tables[part.index]
+        runtime.checkpointing.expect([(stage, index) for stage, kind, index in mine if kind in backwards])
         # By stage and micro-batch: the tensors received, and what the forward returned.
         self._open: dict[tuple[int, int], tuple[Boundary, Boundary]] = {}
 
@@ -235,6 +238,7 @@ class _Training(_Forwards):
         """Run a stage's forward of a micro-batch, and keep its graph; returns what the next stage takes."""
         stage, _, index = action
         self._memory.ran(action)
+        self._runtime.checkpointing.begin_forward((stage, index))
         if self._deferred is None:
             output = self._run(action, received)
         else:

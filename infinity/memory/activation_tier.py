@@ -8,8 +8,9 @@ Only autograd's graph holds what `put` returns: when the graph is freed, by back
 copy. On its way down a tensor is copied to CPU memory, beside the computation where there is a copy engine; for a drive
 that memory is a staging buffer, from which the bytes are written while forward goes on. On its way up backward asks for
 the tensor that forward put last, so each `get` begins to read the tensors put before it, as far as staging has room.
-Staging bounds what is in flight. A buffer whose bytes are on the drive is kept until another tensor needs it, so the
-tensors put last are not even read; when all buffers are in use, `put` waits for the oldest write.
+Where several forwards run before their backwards, `order` says in which order these come. Staging bounds what is in
+flight. A buffer whose bytes are on the drive is kept until another tensor needs it, so the tensors needed next are not
+even read; when all buffers are in use, `put` waits for the write of what is needed last.
 
 Called only from the training thread or, during backward, from autograd's; the lock serializes them.
 """
@@ -17,12 +18,12 @@ Called only from the training thread or, during backward, from autograd's; the l
 from __future__ import annotations
 
 import contextlib
+import heapq
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from itertools import islice
 from typing import Any
 
 import torch
@@ -40,6 +41,32 @@ from infinity.memory.tiers.pinned import HostMemory
 from infinity.observability import trace
 from infinity.ops.transfer import Transfer
 from infinity.plan.types import EXTENT_ALIGNMENT, Kind, Tier, align_up
+
+
+class BackwardOrder:
+    """In which order tensors are needed again: of the forwards whose tensors are kept, which has its backward first.
+
+    Without `expect` there is one forward, whose tensors are needed in the reverse order.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        # By forward: which backward is its own. And the forward whose tensors are put now.
+        self._turns: dict[Hashable, int] = {}
+        self._turn = 0
+
+    def expect(self, backwards: Sequence[Hashable]) -> None:
+        """Say in which order the backwards of the coming forwards will run, by whatever names these."""
+        self._turns = {forward: turn for turn, forward in enumerate(backwards)}
+
+    def begin_forward(self, forward: Hashable) -> None:
+        """The tensors that are put from now on are of this one of the forwards that are expected."""
+        self._turn = self._turns[forward]
+
+    def next(self) -> tuple[int, int]:
+        """Return the number of the next tensor, and the place of its backward."""
+        self._count += 1
+        return self._count - 1, self._turn
 
 
 class ActivationTier:
@@ -63,7 +90,7 @@ class ActivationTier:
         self._overlap = overlap
         self._lock = threading.Lock()
         self._closed = False
-        self._count = 0
+        self.order = BackwardOrder()
         # In the order in which they were put; those of them with a staging buffer.
         self._live: dict[int, Record] = {}
         self._staged: dict[int, Record] = {}
@@ -101,8 +128,8 @@ class ActivationTier:
             if existing is not None:
                 return existing
             buffer = self._take_buffer(flat.nbytes)
-            kept = Record(self._count, tensor.shape, tensor.stride(), tensor.dtype, flat.nbytes, buffer)
-            self._count += 1
+            number, turn = self.order.next()
+            kept = Record(number, turn, tensor.shape, tensor.stride(), tensor.dtype, flat.nbytes, buffer)
             saved = SavedTensor(kept, self._dead)
             self._live[kept.number] = kept
             if self._drive is not None:
@@ -183,10 +210,9 @@ class ActivationTier:
 
     def _make_room(self) -> bool:
         """Give one staging buffer back, or wait until a copy in flight releases one. False: there is none."""
-        staged = sorted(self._staged.values(), key=lambda kept: kept.number)
+        staged = sorted(self._staged.values(), key=_needed, reverse=True)
         spare = next((kept for kept in staged if kept.is_spare), None)
         if spare is not None:
-            # The one put first: backward needs it last.
             self._release_buffer(spare)
             return True
         if self._ending:
@@ -238,17 +264,23 @@ class ActivationTier:
 
     def _look_ahead(self, kept: Record) -> None:
         """Backward goes on with what was put before: read it into staging that is free, and begin its way up."""
-        earlier = (other for other in reversed(self._live.values()) if other.number < kept.number)
-        before = list(islice(earlier, max(self._buffer_count, 1)))
-        for other in before[: self._buffer_count]:
+        later = (other for other in self._live.values() if _needed(other) > _needed(kept))
+        following = heapq.nsmallest(max(self._buffer_count, 1), later, key=_needed)
+        for at, other in enumerate(following[: self._buffer_count]):
+            if other.turn != kept.turn and at >= (self._buffer_count + 1) // 2:
+                # A forward of another micro-batch may come first, which needs staging, too.
+                break
             if other.buffer is None and other.up is None:
                 piece = self._memory.take(align_up(other.nbytes, EXTENT_ALIGNMENT))
                 if piece is None:
                     break
                 self._read(other, piece)
-        arrived = before and before[0].buffer is not None and (before[0].reading is None or before[0].reading.done())
-        if arrived and self._device.is_accelerator:
-            self._submit_up(before[0])
+        if not following or not self._device.is_accelerator:
+            return
+        first = following[0]
+        # What another backward begins with goes up when that begins: forwards of other micro-batches may lie between.
+        if first.turn == kept.turn and first.buffer is not None and (first.reading is None or first.reading.done()):
+            self._submit_up(first)
 
     def _read(self, kept: Record, buffer: PoolBuffer) -> None:
         self._staged[kept.number] = kept
@@ -319,6 +351,11 @@ class ActivationTier:
             raise StateError(
                 "this graph's activations were on a tier of an engine that is closed: run its backward before close()"
             )
+
+
+def _needed(kept: Record) -> tuple[int, int]:
+    """By when a tensor is needed: in the order of backwards, and in each of them the one put last comes first."""
+    return kept.turn, -kept.number
 
 
 def _flat(tensor: Tensor) -> Tensor | None:

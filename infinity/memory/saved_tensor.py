@@ -32,9 +32,13 @@ class ActivationExtent(Extent):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One tensor that is kept. `buffer` in CPU memory or `place` on the drive has its bytes, or both."""
+    """One tensor that is kept. `buffer` in CPU memory or `place` on the drive has its bytes, or both.
+
+    turn: the place of its backward among those that are expected.
+    """
 
     number: int
+    turn: int
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype

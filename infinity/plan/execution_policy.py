@@ -44,6 +44,7 @@ def make_policy(
 ) -> ExecutionPolicy:  # fmt: skip
     """The policy of a request whose values have these homes."""
     several, accelerator, overlap = topology.dp > 1, request.accelerator, request.overlap
+    early = overlap and request.steps_early and not placement.grad_whole
     gathers = not all(placed.whole for placed in placement.units)
     on_drive = any(home.on_drive for home in placement.states) or any(
         placed.param.on_drive and layout.numel for layout, placed in zip(layouts, placement.units, strict=True)
@@ -56,5 +57,5 @@ def make_policy(
         collective_forward=several and gathers,
         # There is something to gain where bytes move: to a drive, or to a device that computes.
         step_behind=overlap and (accelerator or on_drive),
-        step_in_backward=overlap and request.steps_early and any(undoable(group, placement) for group in groups),
+        step_in_backward=early and any(undoable(group, placement) for group in groups),
     )

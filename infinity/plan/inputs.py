@@ -134,7 +134,8 @@ class PlanInputs:
             persistence_numel=zero.stage3_param_persistence_threshold,
             persistent_total_numel=zero.stage3_model_persistence_threshold,
             live_numel=zero.stage3_max_live_parameters, reuse_numel=zero.stage3_max_reuse_distance,
-            accelerator=self.accelerator, unified=self.unified, accumulates=several, overlap=config.config.overlap,
+            accelerator=self.accelerator, unified=self.unified, accumulates=several,
+            reduces_once=config.config.parallel.reduce == "step", overlap=config.config.overlap,
             steps_early=config.steps_early and optimizer.guarded,
         )  # fmt: skip
 

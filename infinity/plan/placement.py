@@ -61,7 +61,7 @@ class Placement:
 
     units: tuple[UnitPlacement, ...]
     states: tuple[Tier, ...]
-    # Whether gradients stay whole on the device until the accumulation boundary (stages 0 and 1 with several ranks).
+    # Whether gradients stay whole on the device until the accumulation boundary, with several ranks.
     grad_whole: bool
 
 
@@ -82,7 +82,12 @@ def place(
         )
         for layout in layouts
     )
-    return Placement(units=units, states=homes.states, grad_whole=request.stage < 2 and dp > 1)
+    return Placement(units=units, states=homes.states, grad_whole=sums_at_boundary(request, dp))
+
+
+def sums_at_boundary(request: PlanRequest, dp: int) -> bool:
+    """Whether gradients are summed over `dp` ranks once a step, and are whole on the device until then."""
+    return dp > 1 and (request.stage < 2 or request.reduces_once)
 
 
 def _place_unit(

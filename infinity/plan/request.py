@@ -48,6 +48,8 @@ class PlanRequest:
     unified: bool = False
     # Whether the gradients of several micro-batches are added.
     accumulates: bool = False
+    # Whether gradients are summed over ranks once a step at stages 2 and 3, too.
+    reduces_once: bool = False
     # Whether transfers and the step may run beside the computation.
     overlap: bool = True
     # Whether a step may begin in backward, where all that it changes is on NVMe.

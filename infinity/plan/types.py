@@ -74,7 +74,7 @@ class Kind(Enum):
     STATES = "states"
     # Whole parameters, gathered for compute.
     FULL = "full"
-    # Whole gradients on the device: inputs of a reduction, or kept until the boundary at stages 0 and 1.
+    # Whole gradients on the device: inputs of a reduction, or kept until the boundary.
     FULL_GRAD = "full_grad"
     # What autograd keeps from forward for backward, and the temporaries of both.
     ACTIVATION = "activation"

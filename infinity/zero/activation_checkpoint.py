@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import FrameType, MethodType
 from typing import Any, cast
 
@@ -48,6 +48,16 @@ class Checkpointing:
         self._replaced: list[Replaced] = [Recomputed(model.get_submodule(path), kept) for path in blocks]
         if tier is not None:
             self._replaced.append(OffloadedForward(model, tier))
+
+    def expect(self, backwards: Sequence[Hashable]) -> None:
+        """Say in which order the backwards of several forwards will run; before each of these, `begin_forward`."""
+        if self._tier is not None:
+            self._tier.order.expect(backwards)
+
+    def begin_forward(self, forward: Hashable) -> None:
+        """One of the expected forwards begins."""
+        if self._tier is not None:
+            self._tier.order.begin_forward(forward)
 
     def settle(self) -> None:
         """Free the tier's space of graphs that were freed."""

@@ -2,7 +2,8 @@
 
 A unit's gradients are collected when the last module call that used it has run backward, are summed over ranks into
 this rank's GRAD partition, and accumulate there until the step. Where one rank has no gradient and another has, it
-counts as zero. At stages 0 and 1 gradients accumulate whole on the device and are reduced at the boundary.
+counts as zero. At stages 0 and 1, or where one sum a step is asked for, gradients accumulate whole on the device and
+are reduced at the boundary.
 """
 
 from __future__ import annotations
@@ -310,7 +311,7 @@ class Gradients:
         self._end_copies()
 
     def _reduce_whole(self, unit: Unit, buffer: Tensor) -> None:
-        """Stages 0 and 1, at the boundary: sum over ranks; keep this rank's slice, or everything at stage 0."""
+        """At the boundary: sum over ranks what is whole; keep this rank's slice, or everything at stage 0."""
         if not unit.layout.numel:
             return
         if unit not in self._begun:

@@ -1,4 +1,4 @@
-"""Whole gradients on the device, where they accumulate until the step (ZeRO stages 0 and 1)."""
+"""Whole gradients on the device, where they accumulate until the step: see `placement.sums_at_boundary`."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "data_types": dict.fromkeys(("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules")),
     "parallel": {
         "pipeline": 1, "schedule": "1f1b", "virtual_stages": 1, "stages": (), "tensor": 1, "sequence": False,
-        "plan": None,
+        "plan": None, "reduce": "micro_batch",
     },
     # Those of `enabled`, `dtype` and the backend are ours: the section alone divides nothing.
     "tensor_parallel": {

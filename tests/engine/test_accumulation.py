@@ -126,6 +126,38 @@ def test_every_stage_and_tier_does(rank_pools, tmp_path, stage, world):
     assert rank_pools[world].run(compare, str(tmp_path / "nvme"), rows, timeout=200) == [[]] * world
 
 
+def summed_once(rank: int, world: int, folder: str) -> list[str]:
+    """What is wrong where gradients are summed over ranks once a step, against stage 1, which always does."""
+    join(world)
+    wrong = []
+    for dtype, clip in (("fp32", 0.0), ("bf16", CLIP)):
+
+        def run(dtype: str = dtype, clip: float = clip, **how: Any) -> tuple[str, int]:
+            counts: list[int] = []
+
+            def look(engine: Engine) -> None:
+                assert engine.groups.watchdog is not None
+                counts.append(engine.groups.watchdog.log.counts[engine.groups.reduction.channel])
+
+            config = settings(folder, dtype=dtype, clip=clip, accumulation=3, **how)
+            return train(Case(), config, rank=rank, steps=3, look=look).digest, counts[0]
+
+        expected = run(stage=1)
+        each = run(stage=3)
+        for stage, tier in ((2, "gpu"), (2, "nvme"), (3, "gpu"), (3, "cpu"), (3, "nvme")):
+            param = tier if stage == 3 else "gpu"
+            found = run(stage=stage, param=param, optimizer=tier, parallel={"reduce": "step"})
+            if found != expected:
+                wrong.append(f"{dtype}, stage {stage} on {tier}: {found}, at stage 1 {expected}")
+        if each == expected or each[1] < 2 * expected[1]:
+            wrong.append(f"{dtype}: {each} after each micro-batch, {expected} at stage 1: not another order of sums")
+    return wrong
+
+
+def test_gradients_that_are_summed_once_a_step_have_the_bits_of_stage_1(rank_pools, tmp_path):
+    assert rank_pools[2].run(summed_once, str(tmp_path / "nvme"), timeout=200) == [[]] * 2
+
+
 def test_evaluation_between_forward_backward_and_step_changes_nothing(tmp_path):
     def evaluate(engine: Engine) -> None:
         engine.eval()

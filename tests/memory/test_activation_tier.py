@@ -184,6 +184,31 @@ def test_backward_finds_what_forward_put_read_ahead_of_it():
     assert all(not asked.is_write for asked in file.requests[writes:])
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_the_backward_of_an_earlier_micro_batch_finds_its_tensors_read_ahead(ordered):
+    """One forward and one backward in turns, as on the first of three pipeline ranks."""
+    bench = Bench("nvme", buffer_count=4)
+    # Last in, first out, were it not said.
+    bench.tier.order.expect(range(6) if ordered else range(5, -1, -1))
+    open_: dict[int, list[tuple[SavedTensor, Tensor]]] = {}
+    cold = []
+    for micro_batch in range(8):
+        if micro_batch < 6:
+            bench.tier.order.begin_forward(micro_batch)
+            open_[micro_batch] = puts(bench, 5)
+            bench.quiet()
+        if micro_batch < 2:
+            continue
+        for at, (saved, expected) in enumerate(reversed(open_.pop(micro_batch - 2))):
+            if saved.record.buffer is None:
+                cold.append((micro_batch - 2, at))
+            assert torch.equal(bench.tier.get(saved), expected)
+        del saved
+        bench.quiet()
+    assert cold == ([] if ordered else [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0)])
+    assert bench.ledger.peak[Tier.CPU, Kind.POOL] == 4 * 4 * PAGE
+
+
 def test_what_is_in_flight_is_bounded_by_the_buffers():
     bench = Bench("nvme", buffer_count=2)
     puts(bench, 20)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import RankPools
 from tests.pipeline_loops import compare_loops, on_one
-from tests.pipeline_matrix import Axes, compare_axes, compare_ties, on_devices, on_one_rank, tied_by_torch
+from tests.pipeline_matrix import Axes, compare_axes, compare_ties, on_devices, on_one_rank, summed_once, tied_by_torch
 from tests.support.accelerator.process import require
 from tests.support.spawn import run_ranks
 
@@ -28,6 +28,14 @@ def test_three_axes_on_eight_ranks_have_one_hash_and_the_weights_of_one_rank() -
     args = axes, expected, (3,), (("zero_bubble", 1),), ("gpu", "nvme")
     (row,) = run_ranks(compare_axes, axes.world, *args, timeout=580)[0]
     assert row["right"] and row["settings"] == 2, row
+
+
+def test_gradients_that_are_summed_once_a_step_have_the_bits_of_stage_1(rank_pools: RankPools) -> None:
+    axes = Axes(2, 2, 1)
+    expected = {"llama": rank_pools[1].run(on_one_rank, "llama", axes.data)[0]}
+    rows = summed_once(rank_pools[4], axes, expected, ("gpu", "nvme"))
+    assert [row["stage"] for row in rows] == [2, 3]
+    assert all(row["right"] for row in rows), rows
 
 
 @pytest.mark.slow
