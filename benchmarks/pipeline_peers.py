@@ -3,8 +3,8 @@
     python benchmarks/pipeline_peers.py [--dtypes fp32,bf16] [--rounds 5] [--deepspeed-python PATH] [--json FILE]
 
 A Llama of 33 M parameters in two stages of four blocks, two data ranks: four processes of one thread each, 1F1B, AdamW,
-clipping at 1.0, everything in memory; the same weights, micro-batches and tokens for all, and gradients summed over data
-ranks once a step (ours by `parallel.reduce`). Pairs are infinity at stage 1 with DeepSpeed at stage 1 (2 and 3 it
+clipping at 1.0, everything in memory; the same weights, micro-batches and tokens for all; gradients are summed over
+data ranks once a step (ours by `parallel.reduce`). Pairs are infinity at stage 1 with DeepSpeed at stage 1 (2 and 3 it
 refuses under a pipeline), and infinity at stage 3 with FSDP2: as it comes, which gathers a block for each forward and
 backward, and gathered, where a block stays gathered for the whole step. The two sides of a pair have processes of their
 own, which live at once and train by turns.
@@ -234,8 +234,7 @@ def _how(given: argparse.Namespace) -> str:
         f"one thread on 2 cores. Both sides of a pair live at once and train {given.steps} steps by turns, the first "
         f"one changing: medians of {given.rounds} turns after {given.warmup} steps. CPU seconds are of all four ranks. "
         "FSDP2 gathers a block for each forward and backward; gathered, a block stays gathered for the whole step. "
-        "Both sum gradients over data ranks once a step, in bf16 where the model is; ours at stage 3 after each "
-        "micro-batch, so that a rank never has whole gradients."
+        "All sum gradients over data ranks once a step, in bf16 where the model is."
     )
 
 
