@@ -54,13 +54,18 @@ def test_tensor_functions_compares_with_dtensor(tmp_path):
 
 
 def test_pipeline_executor_compares_with_torchs_runtime(tmp_path):
-    text = output_of("pipeline_executor", "--micro-batches 4 --rounds 2", tmp_path)
-    for schedule in ("1f1b", "interleaved, 2 chunks"):
-        loop, _ = map(float, row(text, f"{schedule}: loop"))
-        for name in ("ours", "torch"):
-            beside, beyond, _, _, wall = map(float, row(text, f"{schedule}: {name}"))
-            # How they compare is the benchmark's to say, on a machine that does nothing else.
-            assert min(beside, beyond, loop, wall) > 0
+    for tries_left in (2, 1, 0):
+        text = output_of("pipeline_executor", "--micro-batches 4 --rounds 2", tmp_path)
+        plausible = True
+        for schedule in ("1f1b", "interleaved, 2 chunks"):
+            loop, _ = map(float, row(text, f"{schedule}: loop"))
+            for name in ("ours", "torch"):
+                beside, beyond, _, _, wall = map(float, row(text, f"{schedule}: {name}"))
+                # With messages it takes longer, where no neighbour was busy during the one and not during the other.
+                plausible &= wall > beside > loop > 0 < beyond
+        if plausible:
+            break
+        assert tries_left, text
     assert re.search(r"a message alone, CPU time: isend \d+ us, irecv \d+ us, wait \d+ us", text)
 
 

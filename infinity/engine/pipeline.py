@@ -131,6 +131,9 @@ class PipelineStep:
         self._staged = staged
         self._executor = executor
         self._part = part
+        backwards = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+        mine = part.split.tables[part.index]
+        runtime.checkpointing.expect([(stage, index) for stage, kind, index in mine if kind in backwards])
 
     def train(self, batches: Sequence[BatchArguments], optimizer: TieredOptimizer) -> list[Tensor]:
         """Run forward and backward of all micro-batches. Returns their losses on the last stage, nothing elsewhere."""
@@ -228,9 +231,6 @@ class _Training(_Forwards):
         self._deferred = deferred
         self._memory = memory
         self._chunks = {stage: chunk for chunk, stage in enumerate(part.stages)}
-        backwards = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-        mine = part.split.tables[part.index]
-        runtime.checkpointing.expect([(stage, index) for stage, kind, index in mine if kind in backwards])
         # By stage and micro-batch: the tensors received, and what the forward returned.
         self._open: dict[tuple[int, int], tuple[Boundary, Boundary]] = {}
 

@@ -6,7 +6,6 @@ with. `tests/test_accelerator_matrix.py` has the placements; here are the featur
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import subprocess
@@ -31,6 +30,7 @@ from tests.accelerator_matrix import TIGHT, PlainCase
 from tests.memory.test_pages import private_dirty_nbytes
 from tests.support import accelerator
 from tests.support.accelerator.process import AcceleratedProcess
+from tests.support.clock import garbage_collector_spared
 from tests.support.host_accesses import host_accesses_are_declared
 from tests.support.models import token_batch
 from tests.support.oracle import CLIP, Result, collect, join, settings, train
@@ -447,14 +447,10 @@ def forked_beside(folder: str) -> None:
     def most(use: Callable[[Tensor], None]) -> int:
         held: dict[int, int] = {}
         # A worker that collects garbage writes to all objects of the program, 80 MB of them.
-        gc.collect()
-        gc.freeze()
-        try:
+        with garbage_collector_spared():
             for rows, worker, nbytes in loader:
                 use(rows)
                 held[worker] = max(nbytes, held.get(worker, 0))
-        finally:
-            gc.unfreeze()
         assert len(held) == 4 and os.getpid() not in held
         return max(held.values())
 

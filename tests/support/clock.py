@@ -45,16 +45,23 @@ def fewest_seconds(action: Callable[[], object], *, below: float, tries: int = 3
     tests, which the garbage collector would look through again and again.
     """
     seconds: list[float] = []
-    gc.collect()
-    gc.freeze()
-    try:
+    with garbage_collector_spared():
         while len(seconds) < tries and min(seconds, default=below) >= below:
             with usual_seconds() as taken:
                 action()
             seconds.append(taken.seconds)
+    return min(seconds)
+
+
+@contextmanager
+def garbage_collector_spared() -> Iterator[None]:
+    """A block in which the garbage collector leaves alone what is there, also in processes that are forked in it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
     finally:
         gc.unfreeze()
-    return min(seconds)
 
 
 def _processor_seconds(children: bool) -> float:
