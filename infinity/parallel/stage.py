@@ -6,7 +6,7 @@ Nothing is traced or rewritten. While a stage's forward runs, stand-ins replace 
 - The stage's first block is called with the received tensors in the place of its first argument.
 - The first block of the next stage raises `StageEnd` with its first argument, which ends the forward.
 - On all stages but the first, modules in front of the blocks that have parameters compute with zeros that take no
-  memory. An embedding only answers zeros.
+  memory. An embedding only answers zeros, of its own, which the model may write to.
 
 Everything else, masks and positions included, is computed by the model's code from the batch, which every stage has.
 The stand-ins call modules instead of adding hooks to them, so that all hooks of a stage's blocks see the received
@@ -40,8 +40,8 @@ class StagedModel:
     """A model whose forward runs one stage at a time.
 
     model: trained as it is; an engine may have its hooks on it. own: the stages of this rank. dtype: the compute dtype,
-    that of the zeros in place of embeddings. answers: for blocks that answer with a tuple its length, as `record_cut`
-    returns it; the others answer with what the next block takes.
+    that of the zeros in place of embeddings. answers: for blocks that answer with a tuple or a list its length, as
+    `record_cut` returns it; the others answer with what the next block takes.
     """
 
     def __init__(
@@ -323,7 +323,8 @@ def _answer_rows(zero: Tensor, dim: int, of: int | None = None) -> Callable[[Ten
     """Return a forward that answers zeros of `dim` for each element of its input, or for each vector with of=-1."""
 
     def forward(input: Tensor) -> Tensor:
-        return zero.expand(*input.shape[:of], dim)
+        # Not expanded: models scale embeddings, and add to them, in place.
+        return zero.new_zeros(*input.shape[:of], dim)
 
     return forward
 

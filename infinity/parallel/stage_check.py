@@ -3,8 +3,9 @@
 A stage hands on the first argument of the next stage's first block, and nothing else. In the pass, that tensor is
 detached in front of every block, so that each block begins a graph of its own. If a later block, or the loss, still
 reaches a parameter of an earlier one, values take another way past the boundary: an auxiliary loss of routers, a skip
-connection. Such a model would train with wrong gradients and is refused. Weights that are tied across blocks are known
-by their names.
+connection. Such a model would train with wrong gradients and is refused. So is one whose block is called with a tensor
+without gradients that an earlier block has answered, such as indices. Weights that are tied across blocks are known by
+their names.
 
 The pass also records which modules run in front of the blocks and which behind, and how blocks answer. It runs on
 shapes alone: a model of any size, on the meta device too, takes a few seconds.
@@ -106,6 +107,9 @@ class _Pass:
         self._leaves: dict[int, int] = {}
         self._answered: dict[int, Any] = {}
         self._lengths: dict[int, int] = {}
+        # By tensor without gradients, the block that answered it; by block, those whose answers it was given so.
+        self._ungrown: dict[int, int] = {}
+        self._handed: dict[int, set[int]] = {}
         self._names: dict[int, list[str]] = {}
         self._tied: dict[str, list[str]] = {}
         self._kept: list[Tensor] = []
@@ -158,7 +162,13 @@ class _Pass:
             astray = [name for name in others if places[index] not in held[name]]
             if astray:
                 # What the latest stage has is nearest, and a parameter tells more than a tensor that enters a block.
-                raise self._side_path(index, max(astray, key=lambda name: (isinstance(name, str), max(held[name]))))
+                name = max(astray, key=lambda name: (isinstance(name, str), max(held[name])))
+                user = "its loss" if index + 1 == len(self._blocks) else block
+                raise self._side_path(user, f"what enters {self._blocks[name]}" if isinstance(name, int) else name)
+            for giver in sorted(self._handed.get(index, ())):
+                if places[giver] != places[index]:
+                    what = f"what {self._blocks[giver]} answers without gradients (indices, a mask)"
+                    raise self._side_path(block, what)
         return Recorded(self._blocks, after, self.answers())
 
     def answers(self) -> dict[str, int]:
@@ -211,6 +221,8 @@ class _Pass:
                 return None
             passed = argument.tensors(args, kwargs)
             self._passed.setdefault(index, passed)
+            others = [each for each in tree_leaves((args, kwargs)) if not any(each is sent for sent in passed)]
+            self._handed[index] = {self._ungrown[id(each)] for each in others if id(each) in self._ungrown}
             fresh = tuple(each.detach().requires_grad_(each.is_floating_point()) for each in passed)
             self._leaves.update({id(each): index for each in fresh})
             self._kept += fresh
@@ -218,10 +230,20 @@ class _Pass:
 
         return before
 
-    def _behind(self, index: int) -> Callable[..., None]:
-        def behind(_: nn.Module, args: Any, answer: Any) -> None:
+    def _behind(self, index: int) -> Callable[..., Any]:
+        def mark(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                return tensor
+            # No graph leads back to such as indices, and masks that are handed through; its own object tells it.
+            marked = tensor.detach()
+            self._ungrown[id(marked)] = index
+            self._kept.append(marked)
+            return marked
+
+        def behind(_: nn.Module, args: Any, answer: Any) -> Any:
             self._ended += 1
-            self._answered[index] = answer
+            self._answered[index] = answer = tree_map_only(Tensor, mark, answer)
+            return answer
 
         return behind
 
@@ -278,9 +300,7 @@ class _Pass:
             return {places[name]}
         return {stage for each in self._tied[name] for stage in cut.stages_at(each.rpartition(".")[0])}
 
-    def _side_path(self, index: int, name: str | int) -> ConfigError:
-        user = "its loss" if index + 1 == len(self._blocks) else self._blocks[index]
-        what = f"what enters {self._blocks[name]}" if isinstance(name, int) else name
+    def _side_path(self, user: str, what: str) -> ConfigError:
         return ConfigError(
             f"{type(self._model).__name__} cannot be cut into stages: {user} depends on {what} by another way than the "
             "first argument of the blocks between them (an auxiliary loss of routers, a skip connection), and no other "
@@ -313,8 +333,8 @@ def _data_dependent(root: ModuleNode, blocks: Sequence[str]) -> tuple[str, ...]:
 
 
 def _length(answer: Any, passed: Any) -> int:
-    """The length of a tuple of which the next block takes the first element; 0 if it takes the answer itself."""
-    return len(answer) if isinstance(answer, tuple) and passed is not answer else 0
+    """The length of a tuple or list whose first element the next block takes; 0 if it takes the answer itself."""
+    return len(answer) if isinstance(answer, (tuple, list)) and passed is not answer else 0
 
 
 class _Join(torch.autograd.Function):

@@ -29,6 +29,10 @@ _LATENT = {
 }  # fmt: skip
 _MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {**FAMILIES["llama"].sizes, **_LATENT}),
+    # It scales embeddings in place.
+    "ctrl": ("ctrl", {**FAMILIES["gpt2"].sizes, "dff": 64}),
+    # Its blocks answer with a list.
+    "openai-gpt": ("openai-gpt", FAMILIES["gpt2"].sizes),
     # Words of another width than the blocks': a linear layer stands between.
     "opt narrow": ("opt", {**FAMILIES["opt"].sizes, "word_embed_proj_dim": 16}),
 }

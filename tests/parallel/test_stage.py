@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "ctrl", "openai-gpt"])
 def test_stages_give_the_loss_and_gradients_of_the_uncut_model(kind, dtype):
     model = make(kind, DTYPES[dtype])
     where, answers = cut(model)
@@ -247,7 +247,7 @@ def test_hooks_that_are_always_called_see_the_stage_end_and_those_of_blocks_the_
     assert sent.requires_grad
 
 
-def test_embeddings_of_other_stages_are_zeros_without_memory():
+def test_embeddings_of_other_stages_are_zeros_that_the_model_may_write_to():
     model = make("llama", torch.bfloat16)
     where, answers = cut(model)
     stage = Stage(model, [2], where, answers)
@@ -257,9 +257,9 @@ def test_embeddings_of_other_stages_are_zeros_without_memory():
     (zeros,) = seen
     assert zeros.shape == (2, 16, 32)
     assert zeros.dtype == torch.bfloat16
-    assert zeros.untyped_storage().nbytes() == 2
     assert not zeros.any()
     assert not zeros.requires_grad
+    zeros += 1
 
 
 def test_a_stage_leaves_nothing_behind():

@@ -191,9 +191,45 @@ class Shared(Model):
         return block(self.mixer(hidden))
 
 
+class Chooses(nn.Module):
+    """Answers the order of its values, too, and takes that of another block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        order = hidden.argsort(-1) if order is None else order
+        return hidden + self.inner(hidden).gather(-1, order), order
+
+
+class Indices(Model):
+    """Block 2 takes what block 1 has chosen; block 1 would choose anew where it is given nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Chooses() for _ in range(4))
+        self.order: Tensor | None = None
+
+    def step(self, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
+        hidden, self.order = block(hidden, self.order if index == 2 else None)
+        return hidden
+
+
+class HandsThrough(Indices):
+    """What the model gives to every block comes back from it, and is not looked at."""
+
+    def step(self, index: int, block: nn.Module, hidden: Tensor) -> Tensor:
+        if index == 0:
+            self.order = torch.arange(4).expand(hidden.shape)
+        hidden, _ = block(hidden, self.order)
+        return hidden
+
+
 @pytest.mark.parametrize(
     ("model", "named"),
     [
+        (Indices, r"blocks\.2 depends on what blocks\.1 answers without gradients"),
         (Skips, r"blocks\.2 depends on (embed|blocks\.0)\."), (InBlock, r"its loss depends on blocks\.1\.inner\."),
         (Frozen, r"its loss depends on blocks\.1\.inner\."), (Captured, r"what enters blocks\.2"),
         (EveryBlock, r"blocks\.1 depends on embed\.weight"), (Uncalled, r"its loss depends on embed\.weight"),
@@ -206,12 +242,17 @@ def test_what_takes_another_way_past_a_boundary_is_refused_by_name(model, named)
 
 
 @pytest.mark.parametrize(
-    ("model", "stages"), [(Skips, (3, 1)), (InBlock, (1, 3)), (Captured, (1, 1, 2)), (Shared, (4,))]
+    ("model", "stages"),
+    [(Skips, (3, 1)), (InBlock, (1, 3)), (Captured, (1, 1, 2)), (Shared, (4,)), (Indices, (1, 3))],
 )
 def test_stages_that_keep_a_side_path_together_are_proven(model, stages):
     assert record(model(), stages=stages).unproven == ""
     with pytest.raises(ConfigError, match="cannot be cut into stages"):
         record(model(), stages=(2, 2) if model is not Captured else (3, 1))
+
+
+def test_what_a_block_only_hands_through_is_no_side_path():
+    assert record(HandsThrough()).unproven == ""
 
 
 class Head(nn.Module):
