@@ -37,7 +37,7 @@ CONTRACT = {
     ".runtime.lr_schedules": ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR"),
     ".runtime.base_optimizer": ("DeepSpeedOptimizer",),
     ".runtime.engine": ("DeepSpeedEngine",),
-    ".runtime.utils": ("move_to_device",),
+    ".runtime.utils": ("move_to_device", "set_random_seed"),
     ".pipe": ("PipelineModule", "LayerSpec", "TiedLayerSpec"),
     ".runtime.pipe": ("PipelineModule", "LayerSpec", "TiedLayerSpec", "ProcessTopology"),
     ".runtime.pipe.module": ("PipelineModule", "LayerSpec", "TiedLayerSpec"),

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch, on every device."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def move_to_device(
