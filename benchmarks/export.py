@@ -1,8 +1,9 @@
 """Claim: an export takes at most 256 MB of memory beside the engine's own, and so does one from a checkpoint.
 
-    python benchmarks/export.py [--folder DIR] [--numel N] [--ranks 1,2] [--tiers nvme,cpu]
+    python benchmarks/export.py [--folder DIR] [--numel N] [--axes 1x1x1,1x2x1,2x2x2] [--tiers nvme,cpu]
 
-A Llama of 700 M parameters in bf16, parameters and optimizer states on NVMe or in CPU memory, after one step. Extra
+A Llama of 700 M parameters in bf16, parameters and optimizer states on NVMe or in CPU memory, after one step; axes are
+ranks of the pipeline x data x tensor. Extra
 memory of a rank is what is resident at the peak of the verb beyond what was before it; the rank with the most counts.
 The rate is that of the files' bytes, synced. From a checkpoint the same is written by a process that has no engine.
 """
@@ -42,23 +43,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", help="folder on the drive")
     parser.add_argument("--numel", type=int, default=700_000_000)
-    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--axes", default="1x1x1,1x2x1,2x2x2")
     parser.add_argument("--tiers", default="nvme,cpu")
     given = parser.parse_args()
     print(describe())
     table = Table("M parameters:.0f", "GB:.2f", "s:.1f", "GB/s:.2f", "extra MB:.0f", name_width=34)
     worst = 0.0
-    for ranks in map(int, given.ranks.split(",")):
+    for axes in given.axes.split(","):
+        pipeline, data, tensor = map(int, axes.split("x"))
+        parallel = {"pipeline": pipeline, "tensor": tensor}
         for tier in given.tiers.split(","):
             with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-                options = {"folder": folder, "numel": given.numel, "tier": tier}
-                found = run_ranks("exports", options, world_size=ranks)
+                options = {"folder": folder, "numel": given.numel, "tier": tier, "parallel": parallel}
+                found = run_ranks("exports", options, world_size=pipeline * data * tensor)
                 for dtype in ("bf16", "fp32"):
                     rows = [each[dtype] for each in found]
                     live = max(row["seconds"] for row in rows), max(row["extra"] for row in rows)
                     saved = _extract(folder, dtype)
                     nbytes = _nbytes(Path(folder) / dtype)
-                    names = (f"{ranks} rank(s), {tier}, {dtype}", "  its checkpoint")
+                    names = (f"{axes}, {tier}, {dtype}", "  its checkpoint")
                     for name, (seconds, extra) in zip(names, (live, saved), strict=True):
                         rate = nbytes / seconds / 1e9
                         table.row(name, found[0]["numel"] / 1e6, nbytes / 1e9, seconds, rate, extra / MIB)

@@ -71,17 +71,17 @@ With infinity's own names (`import infinity`), an unknown key is an error and no
 
 ## Pipelines
 
-`PipelineModule`, `LayerSpec`, `TiedLayerSpec` and the topologies are there: a program like DeepSpeed's example, an AlexNet in
-layers, trains with its import changed. Every stage of ZeRO and every tier works with them
+`PipelineModule`, `LayerSpec`, `TiedLayerSpec` and the topologies are there: a program like DeepSpeed's example, an
+AlexNet in layers, trains with its import changed. Every stage of ZeRO and every tier works with them
 ([More ranks than one](parallelism.md#train-in-stages)).
 
 | you have | you write |
 |---|---|
-| `engine.train_batch()`, `engine.train_batch(data_iter)`, `engine.eval_batch(data_iter)` | the same; a list of micro-batches is taken, too |
+| `engine.train_batch()`, `engine.train_batch(data_iter)`, `engine.eval_batch(data_iter)` | the same, or a list |
 | `engine.set_dataloader(loader)`, `engine.set_dataiterator(iterator)` | `engine.train_batch(iterator)` |
 | `engine.set_batch_fn(f)` | `engine.train_batch(map(f, iterator))` |
-| `engine.eval_batch(..., return_logits=True)` | nothing: outputs stay on the last stage; `eval_batch` returns the mean loss |
-| `engine.grid`, `engine.mpu` | `engine.data_rank`, `engine.data_size`, `engine.is_first_stage()`, `engine.is_last_stage()` |
+| `engine.eval_batch(..., return_logits=True)` | nothing: outputs stay on the last stage |
+| `engine.grid`, `engine.mpu` | `engine.data_rank`, `data_size`, `is_first_stage()`, `is_last_stage()` |
 
 ## Every key of DeepSpeed 0.19.8
 

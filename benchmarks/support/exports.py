@@ -29,6 +29,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
         place["nvme_path"] = str(folder / "drive")
     config = {
         "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "log_level": "error",
+        "parallel": options["parallel"],
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place,
                               "stage3_max_live_parameters": 2 * width * vocabulary},
     }  # fmt: skip
@@ -42,8 +43,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"numel": sum(layout.numel for layout in engine.plan.layouts)}
     with engine:
         ids = torch.randint(vocabulary, (1, 8))
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.step()
+        engine.train_batch([{"input_ids": ids, "labels": ids}])
         engine.synchronize()
         for dtype in ("bf16", "fp32"):
             gc.collect()

@@ -102,14 +102,10 @@ class _Pass:
         self._ended = 0
         # By path, how many blocks had been called at the first call of a module outside of them.
         self._first_calls: dict[str, int] = {}
-        # By block: what it was called with, what stands in its place since, what it answered.
+        # By block: what it was called with, and what stands in its place since.
         self._passed: dict[int, tuple[Tensor, ...]] = {}
         self._leaves: dict[int, int] = {}
-        self._answered: dict[int, Any] = {}
-        self._lengths: dict[int, int] = {}
-        # By tensor without gradients, the block that answered it; by block, those whose answers it was given so.
-        self._ungrown: dict[int, int] = {}
-        self._handed: dict[int, set[int]] = {}
+        self._answers = _Answers()
         self._names: dict[int, list[str]] = {}
         self._tied: dict[str, list[str]] = {}
         self._kept: list[Tensor] = []
@@ -165,7 +161,7 @@ class _Pass:
                 name = max(astray, key=lambda name: (isinstance(name, str), max(held[name])))
                 user = "its loss" if index + 1 == len(self._blocks) else block
                 raise self._side_path(user, f"what enters {self._blocks[name]}" if isinstance(name, int) else name)
-            for giver in sorted(self._handed.get(index, ())):
+            for giver in sorted(self._answers.givers.get(index, ())):
                 if places[giver] != places[index]:
                     what = f"what {self._blocks[giver]} answers without gradients (indices, a mask)"
                     raise self._side_path(block, what)
@@ -174,9 +170,10 @@ class _Pass:
     def answers(self) -> dict[str, int]:
         """By path, the length of the tuple with which a block answers; one that has not run answers as its class."""
         modules = [self._model.get_submodule(path) for path in self._blocks]
-        known = {type(modules[index]): length for index, length in self._lengths.items()}
+        lengths = self._answers.lengths
+        known = {type(modules[index]): length for index, length in lengths.items()}
         return {
-            path: self._lengths.get(index, known.get(type(modules[index]), 0))
+            path: lengths.get(index, known.get(type(modules[index]), 0))
             for index, path in enumerate(self._blocks)
         }  # fmt: skip
 
@@ -215,14 +212,14 @@ class _Pass:
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._called and index == self._called[-1] + 1:
-                self._lengths[index - 1] = _length(self._answered.pop(index - 1), argument.of(args, kwargs))
+                self._answers.measure(index - 1, argument.of(args, kwargs))
             self._called.append(index)
             if index == 0:
                 return None
             passed = argument.tensors(args, kwargs)
             self._passed.setdefault(index, passed)
             others = [each for each in tree_leaves((args, kwargs)) if not any(each is sent for sent in passed)]
-            self._handed[index] = {self._ungrown[id(each)] for each in others if id(each) in self._ungrown}
+            self._answers.hand(index, others)
             fresh = tuple(each.detach().requires_grad_(each.is_floating_point()) for each in passed)
             self._leaves.update({id(each): index for each in fresh})
             self._kept += fresh
@@ -231,19 +228,9 @@ class _Pass:
         return before
 
     def _behind(self, index: int) -> Callable[..., Any]:
-        def mark(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad:
-                return tensor
-            # No graph leads back to such as indices, and masks that are handed through; its own object tells it.
-            marked = tensor.detach()
-            self._ungrown[id(marked)] = index
-            self._kept.append(marked)
-            return marked
-
         def behind(_: nn.Module, args: Any, answer: Any) -> Any:
             self._ended += 1
-            self._answered[index] = answer = tree_map_only(Tensor, mark, answer)
-            return answer
+            return self._answers.add(index, answer)
 
         return behind
 
@@ -332,9 +319,43 @@ def _data_dependent(root: ModuleNode, blocks: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _length(answer: Any, passed: Any) -> int:
-    """The length of a tuple or list whose first element the next block takes; 0 if it takes the answer itself."""
-    return len(answer) if isinstance(answer, (tuple, list)) and passed is not answer else 0
+class _Answers:
+    """What blocks answer: how long it is, and where its tensors without gradients go.
+
+    lengths: by block, of a tuple or list whose first element the next block takes; 0 if it takes the answer itself.
+    givers: by block, the blocks whose answers without gradients it was called with.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: dict[int, int] = {}
+        self.givers: dict[int, set[int]] = {}
+        self._latest: dict[int, Any] = {}
+        # By the identity of a tensor, the block that answered it, and the tensor.
+        self._ungrown: dict[int, tuple[int, Tensor]] = {}
+
+    def add(self, index: int, answer: Any) -> Any:
+        """Return a block's answer, in which tensors without gradients are objects of its own: no graph leads back to
+        such as indices, and masks that are handed through.
+        """
+
+        def mark(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                return tensor
+            marked = tensor.detach()
+            self._ungrown[id(marked)] = index, marked
+            return marked
+
+        self._latest[index] = answer = tree_map_only(Tensor, mark, answer)
+        return answer
+
+    def measure(self, index: int, passed: Any) -> None:
+        """Note the length of a block's answer. passed: the next block's first argument."""
+        answer = self._latest.pop(index)
+        self.lengths[index] = len(answer) if isinstance(answer, (tuple, list)) and passed is not answer else 0
+
+    def hand(self, index: int, values: Sequence[Any]) -> None:
+        """Note what a block is called with beside its first argument."""
+        self.givers[index] = {self._ungrown[id(each)][0] for each in values if id(each) in self._ungrown}
 
 
 class _Join(torch.autograd.Function):
