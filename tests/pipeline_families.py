@@ -89,7 +89,6 @@ def make(kind: str) -> nn.Module:
     return model
 
 
-
 def _blocks(model: nn.Module) -> tuple[str, ...]:
     classes = tuple(getattr(model, "_no_split_modules", None) or ())
     return find_blocks(module_tree(model, compute_dtype="fp32"), classes)

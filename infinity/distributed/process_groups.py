@@ -160,7 +160,7 @@ class ProcessGroups:
                 backend = "gloo" if kind.control else own
                 opened[channel] = _open_own(channels.groups(channel), ranks, backend=backend, timeout=timeout)
             notes = dist.PrefixStore(f"infinity/{opened[_CONTROL].group_name}/", _get_default_store())
-            world = AxisPlace("world", ranks.rank, ranks.world_size, opened[_CONTROL])
+            world = AxisPlace("world", ranks.rank, ranks.world_size)
             self.watchdog = Watchdog(notes, world, opened, channels, seconds=timeout_seconds)
             process_exit.guard(self.watchdog)
         groups = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,6 +166,30 @@ def test_collectives_do_what_they_say(rank_pools):
         assert heard["exchanged"] == [[2.0**53, 0.0], [2.0**53, 1.0]]
         assert heard["done"] is True and heard["open"] is True, "the next engine finds the group open"
         assert heard["ranks"] == Ranks(rank=rank, world_size=2, local_rank=rank, local_size=2)
+
+
+def gloo_threads() -> int:
+    names = (Path(f"/proc/self/task/{each}/comm").read_text() for each in os.listdir("/proc/self/task"))
+    return sum("gloo" in name for name in names)
+
+
+def closed_twice(rank: int, world_size: int) -> tuple[list[int], int]:
+    """Threads of gloo behind each of two engines' groups, while all of these are referred to."""
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    before, kept, found = gloo_threads(), [], []
+    for _ in range(2):
+        groups = ProcessGroups(detect(), timeout_seconds=60)
+        collectives.all_reduce(torch.ones(2), groups.reduction).wait()
+        kept.append(groups)
+        groups.close()
+        found.append(gloo_threads() - before)
+    return found, len(kept)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted where Linux lists them")
+def test_threads_of_closed_groups_are_gone_while_their_engine_is_referred_to(rank_pools):
+    assert rank_pools[2].run(closed_twice) == [([0, 0], 2)] * 2
 
 
 def both_orders(rank: int, world_size: int) -> list[float]:

@@ -120,3 +120,7 @@ class JobEnd:
         self._broken = True
         for group in self._groups:
             abort(group)
+
+    def release(self) -> None:
+        """Forget the groups, whose threads and connections would stay with this object."""
+        self._groups = []

@@ -124,6 +124,7 @@ class Watchdog:
         self._thread.join(_HEARD_SECONDS)
         if self.log.failure or self._connection_lost or self.end.verdict is not None:
             self.end.break_groups()
+        self.end.release()
 
     # At the end of the process.
 
