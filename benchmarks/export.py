@@ -2,10 +2,10 @@
 
     python benchmarks/export.py [--folder DIR] [--numel N] [--axes 1x1x1,1x2x1,2x2x2] [--tiers nvme,cpu]
 
-A Llama of 700 M parameters in bf16, parameters and optimizer states on NVMe or in CPU memory, after one step; axes are
-ranks of the pipeline x data x tensor. Extra
-memory of a rank is what is resident at the peak of the verb beyond what was before it; the rank with the most counts.
-The rate is that of the files' bytes, synced. From a checkpoint the same is written by a process that has no engine.
+A Llama of 700 M parameters in bf16, parameters and optimizer states on NVMe or in CPU memory, after one step. Axes are
+ranks of pipeline x data x tensor. Extra memory of a rank is what is resident at the peak of the verb beyond what was
+before it; the rank with the most counts. The rate is that of the files' bytes, synced. From a checkpoint the same is
+written by a process that has no engine.
 """
 
 from __future__ import annotations

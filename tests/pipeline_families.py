@@ -1,27 +1,20 @@
 """Which causal language models of the installed transformers can be cut into stages, unmodified?
 
-`python -m tests.pipeline_families [FAMILY ...] [--json FILE]` makes each family tiny, cuts it into three stages and
-compares loss and gradients with those of the uncut model, bit for bit; each stage's copy has NaN for the weights of the
-others. A family is right if it is equal, or refused by a ConfigError. Those whose default configuration cannot be
-made tiny by the common names of sizes are listed with the reason, and not counted.
+`python -m tests.pipeline_families [--json FILE]` makes each family tiny, cuts it into three stages and compares loss
+and gradients with those of the uncut model, bit for bit; each stage's copy has NaN for the weights of the others. A
+family is right if it is equal, or refused by a ConfigError. Those of which the common names of sizes make no tiny model
+are listed with the reason.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import platform
 import signal
-import subprocess
-import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +26,8 @@ from infinity.errors import ConfigError
 from infinity.parallel.stage_check import record_cut
 from infinity.plan.spec import module_tree
 from infinity.plan.stages import cut_model, find_blocks
-from tests.parallel.staged import Stage, batch, differences, run, run_back
+from tests.parallel.staged import Stage, batch, differences, run, run_back, take_chance_away
+from tests.pipeline_matrix import run_parts
 from tests.zoo.families import VOCABULARY
 
 STAGES = 3
@@ -68,9 +62,7 @@ def make(kind: str) -> nn.Module:
         known = _keys(kind)
         sizes = LATENT if "kv_lora_rank" in known else SIZES
         config = transformers.AutoConfig.for_model(kind, **{name: sizes[name] for name in sizes if name in known})
-        for name, value in vars(config).items():
-            if ("drop" in name or "jitter" in name) and isinstance(value, float):
-                setattr(config, name, 0.0)
+        take_chance_away(config)
         with torch.device("meta"):
             size = sum(param.numel() for param in transformers.AutoModelForCausalLM.from_config(config).parameters())
         if size > MOST_PARAMETERS:
@@ -148,31 +140,18 @@ def cut_family(kind: str) -> dict[str, Any]:
     return {"family": kind, "result": "differs" if found else "equal", "why": found, "right": not found}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="python -m tests.pipeline_families")
-    parser.add_argument("families", nargs="*", metavar="FAMILY")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+def all_families() -> list[dict[str, Any]]:
+    """A row for each causal language model that transformers names."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    began, rows = time.monotonic(), []
-    for kind in given.families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    rows = []
+    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         rows.append(cut_family(kind))
-        print(f"{kind}: {rows[-1]['result']} {rows[-1]['why']}", flush=True)
-    counts = Counter(row["result"] for row in rows)
-    print(", ".join(f"{count} {result}" for result, count in counts.most_common()))
-    if given.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        facts = {
-            "date": date.today().isoformat(), "commit": commit.stdout.strip(),
-            "command": " ".join(["python -m tests.pipeline_families", *sys.argv[1:]]), "machine": platform.machine(),
-            "torch": torch.__version__, "transformers": transformers.__version__,
-            "seconds": round(time.monotonic() - began), "counts": counts, "families": rows,
-        }  # fmt: skip
-        given.json.write_text(json.dumps(facts, indent=1) + "\n")
-    sys.exit(not all(row["right"] for row in rows))
+        print(json.dumps(rows[-1]), flush=True)
+    print(", ".join(f"{count} {result}" for result, count in Counter(row["result"] for row in rows).most_common()))
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    run_parts("python -m tests.pipeline_families", {"families": all_families})

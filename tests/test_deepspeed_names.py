@@ -6,10 +6,12 @@ import copy
 import json
 import os
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -340,3 +342,15 @@ def test_lion_by_itself_and_in_an_engine_steps_alike():
             plain.step()
         with infinity.read(model):
             assert torch.allclose(model.weight, alone.weight, rtol=0, atol=1e-6)
+
+
+def test_one_seed_is_that_of_every_generator():
+    from infinity.deepspeed.runtime.utils import set_random_seed
+
+    def drawn(seed: int) -> list[float]:
+        set_random_seed(seed)
+        return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+
+    first = drawn(3)
+    assert drawn(3) == first
+    assert all(one != other for one, other in zip(drawn(4), first, strict=True))

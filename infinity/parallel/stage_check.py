@@ -168,7 +168,7 @@ class _Pass:
         return Recorded(self._blocks, after, self.answers())
 
     def answers(self) -> dict[str, int]:
-        """By path, the length of the tuple with which a block answers; one that has not run answers as its class."""
+        """By path, the length of the tuple or list with which a block answers; one that has not run, as its class."""
         modules = [self._model.get_submodule(path) for path in self._blocks]
         lengths = self._answers.lengths
         known = {type(modules[index]): length for index, length in lengths.items()}
@@ -218,12 +218,12 @@ class _Pass:
                 return None
             passed = argument.tensors(args, kwargs)
             self._passed.setdefault(index, passed)
-            others = [each for each in tree_leaves((args, kwargs)) if not any(each is sent for sent in passed)]
-            self._answers.hand(index, others)
             fresh = tuple(each.detach().requires_grad_(each.is_floating_point()) for each in passed)
             self._leaves.update({id(each): index for each in fresh})
             self._kept += fresh
-            return argument.replaced(args, kwargs, fresh)
+            called = argument.replaced(args, kwargs, fresh)
+            self._answers.hand(index, tree_leaves(called))
+            return called
 
         return before
 
@@ -330,19 +330,19 @@ class _Answers:
         self.lengths: dict[int, int] = {}
         self.givers: dict[int, set[int]] = {}
         self._latest: dict[int, Any] = {}
-        # By the identity of a tensor, the block that answered it, and the tensor.
-        self._ungrown: dict[int, tuple[int, Tensor]] = {}
+        # By the identity of a tensor without a gradient, the block that answered it, and the tensor.
+        self._marked: dict[int, tuple[int, Tensor]] = {}
 
     def add(self, index: int, answer: Any) -> Any:
-        """Return a block's answer, in which tensors without gradients are objects of its own: no graph leads back to
-        such as indices, and masks that are handed through.
+        """Return a block's answer, in which each tensor without a gradient is a new object. No graph tells where such
+        a tensor (indices, a mask) comes from, so the object does.
         """
 
         def mark(tensor: Tensor) -> Tensor:
             if tensor.requires_grad:
                 return tensor
             marked = tensor.detach()
-            self._ungrown[id(marked)] = index, marked
+            self._marked[id(marked)] = index, marked
             return marked
 
         self._latest[index] = answer = tree_map_only(Tensor, mark, answer)
@@ -355,7 +355,7 @@ class _Answers:
 
     def hand(self, index: int, values: Sequence[Any]) -> None:
         """Note what a block is called with beside its first argument."""
-        self.givers[index] = {self._ungrown[id(each)][0] for each in values if id(each) in self._ungrown}
+        self.givers[index] = {self._marked[id(each)][0] for each in values if id(each) in self._marked}
 
 
 class _Join(torch.autograd.Function):

@@ -47,7 +47,7 @@ class StageCut:
     blocks: tuple[str, ...]
     counts: tuple[int, ...]
     after: tuple[str, ...] = ()
-    # For blocks that answer with a tuple its length: what stands in for one answers likewise.
+    # For blocks that answer with a tuple or a list its length: what stands in for one answers likewise.
     answers: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
     @property

@@ -43,11 +43,16 @@ def make(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     model_type, sizes = _MADE.get(kind) or (FAMILIES[kind].model_type, FAMILIES[kind].sizes)
     layers: dict[str, Any] = {name: sum(COUNTS) for name in ("num_hidden_layers", "n_layer") if name in sizes}
     config = AutoConfig.for_model(model_type, **{**sizes, **layers, **more})
-    for name, value in vars(config).items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
+    take_chance_away(config)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config).train().to(dtype)
+
+
+def take_chance_away(config: Any) -> None:
+    """Set dropout, LayerDrop and the noise of routers to 0 in a model's configuration."""
+    for name, value in vars(config).items():
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def batch(tokens: int = 16, seed: int = 0) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ class JobEnd:
         self._world = world
         self._channels = channels
         self._thread_id = thread_id
-        self._raised = self._interrupted = self._broken = False
+        self._raised = self._interrupted = False
 
     def learn(self, verdict: Diagnosis) -> None:
         """Take the job's verdict."""
@@ -115,10 +115,9 @@ class JobEnd:
 
     def break_groups(self) -> None:
         """Make whatever waits in a group raise, here and on the ranks that are connected; idempotent."""
-        if self._broken:
-            return
-        self._broken = True
-        for group in self._groups:
+        groups = self._groups
+        self.release()
+        for group in groups:
             abort(group)
 
     def release(self) -> None:
