@@ -4,7 +4,7 @@ python docs/make_coming_from_deepspeed.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -22,6 +22,8 @@ from infinity.config.section import (
     sections_of,
     spellings_of,
 )
+from infinity.integrations.deepspeed.modules import MODULES, NO_MODULES, SAME
+from infinity.integrations.deepspeed.refusals import Refusal
 
 PAGE = Path(__file__).with_name("coming_from_deepspeed.md")
 KEYS = Path(__file__).with_name("deepspeed_keys.txt")
@@ -83,6 +85,7 @@ AlexNet in layers, trains with its import changed. Every stage of ZeRO and every
 | `engine.eval_batch(..., return_logits=True)` | nothing: outputs stay on the last stage |
 | `engine.grid`, `engine.mpu` | `engine.data_rank`, `data_size`, `is_first_stage()`, `is_last_stage()` |
 
+<!-- names -->
 ## Every key of DeepSpeed 0.19.8
 
 - **works**: the same meaning.
@@ -91,6 +94,14 @@ AlexNet in layers, trains with its import changed. Every stage of ZeRO and every
 - **refused**: a value that turns the feature on is an error with this reason. Its default is accepted.
 
 "Removed" marks keys that DeepSpeed 0.19.8 itself refuses, because it has removed the feature.
+"""
+
+_NAMES = """\
+## Names of modules
+
+What a program may import. A name that is refused can be imported too, subclassed and asked for in `isinstance`: a use
+of it is an error that says why. Any other name is an `ImportError`, or an `AttributeError`, that points here.
+`deepspeed.comm` also has every name of torch.distributed, and `get_accelerator()` what torch has for the device.
 """
 
 _ENDING = """
@@ -140,7 +151,31 @@ def _fields(section: type[Section], path: list[str]) -> list[FieldInfo]:
 
 def render() -> str:
     """The whole page."""
-    return _INTRODUCTION + "".join(_tables()) + _optimizers() + _ENDING
+    before, after = _INTRODUCTION.split("<!-- names -->\n")
+    return before + _NAMES + _modules() + after + "".join(_tables()) + _optimizers() + _ENDING
+
+
+def _modules() -> str:
+    """Return the table of names that are here, and that of names that are refused by their reasons."""
+    here, refused = [], {}
+    for path, names in MODULES.items():
+        others = [other for other, row in SAME.items() if row == path]
+        found = [name for name, value in names.items() if not name.startswith("_") and not isinstance(value, Refusal)]
+        if found:
+            listed = _code(f"deepspeed.{each}".rstrip(".") for each in (path, *others))
+            here.append(f"| {listed} | {_code(found)} |\n")
+        for name, value in names.items():
+            if isinstance(value, Refusal):
+                refused.setdefault(value.why, []).append(f"{path}.{name}".lstrip("."))
+    for path, refusal in NO_MODULES.items():
+        refused.setdefault(refusal.why, []).append(f"{path}.*")
+    rows = [f"| {_code(paths)} | {why} |\n" for why, paths in refused.items()]
+    head = "\n| module | names that are here |\n|---|---|\n"
+    return f"{head}{''.join(here)}\n| refused | why |\n|---|---|\n{''.join(rows)}\n"
+
+
+def _code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
 
 
 def _tables() -> Iterator[str]:

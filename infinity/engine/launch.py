@@ -18,7 +18,10 @@ from infinity.engine.model_init import ConfigSource
 from infinity.errors import ConfigError
 from infinity.memory.tiers.device import Device
 
-_NO_AXES = "pipeline and tensor axes arrive later; leave it out, data parallelism needs none"
+_NO_AXES = (
+    "infinity makes the groups of its axes itself: leave it out, and set parallel.tensor and parallel.pipeline in the "
+    "configuration"
+)
 # Arguments of DeepSpeed's `initialize` that have no meaning here: the reason, and values that are ignored.
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "mesh": (_NO_AXES, (None,)),
@@ -35,7 +38,21 @@ def init_distributed(dist_backend: str | None = None, timeout: timedelta | None 
     dist_backend: torch's name of a back end; default: gloo, with nccl for tensors on an accelerator.
     """
     ranks = detect()
+    if dist_backend is not None:
+        _check_backend(dist_backend)
     open_group(ranks, backends=dist_backend or Device.detect(ranks.local_rank).backends, timeout=timeout)
+
+
+def _check_backend(asked: str) -> None:
+    """Raise ConfigError for a back end that this torch does not have. asked: "gloo", or "cpu:gloo,cuda:nccl"."""
+    built = {name: getattr(dist, f"is_{name}_available", lambda: True)() for name in dist.Backend.backend_list}
+    here = [name for name, available in built.items() if available and name != dist.Backend.UNDEFINED]
+    for name in (part.rpartition(":")[2].lower() for part in asked.split(",")):
+        if name not in here:
+            raise ConfigError(
+                f"init_distributed({asked!r}): this torch has no back end {name!r}; it has {', '.join(here)}. Leave "
+                "the argument out: collectives take gloo, and on an accelerator the one that torch has for it"
+            )
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -22,5 +22,5 @@ def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     if name.startswith(("safe_get_", "safe_set_")):
-        return getattr(importlib.import_module("infinity.integrations.deepspeed.utils"), name)
+        return getattr(importlib.import_module("infinity.integrations.deepspeed.tensor_fragment"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from infinity.deepspeed.utils import zero_to_fp32 as shim
 from safetensors.torch import load_file
 
 import infinity
 from infinity.cli.main import main as infinity_main
 from infinity.errors import CheckpointError
-from infinity.integrations.deepspeed.utils import zero_to_fp32 as shim
 from infinity.integrations.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from infinity.deepspeed.runtime.zero import partition_parameters
 from torch import Tensor, nn
 
 import infinity
 from infinity.config import DEEPSPEED, STRICT
+from infinity.deepspeed import utils
 from infinity.engine import Engine
 from infinity.errors import ConfigError, StateError
-from infinity.integrations.deepspeed import utils
-from infinity.integrations.deepspeed.runtime.zero import partition_parameters
 from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.zero import get_z3_leaf_modules, set_z3_leaf_modules, unset_z3_leaf_modules, z3_leaf_module
 from infinity.zero.parameter import ZeroParamStatus

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+import resource
 from typing import Any
 
+import psutil
 import torch
 
 from infinity.distributed.process_groups import detect
+from infinity.integrations.deepspeed.refusals import NoAttribute
 from infinity.memory.tiers.device import Device
+from infinity.ops.cores import allowed_cores
+
+_OF_TORCH = ("Event", "Stream", "get_rng_state", "initial_seed", "manual_seed", "set_rng_state")
 
 
 class Accelerator:
@@ -20,7 +26,14 @@ class Accelerator:
         self._communication_backend_name = device.backends.rpartition(":")[2]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch.get_device_module(self._device.torch), name)
+        own = torch.get_device_module(self._device.torch)
+        if not name.startswith("__"):
+            if hasattr(own, name):
+                return getattr(own, name)
+            # torch has a type of tensors, generators and streams of the CPU at its top.
+            if self._name == "cpu" and (name in _OF_TORCH or name.endswith("Tensor")) and hasattr(torch, name):
+                return getattr(torch, name)
+        raise NoAttribute(f"get_accelerator().{name}: neither infinity nor torch has it for a {self._name} device")
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return "cuda" or "cuda:1"; a CPU has no index."""
@@ -37,6 +50,44 @@ class Accelerator:
     def is_available(self) -> bool:
         """Return True: every process has a device."""
         return True
+
+    def device_count(self) -> int:
+        """Return how many ranks have a device of their own on this machine: on a CPU, as many as it has cores."""
+        if self._name == "cpu":
+            return max(detect().local_size, len(allowed_cores()))
+        return int(torch.get_device_module(self._device.torch).device_count())
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Return the types that an engine trains in here."""
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    def random(self) -> Any:
+        """Return torch's module of random numbers."""
+        return torch.random
+
+    def manual_seed_all(self, seed: int) -> Any:
+        """Seed the generators of all devices."""
+        return torch.manual_seed(seed)
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Return the bytes of living tensors on the device; on a CPU those of the process."""
+        return self._device.allocated_nbytes() or psutil.Process().memory_info().rss
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Return the most that they have been."""
+        if self._name == "cpu":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return int(torch.get_device_module(self._device.torch).max_memory_allocated(device_index))
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Return the bytes that torch keeps on the device; on a CPU those of the process."""
+        return self._device.reserved_nbytes() or self.memory_allocated()
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """Return the most that they have been."""
+        if self._name == "cpu":
+            return self.max_memory_allocated()
+        return int(torch.get_device_module(self._device.torch).max_memory_reserved(device_index))
 
     def is_bf16_supported(self) -> bool:
         """Return whether the device computes in bf16."""
@@ -63,3 +114,8 @@ class Accelerator:
 def get_accelerator() -> Accelerator:
     """Return this process's device, as its local rank says."""
     return Accelerator(Device.detect(detect().local_rank))
+
+
+def is_current_accelerator_supported() -> bool:
+    """Return True: a device that torch finds is one that an engine trains on."""
+    return True

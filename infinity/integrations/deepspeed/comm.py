@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from infinity.distributed.process_groups import detect
 from infinity.engine import launch
-from infinity.integrations.deepspeed.utils.logging import logger
+from infinity.log import logger
 
 
 def init_distributed(

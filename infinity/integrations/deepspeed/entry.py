@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import nn
 
+from infinity.config.conventions import DEEPSPEED, Conventions
 from infinity.distributed.process_groups import detect
 from infinity.engine import initialize as engine
 from infinity.errors import ConfigError
-from infinity.integrations.deepspeed.as_module import conventions
+
+DIVIDES = (
+    "initialize() divides the model itself: leave this call out, and set tensor_parallel.autotp_size in its "
+    "configuration"
+)
+
+
+def installed() -> bool:
+    """Return whether `import deepspeed` gives these names in this process."""
+    return getattr(sys.modules.get("deepspeed"), "__infinity__", None) is not None
+
+
+def conventions() -> Conventions:
+    """Return DeepSpeed's conventions; parameters have its attributes only where `import deepspeed` finds these names,
+    for that is what a program does that sees them.
+    """
+    return replace(DEEPSPEED, parameter_attributes=installed())
 
 
 def initialize(
@@ -40,8 +58,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None
     """Return the model for one tensor-parallel rank; ConfigError for more, because `initialize` divides it itself."""
     if tp_size > 1:
         raise ConfigError(
-            f"tp_model_init(tp_size={tp_size}): initialize() divides the model itself: leave this call out, and set "
-            f"tensor_parallel.autotp_size to {tp_size} in its configuration"
+            f"tp_model_init(tp_size={tp_size}): {DIVIDES} to {tp_size}"
         )
     return model.to(dtype=dtype)
 

@@ -6,6 +6,8 @@ elements as a flat fp32 tensor on the CPU. A getter returns None if the paramete
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from torch import Tensor, nn
 
 from infinity.zero.states import ParameterState
@@ -73,3 +75,13 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Set this rank's elements of the state with torch's name `optim_state_key`."""
     ParameterState(param).set_local(optim_state_key, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Set each parameter's gradient to what `update_func(gradient, parameter)` makes of it. Collective."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))

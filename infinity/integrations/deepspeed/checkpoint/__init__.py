@@ -1,5 +1,0 @@
-"""`deepspeed.checkpoint`: helpers of clients that save themselves."""
-
-from infinity.integrations.deepspeed.checkpoint import utils
-
-__all__ = ["utils"]
