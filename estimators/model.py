@@ -5,7 +5,6 @@ A module is walked by duck typing, so that this package imports no torch.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from estimators.architectures import block_classes, model_tree
 from estimators.presets import preset, preset_name
 from infinity.config import DtypeName
 from infinity.config.load import hub_cache
+from infinity.config.untrusted import read_json, read_metadata, reason
 from infinity.errors import ConfigError
 from infinity.plan.spec import ModuleNode, dtype_name, module_tree
 
@@ -112,9 +112,9 @@ def described(source: Any) -> Described:
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         known = preset_name(source) if isinstance(source, str) and (_is_id(source) or os.sep not in source) else None
-        if known is not None and not path.exists():
+        if known is not None and not os.path.exists(path):
             return Described(known, values=preset(known))
-        if isinstance(source, str) and _is_id(source) and not path.parent.exists():
+        if isinstance(source, str) and _is_id(source) and not os.path.exists(path.parent):
             path = _cached(source)
             return Described(source.rpartition("/")[2], values=_read(path))
         return Described(_name(path), values=_read(path))
@@ -129,18 +129,18 @@ def described(source: Any) -> Described:
 
 def _is_id(text: str) -> bool:
     """Whether a text may be the id of a model on the hub: an owner and a name."""
-    return _ID.fullmatch(text) is not None and not text.endswith(".json") and not Path(text).exists()
+    return _ID.fullmatch(text) is not None and not text.endswith(".json") and not os.path.exists(text)
 
 
 def _cached(model_id: str) -> Path:
     """The config.json of a model that Hugging Face's tools have downloaded before; ConfigError says how to get it."""
     folder = hub_cache() / f"models--{model_id.replace('/', '--')}"
     try:
-        newest = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
+        newest = folder / "snapshots" / read_metadata(folder / "refs" / "main", 4096).decode().strip()
+    except (OSError, ValueError):
         newest = folder
     files = [newest / "config.json", *sorted(folder.glob("snapshots/*/config.json"))]
-    found = next((file for file in files if file.is_file()), None)
+    found = next((file for file in files if os.path.isfile(file)), None)
     if found is None:
         name = model_id.rpartition("/")[2]
         raise ConfigError(
@@ -152,20 +152,20 @@ def _cached(model_id: str) -> Path:
 
 
 def _name(path: Path) -> str:
-    return path.resolve().parent.name if path.name == "config.json" else path.name
+    return Path(os.path.realpath(path)).parent.name if path.name == "config.json" else path.name
 
 
 def _read(path: Path) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    if not file.exists() and os.sep not in str(path) and file.suffix != ".json":
+    file = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.exists(file) and os.sep not in str(path) and file.suffix != ".json":
         # Such a path is no file: it was meant as a name.
         return preset(str(path))
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json(file, strict=False)
     except OSError as error:
-        raise ConfigError(f"{file}: the model's configuration cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{file}: the model's configuration cannot be read: {reason(error)}") from error
     except ValueError as error:
-        raise ConfigError(f"{file}: not valid JSON: {error}") from error
+        raise ConfigError(f"{file}: not valid JSON: {reason(error)}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: a model's configuration is an object, not {type(values).__name__}")
     return values

@@ -178,7 +178,7 @@ def test_machines_of_a_hostfile_are_started_over_ssh(tmp_path):
     [
         ([], "name a script to start"),
         (["no_such_script.py"], "there is no such file, nor a command of that name"),
-        (["--nproc", "0", "README.md"], "--nproc 0: at least one process"),
+        (["--nproc", "0", "README.md"], "--nproc 0: a machine has 1 to 65,536 processes"),
         (["--include", "elsewhere:0", "README.md"], "no machine 'elsewhere'; there is localhost"),
         (["--include", "localhost:7", "README.md"], "localhost has devices 0 to 0, not 7"),
         (["--include", "localhost:a", "README.md"], "'a' is not a list of devices"),
@@ -186,9 +186,14 @@ def test_machines_of_a_hostfile_are_started_over_ssh(tmp_path):
         (["--include", "localhost", "--exclude", "localhost", "README.md"], "keep one of the two"),
         (["--hostfile", "no_such_file", "README.md"], "cannot be read"),
         (["--hostfile", "LICENSE", "README.md"], 'is not "name slots=8"'),
+        (["--hostfile", "SLOTS", "README.md"], "line 1: 99999999999 slots: a machine has 1 to 65,536 devices"),
+        (["--hostfile", "PIPE", "README.md"], "it is not a regular file"),
     ],
 )
-def test_a_wrong_option_is_one_sentence(words, said, capsys, monkeypatch):
+def test_a_wrong_option_is_one_sentence(words, said, capsys, monkeypatch, tmp_path):
+    (tmp_path / "SLOTS").write_text("localhost slots=99999999999\n")
+    os.mkfifo(tmp_path / "PIPE")
+    words = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]
     monkeypatch.chdir(ROOT)
     assert main(["run", *words]) == 2
     complaint = capsys.readouterr().err

@@ -185,8 +185,8 @@ def test_folders_that_hold_no_safetensors_are_refused_with_the_way_out(tmp_path:
         ("org/name", r"org/name is not a folder; .*load_hf\(huggingface_hub.snapshot_download\('org/name'\), config\)"),
         ("file", r"file is a file: name the folder"),
         ("empty", r"empty has no config\.json: name the folder"),
-        ("strange", r"cannot read .*config\.json: .*Unrecognized model.* Fetch it again"),
-        ("broken", r"cannot read .*config\.json: .* Fetch it again"),
+        ("strange", r"cannot use .*config\.json: .*Unrecognized model.* Fetch it again"),
+        ("broken", r"cannot use .*config\.json: .* Fetch it again"),
     ],
 )
 def test_what_is_no_folder_of_a_model_is_told_what_to_call(

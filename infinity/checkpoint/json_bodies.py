@@ -172,14 +172,20 @@ class PlanBody(Body):
     fingerprint: Text
     stage: Count
     world_size: Count
-    dp: Count | None = None
+    dp: Count
     tp: Annotated[Count, Field(ge=1)] = 1
     pp: Annotated[Count, Field(ge=1)] = 1
     compute_dtype: Dtype
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_data_axis(cls, body: Any) -> Any:
+        # Version 1 had this axis alone, and no note of it.
+        return {"dp": body.get("world_size"), **body} if isinstance(body, dict) else body
+
     @model_validator(mode="after")
     def _axes_agree(self) -> PlanBody:
-        if self.dp is not None and self.pp * self.dp * self.tp != self.world_size:
+        if self.pp * self.dp * self.tp != self.world_size:
             raise ValueError(f"{self.pp} x {self.dp} x {self.tp} ranks are not {self.world_size}")
         return self
 

@@ -13,9 +13,9 @@ import importlib
 from dataclasses import dataclass
 
 from infinity.cli.examination import Facts, examine
-from infinity.cli.folder import IN_MEMORY
 from infinity.cli.packages import Package
 from infinity.cli.terminal import format_table, say
+from infinity.memory.folder import IN_MEMORY
 
 # File systems that store their bytes on another machine.
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "glusterfs", "lustre", "virtiofs")

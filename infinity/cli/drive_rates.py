@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infinity.cli.folder import FolderInfo, look
 from infinity.errors import ConfigError
+from infinity.memory.folder import FolderInfo, look
 from infinity.memory.pages import page_aligned
 from infinity.ops.aio import File, Queue, Request
 from infinity.plan.hardware import Drive

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.cli.folder import FolderInfo, look
 from infinity.cli.packages import Package, look_at_packages
 from infinity.errors import InfinityError
+from infinity.memory.folder import FolderInfo, look
 from infinity.ops import build
 from infinity.ops.cores import allowed_cores, quota_cores, thread_count
 from infinity.ops.file import File

@@ -25,12 +25,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infinity.cli.terminal import say
+from infinity.config.untrusted import read_metadata, reason, shortened
 from infinity.errors import ConfigError
 from infinity.memory.tiers.device import count_devices
 
 # Holds a package `deepspeed` that forwards to infinity's names, and its metadata.
 AS_DEEPSPEED = Path(__file__).parents[1] / "integrations" / "as_deepspeed"
 _LOCAL = ("localhost", "127.0.0.1")
+# More devices than this are a slip of the finger, of which no list is made.
+_SLOTS_MAX = 65_536
 # Seconds between two looks at launchers on other machines.
 _LOOK_SECONDS = 0.2
 
@@ -109,6 +112,8 @@ def _torchrun(given: argparse.Namespace, where: Sequence[str], count: int) -> li
 
 def _hosts(given: argparse.Namespace) -> Hosts:
     """Return each machine with the devices to use there."""
+    if given.nproc is not None and not 0 < given.nproc <= _SLOTS_MAX:
+        raise ConfigError(f"--nproc {given.nproc}: a machine has 1 to {_SLOTS_MAX:,} processes")
     if given.hostfile is not None:
         hosts = _read_hosts(Path(given.hostfile))
         if given.num_nodes is not None:
@@ -119,8 +124,6 @@ def _hosts(given: argparse.Namespace) -> Hosts:
         hosts = {"localhost": list(range(max(count_devices(), given.nproc or 1)))}
     hosts = _chosen(hosts, given)
     if given.nproc is not None:
-        if given.nproc < 1:
-            raise ConfigError(f"--nproc {given.nproc}: at least one process")
         few = [host for host, slots in hosts.items() if len(slots) < given.nproc]
         if few:
             raise ConfigError(f"--nproc {given.nproc}: {few[0]} has {len(hosts[few[0]])} device(s) to use")
@@ -130,17 +133,19 @@ def _hosts(given: argparse.Namespace) -> Hosts:
 
 def _read_hosts(path: Path) -> Hosts:
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hostfile {path}: cannot be read: {error}") from error
+        lines = read_metadata(path).decode().splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--hostfile {path}: cannot be read: {reason(error)}") from error
     hosts: Hosts = {}
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].strip()
         if not words:
             continue
-        found = re.fullmatch(r"([\w.:@-]+)\s+slots=(\d+)", words)
-        if found is None or found[1].startswith("-") or int(found[2]) < 1:
-            raise ConfigError(f'{path}, line {number}: {line!r} is not "name slots=8"')
+        found = re.fullmatch(r"([\w.:@-]+)\s+slots=(\d{1,18})", words)
+        if found is None or found[1].startswith("-"):
+            raise ConfigError(f'{path}, line {number}: {shortened(line)} is not "name slots=8"')
+        if not 0 < int(found[2]) <= _SLOTS_MAX:
+            raise ConfigError(f"{path}, line {number}: {found[2]} slots: a machine has 1 to {_SLOTS_MAX:,} devices")
         if found[1] in hosts:
             raise ConfigError(f"{path}, line {number}: {found[1]} stands twice")
         hosts[found[1]] = list(range(int(found[2])))

@@ -112,10 +112,7 @@ def _offload(config: Config) -> list[str]:
         )
     for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
         if section is not None and section.device in drive_names() and section.nvme_path is None:
-            complaints.append(
-                f'zero_optimization.{name}.device is "{section.device}" without a path: set '
-                f"zero_optimization.{name}.nvme_path to a folder on the drive"
-            )
+            complaints.append(_without_path(config, f"zero_optimization.{name}", section.device))
     optimizer = zero.offload_optimizer
     if optimizer is not None and optimizer.device == "auto" and optimizer.ratio != 1:
         complaints.append(
@@ -123,6 +120,16 @@ def _offload(config: Config) -> list[str]:
             "leave ratio out, or name a device"
         )
     return complaints + _drives(config)
+
+
+def _without_path(config: Config, section: str, device: str) -> str:
+    given = config.provenance.given.get(f"{section}.nvme_path")
+    # accelerate writes this word where its own settings have no path; its yaml file drops the one that stands there.
+    why = "" if given is None else (
+        f' (nvme_path is "{given}", which accelerate writes where it knows none: give it deepspeed_config_file, a JSON '
+        "file with the path)"
+    )  # fmt: skip
+    return f'{section}.device is "{device}" without a path{why}: set {section}.nvme_path to a folder on the drive'
 
 
 def _drives(config: Config) -> list[str]:
@@ -154,10 +161,7 @@ def _checkpointing(config: Config) -> list[str]:
     offload = section.offload
     on_drive = offload.device in drive_names()
     if on_drive and not (offload.nvme_path or zero.folders_of_others(offload.device)):
-        complaints.append(
-            f'activation_checkpointing.offload.device is "{offload.device}" without a path: set '
-            "activation_checkpointing.offload.nvme_path to a folder on the drive"
-        )
+        complaints.append(_without_path(config, "activation_checkpointing.offload", offload.device))
     if section.cpu_checkpointing and on_drive:
         complaints.append(
             f'activation_checkpointing.cpu_checkpointing is true and offload.device is "{offload.device}": keep one of '

@@ -146,7 +146,7 @@ def _read(
         return "configuration", _parse("configuration", source, tolerant=tolerant)
     origin = os.fspath(source)
     try:
-        with Path(origin).open(encoding="utf-8-sig") as file:
+        with open(origin, encoding="utf-8-sig", opener=_without_waiting) as file:
             # A device or a pipe reports no size: the text is checked again after reading.
             check_text(origin, os.fstat(file.fileno()).st_size)
             text = file.read(TEXT_LENGTH_MAX + 1)
@@ -159,6 +159,13 @@ def _read(
             f"{origin}: the configuration cannot be read: {reason}. Give a path to a JSON file"
         ) from error
     return origin, _parse(origin, text, tolerant=tolerant)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file, or a pipe, which has no text where no process writes to it."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _parse(origin: str, text: str, *, tolerant: bool) -> Mapping[str, Any]:

@@ -26,13 +26,14 @@ from infinity.config.values import (
     Flag,
     FractionAboveZero,
     Interval,
+    Location,
     LogLevel,
     Natural,
     Positive,
     ReduceOp,
+    Seconds,
     SignalNames,
     TagValidation,
-    Text,
     Weight,
 )
 from infinity.config.zero import ZeroOptimization
@@ -103,8 +104,8 @@ class Checkpoint(Section):
     bandwidth_share: FractionAboveZero = 1.0
     """Ours. Share of the time in which an asynchronous save moves bytes while the training loop does not wait for it;
     the rest of the time leaves the drive to the swap files."""
-    path: Text | None = None
-    """Ours. Folder of the checkpoints that the engine writes by itself (on_signal, and when max_skipped_steps is
+    path: Location | None = None
+    """Ours. Location of the checkpoints that the engine writes by itself (on_signal, and when max_skipped_steps is
     reached), and the default folder of resume()."""
     on_signal: SignalNames = ()
     """Ours. Signals, such as ["SIGTERM", "SIGUSR1"], after which the engine finishes the running step, saves a
@@ -176,14 +177,14 @@ class Config(Section):
     max_skipped_steps: Natural = 50
     """Ours. Consecutive steps skipped for non-finite gradients after which step() raises; 0: never. The search for the
     first loss scale in fp16 does not count."""
-    watchdog_seconds: Positive = 600.0
+    watchdog_seconds: Seconds = 600.0
     """Ours. Time limit of one I/O request and of one wait for other ranks; after it every rank raises and names the
     waiting ranks and operations. Ranks that diverge, fail or exit are detected within seconds at any value."""
     cross_memory_attach: Flag = True
     """Ours. Without an accelerator, ranks of one host read each other's partitions and gradients from memory if the
     kernel permits it (process_vm_readv); false sends them through sockets. Both give the same bits; sockets take three
     times the processor time."""
-    hardware_profile: Text | None = None
+    hardware_profile: Location | None = None
     """Ours. A profile written by `infinity bench`; block size, queue depth and shares of the drives come from it unless
     aio sets them. Absent: they are chosen or measured at the start."""
 

@@ -40,23 +40,30 @@ def shortened(value: object, length: int = 80) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-def parse_json(text: bytes) -> Any:
+def parse_json(text: bytes, *, strict: bool = True) -> Any:
     """Return the value of a JSON text in UTF-8.
 
+    strict: False for files of other programs, which write non-finite numbers too and may repeat a key (the last one
+    counts).
+
     Raises:
-        ValueError: the text is not JSON, an object repeats a key, a number is NaN or infinite, or containers are nested
-            deeper than NESTING_MAX.
+        ValueError: the text is not JSON, containers are nested deeper than NESTING_MAX, or, if strict, an object
+            repeats a key or a number is NaN or infinite.
     """
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+        if strict:
+            value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+        else:
+            value = json.loads(text.decode())
     except (RecursionError, MemoryError):
         raise ValueError(f"its values are nested deeper than {NESTING_MAX} levels, or do not fit the memory") from None
-    check_json(value)
-    return value
+    return check_json(value, finite=strict)
 
 
-def check_json(value: Any) -> Any:
-    """Return `value`; raise ValueError if it is nested deeper than NESTING_MAX or holds a non-finite number."""
+def check_json(value: Any, *, finite: bool = True) -> Any:
+    """Return `value`; raise ValueError if it is nested deeper than NESTING_MAX or, with `finite`, holds a non-finite
+    number.
+    """
     level = [value]
     for _ in range(NESTING_MAX + 1):
         following: list[Any] = []
@@ -66,7 +73,7 @@ def check_json(value: Any) -> Any:
                 following.extend(each.values())
             elif kind is list:
                 following.extend(each)
-            elif kind is float and not math.isfinite(each):
+            elif finite and kind is float and not math.isfinite(each):
                 raise ValueError(f"{each} is no number of JSON")
         if not following:
             return value
@@ -74,22 +81,37 @@ def check_json(value: Any) -> Any:
     raise ValueError(f"its values are nested deeper than {NESTING_MAX} levels")
 
 
-def read_metadata(path: Path, nbytes_max: int = METADATA_NBYTES_MAX) -> bytes:
+def open_regular(path: str | os.PathLike[str], flags: int = 0) -> tuple[int, os.stat_result]:
+    """Return a descriptor for reading a regular file, and its status; OSError for anything else.
+
+    flags: further ones of `os.open`.
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise OSError(0, "it is not a regular file")
+    return descriptor, status
+
+
+def read_metadata(path: str | os.PathLike[str], nbytes_max: int = METADATA_NBYTES_MAX) -> bytes:
     """Return the content of a small file.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
-        ValueError: the file has more than `nbytes_max` bytes.
+        ValueError: the file has more than `nbytes_max` bytes, or no file has this path.
     """
-    # Without O_NONBLOCK, opening a pipe would wait for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor, status = open_regular(path)
     with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(0, "it is not a regular file")
         if status.st_size > nbytes_max:
             raise ValueError(f"it has {status.st_size:,} bytes, and at most {nbytes_max:,} are read")
         return file.read(status.st_size)
+
+
+def read_json(path: str | os.PathLike[str], nbytes_max: int = METADATA_NBYTES_MAX, *, strict: bool = True) -> Any:
+    """Return the value of a JSON file; see `read_metadata` and `parse_json` for what it raises."""
+    return parse_json(read_metadata(path, nbytes_max), strict=strict)
 
 
 def reason(error: Exception) -> str:

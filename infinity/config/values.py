@@ -8,6 +8,8 @@ that description.
 from __future__ import annotations
 
 import math
+import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from pydantic import BeforeValidator, PlainSerializer
 
 from infinity.config.tiers import drive_names
 from infinity.config.units import Share, parse_limit
+
+_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
 
 
 class Unusable(ValueError):
@@ -128,14 +132,34 @@ def _texts(value: Any) -> tuple[str, ...]:
     return _tuple(_text())((value,) if isinstance(value, str) else value)
 
 
-def _drives(value: Any) -> tuple[str, ...]:
-    paths = _texts(value)
+def _drives(value: Any) -> tuple[str, ...] | None:
+    # What accelerate writes where it was given no path.
+    if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
+        return None
+    paths = tuple(map(_expanded, _texts(value)))
     if not paths:
         raise ValueError(value)
     twice = {path for path in paths if paths.count(path) > 1}
     if twice:
         raise Unusable(f"{', '.join(sorted(twice))} is named twice: name each folder once")
     return paths
+
+
+def _expanded(path: str) -> str:
+    """Return a path with `~` and `$VAR` expanded."""
+    if "\0" in path:
+        raise Unusable("a path has no NUL character: remove it")
+    expanded = os.path.expanduser(os.path.expandvars(path))
+    if (unset := _VARIABLE.search(expanded)) is not None:
+        raise Unusable(f"the environment has no variable {unset[0]}: set it, or write the path itself")
+    if expanded.startswith("~"):
+        raise Unusable(f"there is no home folder {expanded.partition('/')[0]}: write the path itself")
+    return expanded
+
+
+def _path(accepts: Callable[[str], bool] = bool) -> Callable[[Any], str]:
+    read = _text(accepts)
+    return lambda value: _expanded(read(value))
 
 
 def _signals(value: Any) -> tuple[str, ...]:
@@ -174,15 +198,19 @@ Count = Annotated[int, _expected("a whole number of at least 1", _whole(1))]
 Interval = Annotated[int | None, _expected('a whole number of at least 0, or "inf" for never', _interval)]
 Weight = Annotated[float, _expected("a finite number of at least 0", _real())]
 Fraction = Annotated[float, _expected("a number from 0 to 1", _real(maximum=1.0))]
+Seconds = Annotated[
+    float, _expected("a number of seconds above 0, up to 1e9 (31 years)", _real(above=0.0, maximum=1e9))
+]
 Positive = Annotated[float, _expected("a finite number above 0", _real(above=0.0))]
 Betas = Annotated[tuple[float, float], _expected("two numbers of at least 0 and below 1", _tuple(_real(below=1.0), 2))]
 FractionAboveZero = Annotated[float, _expected("a number above 0, up to 1", _real(maximum=1.0, above=0.0))]
 SignalNames = Annotated[tuple[str, ...], _expected('a list of signals such as ["SIGTERM", "SIGUSR1"]', _signals)]
 Text = Annotated[str, _expected("a text that is not empty", _text())]
-Place = Annotated[str, _expected("a path", _text(lambda text: True))]
-Picture = Annotated[str, _expected('the path of a ".html" or ".json" file', _text(_names_picture))]
+Place = Annotated[str, _expected("a path", _path(lambda text: True))]
+Location = Annotated[str, _expected("a path that is not empty", _path())]
+Picture = Annotated[str, _expected('the path of a ".html" or ".json" file', _path(_names_picture))]
 Texts = Annotated[tuple[str, ...], _expected("a list of texts", _texts)]
-Drives = Annotated[tuple[str, ...], _expected("a folder on a drive, or a list of one folder a drive", _drives)]
+Drives = Annotated[tuple[str, ...] | None, _expected("a folder on a drive, or a list of one folder a drive", _drives)]
 Shares = Annotated[tuple[float, ...], _expected("a list of finite numbers above 0", _tuple(_real(above=0.0)))]
 Limit = Annotated[
     int | Share | None,

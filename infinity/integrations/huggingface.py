@@ -9,8 +9,10 @@ one parameter.
 from __future__ import annotations
 
 import copy
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from infinity.config.untrusted import read_json, reason
 from infinity.distributed.collectives import exchange
 from infinity.engine.model_init import ConfigSource, open_spool
-from infinity.errors import ConfigError, listed
+from infinity.errors import ConfigError, InfinityError, listed
 from infinity.log import logger
 from infinity.zero import parameter
 from infinity.zero.deferred_init import DeferredInit, WeightSource
@@ -42,6 +45,11 @@ except ImportError as error:
 
 # The most names of each kind that one message lists.
 _NAMES_SHOWN_MAX = 20
+# Characters of transformers' words that one message has.
+_SAID_MAX = 400
+# The most parameters that a model has for each tensor that is stored: packed experts are many in one.
+_LIKENESS = 100
+_GENERATION = "generation_config.json"
 
 
 def load_hf(
@@ -72,50 +80,67 @@ def load_hf(
         ConfigError: the folder is incomplete, differs between ranks or does not match the model.
     """
     folder = Path(path)
-    model_config = _configuration(folder, overrides)
-    if getattr(model_config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"load_hf: {folder} holds quantized weights; load it with transformers' from_pretrained() and pass the "
-            "model to infinity.initialize(), or take the unquantized weights"
-        )
-    model = _skeleton(model_class or transformers.AutoModelForCausalLM, model_config)
     spool = open_spool(config)
     try:
         with spool.groups.telling():
+            model_config = _configuration(folder, overrides)
             weights = WeightFolder(folder)
             spool.resources.callback(weights.close)
             _check_alike(spool, weights)
+            with _of_transformers(folder / "config.json"):
+                model = _skeleton(model_class or transformers.AutoModelForCausalLM, model_config, weights)
+            if os.path.lexists(folder / _GENERATION):
+                with _of_transformers(folder / _GENERATION):
+                    read_json(folder / _GENERATION, strict=False)
+                    model.generation_config = transformers.GenerationConfig.from_pretrained(folder)  # type: ignore[assignment]
             found = _match(model, weights.tensors)
             _report(model, folder, found, strict=strict)
             _adopt(model, spool, found)
     except BaseException:
         spool.close()
         raise
-    if (folder / "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)  # type: ignore[assignment]
     return model.train()
 
 
 def _configuration(folder: Path, overrides: Mapping[str, Any]) -> Any:
     """Return transformers' configuration of the model in a folder; raise ConfigError if there is none."""
-    if folder.is_file():
+    if os.path.isfile(folder):
         raise ConfigError(f"load_hf: {folder} is a file: name the folder that it lies in, with its config.json")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ConfigError(
-            f"load_hf: {folder} is not a folder; download the model first: "
-            f"infinity.load_hf(huggingface_hub.snapshot_download({str(folder)!r}), config)"
+            f"load_hf: {str(folder)[:_SAID_MAX]} is not a folder; download the model first: "
+            f"infinity.load_hf(huggingface_hub.snapshot_download({str(folder)[:_SAID_MAX]!r}), config)"
         )
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         raise ConfigError(
             f"load_hf: {folder} has no config.json: name the folder that save_pretrained() or a complete download made"
         )
-    try:
-        return transformers.AutoConfig.from_pretrained(folder, **overrides)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    with _of_transformers(folder / "config.json"):
+        read_json(folder / "config.json", strict=False)
+        model_config = transformers.AutoConfig.from_pretrained(folder, **overrides)
+    if getattr(model_config, "quantization_config", None) is not None:
         raise ConfigError(
-            f"load_hf: transformers cannot read {folder / 'config.json'}: {first} Fetch it again, or save the model "
-            "with save_pretrained()"
+            f"load_hf: {folder} holds quantized weights; load it with transformers' from_pretrained() and pass the "
+            "model to infinity.initialize(), or take the unquantized weights"
+        )
+    return model_config
+
+
+@contextmanager
+def _of_transformers(file: Path) -> Iterator[None]:
+    """Raise ConfigError about `file` for any exception of the block, in which transformers takes what stands there.
+
+    transformers checks some values itself and runs into the others, so that its exceptions are of all kinds.
+    """
+    try:
+        yield
+    except InfinityError:
+        raise
+    except Exception as error:
+        said = " ".join(reason(error).split())[:_SAID_MAX]
+        raise ConfigError(
+            f"load_hf: transformers cannot use {file}: {type(error).__name__}: {said.rstrip('.')}. Fetch it again, or "
+            "save the model with save_pretrained()"
         ) from error
 
 
@@ -131,12 +156,23 @@ class _Found:
     mismatched: list[str] = field(default_factory=list)
 
 
-def _skeleton(model_class: Any, model_config: Any) -> nn.Module:
-    """Return the model with parameters on the meta device and real buffers, tied as its configuration says."""
+def _skeleton(model_class: Any, model_config: Any, weights: WeightFolder) -> nn.Module:
+    """Return the model with parameters on the meta device and real buffers, tied as its configuration says.
+
+    ConfigError where it grows far beyond the stored weights: a number of layers may be anything in a file.
+    """
+    left = _LIKENESS * len(weights.tensors) + 1000
 
     def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         if param is None or param.is_meta or isinstance(param, nn.UninitializedParameter):
             return None
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ConfigError(
+                f"load_hf: {weights.folder} stores {len(weights.tensors):,} tensors, and its config.json describes a "
+                f"model with more than {_LIKENESS} times as many parameters: fetch it again"
+            )
         # A parameter that is registered twice must stay one object.
         meta = param.__dict__.get("_infinity_meta")
         if meta is None:

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -90,12 +91,12 @@ class File:
     def open(cls, path: str | os.PathLike[str], writable: bool = False) -> File:
         """Open an existing regular file at its present size; raise TransferError if that fails."""
         name = os.fspath(path)
+        with suppress(OSError):
+            # Looked at first, because opening a pipe waits for its writer.
+            if not stat.S_ISREG(os.stat(name).st_mode):
+                raise _failure("open", name, 0, OSError(errno.EINVAL, ""), "not a regular file")
         descriptors = _open("open", name, os.O_RDWR if writable else os.O_RDONLY, 0)
-        status = os.fstat(descriptors.buffered)
-        if not stat.S_ISREG(status.st_mode):
-            descriptors.close()
-            raise _failure("open", name, 0, OSError(errno.EINVAL, ""), "not a regular file")
-        return cls(name, status.st_size, descriptors, writable=writable)
+        return cls(name, os.fstat(descriptors.buffered).st_size, descriptors, writable=writable)
 
     @property
     def descriptors(self) -> Descriptors:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from infinity.config.untrusted import read_json, reason
 from infinity.errors import ConfigError
 from infinity.plan.types import DriveRates
 
@@ -138,14 +139,13 @@ ASSUMED_CPU = ASSUMED.model_copy(
 def load_profile(path: str | os.PathLike[str]) -> HardwareProfile:
     """The profile in a file that `infinity bench` has written; ConfigError where it is none."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
+        values = read_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{os.fspath(path)}: the hardware profile cannot be read: {reason}. Make one with `infinity bench`"
+            f"{os.fspath(path)}: the hardware profile cannot be read: {reason(error)}. Make one with `infinity bench`"
         ) from error
     try:
-        return HardwareProfile.model_validate_json(text)
+        return HardwareProfile.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

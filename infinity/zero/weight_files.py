@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from infinity.config.untrusted import parse_json, plain_name, read_metadata, shortened
+from infinity.config.untrusted import open_regular, parse_json, plain_name, read_json, reason, shortened
 from infinity.errors import ConfigError, TransferError
 from infinity.memory.partition import DTYPES
 from infinity.plan.types import SAFETENSORS_NAMES
@@ -44,12 +43,13 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Without O_NONBLOCK, opening a pipe would wait for its writer.
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._fd, status = open_regular(path)
         except OSError as error:
-            raise self._failed(0, 0, error.errno or 0, str(error)) from error
+            if not error.errno:
+                raise ConfigError(f"{path}: {error.strerror}") from error
+            raise self._failed(0, 0, error.errno, str(error)) from error
         try:
-            self.tensors, start = self._read_tensors()
+            self.tensors, start = self._read_tensors(status.st_size)
             self.header = self._read_header(start)
         except BaseException:
             self.close()
@@ -73,14 +73,11 @@ class SafetensorsFile:
             os.close(self._fd)
             self._fd = -1
 
-    def _read_tensors(self) -> tuple[dict[str, StoredTensor], int]:
+    def _read_tensors(self, nbytes: int) -> tuple[dict[str, StoredTensor], int]:
         """Return the header's tensors, and the byte offset of the first one.
 
         The library checks that they fill the rest of the file without gaps.
         """
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{self.path} is not a regular file")
         try:
             with safe_open(self.path, "np") as file:
                 described = [(name, file.get_slice(name)) for name in file.offset_keys()]
@@ -94,7 +91,7 @@ class SafetensorsFile:
         for name, dtype, shape in rows:
             found[name] = StoredTensor.of(self, name, dtype, shape, offset)
             offset += found[name].nbytes
-        start = status.st_size - offset
+        start = nbytes - offset
         return {name: replace(tensor, offset=start + tensor.offset) for name, tensor in found.items()}, start
 
     def _read_header(self, start: int) -> bytes:
@@ -198,7 +195,7 @@ def _shards(folder: Path) -> dict[Path, set[str]]:
     if (folder / INDEX).exists():
         shards: dict[Path, set[str]] = {}
         try:
-            index = parse_json(read_metadata(folder / INDEX, _INDEX_NBYTES_MAX))
+            index = read_json(folder / INDEX, _INDEX_NBYTES_MAX)
             placed = index.get("weight_map") if isinstance(index, dict) else None
             if not isinstance(placed, dict):
                 raise ValueError("it has no weight_map")
@@ -207,7 +204,7 @@ def _shards(folder: Path) -> dict[Path, set[str]]:
                 shards.setdefault(folder / plain_name(file), set()).add(name)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{folder / INDEX} is no index of safetensors files: {error}. Fetch it again"
+                f"{folder / INDEX} is no index of safetensors files: {reason(error)}. Fetch it again"
             ) from error
         missing = [path.name for path in shards if not path.exists()]
         if missing:

@@ -125,6 +125,9 @@ def put(*path: Any, value: Any) -> Callable[[Any], None]:
 MANIFESTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a name of an index": (put("ranks", 0, "name", value="../x.json"), r"ranks\.0\.name: '\.\./x\.json' is no plain"),
     "a name of a client": (put("client", "name", value="/x"), r"client\.name: '/x' is no plain file name"),
+    "no data axis": (put("plan", "dp", value=None), r"plan\.dp is None"),
+    "a data axis of 3": (put("plan", "dp", value=3), "ranks are not"),
+    "an axis in words": (put("plan", "tp", value="1"), r"plan\.tp is '1'"),
     "no ranks": (put("ranks", value=[]), "ranks is"),
     "one index for two": (put("ranks", value=lambda ranks: ranks * 2), "two ranks have the same index"),
     "an index of 10 GB": (put("ranks", 0, "nbytes", value=10**10), r"10,000,000,000 bytes, and at most"),

@@ -15,9 +15,9 @@ import pytest
 from infinity.cli import bench, drive_rates, rates
 from infinity.cli.bench import show
 from infinity.cli.drive_rates import measure_drive
-from infinity.cli.folder import look
 from infinity.cli.main import main
 from infinity.errors import ConfigError
+from infinity.memory.folder import look
 from infinity.memory.tiers.device import Device
 from infinity.plan.hardware import ASSUMED, ASSUMED_CPU, Compute, HardwareProfile, load_profile, save_profile
 

@@ -16,10 +16,10 @@ import pytest
 from benchmarks.support import machine
 from infinity.cli.doctor import recommend, show
 from infinity.cli.examination import Facts, FolderFacts, examine
-from infinity.cli.folder import FolderInfo, look
 from infinity.cli.main import main
 from infinity.cli.packages import EXTRAS, REQUIRED, Package, look_at_packages
 from infinity.cli.processor import processor
+from infinity.memory.folder import FolderInfo, look
 from tests.support import bare
 
 ROOT = Path(__file__).resolve().parents[2]

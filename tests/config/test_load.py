@@ -63,6 +63,9 @@ def test_the_caller_keeps_its_dictionary_unchanged() -> None:
     assert json.dumps(raw) == before
 
 
+OFFLOAD_PATH = "zero_optimization.offload_param.nvme_path"
+
+
 @pytest.mark.parametrize(
     ("raw", "path", "value"),
     [
@@ -101,9 +104,19 @@ def test_the_caller_keeps_its_dictionary_unchanged() -> None:
         ({"aio": {"checksum": "true"}}, "aio.checksum", True),
         ({"aio": {"checksum": "Sampled"}}, "aio.checksum", "sampled"),
         ({"log_level": "INFO"}, "log_level", "info"),
+        ({"zero_optimization": {"offload_param": {"nvme_path": "~/$DRIVE/x"}}}, OFFLOAD_PATH, ("/tmp/me/fast/x",)),
+        ({"zero_optimization": {"offload_param": {"nvme_path": ["/a", "${DRIVE}"]}}}, OFFLOAD_PATH, ("/a", "fast")),
+        # accelerate writes it where its own settings have no path.
+        ({"zero_optimization": {"offload_param": {"nvme_path": "none"}}}, OFFLOAD_PATH, None),
+        ({"checkpoint": {"path": "~/runs"}}, "checkpoint.path", "/tmp/me/runs"),
+        ({"timeline": {"path": "$DRIVE/a.html"}}, "timeline.path", "fast/a.html"),
     ],
 )
-def test_values_are_taken_as_what_they_mean(raw: dict[str, Any], path: str, value: object) -> None:
+def test_values_are_taken_as_what_they_mean(
+    raw: dict[str, Any], path: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/tmp/me")
+    monkeypatch.setenv("DRIVE", "fast")
     found: Any = load_config(raw)
     for name in path.split("."):
         found = getattr(found, name)
@@ -129,6 +142,10 @@ def test_values_are_taken_as_what_they_mean(raw: dict[str, Any], path: str, valu
             "expected a folder on a drive, or a list of one folder a drive",
         ),
         ({"gradient_clipping": "inf"}, "expected a finite number"),
+        ({"watchdog_seconds": 2**63}, "watchdog_seconds: 9223372036854775808 is not usable: expected a number of sec"),
+        ({"zero_optimization": {"offload_param": {"nvme_path": "/a/$NOT_SET"}}}, "has no variable $NOT_SET: set it"),
+        ({"zero_optimization": {"offload_param": {"nvme_path": "~nobody_here/a"}}}, "no home folder ~nobody_here"),
+        ({"checkpoint": {"path": "a\0b"}}, "a path has no NUL character"),
         # What a message shows of a value is enough to see where it is wrong.
         (
             {"aio": {"drive_weights": [*range(1, 10), "half"]}},
@@ -179,6 +196,10 @@ def test_a_wrong_value_is_one_sentence_with_its_path(raw: dict[Any, Any], senten
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs stage 3", "stage to 3"),
         ({"zero_optimization": {"cpu_offload_param": True}}, "needs stage 3", "stage to 3"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "without a path", "nvme_path"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "none"}, "stage": 3}},
+            'nvme_path is "none", which accelerate writes where it knows none', "deepspeed_config_file",
+        ),
         ({"zero_optimization": {"offload_optimizer": {"ratio": 1.5}}}, "1.5", "a number from 0 to 1"),
         ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}}, "both given", "keep offload_optimizer"),
         ({"zero_optimization": {"cpu_offload": "perhaps"}}, "'perhaps'", "expected true or false"),

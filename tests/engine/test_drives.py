@@ -139,6 +139,8 @@ KEYS = {
         ("file", r"file is not a folder"), ("file/below", r"file is not a folder"), ("/proc", r"/proc keeps no files"),
         ("/proc/below", r"/proc keeps no files"), ("locked", r"may not write to .*locked"),
         ("locked/below", r"may not write to .*locked"),
+        ("new/" + "n" * 256, r"a name in it has 256 bytes, and .* takes 255"),
+        ("circle/below", r"circle is not a folder"),
     ],
 )  # fmt: skip
 def test_a_folder_that_holds_no_files_is_refused_by_its_key(
@@ -149,6 +151,7 @@ def test_a_folder_that_holds_no_files_is_refused_by_its_key(
     monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
     (tmp_path / "file").touch()
     (tmp_path / "locked").mkdir()
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
     home = {"device": "nvme", "nvme_path": os.path.join(tmp_path, folder)}
     zero = {"stage": 3, **{name: home for name in KEYS[key]}}
     config = {"zero_optimization": zero, "activation_checkpointing": {} if KEYS[key] else {"offload": home, "every": 1}}
@@ -157,7 +160,7 @@ def test_a_folder_that_holds_no_files_is_refused_by_its_key(
         infinity.initialize(model=nn.Linear(4, 4), config=config)
     with pytest.raises(ConfigError, match=told), infinity.Init(config=config):
         pass
-    assert sorted(tmp_path.rglob("*")) == [tmp_path / "file", tmp_path / "locked"]
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / name for name in ("circle", "file", "locked")]
 
 
 def test_a_folder_that_cannot_be_made_after_all_is_no_raw_error(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -103,6 +106,33 @@ def test_a_file_of_a_killed_process_is_removed_at_the_next_start_and_a_living_on
         assert path.exists()
         with tier_in(tmp_path) as tier:
             assert swap_files(tmp_path) == [tier.path]
+
+
+def test_what_only_has_the_name_of_a_swap_file_is_neither_waited_for_nor_removed(tmp_path):
+    """Opening a pipe waits for its writer, under the lock that every run of the folder takes."""
+    names = [tmp_path / f"infinity-swap-{kind}-rank0.bin" for kind in ("pipe", "link", "folder", "socket", "circle")]
+    pipe, link, folder, bound, circle = names
+    (tmp_path / "kept").write_bytes(b"x" * 4096)
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "kept")
+    folder.mkdir()
+    circle.symlink_to(circle)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(bound))
+        assert clean(tmp_path) == []
+        with tier_in(tmp_path) as tier:
+            assert swap_files(tmp_path) == sorted([*names, tier.path])
+    assert (tmp_path / "kept").read_bytes() == b"x" * 4096
+
+
+def test_a_folder_that_is_made_is_named_once_with_its_drive_and_free_space(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("infinity"), "propagate", True)
+    with caplog.at_level("INFO", logger="infinity"):
+        for _ in range(2):
+            with tier_in(tmp_path / "new" / "drive"):
+                pass
+    (said,) = [each.getMessage() for each in caplog.records if "made the folder" in each.getMessage()]
+    assert re.fullmatch(rf"made the folder {tmp_path}/new/drive for swap files, on .* with [\d.]+ GB free", said), said
 
 
 def test_free_space_counts_what_killed_processes_left(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.cli.folder import IN_MEMORY, look
+from infinity.memory.folder import IN_MEMORY, look
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.request import PlanRequest
 from infinity.plan.spec import ModelSpec, ParamSpec, UnitSpec

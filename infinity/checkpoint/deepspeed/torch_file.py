@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import stat
 import struct
 import zipfile
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from infinity.checkpoint.deepspeed.pickles import PickleReader, StorageType
-from infinity.config.untrusted import METADATA_NBYTES_MAX, reason, shortened
+from infinity.config.untrusted import METADATA_NBYTES_MAX, open_regular, reason, shortened
 from infinity.errors import CheckpointError, TransferError
 
 _BLOCK_NBYTES = 16 << 20
@@ -220,12 +219,7 @@ class _Bounded(io.FileIO):
 
 
 def _opened(path: Path) -> _Bounded:
-    # Without O_NONBLOCK, opening a pipe would wait for its writer.
-    file = _Bounded(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "r")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(0, "it is not a regular file")
-    return file
+    return _Bounded(open_regular(path)[0], "r")
 
 
 def _fingerprint(descriptor: int) -> tuple[int, ...]:

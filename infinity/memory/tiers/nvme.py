@@ -33,8 +33,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from infinity.config.untrusted import open_regular, reason, shortened
 from infinity.errors import CapacityError, ConfigError, TransferError
 from infinity.log import logger
+from infinity.memory.folder import look
 from infinity.memory.tiers.base import Checked, Folders, QueueOptions, TierBackend
 from infinity.memory.tiers.striping import PROBE_NBYTES, Stripe, Stripes, measured_weights
 from infinity.observability import trace
@@ -290,26 +292,43 @@ def check_usable(directory: Folders, key: str) -> None:
     The folder need not exist yet, and nothing is created.
     """
     for path in swap_folders(directory):
-        at = path.absolute()
-        while not os.path.lexists(at):
-            at = at.parent
-        mode = os.W_OK | os.X_OK | (os.R_OK if at == path.absolute() else 0)
-        if not at.is_dir():
-            why = f"{at} is not a folder"
-        elif not os.access(at, mode):
-            why = f"this process may not write to {at}"
-        elif not os.statvfs(at).f_blocks:
-            why = f"the file system of {at} keeps no files"
-        else:
-            continue
-        raise ConfigError(f"{key}: {path} cannot hold swap files: {why}. {_NAME_ANOTHER}")
+        try:
+            why = _defect(path.absolute())
+        except (OSError, ValueError) as error:
+            why = reason(error)
+        if why:
+            raise ConfigError(f"{key}: {shortened(str(path))} cannot hold swap files: {why}. {_NAME_ANOTHER}")
+
+
+def _defect(path: Path) -> str:
+    at = path
+    while not os.path.lexists(at):
+        at = at.parent
+    mode = os.W_OK | os.X_OK | (os.R_OK if at == path else 0)
+    if not at.is_dir():
+        return f"{at} is not a folder"
+    if not os.access(at, mode):
+        return f"this process may not write to {at}"
+    if not os.statvfs(at).f_blocks:
+        return f"the file system of {at} keeps no files"
+    longest = max((len(os.fsencode(name)) for name in path.relative_to(at).parts), default=0)
+    if longest > (limit := os.pathconf(at, "PC_NAME_MAX")):
+        return f"a name in it has {longest} bytes, and the file system of {at} takes {limit}"
+    return ""
 
 
 def _make(path: Path) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True)
     except OSError as error:
+        if path.is_dir():
+            return
         raise ConfigError(f"nvme_path: {path} cannot be made: {error.strerror}. {_NAME_ANOTHER}") from error
+    place = look(path)
+    logger.info(
+        "made the folder %s for swap files, on %s (%s) with %.1f GB free", path.absolute(),
+        place.model or "an unknown drive", place.file_system, place.free_nbytes / 1e9,
+    )  # fmt: skip
 
 
 def _check_room(directories: Sequence[Path], needs: Sequence[int], purpose: str) -> None:
@@ -337,15 +356,18 @@ def clean(directory: Path) -> list[Path]:
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Remove swap files whose owner has ended; return their paths. Call it under the directory's lock."""
+    """Remove swap files whose owner has ended; return their paths. Call it under the directory's lock.
+
+    What has the name of a swap file and is none (a pipe, a link, a folder) stays, and is not waited for.
+    """
     removed = []
     for path in sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}")):
         # A path that cannot be opened or removed belongs to another user, or is no file.
         with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor, status = open_regular(path, os.O_NOFOLLOW)
             try:
                 if _try_lock(descriptor):
-                    nbytes = os.fstat(descriptor).st_size
+                    nbytes = status.st_size
                     path.unlink()
                     removed.append(path)
                     logger.info("removed %s (%.2f GB), left by a process that was killed", path, nbytes / 1e9)
@@ -362,7 +384,7 @@ def _remove_owned(path: Path, owner: int) -> None:
 
 @contextlib.contextmanager
 def _directory_lock(directory: Path) -> Iterator[None]:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # File systems without locks (some network ones) lose the protection against a race, not the function.
         with contextlib.suppress(OSError):
