@@ -34,7 +34,8 @@ def match(
     """Compare the model's tensors with a checkpoint's. aliases, tied: further names of tensors on either side."""
     names: dict[str, list[str]] = {name: [name] for name in wanted}
     for alias, name in aliases.items():
-        names[name].append(alias)
+        if name in names:
+            names[name].append(alias)
     found, taken = Match(), set[str]()
     for name, info in wanted.items():
         sources = [tied.get(each, each) for each in names[name]]

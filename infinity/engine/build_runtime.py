@@ -84,13 +84,14 @@ def build_runtime(
     scaler = LossScaler.of(config.config.fp16.model_dump()) if config.scales_loss else None
     averaged = groups.data.size if config.config.gradient_allreduce_op == "mean" else 1
     factor = partial(grad_factor, scaler, ranks=averaged)
-    access = ParamAccess(plan, store, groups, units, gradients, coordinator, factor)
-    return Runtime(
+    access = ParamAccess(plan, store, groups, units, gradients, coordinator, factor, lambda verb: runtime.check(verb))
+    runtime = Runtime(
         module=model, config=config, plan=plan, exchanges=exchanges, device=device, groups=groups, ledger=ledger,
         store=store, units=units, gradients=gradients, coordinator=coordinator, access=access, hooks=hooks,
         stepper=stepper, checkpointing=checkpointing, compiled=compiled, observer=observer, progress=progress,
         scaler=scaler,
     )  # fmt: skip
+    return runtime
 
 
 def _move_buffers(model: nn.Module, device: Device) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infinity.checkpoint.module_tensors import tied_names
 from infinity.checkpoint.state import ClientState, Counters, Run
 from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.process_groups import ProcessGroups
@@ -534,10 +535,12 @@ class Engine(nn.Module):
         return tensors if self.global_rank == 0 else None
 
     def _whole_tensors(self, *, frozen: bool) -> dict[str, Any]:
+        self._check("take the state_dict() of its model")
         self._runtime.hooks.check_tree()
         wanted = self.global_rank == 0
-        params = param_access.full_state_dict(self._runtime.access, self.module, wanted=wanted, frozen=frozen)
-        return {**params, **exporting.whole_buffers(self._runtime, wanted=wanted)}
+        found = param_access.full_state_dict(self._runtime.access, wanted=wanted, frozen=frozen)
+        found.update(exporting.whole_buffers(self._runtime, wanted=wanted))
+        return {**found, **{name: found[first] for name, first in tied_names(self.module).items() if first in found}}
 
     # Checkpoints.
 

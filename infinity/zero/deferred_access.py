@@ -18,6 +18,7 @@ from infinity.distributed.meeting import all_ranks_after
 from infinity.errors import ConfigError, StateError
 from infinity.zero import parameter
 from infinity.zero.deferred_init import DeferredInit, spools_of
+from infinity.zero.value_versions import fingerprint
 
 _ON_EVERY_RANK = (
     "After it rank `source` sends its values to all ranks, so every rank must enter the block with the same "
@@ -71,18 +72,19 @@ def read_deferred(spool: DeferredInit, params: Sequence[nn.Parameter]) -> Iterat
         for param in params:
             if not spool.is_shared(param):
                 spool.take_over(param, 0, used=True)
-        before = [(param._version, spool.changes(param)) for param in params]
+        before = [(param._version, spool.changes(param), fingerprint(param)) for param in params]
         with spool.groups.telling():
             yield
         changed = [
-            param._version != version and spool.changes(param) == changes
-            for param, (version, changes) in zip(params, before, strict=True)
+            spool.changes(param) == changes
+            and (param._version != version or not torch.equal(values, fingerprint(param)))
+            for param, (version, changes, values) in zip(params, before, strict=True)
         ]
         for param, flag in zip(params, on_any_rank(changed, spool.groups.world, "end of read()"), strict=True):
             if flag:
                 raise StateError(
-                    f"{parameter.name_of(param)} was changed inside infinity.read(), which would be lost: use "
-                    "infinity.modify()"
+                    f"{parameter.name_of(param)} was changed inside infinity.read(); the change is undone: make it "
+                    "inside infinity.modify()"
                 )
 
 

@@ -125,8 +125,14 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if not keep_vars:
-        _need((param for param in module._parameters.values() if param is not None), STATE_DICT)
+    if keep_vars:
+        return
+    params = [param for param in module._parameters.values() if param is not None]
+    _need(params, STATE_DICT)
+    owners = (param.__dict__.get("_infinity_owner") for param in params)
+    if (access := next(filter(None, owners), None)) is not None:
+        # Whole values are a mixture, too, after a step or a load that has failed in its middle.
+        access.check(f"take the {STATE_DICT} of its model")
 
 
 def _need(params: Iterable[nn.Parameter], use: str) -> None:

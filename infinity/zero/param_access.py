@@ -34,6 +34,7 @@ from infinity.zero.other_stages import is_elsewhere
 from infinity.zero.parameter import name_of
 from infinity.zero.saved_weights import gathered_for_backward
 from infinity.zero.unit import Unit
+from infinity.zero.value_versions import fingerprint
 from infinity.zero.weight_tiles import assembled, tiles_of
 from infinity.zero.whole_values import pass_along, put_together
 
@@ -46,7 +47,8 @@ Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 class ParamAccess:
     """Through what the parameters of one engine are read and changed; `own_parameters` has each of them know it.
 
-    grad_factor: returns what accumulated gradients are multiplied by now (averaging, unscaling).
+    grad_factor: returns what accumulated gradients are multiplied by now (averaging, unscaling). check: raises what
+    stands against a verb of the engine's.
     """
 
     plan: Plan
@@ -56,6 +58,7 @@ class ParamAccess:
     gradients: Gradients
     coordinator: Coordinator
     grad_factor: Callable[[], float]
+    check: Callable[[str], None]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: what is pickled is a parameter that names this, or has one."""
@@ -94,11 +97,9 @@ def units_of(owner: ParamAccess, params: Iterable[nn.Parameter]) -> list[Unit]:
     return sorted(found, key=lambda unit: unit.layout.index)
 
 
-def full_state_dict(
-    owner: ParamAccess, module: nn.Module, *, wanted: bool, frozen: bool = True
-) -> dict[str, Tensor]:  # fmt: skip
-    """Return a module's full parameters in CPU memory, gathered unit by unit, with shards put together, those of other
-    stages sent; {} unless `wanted`, which may be on rank 0 only. Collective.
+def full_state_dict(owner: ParamAccess, *, wanted: bool, frozen: bool = True) -> dict[str, Tensor]:
+    """Return the model's full parameters in CPU memory, by their first names, gathered unit by unit, with shards put
+    together, those of other stages sent; {} unless `wanted`, which may be on rank 0 only. Collective.
 
     frozen: with those that are not trained, which are not even gathered otherwise.
     """
@@ -121,9 +122,7 @@ def full_state_dict(
         if wanted:
             whole[name] = values
     next(own, None)
-    first = {id(param): name for name, param in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: whole[first[id(param)]] for name, param in every if first[id(param)] in whole}
+    return whole
 
 
 def _own_values(owner: ParamAccess, *, frozen: bool, wanted: bool) -> Iterator[Tensor | None]:
@@ -155,7 +154,8 @@ def read(params: Params) -> Iterator[None]:
     A parameter that the tensor axis cuts has what the module computes with: this rank's shard (`infinity.state` has the
     whole one). One that only other stages of a pipeline have stays away: using it raises StateError.
     Parameters made under `infinity.Init` that no engine has yet are made whole likewise; ordinary ones are left alone.
-    Raises StateError on every rank if one of them was changed in place: use `modify` for that.
+    Raises StateError on every rank if one of them was changed, in place or through its `data`: use `modify` for that.
+    The change is undone, except in a weight that is its own partition (stages 0 to 2 without offload), which keeps it.
     """
     wanted = listed_params(params)
     with ExitStack() as stack:
@@ -164,32 +164,60 @@ def read(params: Params) -> Iterator[None]:
         entered = owners_of(wanted)
         again = {}
         for owner, chosen in entered:
+            owner.check("read parameters")
             together = _cut_together(units_of(owner, chosen))
             stack.enter_context(owner.coordinator.memory.holding(together))
             if together:
                 again[owner.coordinator] = owner.units
             for param in chosen:
                 stack.enter_context(_assembled(owner, param))
-        versions = [[param._version for param in chosen] for _, chosen in entered]
+        before = [[_Seen(owner, param) for param in chosen] for owner, chosen in entered]
         with gathered_for_backward(again):
             yield
         for param in wanted:
             if (tiles := tiles_of(param)) is not None:
                 tiles.await_gradient()
-        for (owner, chosen), before in zip(entered, versions, strict=True):
-            home = {id(param): unit for unit in units_of(owner, chosen) for param in unit.params}
-            changed = [
-                param._version != version or (id(param) in home and home[id(param)].reassigned_data(param) is not None)
-                for param, version in zip(chosen, before, strict=True)
-            ]
-            for param, flag in zip(chosen, on_any_rank(changed, owner.groups.stage, "end of read()"), strict=True):
-                if flag:
-                    for unit in home.values():
-                        unit.accept_changes()
-                    raise StateError(
-                        f"{name_of(param)} was changed inside infinity.read(), which would be lost: use "
-                        f"infinity.modify()"
-                    )
+        for (owner, chosen), seen in zip(entered, before, strict=True):
+            changed = on_any_rank([each.changed() for each in seen], owner.groups.stage, "end of read()")
+            if True not in changed:
+                continue
+            units = units_of(owner, chosen)
+            owner.coordinator.memory.refresh([unit for unit in units if not unit.placed.aliased])
+            for unit in units:
+                unit.accept_changes()
+            raise seen[changed.index(True)].refusal()
+
+
+class _Seen:
+    """A whole parameter as it was when a block began that only reads it."""
+
+    def __init__(self, owner: ParamAccess, param: nn.Parameter) -> None:
+        self._param = param
+        # Its values in tiles are a copy, which no step changes.
+        self._unit = owner.coordinator.unit_of(param) if tiles_of(param) is None else None
+        self._before = self._now()
+
+    def changed(self) -> bool:
+        """Whether the block has changed it. Data that was assigned to it is taken away."""
+        if self._unit is not None and self._unit.reassigned_data(self._param) is not None:
+            return True
+        (version, generation, values), now = self._before, self._now()
+        # A step inside the block is allowed to change values.
+        return version != now[0] or (generation == now[1] and not torch.equal(values, now[2]))
+
+    def refusal(self) -> StateError:
+        """What to raise if it was changed."""
+        keeps = self._unit is not None and self._unit.placed.aliased
+        outcome = (
+            "it is its own partition and keeps what was written into it: set its value" if keeps else
+            "the change is undone: make it"
+        )  # fmt: skip
+        name = name_of(self._param)
+        return StateError(f"{name} was changed inside infinity.read(); {outcome} inside infinity.modify()")
+
+    def _now(self) -> tuple[int, int, Tensor]:
+        generation = 0 if self._unit is None else self._unit.versions.generation
+        return self._param._version, generation, fingerprint(self._param)
 
 
 @contextmanager
@@ -211,6 +239,7 @@ def modify(params: Params, source: int = 0) -> Iterator[None]:
         stack.enter_context(modify_ordinary(ordinary, source))
         entered = []
         for owner, chosen in owners_of(wanted):
+            owner.check("change parameters")
             units = _cut_together(units_of(owner, chosen))
             stack.enter_context(owner.coordinator.memory.holding(units))
             tiled = [(param, stack.enter_context(_assembled(owner, param))) for param in chosen]

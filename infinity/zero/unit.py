@@ -58,7 +58,7 @@ class Unit:
         self.state = GatherState.PARTITIONED
         # Whether the parameters look partitioned while the unit is gathered.
         self._hidden = False
-        self.versions = ValueVersions(self.params)
+        self.versions = ValueVersions(self.params, alone=placed.aliased, as_before=self._as_before)
         self.buffer = FullBuffer(layout, placed, device=device, ledger=ledger)
         self._store = store
         self._copy = PartitionCopy(self.key, store=store, device=device)
@@ -138,9 +138,17 @@ class Unit:
         return self.versions.changed_in_use() if self.visible else None
 
     def changed_beside(self) -> StateError | None:
-        """What to raise if a parameter that is whole for good was changed in place, and its partition was not."""
-        follows = self.placed.aliased and (self.layout.dtype == "fp32" or not self.layout.trainable)
-        return self.versions.changed_beside() if self.placed.whole and self.visible and not follows else None
+        """What to raise if a parameter that is whole for good was changed, and its partition was not."""
+        if not self.placed.whole or not self.visible:
+            return None
+        for param, view in zip(self.params, self.buffer.views, strict=True):
+            if param.data_ptr() != view.data_ptr():
+                self.reassigned_data(param)
+                return StateError(
+                    f"{parameter.name_of(param)}.data was assigned, which its partition does not follow, and what was "
+                    "assigned is dropped: assign it inside infinity.modify()"
+                )
+        return None if self._follows else self.versions.changed_beside()
 
     def accept_changes(self) -> None:
         """The partition has the changed values now, or the changes are given up."""
@@ -269,6 +277,22 @@ class Unit:
             for param in map(parameter.whole_of, self.params):
                 parameter.forget(param)
         self.buffer.close()
+
+    @property
+    def _follows(self) -> bool:
+        """Whether a change of a whole parameter is one of its partition, and of all that a step begins with."""
+        return self.placed.aliased and (self.layout.dtype == "fp32" or not self.layout.trainable)
+
+    def _as_before(self) -> bool | None:
+        """Whether the whole values are those of the partition, of which this rank has a part; None: that is not known,
+        because they are the partition, and a master has further digits.
+        """
+        if self.placed.aliased:
+            return True if self._follows else None
+        self.release_lease(wait=True)
+        with self._store.read(self.key) as (partition,):
+            kept = partition.view(Kind.PARAM)[: self.local_partition.numel()]
+            return torch.equal(kept.view(torch.uint8).to(self.full.device), self.local_partition.view(torch.uint8))
 
     def _fill(self) -> Transfer:
         """Put this rank's partition into its place in the full buffer and gather the others'."""

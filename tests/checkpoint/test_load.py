@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_model, save_file
 from torch import nn
 
 import infinity
 from infinity.errors import CheckpointError, StateError
+from infinity.integrations.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from infinity.zero import GatheredParameters, safe_get_full_fp32_param, safe_get_local_fp32_param
 from tests.checkpoint.test_format import flip
 from tests.support.models import token_batch
 from tests.support.oracle import Case, SmallModel, settings
@@ -280,6 +283,89 @@ def test_a_folder_of_safetensors_is_weights(tmp_path, dtype):
             assert torch.equal(found, tensors[name] if param.requires_grad else tensors[name].to(param.dtype).float())
 
 
+def readers(engine: Any, weight: nn.Parameter) -> dict[str, Callable[[], Any]]:
+    """Every way to an engine's values."""
+
+    def inside(block: Any) -> Callable[[], Any]:
+        def enter() -> None:
+            with block(weight):
+                pass
+
+        return enter
+
+    whole = {"module.state_dict": engine.module.state_dict} if engine.config.stage < 3 else {}
+    return {
+        "engine.state_dict": engine.state_dict, **whole,
+        "read": inside(infinity.read), "modify": inside(infinity.modify), "gathered": inside(GatheredParameters),
+        "master": lambda: infinity.state(weight).master, "moment": lambda: infinity.state(weight).exp_avg,
+        "full": lambda: safe_get_full_fp32_param(weight), "local": lambda: safe_get_local_fp32_param(weight),
+        "set": lambda: infinity.state(weight).set_full("master", torch.ones(weight.shape)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "param", "optimizer"), [(0, "gpu", "gpu"), (2, "gpu", "cpu"), (3, "cpu", "cpu")])
+def test_values_are_not_handed_out_after_a_step_that_was_cut_short(tmp_path, stage, param, optimizer):
+    """They are a mixture of two steps."""
+    with engine_of(tmp_path, stage=stage, param=param, optimizer=optimizer) as engine:
+        train(engine, 1)
+        for read in readers(engine, engine.module.norm.weight).values():
+            read()
+        engine._runtime.health.mark_broken("its latest step was cut short")
+        for name, read in readers(engine, engine.module.norm.weight).items():
+            with pytest.raises(StateError, match="its latest step was cut short"):
+                read()
+                pytest.fail(name)
+
+
+class Table(nn.Module):
+    """Layers that share a table, one of them without keeping it, and one layer that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        table = torch.arange(4.0)
+        for index, layer in enumerate(self.layers):
+            layer.register_buffer("table", table, persistent=index > 0)
+        self.again = self.layers[2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + layer.table.sum()
+        return x
+
+
+@pytest.mark.parametrize(("stage", "param"), [(0, "gpu"), (3, "nvme")])
+def test_a_buffer_that_modules_share_keeps_its_names_and_loads_back(tmp_path, stage, param):
+    model = Table()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    options = {"stage": stage, "param": param, "optimizer": param}
+
+    def open_engine(model: nn.Module) -> Any:
+        return infinity.initialize(model=model, config=settings(tmp_path / "nvme", **options))[0]
+
+    with open_engine(model) as engine:
+        found = engine.state_dict()
+        assert found.keys() == expected.keys()
+        assert same_tensors(found, expected)
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.export(tmp_path / "export", dtype="fp32")
+    assert get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved").keys() == expected.keys()
+    other = Table()
+    other.layers[0].table.zero_()
+    load_model(other, tmp_path / "export" / "model.safetensors")
+    assert same_tensors(other.state_dict(), expected)
+    for folder in ("saved", "export"):
+        with open_engine(Table()) as engine:
+            engine.module.layers[0].table.zero_()
+            engine.load_checkpoint(tmp_path / folder)
+            assert same_tensors(engine.state_dict(), expected)
+
+
+def same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_damage_found_while_loading_is_named_and_the_engine_waits_for_a_good_load(tmp_path):
     with engine_of(tmp_path, param="nvme", optimizer="nvme") as engine:
         train(engine)
@@ -291,8 +377,10 @@ def test_damage_found_while_loading_is_named_and_the_engine_waits_for_a_good_loa
         flip(name, random.Random(0).randrange(name.stat().st_size))
         with pytest.raises(CheckpointError, match=rf"(?s)overwritten.*{name.name}"):
             engine.load_checkpoint(tmp_path / "out")
-        with pytest.raises(StateError, match="no load has succeeded since"):
-            engine(**token_batch(0, 0, positions=8))
+        weight = engine.module.norm.weight
+        for verb in (lambda: engine(**token_batch(0, 0, positions=8)), *readers(engine, weight).values()):
+            with pytest.raises(StateError, match="no load has succeeded since"):
+                verb()
         engine.load_checkpoint(tmp_path / "out", tag="good")
         assert same(states(engine), good)
         train(engine, 1)

@@ -99,6 +99,48 @@ def test_peft_lora_on_two_ranks_and_nvme_equals_peft_in_one_process(tmp_path: Pa
         assert result["now"]["nvme"]["param"] == 4 * result["held_here"] > 8 * trained
 
 
+def on_experts() -> Any:
+    """Packed experts with LoRA on them, which peft puts in place for the time of each call."""
+    torch.manual_seed(3)
+    lora = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False,
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )  # fmt: skip
+    return peft.get_peft_model(hf_model("mixtral"), lora)
+
+
+@pytest.mark.parametrize(
+    ("stage", "home"), [(0, "none"), (1, "cpu"), (2, "nvme"), (3, "none"), (3, "cpu"), (3, "nvme")]
+)
+def test_peft_lora_on_packed_experts_has_peft_s_own_bits(stage: int, home: str, tmp_path: Path) -> None:
+    plain = on_experts()
+    losses, grads = [], {}
+    optimizer = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], **HYPER)
+    for step in range(STEPS):
+        losses.append(plain(input_ids=tokens(step, 0), labels=tokens(step, 0)).loss)
+        losses[-1].backward()
+        grads = grads or {name: param.grad.clone() for name, param in plain.named_parameters() if param.requires_grad}
+        optimizer.step()
+        optimizer.zero_grad()
+    settings = config(str(tmp_path))
+    zero = settings["zero_optimization"]
+    zero.update(stage=stage, offload_optimizer=zero["offload_optimizer"] | {"device": home if stage else "none"})
+    zero.update(offload_param=zero["offload_param"] | {"device": home if stage == 3 else "none"})
+    model = on_experts()
+    with infinity.initialize(model=model, config={**settings, "gradient_clipping": 0})[0] as engine:
+        for step in range(STEPS):
+            loss = engine(input_ids=tokens(step, 0), labels=tokens(step, 0)).loss
+            engine.backward(loss)
+            if step == 0:
+                assert torch.equal(loss, losses[0])
+                assert all(torch.equal(infinity.state(model.get_parameter(name)).grad, grads[name]) for name in grads)
+            assert abs(float(loss.detach() - losses[step].detach())) <= 1e-5
+            engine.step()
+        found = engine.state_dict()
+    for name, param in plain.named_parameters():
+        assert float((found[name] - param.detach()).abs().max()) <= (1e-5 if param.requires_grad else 0), name
+
+
 def toggled(rank: int, world_size: int, drive: str) -> list[Tensor]:
     """Freezes a block and an embedding for two steps in the middle."""
     engine, *_ = infinity.initialize(model=hf_model("llama"), config=config(drive))

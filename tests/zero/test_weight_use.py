@@ -202,6 +202,86 @@ def test_a_weight_changed_inside_forward_is_refused_by_name(stage: int, tier: st
         engine.store.check()
 
 
+class Doubled(nn.Module):
+    """A parametrization that hands out twice the weight."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+def parametrized(model: Model, x: Tensor) -> Tensor:
+    """As peft does for each call with `target_parameters`: torch sets the parameter to itself."""
+    nn.utils.parametrize.register_parametrization(model.layers[2], "weight", Doubled())
+    x = model.layers[2](x)
+    nn.utils.parametrize.remove_parametrizations(model.layers[2], "weight", leave_parametrized=False)
+    return x
+
+
+def multiplied_by_one(model: Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.layers[3].weight.mul_(1.0)
+    return x
+
+
+def put_back(model: Model, x: Tensor) -> Tensor:
+    weight = model.layers[2].weight
+    with torch.no_grad():
+        kept = weight.clone()
+        weight.mul_(2.0)
+        change = model.layers[2](x)
+        weight.copy_(kept)
+    return x + change
+
+
+def replaced(model: Model, x: Tensor) -> Tensor:
+    weight = model.layers[2].weight * 2
+    return torch.func.functional_call(model.layers[2], {"weight": weight}, (x,))
+
+
+PUT_BACK = [parametrized, multiplied_by_one, put_back, replaced]
+
+
+@pytest.mark.parametrize("begins", [0, 1], ids=["from the first step", "from the second step"])
+@pytest.mark.parametrize(("stage", "tier"), TIERS)
+def test_a_weight_that_has_its_values_again_trains_and_one_that_lost_them_is_refused(
+    stage: int, tier: str, begins: int, tmp_path: Path
+) -> None:
+    def use(model: Model, x: Tensor) -> Tensor:
+        return PUT_BACK[seen[0] - begins](model, x) if seen[0] >= begins else x
+
+    seen = [0]
+
+    def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+        loss = (model(ids) * 10).square().mean()
+        seen[0] += 1
+        return loss
+
+    expected = plain(Model(use), loss_of, begins + len(PUT_BACK))
+    seen[0] = 0
+    with make(Model(use), stage, tier, tmp_path) as engine:
+        for step in range(begins + len(PUT_BACK)):
+            engine.backward(loss_of(engine, batch(step)))
+            engine.step()
+        assert_equal(engine.state_dict(), expected)
+        engine.module.use = shrink
+        with pytest.raises(StateError, match=r"layers\.3\.weight was changed in place while the model ran"):
+            engine(batch(0))
+
+
+def test_a_16_bit_weight_that_is_its_own_partition_is_refused_once_where_nothing_tells(tmp_path: Path) -> None:
+    """Its master has further digits, and no fingerprint was taken: from then on one is."""
+    with make(Model(), 0, "none", tmp_path, dtype="bf16") as engine:
+        for use in (multiplied_by_one, shrink):
+            engine.module.use = None
+            engine(batch(0))
+            engine.module.use = use
+            message = "call once more" if use is multiplied_by_one else "inside infinity.modify"
+            with pytest.raises(StateError, match=message):
+                engine(batch(0))
+            if use is multiplied_by_one:
+                engine(batch(0))
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_embedding_that_writes_into_its_weight_is_refused_at_initialize(
@@ -237,6 +317,49 @@ def test_a_whole_weight_changed_between_steps_counts_or_is_refused_before_the_st
             for param in model.parameters():
                 param.sub_(HYPER["lr"] * param.grad)
         assert_equal(engine.state_dict(), model, within=1e-6 if dtype == "fp32" else 2**-6)
+
+
+@pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (2, "cpu")])
+def test_data_that_is_assigned_between_steps_is_refused_before_the_step(
+    stage: int, tier: str, tmp_path: Path
+) -> None:
+    with make(Model(), stage, tier, tmp_path) as engine:
+        engine.backward(engine(batch(0)).sum())
+        weight = engine.module.layers[3].weight
+        before = weight.detach().clone()
+        weight.data = torch.zeros_like(weight)
+        with pytest.raises(StateError, match=r"layers\.3\.weight\.data was assigned.*infinity\.modify"):
+            engine.step()
+        assert torch.equal(weight.detach(), before)
+        engine.step()
+
+
+WRITERS: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda weight: weight.fill_(7.0),
+    "through data": lambda weight: weight.data.fill_(7.0),
+    "through data, a row": lambda weight: weight.data[3].mul_(-1.0),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(("stage", "tier", "dtype"), [*((*case, "fp32") for case in TIERS), (2, "cpu", "bf16")])
+def test_what_is_written_inside_read_is_refused_and_undone_unless_the_error_says_that_it_stays(
+    stage: int, tier: str, dtype: str, writer: str, tmp_path: Path
+) -> None:
+    with make(Model(), stage, tier, tmp_path, dtype=dtype) as engine:
+        weight = engine.module.layers[3].weight
+        before = engine.state_dict()["layers.3.weight"]
+        block = infinity.GatheredParameters(weight, modifier_rank=None)
+        with pytest.raises(StateError, match=r"layers\.3\.weight was changed inside") as raised, block, torch.no_grad():
+            WRITERS[writer](weight)
+        undone, said = torch.equal(engine.state_dict()["layers.3.weight"], before), str(raised.value)
+        assert ("the change is undone" in said, "keeps what was written" in said) == (undone, not undone)
+        # It is kept where the weight itself is the partition.
+        assert undone or tier == "none"
+        with infinity.read(engine.module):
+            assert undone == torch.equal(weight.detach(), before)
+            engine.backward(engine(batch(0)).float().sum())
+            engine.step()
 
 
 # Gradients that are sparse.
