@@ -168,6 +168,6 @@ def test_the_start_up_line_says_the_rates_and_whether_anybody_chose_them(caplog:
         engine.close()
         return caplog.text
 
-    assert "AdamW at 0.01; parameters on" in told(CONFIG)
-    assert "AdamW at 0.0001 and 0.01; parameters on" in told(CONFIG, lr=1e-4)
-    assert "AdamW at 0.001 (default); parameters on" in told(None)
+    assert "AdamW at 0.01, stepped in one native pass; parameters on" in told(CONFIG)
+    assert "AdamW at 0.0001 and 0.01, stepped in one native pass; parameters on" in told(CONFIG, lr=1e-4)
+    assert "AdamW at 0.001 (default), stepped in one native pass; parameters on" in told(None)

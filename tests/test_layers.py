@@ -74,7 +74,8 @@ ALLOWED: dict[str, set[str]] = {
     # What the engine decides about a step.
     "infinity.engine.idle_states": _BELOW_ENGINE | {"infinity.engine.runtime"},
     "infinity.engine.handover": _BELOW_ENGINE | {"infinity.engine.model_init", "infinity.engine.runtime"},
-    "infinity.engine.step": _BELOW_ENGINE | {"infinity.engine.runtime"},
+    "infinity.engine.step": _BELOW_ENGINE | {"infinity.engine.optimizer_state", "infinity.engine.runtime"},
+    "infinity.engine.optimizer_state": _BELOW_ENGINE,
     "infinity.engine.runtime": _BELOW_ENGINE,
     "infinity.engine.preflight": _BELOW_ENGINE | {"infinity.engine.set_aside", "infinity.engine.stage_cut"},
     "infinity.engine.set_aside": _BELOW_ENGINE,

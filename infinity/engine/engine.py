@@ -141,6 +141,8 @@ class Engine(nn.Module):
         factor = 1.0 / count if scale_wrt_gas else 1.0
         scaled = precision.scaled(loss, factor * self.loss_scale)
         if runtime.plan.policy.step_in_backward and self._accumulation.at_boundary:
+            with runtime.groups.telling():
+                optimizer.check()
             runtime.stepper.start_in_backward(optimizer.param_groups, grad_scale=runtime.grad_factor)
         with runtime.phase("backward"):
             runtime.coordinator.begin_backward(scaled=True)
@@ -160,10 +162,12 @@ class Engine(nn.Module):
         self._check_whole("engine.step()")
         self._bring_back()
         runtime, optimizer = self._runtime, self._stepped_by("step")
+        boundary = self._accumulation.at_boundary
         with runtime.groups.telling():
             self._boundary.check()
+            if boundary:
+                optimizer.check()
         self._applied = False
-        boundary = self._accumulation.at_boundary
         self._accumulation.count()
         if boundary:
             self._end_step(optimizer, lr_kwargs or {})
@@ -197,6 +201,7 @@ class Engine(nn.Module):
         self._bring_back()
         with runtime.groups.telling():
             self._boundary.check()
+            optimizer.check()
         runtime.observer.begin_step(self.global_steps + 1)
         self._applied = False
         for batch in drawn:
@@ -260,7 +265,7 @@ class Engine(nn.Module):
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step(**lr_kwargs)
         runtime.progress.stepped(
-            counters.global_steps, counters.global_samples, losses=losses, lr=self.get_lr()[0],
+            counters.global_steps, counters.global_samples, losses=losses, lr=next(iter(self.get_lr()), 0.0),
             norm=verdict.norm, scale=self.loss_scale if runtime.scaler is not None else None,
             skipped=counters.skipped_steps,
         )  # fmt: skip

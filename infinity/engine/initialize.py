@@ -324,7 +324,8 @@ def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:
     default = " (default)" if config.sources["gradient_clipping"] == "default" else ""
     return (
         f"{model}, {precision}, {plan.topology.in_words()}, "
-        f"{trained.optimizer.name}{_rates(config, trained)}; parameters on {plan.homes(Kind.PARAM)}, "
+        f"{trained.optimizer.name}{_rates(config, trained)}, stepped {trained.optimizer.way}; "
+        f"parameters on {plan.homes(Kind.PARAM)}, "
         f"optimizer states on {plan.homes(Kind.STATES)}; "
         f"batch {config.train_batch} = {config.micro_batch} x {config.accumulation} x {plan.topology.dp}; "
         + (f"clipping at {clip:g}{default}" if clip else "no clipping")

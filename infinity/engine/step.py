@@ -20,6 +20,7 @@ from torch import Tensor
 
 from infinity.distributed.collectives import exchange_texts, exchange_values
 from infinity.distributed.consistency import agree_on_numbers, on_any_rank
+from infinity.engine.optimizer_state import OptimizerStates
 from infinity.engine.runtime import Runtime
 from infinity.errors import NonFiniteError, StateError
 from infinity.log import logger
@@ -104,8 +105,10 @@ class Boundary:
         runtime = self._runtime
         if not chosen.trains:
             return None
+        module, stepper = runtime.module, runtime.stepper
         return TieredOptimizer(
-            groups, chosen.defaults, self.apply, kind=chosen.name, steps=runtime.stepper.steps,
+            groups, chosen.defaults, self.apply, kind=chosen.name, stepper=stepper,
+            states=OptimizerStates(runtime.access, stepper, module.parameters), named=module.named_parameters,
             skipped=lambda: self._latest is not None and self._latest.skipped,
             given=given if isinstance(given, torch.optim.Optimizer) else None,
             parameter_offload=ParameterOffload(runtime.module),

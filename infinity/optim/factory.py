@@ -31,6 +31,11 @@ class Chosen:
     trains: bool = True
 
     @property
+    def way(self) -> str:
+        """How it is stepped, in words."""
+        return "in one native pass" if self.rule.joins else "by torch, on fp32 stretches of partitions"
+
+    @property
     def spec(self) -> OptimizerSpec:
         """What the plan has to know of it."""
         return OptimizerSpec(self.rule.moments, self.rule.guarded, self.trains)
@@ -45,13 +50,13 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Chosen:
     """Choose the rule of an instance that has not stepped; ConfigError if it cannot run on partitions."""
     kind = type(optimizer)
     native = update_rules.native_rule_of(optimizer)
-    if any(_has_stepped(state) for state in optimizer.state.values()):
-        raise ConfigError("the optimizer has stepped already; pass it to initialize() before its first step")
     if optimizer.state and native is None:
         raise ConfigError(
-            f"optimizer {kind.__name__} makes its states when it is constructed, for whole parameters; pass one that "
-            "makes them in its first step, as torch's do"
+            f"optimizer {kind.__name__} has states of whole parameters already: pass it to initialize() before its "
+            "first step, or, if it makes them when it is constructed, one that makes them in its first step"
         )
+    if any(_has_stepped(state) for state in optimizer.state.values()):
+        raise ConfigError(f"optimizer {kind.__name__} has stepped already; pass it to initialize() before that")
     if native is None and all(callable(getattr(kind, mode, None)) for mode in ("train", "eval")):
         raise ConfigError(
             f"optimizer {kind.__name__} has a mode for training and one for evaluation, between which it changes the "

@@ -67,6 +67,7 @@ class _EarlyStep:
 
     behind: StepPass
     hyper: tuple[Any, ...]
+    group_of: Mapping[str, int]
     grad_scale: float
     # Units whose gradients are complete.
     complete: set[int] = field(default_factory=set)
@@ -84,9 +85,10 @@ class _EarlyStep:
 
     def is_right(self, context: StepContext) -> bool:
         """Whether the step that is taken is the one that was assumed."""
-        return (self.hyper, self.grad_scale) == (context.hyper, context.grad_scale) and all(
+        alike = (self.hyper, self.grad_scale) == (context.hyper, context.grad_scale)
+        return alike and self.group_of is context.group_of and all(
             all(context.arrived[unit]) and context.steps[unit] == assumed for unit, assumed in self.steps.items()
-        )
+        )  # fmt: skip
 
 
 class Stepper:
@@ -102,13 +104,16 @@ class Stepper:
     ) -> None:  # fmt: skip
         self._plan = plan
         self._store = store
-        self._device = device
         self.rule = rule
         # Steps that each parameter of the model has taken, also of other stages: one without a gradient is not stepped,
         # as in torch.
-        self.steps: dict[str, int] = {name: 0 for name, param in model_params(plan).items() if param.trainable}
-        parts = plan.step_parts()
-        self._visible, self._hidden = parts.visible, parts.hidden
+        params = {name: param for name, param in model_params(plan).items() if param.trainable}
+        self.steps: dict[str, int] = dict.fromkeys(params, 0)
+        # The parameter group of each one; replaced, never changed.
+        self._group_of: Mapping[str, int] = {name: param.group for name, param in params.items()}
+        # How often states may have changed: what was read of them before is old.
+        self.age = 0
+        self._parts = plan.step_parts()
         self._updater = SubGroupUpdater(plan, store, rule, device=device, index=index, grad_bound=grad_bound)
         self._worker = StepWorker(store, device)
         self._norms = Norms(plan, store, index=index)
@@ -120,7 +125,7 @@ class Stepper:
         self._hasty = 0
         # By unit, the sub-groups that may be stepped in backward.
         self._groups_of: dict[int, list[SubGroup]] = {}
-        for group in parts.in_backward:
+        for group in self._parts.in_backward:
             for piece in group.slices:
                 self._groups_of.setdefault(piece.unit, []).append(group)
         store.keep(*(Key(Kind.STATES, index) for index in plan.kept()))
@@ -136,6 +141,12 @@ class Stepper:
         """Take back what `parameter_scalars()` of all ranks has returned; `steps` are already those of that time."""
         self.rule.load_parameter_scalars(singles, self.steps)
 
+    def regroup(self, group_of: Mapping[str, int]) -> None:
+        """From now on step each parameter with the group that is named for it, and none without. The same on every
+        rank.
+        """
+        self._group_of = dict(group_of)
+
     def _move(self, to: StepperState) -> None:
         """Change the state. StateError inside a step, which only ends."""
         if self._state is StepperState.STEPPING and to is not StepperState.IDLE:
@@ -147,9 +158,11 @@ class Stepper:
     def start_in_backward(self, groups: Sequence[Mapping[str, Any]], *, grad_scale: float) -> None:
         """Let the step begin in the backward that comes: see [Note: step in backward]. Arguments as of `step`."""
         self._move(StepperState.ACCUMULATING)
-        if self._groups_of and self._early is None and self._hasty < _HASTY_MAX:
-            behind = StepPass(self._hidden, self._store, self._updater, Reservation(pending=True))
-            self._early = _EarlyStep(behind, tuple(map(self.rule.hyper, groups)), grad_scale)
+        # A unit with a parameter that is in no group is stepped with what has arrived.
+        whole = len(self._group_of) == len(self.steps)
+        if self._groups_of and whole and self._early is None and self._hasty < _HASTY_MAX:
+            behind = StepPass(self._parts.hidden, self._store, self._updater, Reservation(pending=True))
+            self._early = _EarlyStep(behind, tuple(map(self.rule.hyper, groups)), self._group_of, grad_scale)
 
     def on_accumulated(self, unit: int, arrived: Sequence[bool], *, final: bool) -> None:
         """Note that a unit's gradients have been accumulated.
@@ -180,6 +193,7 @@ class Stepper:
 
     def reset(self) -> None:
         """Finish what has begun, before all values are replaced."""
+        self.age += 1
         self.forget()
         self.finish()
 
@@ -202,10 +216,10 @@ class Stepper:
 
     def _read_ahead(self, unit: int) -> None:
         """Begin to read what the step needs first once backward has only a few units' gradients to deliver."""
-        self._expected = self._expected or {piece.unit for group in self._hidden for piece in group.slices}
+        self._expected = self._expected or {piece.unit for group in self._parts.hidden for piece in group.slices}
         self._expected.discard(unit)
         if len(self._expected) == SOON_UNITS:
-            for group in first_reads(self._hidden, partial(in_memory, self._store)):
+            for group in first_reads(self._parts.hidden, partial(in_memory, self._store)):
                 if not prefetch(self._store, None, group):
                     break
 
@@ -228,7 +242,8 @@ class Stepper:
                 early.steps.update(steps)
                 with self._worker.failing(early.reservation):
                     early.behind.reserve([group])
-                    self._let_step(early.behind, StepContext(early.hyper, early.grad_scale, flags, steps), [group])
+                    context = StepContext(early.hyper, early.group_of, early.grad_scale, flags, steps)
+                    self._let_step(early.behind, context, [group])
 
     def _forget_early(self) -> None:
         early, self._early = self._early, None
@@ -248,14 +263,16 @@ class Stepper:
         """
         self._move(StepperState.STEPPING)
         try:
+            self.age += 1
             hyper = tuple(map(self.rule.hyper, groups))
-            self._step(StepContext(hyper, grad_scale, arrived, self._count(arrived), self._device.mark()))
+            steps = self._count(arrived)
+            self._step(StepContext(hyper, self._group_of, grad_scale, arrived, steps, self._updater.mark()))
         finally:
             self._move(StepperState.IDLE)
 
     def count_elsewhere(self, names: Iterable[str]) -> None:
         """Count the step that was taken for parameters that ranks of other stages step."""
-        for name in names:
+        for name in self._group_of.keys() & names:
             self.steps[name] += 1
 
     def _count(self, arrived: Mapping[int, Sequence[bool]]) -> dict[int, list[int]]:
@@ -263,16 +280,16 @@ class Stepper:
         for index, flags in arrived.items():
             for slot, flag in zip(self._slots(index), flags, strict=True):
                 # A parameter in tiles counts once: its tiles have their gradients together.
-                self.steps[slot.name] += flag and slot.ends
+                self.steps[slot.name] += flag and slot.ends and slot.name in self._group_of
         return {index: [self.steps[slot.name] for slot in self._slots(index)] for index in arrived}
 
     def _step(self, context: StepContext) -> None:
         behind = self._commit_early(context)
         if behind is None:
             self.finish()
-            behind = StepPass(self._hidden, self._store, self._updater, Reservation())
+            behind = StepPass(self._parts.hidden, self._store, self._updater, Reservation())
         self._expected = set()
-        rest = [group for group in self._hidden if group.index not in behind.begun]
+        rest = [group for group in self._parts.hidden if group.index not in behind.begun]
         assert behind.reservation is not None
         with self._worker.failing(behind.reservation):
             # Reserved before anything is stepped: if that fails, readers of the rest must not get the old values.
@@ -280,9 +297,9 @@ class Stepper:
             # The drive has something to do while the visible ones are stepped.
             for group in rest[: STEP_READS - 1]:
                 prefetch(self._store, behind.reservation, group)
-            visible = StepPass(self._visible, self._store, self._updater, None)
-            visible.add(self._visible, context)
-            visible.run(len(self._visible), self._worker.stopping)
+            visible = StepPass(self._parts.visible, self._store, self._updater, None)
+            visible.add(self._parts.visible, context)
+            visible.run(len(self._parts.visible), self._worker.stopping)
             self._let_step(behind, context, rest)
 
     def _commit_early(self, context: StepContext) -> StepPass | None:

@@ -56,6 +56,10 @@ class SubGroupUpdater:
         self._leaving: list[Transfer] = []
         self._staged_nbytes = 0
 
+    def mark(self) -> Any:
+        """Return the device's mark of a step's begin, for what is copied in it."""
+        return self._device.mark()
+
     def update(self, group: SubGroup, context: StepContext, by: Reservation | None) -> None:
         """Step one sub-group; its partitions are fetched first if they are not in memory.
 

@@ -27,6 +27,7 @@ from infinity.plan.optimizer_states import kinds_of
 # Elements that are stepped at once; this bounds the fp32 copies.
 _CHUNK_NUMEL = 1 << 21
 _PROBE_STEPS = 3
+_LARGE_NUMEL = 1 << 13
 
 
 class TorchRule:
@@ -35,16 +36,35 @@ class TorchRule:
     joins = False
     guarded = False
     start = 0.0
+    counted = False
 
     def __init__(self, template: torch.optim.Optimizer) -> None:
         """Probe the optimizer; ConfigError if it is not elementwise, with the numbers."""
-        self._template = template
-        self._names = _probe(template)
-        self.moments = kinds_of(self._names)
+        first, *others = template.param_groups
+        self.names = _probe(template, first)
+        self.moments = kinds_of(self.names)
+        # Without the program's parameters, and without the states that its optimizer shows from now on.
+        self._template = _clone(template, {key: value for key, value in first.items() if key != "params"}, [])
+        # Values of a group's options that were seen to need these states: see `_options`.
+        self._tried = {_options(first)}
+        for group in others:
+            self.hyper(group)
         # By (parameter, step).
         self._scalars: dict[tuple[str, int], dict[str, Any]] = {}
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """ConfigError for options with which the optimizer keeps other states than those that are planned."""
+        options = _options(group)
+        if options not in self._tried:
+            names = _probe(self._template, group)
+            if set(names) != set(self.names):
+                raise ConfigError(
+                    f"param_groups: with the options of one group {type(self._template).__name__} keeps "
+                    f"{', '.join(names) or 'nothing'} of an element, with those of another or of before "
+                    f"{', '.join(self.names) or 'nothing'}: give all groups options that need the same states (such as "
+                    "momentum, amsgrad, centered), and leave these as they were when the engine was made"
+                )
+            self._tried.add(options)
         return {key: copy.copy(value) for key, value in group.items() if key != "params"}
 
     def step(self, slices: Sequence[StepSlice], *, grad_scale: float, grad_bound: float) -> None:
@@ -66,17 +86,17 @@ class TorchRule:
         optimizer = _clone(self._template, piece.hyper, [param])
         if segment.step > 1:
             scalars = self._scalars[segment.name, segment.step - 1]
-            kept = dict(zip(self._names, (moment[at] for moment in piece.moments), strict=True))
+            kept = dict(zip(self.names, (moment[at] for moment in piece.moments), strict=True))
             optimizer.state[param] = {**copy.deepcopy(scalars), **kept}
         with torch.no_grad():
             _call_step(optimizer)
             state = optimizer.state[param]
-            for name, moment in zip(self._names, piece.moments, strict=True):
+            for name, moment in zip(self.names, piece.moments, strict=True):
                 if state[name].data_ptr() != moment[at].data_ptr():
                     moment[at].copy_(state[name])
             _store(piece, at, param.detach())
         self._scalars[segment.name, segment.step] = {
-            name: copy.deepcopy(value) for name, value in state.items() if name not in self._names
+            name: copy.deepcopy(value) for name, value in state.items() if name not in self.names
         }
         # Other segments of this step start from the scalars of the step before; older ones are not needed.
         self._scalars.pop((segment.name, segment.step - 2), None)
@@ -93,8 +113,10 @@ def _clone(
     template: torch.optim.Optimizer, hyper: Mapping[str, Any], params: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Return an optimizer of the same class and options on other parameters, without state or the program's hooks."""
-    clone = copy.copy(template)
+    # Not by `copy`, which leaves attributes of a subclass's own behind.
+    clone: torch.optim.Optimizer = object.__new__(type(template))
     own = vars(clone)
+    own.update(vars(template))
     hooks = [name for name, value in own.items() if name.endswith("_hooks") and isinstance(value, OrderedDict)]
     groups = [{**hyper, "params": params}]
     if "foreach" in hyper and hyper["foreach"] is None:
@@ -123,18 +145,31 @@ def _store(piece: StepSlice, at: slice, weight: Tensor) -> None:
         piece.param[at].copy_(weight)
 
 
-def _probe(template: torch.optim.Optimizer) -> tuple[str, ...]:
+def _options(group: Mapping[str, Any]) -> frozenset[tuple[str, object]]:
+    """Return what of a group's values may decide about states: switches, and which numbers are 0."""
+    values = ((key, value) for key, value in group.items() if key != "params")
+    return frozenset(
+        (key, bool(value) if isinstance(value, (bool, int, float)) else type(value)) for key, value in values
+    )  # fmt: skip
+
+
+def _probe(template: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the states that have one value an element; ConfigError if it is not elementwise."""
     kind = type(template).__name__
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(8, 6, generator=generator, device="cpu")
     grads = [torch.randn(8, 6, generator=generator, device="cpu") for _ in range(_PROBE_STEPS)]
-    hyper = {key: value for key, value in template.param_groups[0].items() if key != "params"}
+    hyper = {key: value for key, value in group.items() if key != "params"}
 
-    def run(parts: list[Tensor], pieces: list[list[Tensor]]) -> tuple[Tensor, dict[str, Any]]:
+    def run(
+        parts: list[Tensor], pieces: list[list[Tensor]], *, anew: bool = False
+    ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
         params = [torch.nn.Parameter(part.clone()) for part in parts]
         optimizer = _clone(template, hyper, params)
         for step in pieces:
+            if anew:
+                states, optimizer = optimizer.state, _clone(template, hyper, params)
+                optimizer.state.update(states)
             for param, grad in zip(params, step, strict=True):
                 param.grad = grad.clone()
             _call_step(optimizer)
@@ -146,6 +181,10 @@ def _probe(template: torch.optim.Optimizer) -> tuple[str, ...]:
         cut, _ = run(
             [flat[:7], flat[7:30], flat[30:]], [[*grad.flatten().split((7, 23, 18))] for grad in grads]
         )  # fmt: skip
+        again, _ = run([weight], [[grad] for grad in grads], anew=True)
+        # Some keep small tensors in another way.
+        large = torch.linspace(-1.0, 1.0, _LARGE_NUMEL, device="cpu")
+        _, stored = run([large], [[large]])
     except Exception as error:
         raise ConfigError(
             f"optimizer {kind} cannot be run on partitions: stepping a flat tensor without a closure ended with "
@@ -157,11 +196,27 @@ def _probe(template: torch.optim.Optimizer) -> tuple[str, ...]:
             f"differs by up to {(whole - cut).abs().max():.2g}. Partitions are flat stretches of parameters; pass an "
             "elementwise optimizer, such as torch.optim.AdamW"
         )
-    shaped = [name for name, value in state.items() if isinstance(value, Tensor) and value.numel() > 1]
-    odd = [name for name in shaped if state[name].shape != weight.shape or state[name].dtype is not torch.float32]
-    if odd:
+    if not torch.equal(whole, again):
         raise ConfigError(
-            f"optimizer {kind} keeps {odd[0]} as {tuple(state[odd[0]].shape)} {state[odd[0]].dtype} for a parameter of "
-            "(8, 6): only fp32 states with a value for each element can be cut"
+            f"optimizer {kind} keeps something from step to step beside its states by parameter, in itself or in its "
+            "groups, which cannot be kept for partitions: pass an optimizer that keeps it in its states, such as "
+            "torch.optim.AdamW"
         )
-    return tuple(shaped)
+    _check_kept(kind, state, weight)
+    _check_kept(kind, stored, large)
+    return _shaped(state)
+
+
+def _shaped(state: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, value in state.items() if isinstance(value, Tensor) and value.numel() > 1)
+
+
+def _check_kept(kind: str, state: Mapping[str, Any], weight: Tensor) -> None:
+    """ConfigError for a state that is neither a single value nor fp32 with a value for each element of `weight`."""
+    for name in _shaped(state):
+        value = state[name]
+        if type(value) is not Tensor or value.shape != weight.shape or value.dtype is not torch.float32:
+            raise ConfigError(
+                f"optimizer {kind} keeps {name} as {tuple(value.shape)} {value.dtype} for a parameter of "
+                f"{tuple(weight.shape)}: only fp32 states with a value for each element can be cut"
+            )

@@ -7,21 +7,22 @@ and knows no optimizer; a rule steps slices and knows neither tiers nor units.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from infinity.errors import StateError
+from infinity.errors import ConfigError, StateError
 from infinity.ops.adam import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Piece, adam_step
 from infinity.optim.lion import LionOptimizer
 from infinity.optim.step_context import Segment
 from infinity.plan.types import ADAM_MOMENTS, Kind
 
-# The file of torch's own wrappers of a step.
-_WRAPPER = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+# The files of torch, whose wrappers of a step change nothing of it.
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,10 @@ class UpdateRule(Protocol):
     # What the rule keeps of an element, and the first value of that.
     moments: tuple[Kind, ...]
     start: float
+    # The same by the names that torch gives them.
+    names: tuple[str, ...]
+    # Whether torch's optimizer counts its steps in its states, which are the engine's count then.
+    counted: bool
     # Whether one slice may hold several parameters.
     joins: bool
     # Whether elements whose gradient is not finite are left unchanged: then a step may begin before all are known.
@@ -64,31 +69,53 @@ class UpdateRule(Protocol):
         """Take back what `parameter_scalars` returned."""
 
 
+class NativeHyper(NamedTuple):
+    """Hyper-parameters of a native rule. sign: -1.0 where the group maximizes, which turns its gradients around."""
+
+    values: Hyper
+    sign: float
+
+
 class NativeRule:
-    """One of the rules of `infinity.ops.rules`: a fused pass over each slice."""
+    """One of the rules of `infinity.ops.rules`: a fused pass over each slice.
+
+    fixed: keys of a group on which the rule's states depend, and whether each has to be set. counted: see `UpdateRule`.
+    """
 
     joins = True
     guarded = True
 
     def __init__(
-        self, moments: tuple[Kind, ...], hyper: Callable[[Mapping[str, Any]], Hyper], *, start: float = 0.0
-    ) -> None:
+        self, moments: tuple[Kind, ...], hyper: Callable[[Mapping[str, Any]], Hyper], *, start: float = 0.0,
+        fixed: Mapping[str, bool] | None = None, counted: bool = True,
+    ) -> None:  # fmt: skip
         self.moments = moments
+        self.names = tuple(kind.value for kind in moments)
+        self.counted = counted
         self.start = start
         self._hyper = hyper
+        self._fixed = fixed or {}
 
-    def hyper(self, group: Mapping[str, Any]) -> Hyper:
-        return self._hyper(group)
+    def hyper(self, group: Mapping[str, Any]) -> NativeHyper:
+        for key, wanted in self._fixed.items():
+            if bool(group.get(key, wanted)) is not wanted:
+                raise ConfigError(
+                    f"param_groups: {key} was {'set' if wanted else 'not set'} when the engine was made, which decides "
+                    f"what states the optimizer keeps, and is {group[key]!r} now: set it back, or make a new engine "
+                    "with that value"
+                )
+        return NativeHyper(self._hyper(group), -1.0 if group.get("maximize") else 1.0)
 
     def step(self, slices: Sequence[StepSlice], *, grad_scale: float, grad_bound: float) -> None:
-        by_step: dict[int, list[Piece]] = {}
+        by_step: dict[tuple[int, float], list[Piece]] = {}
         for each in slices:
             first, second = (*each.moments, None)[:2]
             assert first is not None
-            piece = Piece(each.param, each.grad, first, second, each.remainder, each.master, hyper=each.hyper)
-            by_step.setdefault(each.segment.step, []).append(piece)
-        for step, pieces in by_step.items():
-            adam_step(pieces, step=step, grad_scale=grad_scale, grad_bound=grad_bound)
+            hyper, sign = each.hyper
+            piece = Piece(each.param, each.grad, first, second, each.remainder, each.master, hyper=hyper)
+            by_step.setdefault((each.segment.step, sign), []).append(piece)
+        for (step, sign), pieces in by_step.items():
+            adam_step(pieces, step=step, grad_scale=sign * grad_scale, grad_bound=grad_bound)
 
     def parameter_scalars(self, steps: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """Return nothing: a native rule needs the step count only."""
@@ -99,14 +126,15 @@ class NativeRule:
 
 
 def adam(*, decoupled: bool, bias_correction: bool = True) -> NativeRule:
-    """Return Adam's rule, or AdamW's if `decoupled`."""
+    """Return Adam's rule, or AdamW's if `decoupled`; a group may say which of them it has."""
     return NativeRule(
         ADAM_MOMENTS,
         lambda group: AdamHyper(
             lr=float(group["lr"]), beta1=float(group["betas"][0]), beta2=float(group["betas"][1]),
-            eps=float(group["eps"]), weight_decay=float(group["weight_decay"]), adamw=decoupled,
-            bias_correction=bias_correction,
+            eps=float(group["eps"]), weight_decay=float(group["weight_decay"]),
+            adamw=bool(group.get("decoupled_weight_decay", decoupled)), bias_correction=bias_correction,
         ),
+        fixed={"amsgrad": False},
     )  # fmt: skip
 
 
@@ -118,6 +146,7 @@ def lion() -> NativeRule:
             lr=float(group["lr"]), beta1=float(group["betas"][0]), beta2=float(group["betas"][1]),
             weight_decay=float(group["weight_decay"]),
         ),
+        counted=False,
     )  # fmt: skip
 
 
@@ -141,6 +170,7 @@ def momentum() -> NativeRule:
             lr=float(group["lr"]), momentum=float(group["momentum"]), dampening=float(group["dampening"]),
             weight_decay=float(group["weight_decay"]), nesterov=bool(group["nesterov"]),
         ),
+        fixed={"momentum": True}, counted=False,
     )  # fmt: skip
 
 
@@ -156,13 +186,12 @@ def none() -> NativeRule:
 def native_rule_of(optimizer: torch.optim.Optimizer) -> NativeRule | None:
     """Return the native rule with the arithmetic of a torch optimizer; None if there is none."""
     groups = optimizer.param_groups
-    if any(group.get(key) for group in groups for key in ("amsgrad", "maximize", "differentiable")):
+    if any(group.get(key) for group in groups for key in ("amsgrad", "differentiable")):
         return None
     if _steps_as(optimizer, LionOptimizer):
         return lion()
     if _steps_as(optimizer, torch.optim.Adam):
-        decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(groups[0].get("decoupled_weight_decay"))
-        return adam(decoupled=decoupled)
+        return adam(decoupled=isinstance(optimizer, torch.optim.AdamW))
     starts = {group.get("initial_accumulator_value") for group in groups}
     if _steps_as(optimizer, torch.optim.Adagrad) and len(starts) == 1:
         return adagrad(float(groups[0]["initial_accumulator_value"]))
@@ -172,16 +201,30 @@ def native_rule_of(optimizer: torch.optim.Optimizer) -> NativeRule | None:
 
 
 def _steps_as(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether an optimizer is torch's `kind`, or a subclass that leaves its arithmetic alone."""
+    """Return whether an optimizer is `kind`, or of a subclass that leaves its arithmetic alone.
+
+    Torch and others replace functions of torch's classes by wrappers (dynamo, profilers), so these are known by their
+    names, and only what another class defines is looked at: its step, and the states and gradients that a step takes.
+    """
     if not isinstance(optimizer, kind):
         return False
-    theirs = type(optimizer)
-    return _own_step(theirs) is _own_step(kind) and (
-        # A step calls this for the states and the gradients that it takes.
-        getattr(theirs, "_init_group", None) is getattr(kind, "_init_group", None)
-    )
+    classes = type(optimizer).__mro__
+    between = [each for each in classes[: classes.index(kind)] if not each.__module__.startswith("torch.optim.")]
+    return not any(_defines(each, name) for each in between for name in ("step", "_init_group"))
 
 
-def _own_step(kind: type[torch.optim.Optimizer]) -> Any:
-    """Return a class's step as it was written: torch wraps that of each class whose optimizers are made."""
-    return inspect.unwrap(kind.step, stop=lambda step: step.__code__.co_filename != _WRAPPER)
+def _defines(kind: type, name: str) -> bool:
+    """Return whether a class writes a function of its own: torch puts a wrapper of what it inherits into it, too."""
+    if name not in vars(kind):
+        return False
+    written = _written(vars(kind)[name])
+    return not _is_torchs(written) and written is not _written(getattr(super(kind, kind), name, None))
+
+
+def _written(function: Any) -> Any:
+    """Return what torch's wrappers of a function wrap."""
+    return inspect.unwrap(function, stop=lambda each: not _is_torchs(each))
+
+
+def _is_torchs(function: Any) -> bool:
+    return hasattr(function, "__code__") and function.__code__.co_filename.startswith(_TORCH)

@@ -12,7 +12,8 @@ from infinity.plan.stages import PipelinePart
 
 @dataclass(frozen=True, slots=True)
 class ModelParam:
-    """A parameter: its shape before a tensor axis cuts it by `shard`, its dtype, whether it is trained.
+    """A parameter: its shape before a tensor axis cuts it by `shard`, its dtype, its optimizer parameter group when the
+    plan was made (-1 for one that is frozen).
 
     holders: the pipeline indices of the ranks that have it, in order.
     """
@@ -20,9 +21,14 @@ class ModelParam:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    trainable: bool
+    group: int
     shard: Shard | None
     holders: tuple[int, ...]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it has gradients and optimizer states."""
+        return self.group >= 0
 
 
 def model_params(plan: Plan) -> dict[str, ModelParam]:
@@ -38,7 +44,7 @@ def model_params(plan: Plan) -> dict[str, ModelParam]:
 def _own(plan: Plan) -> Iterator[ModelParam]:
     for layout in plan.layouts:
         for slot in layout.slots:
-            yield ModelParam(slot.name, slot.whole_shape, layout.dtype, layout.trainable, slot.shard, (0,))
+            yield ModelParam(slot.name, slot.whole_shape, layout.dtype, slot.group, slot.shard, (0,))
 
 
 def _of_all_stages(part: PipelinePart) -> Iterator[ModelParam]:
@@ -46,7 +52,7 @@ def _of_all_stages(part: PipelinePart) -> Iterator[ModelParam]:
         holders = part.split.holders(number)
         for spec in unit.params:
             shape = spec.shape if spec.shard is None else spec.shard.whole_shape(spec.shape)
-            yield ModelParam(spec.name, shape, unit.dtype, unit.trainable, spec.shard, holders)
+            yield ModelParam(spec.name, shape, unit.dtype, spec.group, spec.shard, holders)
 
 
 def place_of_buffer(plan: Plan, name: str) -> int:

@@ -62,6 +62,16 @@ class ParameterState:
         """Whether it has gradients and moments."""
         return self._param.trainable
 
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+        return self._param.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole parameter's shape."""
+        return self._param.shape
+
     master = _property("master", "The fp32 master weight.")
     grad = _property("grad", "The accumulated gradient, averaged and unscaled, before clipping; zeros after a step.")
     exp_avg = _property("exp_avg", "The first moment of Adam, NAdam, Adamax and Lion.")

@@ -29,7 +29,8 @@ def run_client(module: str, ranks: int, *words: str, timeout: float = 300) -> li
 def _run(command: list[str], ranks: int, folder: str, timeout: float) -> list[dict[str, Any]]:
     """folder: where all ranks write together."""
     env = {
-        **os.environ, "CLIENT_FOLDER": folder, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
+        **os.environ, "CLIENT_FOLDER": folder,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
     }  # fmt: skip

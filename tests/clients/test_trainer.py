@@ -23,10 +23,17 @@ def test_trainer_equals_ddp_saves_and_resumes(tmp_path):
         {"stage": 2, "offload": "cpu", "in_file": True, "arguments": FOUR, "rows": 22},
         {"acts": ["train", "engine", "train", "evaluate"]},
         {"stage": 1, "acts": ["train", "engine", "train", "evaluate"]},
+        {"arguments": {"optim": "rmsprop"}},
+        {"stage": 2, "offload": "cpu", "arguments": {"optim": "rmsprop"}},
+        {"stage": 2, "offload": "cpu", "arguments": {"optim": "adafactor"}},
     ]  # fmt: skip
     found = run_client("tests.clients.trainer_cells", 2, json.dumps(cells))
-    assert [row.get("error") for row in found] == [None] * len(cells)
-    plain, trained, resumed, plain_four, four, plain_again, again = found
+    refused = found.pop()
+    assert [row.get("error") for row in found] == [None] * len(found)
+    plain, trained, resumed, plain_four, four, plain_again, again, plain_rmsprop, rmsprop = found
+    # accelerate would have DeepSpeed's Adam step where states are offloaded.
+    assert difference(plain_rmsprop, rmsprop, resumed=False) < DIGITS
+    assert "ConfigError: optimizer Adafactor is not elementwise" in refused["error"]
     assert difference(plain, trained, resumed=False) < DIGITS
     assert difference(trained, resumed, resumed=True) == 0.0
     assert difference(plain_four, four, resumed=False) < DIGITS

@@ -91,7 +91,7 @@ def ds_config(cell: Cell, folder: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "zero_optimization": zero, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
-        "zero_force_ds_cpu_optimizer": False, "wall_clock_breakdown": False, **cell.keys,
+        "wall_clock_breakdown": False, **cell.keys,
     }  # fmt: skip
     if cell.in_file:
         config["optimizer"] = {

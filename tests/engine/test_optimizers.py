@@ -65,6 +65,31 @@ class Swinging(torch.optim.Optimizer):
                 param.sub_(state["swing"] / state["largest"], alpha=group["lr"] * (1 - state["product"]))
 
 
+class CountsInItself(torch.optim.Optimizer):
+    """Keeps its step count beside its states, where clones for partitions lose it."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.count += 1
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.1 / self.count)
+
+
+class SmallFirst(Swinging):
+    """Keeps large tensors in another dtype, as optimizers in 8 bits do."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            if param.numel() >= 4096:
+                self.state[param]["swing"] = self.state[param]["swing"].to(torch.bfloat16)
+
+
 Make = Callable[[Any], torch.optim.Optimizer]
 # What torch is given, and what the engine is: a section of the configuration, or the same callable.
 CASES: dict[str, tuple[Make, dict[str, Any] | None]] = {
@@ -203,6 +228,8 @@ class Rownormed(torch.optim.Optimizer):
     [
         (Rownormed, "Rownormed is not elementwise: stepping a matrix of 8 x 6 whole and cut into three flat stretches"),
         (torch.optim.LBFGS, "LBFGS cannot be run on partitions"),
+        (CountsInItself, "CountsInItself keeps something from step to step beside its states"),
+        (SmallFirst, r"SmallFirst keeps swing as \(8192,\) torch.bfloat16"),
         (torch.optim.Adafactor, "Adafactor"),
     ],
 )
@@ -284,3 +311,15 @@ def test_a_subclass_is_stepped_natively_only_if_it_leaves_the_step_alone(kind: A
     optimizer = kind([nn.Parameter(torch.ones(2))])
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     assert (native_rule_of(optimizer) is not None) is native
+
+
+@pytest.mark.parametrize("wrap", [torch.compiler.disable, lambda function: lambda *args: function(*args)])
+def test_functions_of_torchs_classes_may_be_wrapped(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dynamo wraps them in its first compilation, and profilers do."""
+    weights = [nn.Parameter(torch.ones(2))]
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        for name in ("_init_group", "step"):
+            monkeypatch.setattr(kind, name, wrap(getattr(kind, name)))
+    made = [kind(weights) for kind in (torch.optim.AdamW, Renamed, torch.optim.Adam)]
+    assert all(map(native_rule_of, [*made, torch.optim.SGD(weights, momentum=0.9)]))
+    assert native_rule_of(StatesOfItsOwn(weights)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -12,7 +13,21 @@ from infinity.ops.build import require
 from infinity.optim.lion import LionOptimizer
 
 
-class DeepSpeedCPUAdam(torch.optim.Adam):
+class ForCPU(torch.optim.Optimizer):
+    """An optimizer by which accelerate replaces the program's own where states are offloaded: DeepSpeed steps these few
+    only. An engine steps the program's own, or refuses it by its name, so accelerate gets that one back.
+    """
+
+    def __new__(cls, model_params: Any, *args: Any, **options: Any) -> Any:
+        caller = sys._getframe(1)
+        if str(caller.f_globals.get("__name__")).startswith("accelerate."):
+            for each in caller.f_locals.values():
+                if isinstance(each, torch.optim.Optimizer) and each.param_groups is model_params:
+                    return each
+        return super().__new__(cls)
+
+
+class DeepSpeedCPUAdam(ForCPU, torch.optim.Adam):
     """Adam, or AdamW if `adamw_mode`; an engine steps it natively where its states live.
 
     It keeps the dictionaries of the groups that it is given, so a scheduler that was made for another optimizer over
@@ -56,7 +71,7 @@ def _check(name: str, *, bias_correction: bool, fp32_optimizer_states: bool = Tr
         raise ConfigError(f"{name}(fp32_optimizer_states=False): moments are fp32 here; leave it out")
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+class DeepSpeedCPUAdagrad(ForCPU, torch.optim.Adagrad):
     """torch's Adagrad; the engine steps it where its states live."""
 
     def __init__(
@@ -68,7 +83,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         self.state.clear()
 
 
-class DeepSpeedCPULion(LionOptimizer):
+class DeepSpeedCPULion(ForCPU, LionOptimizer):
     """Lion; the engine steps it where its states live."""
 
 
