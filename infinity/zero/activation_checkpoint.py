@@ -142,8 +142,8 @@ class Recomputed(Replaced):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = self._module.training and getattr(self._module, "gradient_checkpointing", False)
-        if not torch.is_grad_enabled() or own:
-            # Nothing is kept for backward, or the module recomputes itself.
+        if not torch.is_grad_enabled() or own or torch._C._are_functorch_transforms_active():
+            # Nothing is kept for backward, or the module recomputes itself, or torch.func would refuse it.
             return self._forward(*args, **kwargs)
         if self._module.training:
             args, kwargs = self._without_cache(args, kwargs)
@@ -207,7 +207,7 @@ class OffloadedForward(Replaced):
         self._tier = tier
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return self._forward(*args, **kwargs)
         with saved_tensors_hooks(self._pack, self._unpack):
             return self._forward(*args, **kwargs)

@@ -21,7 +21,7 @@ from infinity.observability import trace
 from infinity.plan.plan import Plan
 from infinity.zero.gathered_memory import GatheredMemory
 from infinity.zero.gradients import Gradients
-from infinity.zero.module_calls import ModuleCall, ModuleCalls
+from infinity.zero.module_calls import ModuleCall, ModuleCalls, refuse_transform
 from infinity.zero.parameter import WHOLE_MODEL_USES, is_released, name_of
 from infinity.zero.prefetcher import Prefetcher
 from infinity.zero.unit import Unit
@@ -112,6 +112,7 @@ class Coordinator:
 
     def open_scope(self, units: Sequence[Unit], *, lookup: bool = False) -> ModuleCall:
         """A hooked module is about to run: gather its units. lookup: as in `ModuleCall`."""
+        self.check_transform(units)
         call = ModuleCall(units, lookup=lookup)
         self.calls.open(call)
         for unit in call.units:
@@ -154,6 +155,7 @@ class Coordinator:
                 # No use of the innermost call's: it would have its gradients collected at another time.
                 self._update(unit)
             elif (call := self.calls.innermost) is not None:
+                self.check_transform([unit])
                 call.units.append(unit)
                 self._use(unit)
             elif self.in_backward:
@@ -162,6 +164,13 @@ class Coordinator:
                 self.memory.end_use(unit)
             else:
                 raise StateError(f"{name_of(param)} is partitioned, and {use} needs its data: {_instead(use)}")
+
+    def check_transform(self, units: Sequence[Unit]) -> None:
+        """StateError if a transform of torch.func is about to use units that nothing keeps until its backward."""
+        if torch._C._are_functorch_transforms_active():
+            for unit in units:
+                if not unit.placed.whole and not self.memory.in_use(unit):
+                    refuse_transform(unit.layout.name)
 
     # Backward.
 

@@ -49,6 +49,10 @@ class GatheredMemory:
         """Bytes of the gathered units that are released after use."""
         return self._held.live_nbytes
 
+    def in_use(self, unit: Unit) -> bool:
+        """Whether a module call or a block keeps the unit."""
+        return unit in self._users
+
     def begin_use(self, unit: Unit) -> bool:
         """Count one more use of a unit. Returns whether it is the only one."""
         count = self._users[unit] = self._users.get(unit, 0) + 1

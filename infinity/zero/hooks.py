@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -138,14 +139,15 @@ class ModuleHooks:
                 return None
             if torch.compiler.is_compiling():
                 return _outside_compiled_regions(enter, module, args, kwargs)
-            return enter(module, args, kwargs)
+            with _outside_transforms():
+                return enter(module, args, kwargs)
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if module is self._model:
                 self._coordinator.begin_pass(_mode(module))
             scope = self._coordinator.open_scope(units, lookup=lookup)
             self._stack.append((module, scope))
-            if not torch.is_grad_enabled():
+            if not _announces_backward():
                 return None
             return register_post_backward((args, kwargs), lambda: self._coordinator.leave_backward(scope))
 
@@ -159,7 +161,8 @@ class ModuleHooks:
             if torch.compiler.is_compiling():
                 _outside_compiled_regions(leave, module, output)
             else:
-                leave(module, output)
+                with _outside_transforms():
+                    leave(module, output)
 
         def leave(module: nn.Module, output: Any) -> None:
             if any(entry is module for entry, _ in self._stack):
@@ -175,7 +178,7 @@ class ModuleHooks:
         if output is None and isinstance(ended := sys.exc_info()[1], StageEnd):
             # The forward of a pipeline's stage ends so, and what it sends carries its gradients.
             output = ended.outputs
-        carrying = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+        carrying = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if _announces_backward() else []
         returns = register_pre_backward(carrying, self._coordinator, scope)
         self._coordinator.close_scope(scope, will_return=returns)
         if module in self._regions and module in self._standing:
@@ -223,6 +226,16 @@ _gathered_outside = not_compiled(
 def _outside_compiled_regions(hook: Callable[..., Any], *args: Any) -> Any:
     """Call a hook: it breaks the graph here. See [Note: compiled regions]."""
     return hook(*args)
+
+
+def _outside_transforms() -> AbstractContextManager[Any]:
+    """Return a block outside the transforms of torch.func: they would trace what a gather writes, or refuse it."""
+    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else nullcontext()
+
+
+def _announces_backward() -> bool:
+    """Whether hooks announce a backward. A transform of torch.func runs its own inside, where units stay gathered."""
+    return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
 
 
 def _looks_up(module: nn.Module) -> bool:

@@ -20,6 +20,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
+import torch
+
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.consistency import on_any_rank
 from infinity.errors import StateError
@@ -27,6 +29,20 @@ from infinity.zero.unit import Unit
 
 # Waiting calls above which those whose graph is gone are looked for before the next backward.
 _WAITING_MAX = 10_000
+
+
+def refuse_transform(name: str) -> None:
+    """Raise StateError where a transform of torch.func would go through weights that are released before its backward.
+
+    No hook of ours is told of that backward. A pass without gradients needs none.
+    """
+    if torch._C._are_functorch_transforms_active() and torch.is_grad_enabled():
+        raise StateError(
+            f"a transform of torch.func (grad, jacrev, vmap, ...) goes through {name}, whose weights are released "
+            "before its backward: call it inside `with torch.no_grad(), infinity.read(model):`, which keeps them (the "
+            "result is no part of a graph then); call vmap without gradients inside torch.no_grad(); or use "
+            "zero_optimization.stage 2"
+        )
 
 
 class ModuleCall:

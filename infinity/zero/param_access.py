@@ -166,6 +166,7 @@ def read(params: Params) -> Iterator[None]:
         for owner, chosen in entered:
             owner.check("read parameters")
             together = _cut_together(units_of(owner, chosen))
+            owner.coordinator.check_transform(together)
             stack.enter_context(owner.coordinator.memory.holding(together))
             if together:
                 again[owner.coordinator] = owner.units

@@ -30,7 +30,7 @@ from infinity.plan.layout import Slot, UnitLayout
 from infinity.zero import parameter
 from infinity.zero.coordinator import Coordinator
 from infinity.zero.hooks import backward_comes
-from infinity.zero.module_calls import ModuleCall
+from infinity.zero.module_calls import ModuleCall, refuse_transform
 from infinity.zero.parameter import ReleasedParameter
 from infinity.zero.unit import Unit
 
@@ -55,8 +55,12 @@ class TiledParameter(ReleasedParameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _BY_TILES and isinstance(_weight(args, kwargs), TiledParameter):
-            return _BY_TILES[func](*args, **kwargs)
+        if func in _BY_TILES and isinstance(weight := _weight(args, kwargs), TiledParameter):
+            transformed = torch._C._are_functorch_transforms_active()
+            if transformed and parameter.is_released(weight):
+                refuse_transform(parameter.name_of(weight))
+            if not transformed or parameter.is_released(weight):
+                return _BY_TILES[func](*args, **kwargs)
         if func is Tensor.__repr__ and parameter.is_released(args[0]):
             return parameter.describe_released(args[0])
         name, metadata = getattr(func, "__name__", str(func)), func in parameter.METADATA
