@@ -159,6 +159,8 @@ def load_config(args: argparse.Namespace) -> dict[str, Any]:
             offload = config.get("zero_optimization", {}).get(section) or {}
             if offload.get("device") in ("nvme", "auto"):
                 offload["nvme_path"] = args.nvme_path
+    # The length of a window, so that activations are known at the start.
+    config.setdefault("memory", {}).setdefault("activations", {}).setdefault("sequence_length", args.seq)
     return config
 
 

@@ -58,9 +58,9 @@ class ActivationReserve(Section):
 
     max_bytes: Limit = None
     """Peak bytes of activations on the device: bytes, "2GB", or a share of the free bytes there. Absent or "auto":
-    measured on the model's shapes for a causal language model of transformers, 64 MiB for other models."""
+    what a batch tells: one of `sequence_length` or of the training data at the start, else the first one."""
     sequence_length: Count | None = None
-    """Tokens of a sequence in that measurement. Absent: 128, or the model's maximum if that is less."""
+    """Tokens of each sequence of the micro-batch that is measured at the start, of a model that takes `input_ids`."""
 
 
 class Memory(Section):

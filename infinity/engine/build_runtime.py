@@ -9,6 +9,7 @@ from torch import nn
 
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.engine.build_parts import make_checkpointing, make_observer, make_stepper
+from infinity.engine.first_batch import FirstBatch
 from infinity.engine.runtime import Runtime
 from infinity.memory.ledger import Ledger
 from infinity.memory.open_store import open_store
@@ -81,6 +82,10 @@ def build_runtime(
         config.config, ledger, accelerator=device.own_memory, rank=ranks.rank, data_size=groups.data.size
     )
     undo.callback(progress.close)
+    first_batch = FirstBatch(
+        question, plan, model, coordinator, group=groups.stage, device=device, ledger=ledger,
+        counts=lambda: not compiled.active,
+    )  # fmt: skip
     scaler = LossScaler.of(config.config.fp16.model_dump()) if config.scales_loss else None
     averaged = groups.data.size if config.config.gradient_allreduce_op == "mean" else 1
     factor = partial(grad_factor, scaler, ranks=averaged)
@@ -89,7 +94,7 @@ def build_runtime(
         module=model, config=config, plan=plan, exchanges=exchanges, device=device, groups=groups, ledger=ledger,
         store=store, units=units, gradients=gradients, coordinator=coordinator, access=access, hooks=hooks,
         stepper=stepper, checkpointing=checkpointing, compiled=compiled, observer=observer, progress=progress,
-        scaler=scaler,
+        scaler=scaler, first_batch=first_batch,
     )  # fmt: skip
     return runtime
 

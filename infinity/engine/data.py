@@ -110,6 +110,12 @@ class Loader(DataLoader[Any]):
                 self._drawn += self._step
             yield batch if self._device.type == "cpu" else moved(batch, self._device)
 
+    def example(self) -> Any:
+        """Return a micro-batch of the data's first samples. The position stays, and so do random numbers."""
+        count = min(self.batch_size or 1, len(self._order))
+        with torch.random.fork_rng([]):
+            return self.collate_fn([self.dataset[index] for index in range(count)])
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data; the same on every rank."""
         return {"seed": self._order.seed, "epochs": self._epochs, "drawn": self._drawn}

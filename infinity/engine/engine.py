@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -122,7 +122,8 @@ class Engine(nn.Module):
             args = precision.half(args)
         with runtime.phase("forward"), under:
             runtime.exchanges.check_batch(args, kwargs)
-            return self.module(*args, **kwargs)
+            with runtime.first_batch.forward(args, kwargs) if self.training else nullcontext():
+                return self.module(*args, **kwargs)
 
     @eager_backward
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:

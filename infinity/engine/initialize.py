@@ -27,6 +27,7 @@ from infinity.engine.engine import Engine, close_engines_of
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, groups_of
+from infinity.engine.pipeline import BatchArguments
 from infinity.engine.preflight import preflight, remarks, stages_asked
 from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
@@ -93,15 +94,19 @@ def initialize(
         if spool is None:
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
-        plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec)
+        loader = _loader(resolved, training_data, collate_fn, groups, device)
+        plan, question = preflight(
+            resolved, model, trained.group_of(), device, groups, trained.optimizer.spec,
+            draw=None if loader is None else lambda: BatchArguments.of(loader.example(), device.torch),
+        )  # fmt: skip
         agree_on_plan(plan, groups.stage, groups.world)
         liger = resolved.config.kernels.liger
         applied = apply_liger(liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
+        ledger.activation_nbytes, ledger.activations = question.reserve.activation_nbytes, question.reserve.activations
         runtime = build_runtime(question, model, plan, groups, device, trained.optimizer, ledger, undo)
         stepped = (boundary := Boundary(runtime)).optimizer(trained.groups, trained.optimizer, optimizer)
         scheduler = _scheduler(resolved, lr_scheduler, stepped)
-        loader = _loader(resolved, training_data, collate_fn, groups, device)
         engine = Engine(runtime, boundary, stepped, scheduler, loader)
         runtime.access.own_parameters(model)
         undo.pop_all()

@@ -7,9 +7,8 @@ them go on, or none does.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
-from functools import partial
 
 from torch import nn
 
@@ -18,6 +17,8 @@ from infinity.config.units import format_bytes
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.process_groups import ProcessGroups
+from infinity.engine.first_batch import on_shapes, stated_batch
+from infinity.engine.pipeline import BatchArguments
 from infinity.engine.set_aside import place_of, set_aside, spooled_nbytes
 from infinity.engine.stage_cut import cut_into_stages
 from infinity.errors import CapacityError, ConfigError
@@ -27,8 +28,9 @@ from infinity.memory.queue_options import check_drives
 from infinity.memory.tiers.device import Device
 from infinity.observability.memory_breakdown import baseline_nbytes
 from infinity.parallel.module import PipelineModule
+from infinity.plan.activation_bytes import Activations
 from infinity.plan.capacity import Capacity, within
-from infinity.plan.capacity_report import fits_without_activations, refuse
+from infinity.plan.capacity_report import refuse
 from infinity.plan.filling import in_process
 from infinity.plan.fitting import lowered_in_words
 from infinity.plan.inputs import PlanInputs
@@ -36,8 +38,9 @@ from infinity.plan.model_styles import tensor_axis_of
 from infinity.plan.optimizer_states import OptimizerSpec
 from infinity.plan.plan import Plan
 from infinity.plan.recomputation import checkpointed_blocks, repeated_blocks
+from infinity.plan.reserve import UNKNOWN_ACTIVATION_SHARE
 from infinity.plan.spec import module_tree
-from infinity.plan.stage_activations import inputs_in_flight
+from infinity.plan.stage_activations import in_stages, inputs_in_flight
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Tier
 from infinity.zero import parameter
@@ -45,11 +48,12 @@ from infinity.zero import parameter
 
 def preflight(
     config: ResolvedConfig, model: nn.Module, param_groups: Mapping[int, int], device: Device, groups: ProcessGroups,
-    optimizer: OptimizerSpec,
+    optimizer: OptimizerSpec, draw: Callable[[], BatchArguments] | None = None,
 ) -> tuple[Plan, PlanInputs]:
     """Make the plan of a run and check that it fits. Returns it with the inputs that it was made from. Collective.
 
-    param_groups: the optimizer parameter group of each trained parameter, by id. optimizer: what steps them.
+    param_groups: the optimizer parameter group of each trained parameter, by id. optimizer: what steps them. draw:
+    returns a micro-batch of the program's data, if `initialize` has it.
 
     Raises ConfigError for a folder that can hold no swap files, CapacityError for a plan that does not fit, ConfigError
     for a model without values. If the last two both apply, CapacityError is raised.
@@ -67,10 +71,12 @@ def preflight(
     cut = cut_into_stages(model, config, node, classes)
     checkpointed = checkpointed_blocks(config, node, classes)
     index = groups.topology.coordinate(ranks.rank).pp
-    aside = partial(set_aside, config, model, device, checkpointed, axis=axis, place=place_of(cut, config, index))
+    place = place_of(cut, config, index)
 
-    def asked(*, measure: bool) -> PlanInputs:
-        reserve = aside(free, taken_nbytes=taken, measure=measure)
+    def asked(found: Activations | None = None, unknown_nbytes: int = 0) -> PlanInputs:
+        reserve = set_aside(
+            config, model, device, free, taken_nbytes=taken, found=found, unknown_nbytes=unknown_nbytes
+        )
         capacity, budget = (
             within(
                 config.config.memory, free, ranks=ranks.local_size, accelerator=device.own_memory,
@@ -86,12 +92,28 @@ def preflight(
             reserve=reserve, free=free, axis=axis, cut=cut, index=index,
         )  # fmt: skip
 
-    question = asked(measure=False)
-    plan = question.plan()
-    if _may_be_tight(question, plan):
-        # Only then: it takes a second or so for each billion parameters.
-        question = asked(measure=True)
+    def measured(batch: BatchArguments) -> Activations | None:
+        if axis.size > 1:
+            return None
+        found = on_shapes(
+            config, model, batch.args, batch.kwargs, device, recomputed=checkpointed,
+            blocks=cut.blocks if cut is not None else (), training=True,
+        )  # fmt: skip
+        return found if found is None or place is None else in_stages(found, place)
+
+    stated = config.config.memory.activations.max_bytes is not None
+    tokens = None if stated else stated_batch(config, model)
+    question = asked(None if tokens is None else measured(BatchArguments((), tokens)))
+    if question.reserve.activations:
         plan = question.plan()
+    else:
+        # Bounds that may be lowered leave room for activations; if not even that fits, nothing is left for them.
+        roomy = asked(unknown_nbytes=(free.device or 0) // UNKNOWN_ACTIVATION_SHARE)
+        plan = roomy.plan()
+        if not roomy.fits(plan):
+            if draw is not None and (found := measured(draw())) is not None:
+                question = asked(found)
+            plan = question.plan()
     refuse(question, plan, rank=ranks.rank)
     _refuse_without_values(model)
     _checkpoint_room(question, model, plan, rank=ranks.rank)
@@ -119,21 +141,20 @@ def remarks(question: PlanInputs, model: nn.Module, plan: Plan, device: Device) 
     if lowered := lowered_in_words(question.request, plan):
         lines.append(f"fitted to the memory that is free: {lowered}")
     in_memory = in_process(plan.bytes_by_tier(), accelerator=device.own_memory)
-    lines.append(
-        f"this process takes {format_bytes(reserve.peak_nbytes(plan))} of memory at most: what it had before "
-        f"({format_bytes(reserve.taken_nbytes)}), the plan ({format_bytes(in_memory)}), {reserve.in_words()}"
+    parts = (
+        f"what it had before ({format_bytes(reserve.taken_nbytes)}), the plan ({format_bytes(in_memory)}), "
+        f"{reserve.in_words()}"
     )
+    peak = format_bytes(reserve.peak_nbytes(plan))
+    if reserve.activations:
+        lines.append(f"this process takes {peak} of memory: {parts}")
+    else:
+        lines.append(
+            f"this process takes {peak} of memory without a micro-batch's activations, which the first one tells: "
+            f"{parts}. memory.activations.sequence_length has a model of token ids measured at the start, "
+            "memory.activations.max_bytes sets them"
+        )
     return lines
-
-
-def _may_be_tight(question: PlanInputs, plan: Plan) -> bool:
-    """Whether it matters how much activations take: the plan leaves less than a quarter of their memory, or it would
-    fit without them.
-    """
-    if not question.fits(plan):
-        return fits_without_activations(question, plan)
-    free, left = question.free.device, question.limits.room(Tier.GPU, plan.nbytes_by_tier())
-    return free is not None and left is not None and left < free // 4
 
 
 def _checkpoint_room(question: PlanInputs, model: nn.Module, plan: Plan, *, rank: int = 0) -> list[str]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.process_groups import ProcessGroups
+from infinity.engine.first_batch import FirstBatch
 from infinity.errors import StateError
 from infinity.memory.ledger import Ledger
 from infinity.memory.store import TieredStore
@@ -86,6 +87,7 @@ class Runtime:
     scaler: LossScaler | None
     observer: Observer
     progress: StepProgress
+    first_batch: FirstBatch
     health: Health = field(default_factory=Health)
 
     @property

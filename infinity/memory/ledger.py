@@ -30,6 +30,9 @@ class Ledger:
     limits: Capacity = field(default_factory=Capacity)
     baseline_nbytes: int = 0
     predicted_nbytes: int = 0
+    # Of a micro-batch, as far as one is known, and where the figure is from: "8 x 128, measured".
+    activation_nbytes: int = 0
+    activations: str = ""
     now: dict[tuple[Tier, Kind], int] = field(default_factory=dict)
     peak: dict[tuple[Tier, Kind], int] = field(default_factory=dict)
     # Of a tier as a whole: its kinds need not be at their peaks together.

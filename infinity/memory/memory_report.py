@@ -64,7 +64,8 @@ class MemoryReport:
     there before the engine (the interpreter, torch, the program), and `unaccounted` is neither those nor the engine's:
     activations where the device is the CPU, what allocators keep, and, where it is negative, memory that is reserved
     and was never touched. `predicted` is the most that the process was said to take before it started, without
-    `mapped`. `activations` is what torch holds on an accelerator beyond the engine's, `reserved` what its allocator
+    `mapped`, with a micro-batch's activations as far as one is known: `activations_predicted`, and where that is from.
+    `activations` is what torch holds on an accelerator beyond the engine's, `reserved` what its allocator
     keeps of the device for all of it. `by_unit` goes by tier, kind and unit, when it was asked for. `pipeline` is None
     for a model that is not cut into stages.
     """
@@ -80,6 +81,8 @@ class MemoryReport:
     baseline: int
     predicted: int
     unaccounted: int
+    activations_predicted: int = 0
+    activations_source: str = ""
     activations: int | None = None
     reserved: int | None = None
     by_unit: dict[str, dict[str, dict[str, int]]] | None = None
@@ -107,6 +110,7 @@ class MemoryReport:
             pinned=ledger.pinned_nbytes, resident=process.resident, mapped=process.mapped,
             baseline=ledger.baseline_nbytes, predicted=ledger.predicted_nbytes,
             unaccounted=process.resident - accounted,
+            activations_predicted=ledger.activation_nbytes, activations_source=ledger.activations,
             activations=None if process.device is None else process.device - ledger.total(Tier.GPU),
             reserved=process.reserved, by_unit=by_unit,
         )  # fmt: skip
@@ -142,6 +146,11 @@ class MemoryReport:
         lines.append(
             f"resident {mb(self.resident)}: {mb(self.mapped)} files and code, {mb(self.baseline)} before the engine, "
             f"{mb(self.unaccounted)} not accounted for; pinned {mb(self.pinned)}"
+        )
+        known = f"{mb(self.activations_predicted)} of activations ({self.activations_source}) in it"
+        lines.append(
+            f"predicted for the process {mb(self.predicted)}, "
+            + (known if self.activations_source else "without activations, which the first micro-batch tells")
         )
         return "\n".join([*lines, *self._unit_lines(names)])
 

@@ -15,8 +15,8 @@ class Activations:
     nbytes: at the busiest moment; saved_nbytes: what lies between forward and backward. parts: what the busiest moment
     is made of, by name. source: where the numbers are from, with a reason where it is not the first choice.
     inputs: how many tensors of these are kept by blocks that are computed again, and may lie on another tier;
-    input_nbytes: bytes of one. pooled_nbytes: at their own busiest moment, of pieces so small that the process's
-    allocator keeps them when they are freed; None: not told apart. blocks: the same by block, of which stages have
+    input_nbytes: bytes of one. gaps_nbytes: what the process's allocator takes beyond them, if they lie in the
+    process's memory. blocks: the same by block, of which stages have
     their part; None where it is not known.
     """
 
@@ -26,7 +26,7 @@ class Activations:
     saved_nbytes: int = 0
     inputs: int = 0
     input_nbytes: int = 0
-    pooled_nbytes: int | None = None
+    gaps_nbytes: int = 0
     blocks: BlockActivations | None = None
 
 

@@ -20,6 +20,7 @@ from infinity.plan.capacity import Capacity, excesses
 from infinity.plan.fitting import lowered_in_words
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import SUB_GROUPS_MAX, Plan, states_nbytes
+from infinity.plan.recomputation import repeated_blocks
 from infinity.plan.types import DTYPE_NBYTES, Tier, memory_names
 
 _ZERO = "zero_optimization"
@@ -68,13 +69,23 @@ def refuse(question: PlanInputs, plan: Plan, rank: int = 0) -> None:
             f"{format_bytes(question.reserve.taken_nbytes)} before."
         )
         if fits_without_activations(question, plan):
-            lines.append(
-                "  It would fit without the activations: have them computed again in backward "
-                "(activation_checkpointing.every = 1), lower the micro-batch, or say how long sequences are "
-                "(memory.activations.sequence_length)."
-                + _fewer_in_flight(question)
-            )
+            lines.append(f"  It would fit without the activations: {less_activations(question)}")
     raise CapacityError("\n".join([*lines, _way_out(question)]))
+
+
+def less_activations(question: PlanInputs) -> str:
+    """What would make a micro-batch's activations less, of what the configuration does not have yet."""
+    config = question.config
+    ways = []
+    if config.micro_batch > 1:
+        ways.append("lower train_micro_batch_size_per_gpu, and raise gradient_accumulation_steps as much")
+    blocks = repeated_blocks(question.node, classes=question.blocks, every=1)
+    if not config.config.activation_checkpointing.every:
+        ways += ["have blocks computed again in backward (activation_checkpointing.every = 1)"] if blocks else []
+    elif Tier.named(config.checkpoint_tier).on_device:
+        ways.append('keep the inputs of recomputed blocks elsewhere (activation_checkpointing.offload.device = "nvme")')
+    ways.append("run MLPs and the loss in tiles (infinity.tile_sequence)" if blocks else "shorten the inputs")
+    return f"{', or '.join(ways)}.{_fewer_in_flight(question)}"
 
 
 def _fewer_in_flight(question: PlanInputs) -> str:

@@ -16,8 +16,8 @@ from infinity.plan.types import Tier
 # Memory of no file that the first steps of any model add to a process: 10 to 40 MB were measured. `OVERHEAD_NBYTES`
 # counts pages of libraries, too, which the system drops at need.
 ANONYMOUS_OVERHEAD_NBYTES = 48 << 20
-# Activations of a model about which nothing is known before its first batch.
-UNKNOWN_ACTIVATION_NBYTES = 64 << 20
+# Share of what is free for the device that bounds leave to activations while no batch is known.
+UNKNOWN_ACTIVATION_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,10 @@ class Reserve:
 
     taken_nbytes: in memory before the engine; what is free is without it. overhead_nbytes: what first steps add in CPU
     memory. activation_nbytes: on the device, at the busiest moment of a micro-batch; activations: where that figure is
-    from, in words. checkpoint_nbytes: activation checkpoints in CPU memory, off an accelerator. gaps_nbytes: what the
-    device's allocator takes beyond living tensors. model_dtype, model_nbytes_max: what the model was built in, and how
-    much of it lies in CPU memory at a time (None: all of it) until its partitions are made.
+    from, in words ("" while it is not known). checkpoint_nbytes: activation checkpoints in CPU memory, off an
+    accelerator. gaps_nbytes: what the device's allocator takes beyond living tensors. model_dtype, model_nbytes_max:
+    what the model was built in, and how much of it lies in CPU memory at a time (None: all of it) until its partitions
+    are made.
     """
 
     taken_nbytes: int = 0

@@ -109,7 +109,7 @@ def in_stages(found: Activations, place: PipelinePlace) -> Activations:
     return replace(
         found, nbytes=peak, saved_nbytes=held.saved_nbytes, parts=dict(_parts(held)), source=f"{found.source}, {words}",
         inputs=min(inputs, found.inputs * held.in_flight),
-        pooled_nbytes=None if found.pooled_nbytes is None else ceil(found.pooled_nbytes * peak / max(found.nbytes, 1)),
+        gaps_nbytes=ceil(found.gaps_nbytes * peak / max(found.nbytes, 1)),
     )  # fmt: skip
 
 

@@ -1,30 +1,36 @@
-"""Measured shapes: what a module's forward and backward need, from one pass on fake tensors that have no memory.
+"""Activations, measured: what a module's forward and backward need beside parameters and their gradients.
 
-Every operation runs on shapes alone, so a model of any size, on the meta device too, is measured in seconds on any
-machine. A storage counts from the operation that creates it until its last tensor is freed. Parameters, buffers and
-inputs do not count. Gradients of parameters do not count either, because the plan counts them separately: a first pass
-records which storages they are.
+Two ways. One pass on fake tensors, which have shapes and no memory: every operation runs on shapes alone, so a model of
+any size, on the meta device too, is measured in seconds on any machine. It runs on a copy of the modules, so that
+nothing that a forward writes stays behind: buffers, attributes, counters, random numbers. A storage counts from the
+operation that creates it until its last tensor is freed. Parameters, buffers and inputs do not count. Gradients of
+parameters do not count either, because the plan counts them separately. Memory that a kernel allocates and frees inside
+one operation is not measured.
 
-Memory that a kernel allocates and frees inside one operation is not measured.
+Where a forward cannot run on shapes (routing of a mixture of experts), `LiveBytes` counts what the real one makes and
+keeps.
 """
 
 from __future__ import annotations
 
+import copy
+import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import ConfigError
-from infinity.plan.activation_bytes import Activations
+from infinity.plan.activation_bytes import Activations, BlockActivations
 from infinity.plan.allocator import PROCESS
+from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.parameter import is_released
 
 _OUTSIDE = "(outside any module)"
@@ -35,129 +41,197 @@ def measure_activations(
 ) -> Activations:  # fmt: skip
     """Measure one micro-batch: `model(**batch)`, then backward of its loss, in the model's current mode.
 
-    model: real or on the meta device, not yet given to an engine; it is not changed. batch: keyword arguments; their
-    tensors may be on the meta device too. dtype: of floating-point parameters, if it differs from the model's.
-    The loss is the output, its `.loss`, or its first element.
+    model: real or on the meta device; it is not changed. batch: keyword arguments; their tensors may be on the meta
+    device too. dtype: of floating-point parameters, if it differs from the model's. The loss is the output, its
+    `.loss`, or its first element; an output that is no scalar gets a gradient for each of its tensors.
 
-    `parts` are bytes kept for backward, by the class of the module that made them. Raises ConfigError if the forward
-    depends on values (routing of a mixture of experts, `.item()`), which fake tensors do not have; for the
-    architectures that it knows, `estimators.activations` has closed forms.
+    `parts` are bytes kept for backward, by the class of the module that made them. Raises ConfigError if the model
+    cannot be copied, or if its forward depends on values (routing of a mixture of experts, `.item()`), which fake
+    tensors do not have; for the architectures that it knows, `estimators.activations` has closed forms.
     """
-    gradients = _Pass(model, batch, dtype).run(frozenset()).gradients
-    found = _Pass(model, batch, dtype).run(frozenset(gradients))
-    parts = {name: nbytes for name, nbytes in found.kept.most_common() if nbytes}
-    beyond = found.peak_nbytes - sum(parts.values())
-    return Activations(
-        nbytes=found.peak_nbytes, saved_nbytes=sum(parts.values()), source="measured shapes of one pass",
-        parts={**parts, "temporaries": beyond} if beyond > 0 else parts, pooled_nbytes=found.pooled_peak_nbytes,
-    )  # fmt: skip
+    return measure_call(model, (), batch, dtype=dtype)
 
 
-class _Pass(TorchDispatchMode):
-    """One forward and backward on fake tensors; tracks every storage that is created."""
+def measure_call(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, dtype: torch.dtype | None = None,
+    recomputed: Sequence[str] = (), keep_ops: Sequence[str] = (), blocks: Sequence[str] = (), training: bool = False,
+) -> Activations:  # fmt: skip
+    """As `measure_activations`, of any call.
 
-    def __init__(self, model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+    model: may belong to an engine, whose hooks and whose replaced forwards the copy does not have. recomputed: paths of
+    the blocks that our own checkpointing computes again, and keep_ops what it keeps of them; `inputs` counts them.
+    blocks: paths of the blocks between which a pipeline may cut, for the same figures by block. training: as it is
+    trained, also where the model evaluates now.
+    """
+    try:
+        one = _Pass(model, dtype, recomputed=recomputed, blocks=blocks)
+        if training:
+            one.model.train()
+        with _random_state(), closing(Checkpointing(one.model, recomputed, keep_ops=keep_ops)):
+            one.run(args, kwargs)
+    except Exception as error:
+        # Whatever the program's forward raises on values that are not there.
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"the activations of {type(model).__name__} cannot be measured on shapes alone: {reason}. "
+            "Use the closed forms of estimators.activations, or measure a pass that does not depend on values"
+        ) from error
+    return one.found()
+
+
+@contextmanager
+def _random_state() -> Iterator[None]:
+    """A forward may draw numbers: those of the program go on as if it had not."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
+
+
+class _Tracker(TorchDispatchMode):
+    """Tracks every storage that an operation creates, until its last tensor is freed."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._model = model
-        self._batch = batch
-        self._dtype = dtype
-        self._ignored: frozenset[int] = frozenset()
-        # Storages that live: number of the creation, in the order of creations, bytes, and class of the module.
-        self._live: dict[int, tuple[int, int, str]] = {}
+        # Storages that live: number of the creation, in the order of creations, bytes, and the module that made it.
+        self._live: dict[int, tuple[int, int, tuple[str, int]]] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._made = 0
-        self._modules: list[str] = []
-        self.now_nbytes = 0
-        self.peak_nbytes = 0
-        # The same of pieces that the process's allocator would keep.
-        self.pooled_nbytes = 0
-        self.pooled_peak_nbytes = 0
-        # Numbers of the storages that were gradients of parameters.
-        self.gradients: set[int] = set()
-        # Bytes between forward and backward, by class of module.
-        self.kept: Counter[str] = Counter()
+        # The modules that are running, by class, with the block of each, or -1.
+        self._modules: list[tuple[str, int]] = []
 
-    def run(self, ignored: frozenset[int]) -> _Pass:
-        """Run the pass; storages with the numbers in `ignored` do not count."""
-        self._ignored = ignored
-        # Not entered as a context: operations without fake arguments are computed, so masks have values.
-        fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        values = {name: _fake(buffer, fakes) for name, buffer in self._model.named_buffers()}
-        values |= {name: _fake(param, fakes, self._dtype) for name, param in self._model.named_parameters()}
-        batch = tree_map_only(Tensor, lambda tensor: _input(tensor, fakes), dict(self._batch))
-        for tensor in (*values.values(), *tree_leaves(batch)):
-            if isinstance(tensor, Tensor):
-                self._watched[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
-        params = [value for value in values.values() if value.requires_grad]
-        for param in params:
-            param.register_hook(self._is_gradient)
-        handles = self._hooks()
-        swapped = {f"model.{name}": value for name, value in values.items()}
-        try:
-            with self:
-                functional_call(_Trained(self._model, self._between), swapped, (batch,), tie_weights=True)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ConfigError(
-                f"the activations of {type(self._model).__name__} cannot be measured on shapes alone: {reason}. "
-                "Use the closed forms of estimators.activations, or measure a pass that does not depend on values"
-            ) from error
-        finally:
-            for handle in handles:
-                handle.remove()
-        return self
+    def _created(self, number: int, nbytes: int) -> None:
+        """A storage was created, or freed (negative)."""
+        raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages((args, kwargs)):
+            # What no operation has made: weights, buffers, the batch.
+            if not self._knows(storage):
+                self._watched[id(storage)] = weakref.ref(storage)
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._see(tensor)
+        for storage in _storages(result):
+            if not self._knows(storage):
+                self._see(storage)
         return result
 
-    def _between(self, loss: Tensor) -> None:
-        """Record what is kept between forward and backward."""
-        for number, nbytes, name in self._live.values():
-            if number not in self._ignored:
-                self.kept[name] += nbytes
-        self._watch_contributions(loss)
+    def _knows(self, storage: torch.UntypedStorage) -> bool:
+        found = self._watched.get(id(storage))
+        return found is not None and found() is storage
 
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if key in self._watched and self._watched[key]() is storage:
-            return
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = id(storage), storage.nbytes()
         number, self._made = self._made, self._made + 1
-        nbytes = storage.nbytes()
-        self._live[key] = (number, nbytes, self._modules[-1] if self._modules else _OUTSIDE)
+        self._live[key] = (number, nbytes, self._modules[-1] if self._modules else (_OUTSIDE, -1))
         self._watched[key] = weakref.ref(storage, self._gone(key, number))
-        if number not in self._ignored:
-            self._book(nbytes)
+        self._created(number, nbytes)
 
     def _gone(self, key: int, number: int) -> Callable[[Any], None]:
         def gone(_: Any) -> None:
             found = self._live.get(key)
             if found is not None and found[0] == number:
                 del self._live[key], self._watched[key]
-                if number not in self._ignored:
-                    self._book(-found[1])
+                self._created(number, -found[1])
 
         return gone
 
-    def _book(self, nbytes: int) -> None:
-        self.now_nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes)
-        if abs(nbytes) < PROCESS.pooled_nbytes_max:
-            self.pooled_nbytes += nbytes
-            self.pooled_peak_nbytes = max(self.pooled_peak_nbytes, self.pooled_nbytes)
+
+class _Pass(_Tracker):
+    """One forward and backward of a copy of a model on fake tensors; tracks every storage that is created."""
+
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype | None, *, recomputed: Sequence[str], blocks: Sequence[str]
+    ) -> None:
+        super().__init__()
+        # Not entered as a context: operations without fake arguments are computed, so masks have values.
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        memo: dict[int, Any] = {id(buffer): _fake(buffer, self._fakes) for buffer in model.buffers()}
+        memo |= {id(param): _fake(param, self._fakes, dtype) for param in model.parameters()}
+        self._params = [fake for fake in memo.values() if fake.requires_grad]
+        self.model = copy.deepcopy(model, memo)
+        # What was created (positive) and freed: number and bytes, and where forward ended.
+        self._events: list[tuple[int, int]] = []
+        # Numbers of the storages that were gradients of parameters.
+        self._gradients: set[int] = set()
+        # What lives between forward and backward.
+        self._kept: list[tuple[int, int, tuple[str, int]]] = []
+        self._recomputed, self._blocks = frozenset(recomputed), tuple(blocks)
+        self._inputs: dict[str, int] = {}
+        # By block, of linear layers: bytes of inputs and outputs.
+        self._linear: Counter[int] = Counter()
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Run the pass."""
+        args, kwargs = tree_map_only(Tensor, self._input, (tuple(args), dict(kwargs)))
+        for param in self._params:
+            param.register_hook(self._is_gradient)
+        self._watch_modules()
+        with self:
+            tensors, grads = _to_differentiate(self.model(*args, **kwargs))
+            self._kept = [*self._live.values()]
+            self._watch_contributions(tensors)
+            if tensors:
+                torch.autograd.backward(tensors, grads)
+
+    def found(self) -> Activations:
+        """What the pass took."""
+        now = peak = gaps = gaps_peak = 0
+        for number, nbytes in self._events:
+            if number not in self._gradients:
+                now += nbytes
+                peak = max(peak, now)
+                gaps += PROCESS.gap_nbytes(nbytes) if nbytes > 0 else -PROCESS.gap_nbytes(-nbytes)
+                gaps_peak = max(gaps_peak, gaps)
+        kept: Counter[str] = Counter()
+        for number, nbytes, (name, _) in self._kept:
+            kept[name] += nbytes if number not in self._gradients else 0
+        saved = kept.total()
+        parts = {name: nbytes for name, nbytes in kept.most_common() if nbytes}
+        return Activations(
+            nbytes=peak, saved_nbytes=saved, source="measured shapes of one pass",
+            parts={**parts, "temporaries": peak - saved} if peak > saved else parts, gaps_nbytes=gaps_peak,
+            inputs=len(self._recomputed), input_nbytes=max(self._inputs.values(), default=0),
+            blocks=self._by_block(saved, peak) if self._blocks else None,
+        )  # fmt: skip
+
+    def _by_block(self, saved: int, peak: int) -> BlockActivations:
+        """The same by block. What is measured beyond the end of forward is the loss's, or a block's backward where
+        blocks are computed again.
+        """
+        each: Counter[int] = Counter()
+        for _, nbytes, (_, block) in self._kept:
+            each[block] += nbytes
+        at, beyond = range(len(self._blocks)), peak - saved
+        flags, head = tuple(path in self._recomputed for path in self._blocks), saved - sum(each[block] for block in at)
+        again = [head + beyond if flag else 0 for flag in flags]
+        return BlockActivations(
+            saved=tuple(each[block] for block in at), deferred=tuple(self._linear[block] for block in at),
+            saves_input=flags, recomputed=flags,
+            working=tuple(max(each[block], again[block]) for block in at),
+            boundary_nbytes=max(self._inputs.values(), default=0), head_nbytes=head, loss_nbytes=head + beyond,
+            head_deferred=self._linear[-1],
+        )  # fmt: skip
+
+    def _created(self, number: int, nbytes: int) -> None:
+        self._events.append((number, nbytes))
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        """Return a fake of a floating-point input; other inputs keep their values (zeros for meta tensors)."""
+        if tensor.is_floating_point():
+            return _fake(tensor, self._fakes)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
 
     def _is_gradient(self, grad: Tensor) -> None:
         found = self._live.get(id(grad.untyped_storage()))
         if found is not None:
-            self.gradients.add(found[0])
+            self._gradients.add(found[0])
 
-    def _watch_contributions(self, loss: Tensor) -> None:
+    def _watch_contributions(self, tensors: Sequence[Tensor]) -> None:
         """Mark the parts of tied weights' gradients, which autograd adds before the parameter's own hook runs."""
-        seen, stack = set(), [loss.grad_fn]
+        seen, stack = set(), [tensor.grad_fn for tensor in tensors]
         while stack:
             node = stack.pop()
             if node is None or node in seen:
@@ -176,32 +250,103 @@ class _Pass(TorchDispatchMode):
 
         return contributed
 
-    def _hooks(self) -> list[Any]:
-        """Track which module is running."""
-        handles = []
-        for module in self._model.modules():
-            name = type(module).__name__
-            handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name)))
-            handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-        return handles
+    def _watch_modules(self) -> None:
+        """Track which module is running, and in which block. The copy's other hooks go: they are the engine's, or tell
+        the program what its model computes.
+        """
+        at = {path: index for index, path in enumerate(self._blocks)}
+        for path, module in self.model.named_modules():
+            for hooks in (
+                module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+            ):
+                hooks.clear()
+            module.register_forward_pre_hook(self._enter(path, type(module).__name__, at.get(path)), with_kwargs=True)
+            module.register_forward_hook(self._leave, always_call=True)
 
-    def _leave(self) -> None:
-        if self._modules:
-            self._modules.pop()
+    def _enter(self, path: str, name: str, own: int | None) -> Callable[..., None]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            block = own if own is not None else (self._modules[-1][1] if self._modules else -1)
+            if path in self._recomputed or own is not None:
+                given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+                self._inputs[path] = max((value.nbytes for value in given if value.is_floating_point()), default=0)
+            self._modules.append((name, block))
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        _, block = self._modules.pop() if self._modules else ("", -1)
+        if isinstance(module, nn.Linear) and args and isinstance(output, Tensor):
+            self._linear[block] += args[0].nbytes + output.nbytes
 
 
-class _Trained(nn.Module):
-    """One pass as a module: the fake parameters stay in place during backward, which may recompute forward."""
+class LiveBytes(_Tracker):
+    """What a forward holds while it runs, and what its backward will: in place of a pass on shapes where none can be.
 
-    def __init__(self, model: nn.Module, between: Callable[[Tensor], None]) -> None:
+    limit: called with the bytes of the storages that live, whenever they have grown; it may raise. recomputed: paths of
+    the blocks that backward computes again; each keeps its input alone, and its backward has what its forward made.
+    """
+
+    def __init__(self, model: nn.Module, recomputed: Sequence[str], limit: Callable[[int], None]) -> None:
         super().__init__()
-        self.model = model
-        self._between = between
+        self._limit = limit
+        self._blocks = [model.get_submodule(path) for path in recomputed]
+        self._begun: list[int] = []
+        self.nbytes = 0
+        self._again_nbytes = 0
 
-    def forward(self, batch: Mapping[str, Any]) -> None:
-        loss = _loss(self.model(**batch))
-        self._between(loss)
-        loss.backward()
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count in the block."""
+        handles = [block.register_forward_pre_hook(self._begin) for block in self._blocks]
+        handles += [block.register_forward_hook(self._end, always_call=True) for block in self._blocks]
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def found(self, source: str) -> Activations:
+        """What lives now. In backward the gradients of the largest operation's input and output come to it, or what a
+        block that is computed again has.
+        """
+        sizes = [nbytes for _, nbytes, _ in self._live.values()]
+        beyond = max(2 * max(sizes, default=0), self._again_nbytes)
+        return Activations(
+            sum(sizes) + beyond, {"saved": sum(sizes), "temporaries": beyond}, source, saved_nbytes=sum(sizes),
+            gaps_nbytes=sum(map(PROCESS.gap_nbytes, sizes)),
+        )  # fmt: skip
+
+    def _created(self, number: int, nbytes: int) -> None:
+        self.nbytes += nbytes
+        if self._begun and nbytes > 0:
+            self._begun[-1] += nbytes
+        if nbytes > 0:
+            self._limit(self.nbytes)
+
+    def _begin(self, *_: Any) -> None:
+        self._begun.append(0)
+
+    def _end(self, *_: Any) -> None:
+        if self._begun:
+            self._again_nbytes = max(self._again_nbytes, self._begun.pop())
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    """Those of the tensors in `values` that have one: sparse and nested tensors have none of their own."""
+    for each in tree_leaves(values):
+        if isinstance(each, Tensor) and each.layout is torch.strided:
+            with suppress(NotImplementedError, RuntimeError):
+                yield each.untyped_storage()
+
+
+def _to_differentiate(output: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The tensors that backward begins at, with their gradients (None: a scalar's)."""
+    loss = _loss(output)
+    if loss is not None and loss.numel() == 1:
+        return ([loss], [None]) if loss.requires_grad else ([], [])
+    tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+    return tensors, [torch.ones_like(each) for each in tensors]
 
 
 def _accumulates(node: Any) -> bool:
@@ -221,17 +366,10 @@ def _fake(tensor: Tensor, fakes: FakeTensorMode, dtype: torch.dtype | None = Non
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def _input(tensor: Tensor, fakes: FakeTensorMode) -> Tensor:
-    """Return a fake of a floating-point input; other inputs keep their values (zeros for meta tensors)."""
-    if tensor.is_floating_point():
-        return _fake(tensor, fakes)
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
-
-
-def _loss(output: Any) -> Tensor:
+def _loss(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output
-    loss = getattr(output, "loss", None)
-    if loss is None:
-        loss = output["loss"] if isinstance(output, dict) else output[0]
-    return loss
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, (tuple, list)) and output:
+        loss = output[0]
+    return loss if isinstance(loss, Tensor) else None

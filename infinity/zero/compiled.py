@@ -69,6 +69,11 @@ class CompiledModules:
         for module in self._later:
             module.compile = _Compile(self, module)
 
+    @property
+    def active(self) -> bool:
+        """Whether a module is compiled."""
+        return bool(self._replaced or self._asked)
+
     def compile_model(
         self, *args: Any, compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
         compiled_autograd_enabled: bool = False, **kwargs: Any,

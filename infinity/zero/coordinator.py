@@ -7,7 +7,7 @@ what backward has left on the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,6 +47,8 @@ class Coordinator:
         # Whether a whole step is one pass: see `pass_of_step`.
         self._overlapping = False
         self.closed = False
+        # Called in front of each gather, on all ranks alike, while it is set.
+        self.before_gather: Callable[[], None] | None = None
 
     def unit_of(self, param: nn.Parameter) -> Unit:
         """The unit that has a parameter, which is not in tiles: those lie in several units."""
@@ -267,6 +269,8 @@ class Coordinator:
         # A use inside another one is no event of the trace: how often a module is called inside one that has its
         # weights (a tile of tokens each time) may differ from rank to rank, and schedules may not.
         if first or not unit.visible:
+            if self.before_gather is not None:
+                self.before_gather()
             with trace.span(trace.ENGINE, "use", unit.key):
                 self.prefetcher.bring(unit, needed=needed)
         if first:

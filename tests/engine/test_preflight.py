@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 from pathlib import Path
@@ -18,10 +17,8 @@ import infinity.memory.free_bytes
 from infinity.config.units import format_bytes
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory.growable_pool import FILE_NBYTES
-from infinity.plan.activation_bytes import OffloadedCheckpoints
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES
 from infinity.plan.types import Tier
-from infinity.zero.activation_forecast import MicroBatch, forecast
 from tests.support.clock import fewest_seconds
 from tests.support.models import tiny_llama
 
@@ -121,15 +118,16 @@ def test_the_refusal_says_what_is_set_aside_and_what_was_taken(monkeypatch):
     text = str(caught.value)
     assert re.search(r"Free: 60\.\d MB of memory\. Of that is set aside: 50\.3 MB for what", text)
     assert re.search(r"The process had \d+ MB before", text)
-    assert "for what a process's first steps add" in text and "for activations (4 x 48 tokens, " in text
+    assert "for what a process's first steps add" in text and "for activations (4 x 48, measured)" in text
 
 
-def test_the_start_line_says_the_most_that_the_process_will_take(caplog):
+def test_the_start_line_says_what_the_process_will_take_without_activations(caplog):
     with caplog.at_level(logging.INFO, "infinity"):
         engine, *_ = infinity.initialize(model=tiny_llama(), config={"log_level": "info"})
     with engine:
         report = engine.memory()
-    assert f"this process takes {format_bytes(report.predicted)} of memory at most" in caplog.text
+    said = f"this process takes {format_bytes(report.predicted)} of memory without a micro-batch's activations"
+    assert said in caplog.text and "at most" not in caplog.text and "without activations" in str(report)
     held = engine.plan.nbytes_by_tier()
     assert report.predicted > report.baseline + held[Tier.GPU] + held[Tier.CPU]
 
@@ -147,31 +145,23 @@ def test_what_the_configuration_says_of_activations_is_set_aside(monkeypatch, ca
     assert room is not None and abs(10**9 - nbytes - ANONYMOUS_OVERHEAD_NBYTES - room) < 10**6
 
 
-def test_a_forecast_is_what_is_measured_of_the_real_pass():
-    """A model that evaluates, as `from_pretrained` hands it out, in its own type: as it will be trained, and nothing of
-    it changes.
-    """
-    model = small_llama()
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_stated_length_is_measured_at_the_start(caplog, every):
+    """Of a model that evaluates, as `from_pretrained` hands it out, and without values: as it will be trained."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "memory": {"activations": {"sequence_length": 32}},
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "activation_checkpointing": {"every": every},
+    }  # fmt: skip
     tokens = torch.zeros(2, 32, dtype=torch.long)
-    expected = infinity.measure_activations(copy.deepcopy(model).bfloat16(), {"input_ids": tokens, "labels": tokens})
-    model.eval()
-    before, state = [module.training for module in model.modules()], torch.get_rng_state()
-    found = forecast(model, MicroBatch(2, 32, "bf16"), measure=True)
-    assert found is not None and found.nbytes == expected.nbytes and found.source == "2 x 32 tokens, measured"
-    assert [module.training for module in model.modules()] == before and torch.equal(torch.get_rng_state(), state)
-    about = forecast(model, MicroBatch(2, 32, "bf16"), measure=False)
-    assert about is not None and 0.7 * expected.nbytes < about.nbytes < 1.6 * expected.nbytes, (about, expected.nbytes)
-    again = forecast(model, MicroBatch(2, 32, "bf16", blocks=("model.layers.0", "model.layers.1")), measure=True)
-    assert again is not None and again.nbytes < found.nbytes
-    assert OffloadedCheckpoints(Tier.CPU, again.inputs, again.input_nbytes).freed_nbytes == 2 * 32 * 64 * 2
-    assert forecast(torch.nn.Linear(4, 4), MicroBatch(1, None, "fp32"), measure=True) is None
-
-
-def test_a_forecast_needs_no_values(tmp_path):
-    """Under Init parameters are away; their shapes are enough."""
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
-    expected = forecast(small_llama(), MicroBatch(1, 16, "bf16"), measure=True)
+    plain = small_llama().bfloat16().train()
+    whole = infinity.measure_activations(plain, {"input_ids": tokens, "labels": tokens})
     with infinity.Init(config=config):
-        model = small_llama()
-    assert forecast(model, MicroBatch(1, 16, "bf16"), measure=True) == expected
-    infinity.initialize(model=model, config=config)[0].close()
+        model = small_llama().eval()
+    state = torch.get_rng_state()
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        report = engine.memory()
+        assert not any(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert report.activations_source == "2 x 32, measured"
+    assert report.activations_predicted == whole.nbytes if not every else report.activations_predicted < whole.nbytes

@@ -1,0 +1,200 @@
+"""A micro-batch's activations: known before they are allocated, or refused on all ranks while nothing is lost.
+
+A plan is made before any batch is seen. What shows one at the start (`memory.activations.sequence_length`, training
+data where memory is short) is measured there. Otherwise the first forward is: on fake tensors before it begins where
+memory is short, else by counting what autograd saves while it runs, which ends where that passes the limit. A batch
+with a larger tensor than all before is looked at again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from infinity.config import ResolvedConfig
+from infinity.config.units import format_bytes
+from infinity.distributed import collectives
+from infinity.distributed.axis_group import AxisGroup
+from infinity.engine import precision
+from infinity.engine.set_aside import with_activations
+from infinity.errors import CapacityError, ConfigError
+from infinity.memory.ledger import Ledger
+from infinity.memory.partition import DTYPES
+from infinity.memory.tiers.device import Device
+from infinity.plan.activation_bytes import Activations
+from infinity.plan.capacity_report import less_activations
+from infinity.plan.inputs import PlanInputs
+from infinity.plan.plan import Plan
+from infinity.plan.types import Tier
+from infinity.zero.activation_measurement import LiveBytes, measure_call
+from infinity.zero.coordinator import Coordinator
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def stated_batch(config: ResolvedConfig, model: nn.Module) -> dict[str, Tensor] | None:
+    """Return a micro-batch of the configured length, for a model that takes `input_ids`; None without either."""
+    length = config.config.memory.activations.sequence_length
+    takes = inspect.signature(model.forward).parameters
+    if length is None or "input_ids" not in takes:
+        return None
+    tokens = torch.zeros(config.micro_batch, length, dtype=torch.long, device="cpu")
+    return {name: tokens for name in ("input_ids", "labels") if name in takes}
+
+
+def on_shapes(
+    config: ResolvedConfig, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: Device, *,
+    recomputed: Sequence[str], blocks: Sequence[str] = (), training: bool = False,
+) -> Activations | None:  # fmt: skip
+    """Measure a call on fake tensors, in the precision of the run; None where the model cannot run on them.
+
+    training: as it is trained, also where the model evaluates now.
+    """
+    if config.casts_inputs:
+        args = precision.half(tuple(args))
+    with precision.autocast(config.config.torch_autocast, device.torch), torch.enable_grad():
+        try:
+            found = measure_call(
+                model, args, kwargs, dtype=DTYPES[config.compute_dtype], recomputed=recomputed, blocks=blocks,
+                keep_ops=config.config.activation_checkpointing.keep_ops, training=training,
+            )  # fmt: skip
+        except ConfigError:
+            return None
+    return replace(found, source=f"{_in_words(shapes_of(args, kwargs))}, measured")
+
+
+def shapes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:
+    """The shapes of a call's tensors, in order."""
+    return tuple(tuple(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+
+
+class FirstBatch:
+    """Looks at the first micro-batch of a run, and at each that is larger than those before."""
+
+    def __init__(
+        self, question: PlanInputs, plan: Plan, model: nn.Module, coordinator: Coordinator, *,
+        group: AxisGroup, device: Device, ledger: Ledger, counts: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        """counts: whether operations can be seen, which those of a compiled module cannot."""
+        self._counts = counts
+        self._question, self._plan, self._model = question, plan, model
+        self._coordinator, self._device, self._ledger = coordinator, device, ledger
+        # All ranks come to the first forward, and to each gather in it.
+        self._group = group if plan.policy.collective_forward and group.size > 1 else None
+        self._seen: list[Shapes] = []
+        free, reserve = question.free, question.reserve
+        gaps = int(device.allocator.free_gaps * (free.device or 0))
+        beside = free.left({Tier.CPU: reserve.overhead_nbytes, Tier.GPU: gaps})
+        self._room = None if free.device is None else beside.room(Tier.GPU, plan.nbytes_by_tier())
+        # On fake tensors a whole model runs.
+        self._whole = question.axis.size == 1 and question.cut is None
+        self._tight = self._room is not None and self._room < (free.device or 0) // 4
+
+    @contextmanager
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Around a forward. CapacityError if the activations of its batch do not fit."""
+        shapes = shapes_of(args, kwargs)
+        if not torch.is_grad_enabled() or any(_covers(seen, shapes) for seen in self._seen):
+            yield
+            return
+        group = self._group if not self._seen else None
+        counts = self._counts()
+        found = self._on_shapes(args, kwargs) if self._whole and (self._tight or not counts) else None
+        if found is not None or not counts:
+            if found is not None:
+                self._judge(found, group)
+            yield
+        else:
+            live = LiveBytes(self._model, self._question.checkpointed, self._limit(shapes, group))
+            with live.counting(), self._agreeing(live, shapes, group):
+                yield
+            found = live.found(f"{_in_words(shapes)}, counted")
+            if self._exceeds(found) and self._whole:
+                # What backward takes is a guess.
+                found = self._on_shapes(args, kwargs) or found
+            self._judge(found, group)
+        self._seen = [seen for seen in self._seen if not _covers(shapes, seen)] + [shapes]
+
+    def _on_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Activations | None:
+        return on_shapes(
+            self._question.config, self._model, args, kwargs, self._device, recomputed=self._question.checkpointed
+        )
+
+    def _limit(self, shapes: Shapes, group: AxisGroup | None) -> Callable[[int], None]:
+        def limit(nbytes: int) -> None:
+            if group is None and self._room is not None and nbytes > self._room:
+                raise self._refused(_so_far(nbytes, shapes))
+
+        return limit
+
+    @contextmanager
+    def _agreeing(self, live: LiveBytes, shapes: Shapes, group: AxisGroup | None) -> Iterator[None]:
+        """With several ranks, ask in front of each gather whether one of them has no more room."""
+        if group is None:
+            yield
+            return
+        self._coordinator.before_gather = lambda: self._agree(_so_far(live.nbytes, shapes), group)
+        try:
+            yield
+        finally:
+            self._coordinator.before_gather = None
+
+    def _agree(self, found: Activations, group: AxisGroup | None) -> None:
+        """CapacityError, on all ranks where there is a group, if one of them has no room for so much."""
+        exceeds = self._exceeds(found)
+        if group is not None:
+            exceeds = any(row[0] for row in collectives.exchange([float(exceeds)], group, "room for activations"))
+        if exceeds:
+            raise self._refused(found)
+
+    def _judge(self, found: Activations, group: AxisGroup | None) -> None:
+        self._agree(found, group)
+        reserve = self._with(found)
+        predicted = reserve.peak_nbytes(self._plan)
+        if predicted >= self._ledger.predicted_nbytes:
+            self._ledger.predicted_nbytes = predicted
+            self._ledger.activation_nbytes = reserve.activation_nbytes
+            self._ledger.activations = reserve.activations
+
+    def _with(self, found: Activations) -> Any:
+        question = self._question
+        return with_activations(question.reserve, found, question.config, self._device, question.free)
+
+    def _exceeds(self, found: Activations) -> bool:
+        reserve = self._with(found)
+        gaps = 0 if self._device.own_memory else reserve.gaps_nbytes
+        return self._room is not None and reserve.activation_nbytes + gaps > self._room
+
+    def _refused(self, found: Activations) -> CapacityError:
+        free, held = self._question.free, self._plan.nbytes_by_tier()
+        return CapacityError(
+            f"the activations of this micro-batch take {format_bytes(self._with(found).activation_nbytes)} "
+            f"({found.source}), but {format_bytes(self._room or 0)} of {format_bytes(free.device or 0)} are left for "
+            f"them beside the plan's {format_bytes(held[Tier.GPU])}. Weights and states are as they were: go on with a "
+            f"smaller batch, or initialize again with less: {less_activations(self._question)}"
+        )
+
+
+def _covers(seen: Shapes, shapes: Shapes) -> bool:
+    """Whether a call with `shapes` takes no more than one that was seen."""
+    return len(seen) == len(shapes) and all(
+        len(mine) == len(other) and all(each <= most for each, most in zip(other, mine, strict=True))
+        for mine, other in zip(seen, shapes, strict=True)
+    )
+
+
+def _in_words(shapes: Shapes) -> str:
+    """The first tensor's shape: "8 x 128"."""
+    largest = max(shapes, key=len, default=())
+    return " x ".join(f"{each:,}" for each in largest) or "no tensors"
+
+
+def _so_far(nbytes: int, shapes: Shapes) -> Activations:
+    return Activations(nbytes, {}, f"{_in_words(shapes)}, before the end of forward")
