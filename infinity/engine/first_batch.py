@@ -88,7 +88,10 @@ class FirstBatch:
         self._coordinator, self._device, self._ledger = coordinator, device, ledger
         # All ranks come to the first forward, and to each gather in it.
         self._group = group if plan.policy.collective_forward and group.size > 1 else None
-        self._seen: list[Shapes] = []
+        self._first = True
+        # The largest batches that were looked at; one that `initialize` has measured is known.
+        tokens = stated_batch(question.config, model) if question.reserve.activations.endswith("measured") else None
+        self._seen = [] if tokens is None else [shapes_of((), tokens)]
         free, reserve = question.free, question.reserve
         gaps = int(device.allocator.free_gaps * (free.device or 0))
         beside = free.left({Tier.CPU: reserve.overhead_nbytes, Tier.GPU: gaps})
@@ -104,7 +107,7 @@ class FirstBatch:
         if not torch.is_grad_enabled() or any(_covers(seen, shapes) for seen in self._seen):
             yield
             return
-        group = self._group if not self._seen else None
+        group = self._group if self._first else None
         counts = self._counts()
         found = self._on_shapes(args, kwargs) if self._whole and (self._tight or not counts) else None
         if found is not None or not counts:
@@ -120,6 +123,7 @@ class FirstBatch:
                 # What backward takes is a guess.
                 found = self._on_shapes(args, kwargs) or found
             self._judge(found, group)
+        self._first = False
         self._seen = [seen for seen in self._seen if not _covers(shapes, seen)] + [shapes]
 
     def _on_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Activations | None:
