@@ -119,8 +119,8 @@ class FirstBatch:
             with live.counting(), self._agreeing(live, shapes, group):
                 yield
             found = live.found(f"{_in_words(shapes)}, counted")
-            if self._exceeds(found) and self._whole:
-                # What backward takes is a guess.
+            if self._whole and self._room is not None and 3 * found.nbytes > 2 * self._room:
+                # What backward takes is a guess, which is not good enough near the limit.
                 found = self._on_shapes(args, kwargs) or found
             self._judge(found, group)
         self._first = False
@@ -154,7 +154,10 @@ class FirstBatch:
         """CapacityError, on all ranks where there is a group, if one of them has no room for so much."""
         exceeds = self._exceeds(found)
         if group is not None:
-            exceeds = any(row[0] for row in collectives.exchange([float(exceeds)], group, "room for activations"))
+            mine = [float(exceeds), float(found.nbytes)]
+            rows = [row for row in collectives.exchange(mine, group, "room for activations") if row[0]]
+            if rows and not exceeds:
+                exceeds, found = True, replace(found, nbytes=int(rows[0][1]), source="on another rank")
         if exceeds:
             raise self._refused(found)
 
