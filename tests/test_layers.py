@@ -61,7 +61,8 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.engine.accumulation": {"infinity.checkpoint.state", "infinity.config", "infinity.errors"},
     "infinity.engine.preemption": {"infinity.log"},
     "infinity.engine.build_runtime": _BELOW_ENGINE | {
-        "infinity.engine.build_parts", "infinity.engine.preflight", "infinity.engine.runtime",
+        "infinity.engine.build_parts", "infinity.engine.first_batch", "infinity.engine.preflight",
+        "infinity.engine.runtime",
     },
     "infinity.engine.build_parts": _BELOW_ENGINE,
     "infinity.engine.checkpoint_manager": _BELOW_ENGINE | {
@@ -76,8 +77,12 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.engine.handover": _BELOW_ENGINE | {"infinity.engine.model_init", "infinity.engine.runtime"},
     "infinity.engine.step": _BELOW_ENGINE | {"infinity.engine.optimizer_state", "infinity.engine.runtime"},
     "infinity.engine.optimizer_state": _BELOW_ENGINE,
-    "infinity.engine.runtime": _BELOW_ENGINE,
-    "infinity.engine.preflight": _BELOW_ENGINE | {"infinity.engine.set_aside", "infinity.engine.stage_cut"},
+    "infinity.engine.runtime": _BELOW_ENGINE | {"infinity.engine.first_batch"},
+    "infinity.engine.preflight": _BELOW_ENGINE | {
+        "infinity.engine.first_batch", "infinity.engine.set_aside", "infinity.engine.stage_cut",
+    },
+    # What a micro-batch takes, before and when it comes.
+    "infinity.engine.first_batch": _BELOW_ENGINE | {"infinity.engine.precision", "infinity.engine.set_aside"},
     "infinity.engine.set_aside": _BELOW_ENGINE,
     "infinity.engine.stage_cut": _BELOW_ENGINE,
     # How the stages of a model run.

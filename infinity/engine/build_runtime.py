@@ -76,16 +76,12 @@ def build_runtime(
     undo.callback(checkpointing.close)
     compiled = CompiledModules(model, hooks, plan, accelerator=device.is_accelerator)
     undo.callback(compiled.close)
-    breakdown = Breakdown(plan, ledger, store, units, device)
-    observer = make_observer(breakdown, config, groups)
+    observer = make_observer(Breakdown(plan, ledger, store, units, device), config, groups)
     progress = StepProgress(
         config.config, ledger, accelerator=device.own_memory, rank=ranks.rank, data_size=groups.data.size
     )
     undo.callback(progress.close)
-    first_batch = FirstBatch(
-        question, plan, model, coordinator, group=groups.stage, device=device, ledger=ledger,
-        counts=lambda: not compiled.active,
-    )  # fmt: skip
+    first_batch = FirstBatch(question, plan, model, coordinator, compiled, groups.stage, device, ledger)
     scaler = LossScaler.of(config.config.fp16.model_dump()) if config.scales_loss else None
     averaged = groups.data.size if config.config.gradient_allreduce_op == "mean" else 1
     factor = partial(grad_factor, scaler, ranks=averaged)

@@ -34,8 +34,11 @@ from infinity.plan.inputs import PlanInputs
 from infinity.plan.plan import Plan
 from infinity.plan.types import Tier
 from infinity.zero.activation_measurement import LiveBytes, measure_call
+from infinity.zero.compiled import CompiledModules
 from infinity.zero.coordinator import Coordinator
 
+# Positional and keyword arguments of a model.
+Call = tuple[Sequence[Any], Mapping[str, Any]]
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -79,12 +82,10 @@ class FirstBatch:
     """Looks at the first micro-batch of a run, and at each that is larger than those before."""
 
     def __init__(
-        self, question: PlanInputs, plan: Plan, model: nn.Module, coordinator: Coordinator, *,
-        group: AxisGroup, device: Device, ledger: Ledger, counts: Callable[[], bool],
+        self, question: PlanInputs, plan: Plan, model: nn.Module, coordinator: Coordinator, compiled: CompiledModules,
+        group: AxisGroup, device: Device, ledger: Ledger,
     ) -> None:  # fmt: skip
-        """counts: whether operations can be seen, which those of a compiled module cannot."""
-        self._counts = counts
-        self._question, self._plan, self._model = question, plan, model
+        self._question, self._plan, self._model, self._compiled = question, plan, model, compiled
         self._coordinator, self._device, self._ledger = coordinator, device, ledger
         # All ranks come to the first forward, and to each gather in it.
         self._group = group if plan.policy.collective_forward and group.size > 1 else None
@@ -93,6 +94,7 @@ class FirstBatch:
         tokens = stated_batch(question.config, model) if question.reserve.activations.endswith("measured") else None
         self._seen = [] if tokens is None else [shapes_of((), tokens)]
         free, reserve = question.free, question.reserve
+        ledger.activation_nbytes, ledger.activations = reserve.activation_nbytes, reserve.activations
         gaps = int(device.allocator.free_gaps * (free.device or 0))
         beside = free.left({Tier.CPU: reserve.overhead_nbytes, Tier.GPU: gaps})
         self._room = None if free.device is None else beside.room(Tier.GPU, plan.nbytes_by_tier())
@@ -108,7 +110,8 @@ class FirstBatch:
             yield
             return
         group = self._group if self._first else None
-        counts = self._counts()
+        # The operations of a compiled module cannot be seen.
+        counts = not self._compiled.active
         found = self._on_shapes(args, kwargs) if self._whole and (self._tight or not counts) else None
         if found is not None or not counts:
             if found is not None:

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,15 +96,11 @@ def initialize(
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
         loader = _loader(resolved, training_data, collate_fn, groups, device)
-        plan, question = preflight(
-            resolved, model, trained.group_of(), device, groups, trained.optimizer.spec,
-            draw=None if loader is None else lambda: BatchArguments.of(loader.example(), device.torch),
-        )  # fmt: skip
+        draw = None if loader is None else partial(_example, loader, device)
+        plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec, draw)
         agree_on_plan(plan, groups.stage, groups.world)
-        liger = resolved.config.kernels.liger
-        applied = apply_liger(liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
+        applied = apply_liger(resolved.config.kernels.liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
-        ledger.activation_nbytes, ledger.activations = question.reserve.activation_nbytes, question.reserve.activations
         runtime = build_runtime(question, model, plan, groups, device, trained.optimizer, ledger, undo)
         stepped = (boundary := Boundary(runtime)).optimizer(trained.groups, trained.optimizer, optimizer)
         scheduler = _scheduler(resolved, lr_scheduler, stepped)
@@ -313,6 +310,12 @@ def _loader(
         data, rank=groups.data.index, ranks=groups.data.size, batch=config.micro_batch, seed=int(seed[0][0]),
         collate=collate, drop_last=given.dataloader_drop_last, device=device.torch, workers=workers,
     )  # fmt: skip
+
+
+def _example(loader: Loader, device: Device) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return what the model will be called with, for a micro-batch of the training data."""
+    batch = BatchArguments.of(loader.example(), device.torch)
+    return batch.args, batch.kwargs
 
 
 def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:

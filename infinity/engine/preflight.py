@@ -17,8 +17,7 @@ from infinity.config.units import format_bytes
 from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
 from infinity.distributed.process_groups import ProcessGroups
-from infinity.engine.first_batch import on_shapes, stated_batch
-from infinity.engine.pipeline import BatchArguments
+from infinity.engine.first_batch import Call, on_shapes, stated_batch
 from infinity.engine.set_aside import place_of, set_aside, spooled_nbytes
 from infinity.engine.stage_cut import cut_into_stages
 from infinity.errors import CapacityError, ConfigError
@@ -48,12 +47,12 @@ from infinity.zero import parameter
 
 def preflight(
     config: ResolvedConfig, model: nn.Module, param_groups: Mapping[int, int], device: Device, groups: ProcessGroups,
-    optimizer: OptimizerSpec, draw: Callable[[], BatchArguments] | None = None,
+    optimizer: OptimizerSpec, draw: Callable[[], Call] | None = None,
 ) -> tuple[Plan, PlanInputs]:
     """Make the plan of a run and check that it fits. Returns it with the inputs that it was made from. Collective.
 
     param_groups: the optimizer parameter group of each trained parameter, by id. optimizer: what steps them. draw:
-    returns a micro-batch of the program's data, if `initialize` has it.
+    returns arguments of the model with a micro-batch of the program's data, if `initialize` has any.
 
     Raises ConfigError for a folder that can hold no swap files, CapacityError for a plan that does not fit, ConfigError
     for a model without values. If the last two both apply, CapacityError is raised.
@@ -92,32 +91,37 @@ def preflight(
             reserve=reserve, free=free, axis=axis, cut=cut, index=index,
         )  # fmt: skip
 
-    def measured(batch: BatchArguments) -> Activations | None:
-        if axis.size > 1:
+    def measured(call: Call | None) -> Activations | None:
+        if call is None or axis.size > 1:
             return None
-        found = on_shapes(
-            config, model, batch.args, batch.kwargs, device, recomputed=checkpointed,
-            blocks=cut.blocks if cut is not None else (), training=True,
-        )  # fmt: skip
+        blocks = () if cut is None else cut.blocks
+        found = on_shapes(config, model, *call, device, recomputed=checkpointed, blocks=blocks, training=True)
         return found if found is None or place is None else in_stages(found, place)
 
-    stated = config.config.memory.activations.max_bytes is not None
-    tokens = None if stated else stated_batch(config, model)
-    question = asked(None if tokens is None else measured(BatchArguments((), tokens)))
-    if question.reserve.activations:
-        plan = question.plan()
-    else:
-        # Bounds that may be lowered leave room for activations; if not even that fits, nothing is left for them.
-        roomy = asked(unknown_nbytes=(free.device or 0) // UNKNOWN_ACTIVATION_SHARE)
-        plan = roomy.plan()
-        if not roomy.fits(plan):
-            if draw is not None and (found := measured(draw())) is not None:
-                question = asked(found)
-            plan = question.plan()
+    question, plan = _with_activations(asked, measured, config, model, draw)
     refuse(question, plan, rank=ranks.rank)
     _refuse_without_values(model)
     _checkpoint_room(question, model, plan, rank=ranks.rank)
     return plan, question
+
+
+def _with_activations(
+    asked: Callable[..., PlanInputs], measured: Callable[[Call | None], Activations | None], config: ResolvedConfig,
+    model: nn.Module, draw: Callable[[], Call] | None,
+) -> tuple[PlanInputs, Plan]:  # fmt: skip
+    """A plan beside which a micro-batch's activations fit, as far as anything shows one."""
+    tokens = stated_batch(config, model) if config.config.memory.activations.max_bytes is None else None
+    question = asked(measured(None if tokens is None else ((), tokens)))
+    if question.reserve.activations:
+        return question, question.plan()
+    # Bounds that may be lowered leave room for activations; if not even that fits, nothing is left for them.
+    roomy = asked(unknown_nbytes=(question.free.device or 0) // UNKNOWN_ACTIVATION_SHARE)
+    plan = roomy.plan()
+    if roomy.fits(plan):
+        return question, plan
+    if (found := measured(draw() if draw is not None else None)) is not None:
+        question = asked(found)
+    return question, question.plan()
 
 
 def stages_asked(model: nn.Module) -> int | None:
