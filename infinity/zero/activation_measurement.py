@@ -82,10 +82,9 @@ def measure_call(
 @contextmanager
 def _random_state() -> Iterator[None]:
     """A forward may draw numbers: those of the program go on as if it had not."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = random.getstate()
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng([]):
             yield
     finally:
         random.setstate(state)
