@@ -110,11 +110,16 @@ class Loader(DataLoader[Any]):
                 self._drawn += self._step
             yield batch if self._device.type == "cpu" else moved(batch, self._device)
 
-    def example(self) -> Any:
-        """Return a micro-batch of the data's first samples. The position stays, and so do random numbers."""
+    def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a model for a micro-batch of the data's first samples, as `train_batch` reads it. The
+        position stays, and so do random numbers.
+        """
         count = min(self.batch_size or 1, len(self._order))
         with torch.random.fork_rng([]):
-            return self.collate_fn([self.dataset[index] for index in range(count)])
+            batch = moved(self.collate_fn([self.dataset[index] for index in range(count)]), self._device)
+        if isinstance(batch, Mapping):
+            return (), dict(batch)
+        return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data; the same on every rank."""

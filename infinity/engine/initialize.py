@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from infinity.engine.engine import Engine, close_engines_of
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, groups_of
-from infinity.engine.pipeline import BatchArguments
 from infinity.engine.preflight import preflight, remarks, stages_asked
 from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
@@ -96,7 +94,7 @@ def initialize(
             undo.callback(groups.close)
         trained = _trained(resolved, model, model_parameters, optimizer)
         loader = _loader(resolved, training_data, collate_fn, groups, device)
-        draw = None if loader is None else partial(_example, loader, device)
+        draw = None if loader is None else loader.example
         plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec, draw)
         agree_on_plan(plan, groups.stage, groups.world)
         applied = apply_liger(resolved.config.kernels.liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
@@ -310,12 +308,6 @@ def _loader(
         data, rank=groups.data.index, ranks=groups.data.size, batch=config.micro_batch, seed=int(seed[0][0]),
         collate=collate, drop_last=given.dataloader_drop_last, device=device.torch, workers=workers,
     )  # fmt: skip
-
-
-def _example(loader: Loader, device: Device) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Return what the model will be called with, for a micro-batch of the training data."""
-    batch = BatchArguments.of(loader.example(), device.torch)
-    return batch.args, batch.kwargs
 
 
 def _headline(config: ResolvedConfig, plan: Plan, trained: _Trained) -> str:

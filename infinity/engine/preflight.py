@@ -37,12 +37,14 @@ from infinity.plan.model_styles import tensor_axis_of
 from infinity.plan.optimizer_states import OptimizerSpec
 from infinity.plan.plan import Plan
 from infinity.plan.recomputation import checkpointed_blocks, repeated_blocks
-from infinity.plan.reserve import UNKNOWN_ACTIVATION_SHARE
 from infinity.plan.spec import module_tree
 from infinity.plan.stage_activations import in_stages, inputs_in_flight
 from infinity.plan.topology import Topology
 from infinity.plan.types import DTYPE_NBYTES, Tier
 from infinity.zero import parameter
+
+# One part in so many of what is free on the device is left to activations by bounds, while no batch is known.
+_LEFT_TO_ACTIVATIONS = 4
 
 
 def preflight(
@@ -115,7 +117,7 @@ def _with_activations(
     if question.reserve.activations:
         return question, question.plan()
     # Bounds that may be lowered leave room for activations; if not even that fits, nothing is left for them.
-    roomy = asked(unknown_nbytes=(question.free.device or 0) // UNKNOWN_ACTIVATION_SHARE)
+    roomy = asked(unknown_nbytes=(question.free.device or 0) // _LEFT_TO_ACTIVATIONS)
     plan = roomy.plan()
     if roomy.fits(plan):
         return question, plan

@@ -16,8 +16,6 @@ from infinity.plan.types import Tier
 # Memory of no file that the first steps of any model add to a process: 10 to 40 MB were measured. `OVERHEAD_NBYTES`
 # counts pages of libraries, too, which the system drops at need.
 ANONYMOUS_OVERHEAD_NBYTES = 48 << 20
-# Share of what is free for the device that bounds leave to activations while no batch is known.
-UNKNOWN_ACTIVATION_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
