@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -94,7 +94,7 @@ class FirstBatch:
         tokens = stated_batch(question.config, model) if question.reserve.activations.endswith("measured") else None
         self._seen = [] if tokens is None else [shapes_of((), tokens)]
         free, reserve = question.free, question.reserve
-        ledger.activation_nbytes, ledger.activations = reserve.activation_nbytes, reserve.activations
+        ledger.forecast(ledger.predicted_nbytes, reserve.activation_nbytes, reserve.activations)
         gaps = int(device.allocator.free_gaps * (free.device or 0))
         beside = free.left({Tier.CPU: reserve.overhead_nbytes, Tier.GPU: gaps})
         self._room = None if free.device is None else beside.room(Tier.GPU, plan.nbytes_by_tier())
@@ -141,17 +141,11 @@ class FirstBatch:
 
         return limit
 
-    @contextmanager
-    def _agreeing(self, live: LiveBytes, shapes: Shapes, group: AxisGroup | None) -> Iterator[None]:
+    def _agreeing(self, live: LiveBytes, shapes: Shapes, group: AxisGroup | None) -> AbstractContextManager[None]:
         """With several ranks, ask in front of each gather whether one of them has no more room."""
         if group is None:
-            yield
-            return
-        self._coordinator.before_gather = lambda: self._agree(_so_far(live.nbytes, shapes), group)
-        try:
-            yield
-        finally:
-            self._coordinator.before_gather = None
+            return nullcontext()
+        return self._coordinator.asking(lambda: self._agree(_so_far(live.nbytes, shapes), group))
 
     def _agree(self, found: Activations, group: AxisGroup | None) -> None:
         """CapacityError, on all ranks where there is a group, if one of them has no room for so much."""
@@ -169,9 +163,7 @@ class FirstBatch:
         reserve = self._with(found)
         predicted = reserve.peak_nbytes(self._plan)
         if predicted >= self._ledger.predicted_nbytes:
-            self._ledger.predicted_nbytes = predicted
-            self._ledger.activation_nbytes = reserve.activation_nbytes
-            self._ledger.activations = reserve.activations
+            self._ledger.forecast(predicted, reserve.activation_nbytes, reserve.activations)
 
     def _with(self, found: Activations) -> Any:
         question = self._question

@@ -54,6 +54,11 @@ class Ledger:
             self.peak[entry] = max(self.peak.get(entry, 0), held)
             self.most[tier] = max(self.most.get(tier, 0), total)
 
+    def forecast(self, predicted_nbytes: int, activation_nbytes: int, activations: str) -> None:
+        """Take the figures of a micro-batch."""
+        self.predicted_nbytes = predicted_nbytes
+        self.activation_nbytes, self.activations = activation_nbytes, activations
+
     def pin(self, nbytes: int) -> None:
         """Book `nbytes` more (or fewer, when negative) of page-locked CPU memory."""
         self.pinned_nbytes += nbytes

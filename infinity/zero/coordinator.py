@@ -47,8 +47,7 @@ class Coordinator:
         # Whether a whole step is one pass: see `pass_of_step`.
         self._overlapping = False
         self.closed = False
-        # Called in front of each gather, on all ranks alike, while it is set.
-        self.before_gather: Callable[[], None] | None = None
+        self._before_gather: Callable[[], None] | None = None
 
     def unit_of(self, param: nn.Parameter) -> Unit:
         """The unit that has a parameter, which is not in tiles: those lie in several units."""
@@ -87,6 +86,15 @@ class Coordinator:
         self.calls.use_micro_batch(micro_batch)
 
     # Forward.
+
+    @contextmanager
+    def asking(self, before_gather: Callable[[], None]) -> Iterator[None]:
+        """A block in which `before_gather` is called in front of each gather, on all ranks alike; it may raise."""
+        self._before_gather = before_gather
+        try:
+            yield
+        finally:
+            self._before_gather = None
 
     def begin_pass(self, mode: str) -> None:
         """A forward of the whole model begins ("train" or "eval"). A training pass ends with its backward, or with its
@@ -269,8 +277,8 @@ class Coordinator:
         # A use inside another one is no event of the trace: how often a module is called inside one that has its
         # weights (a tile of tokens each time) may differ from rank to rank, and schedules may not.
         if first or not unit.visible:
-            if self.before_gather is not None:
-                self.before_gather()
+            if self._before_gather is not None:
+                self._before_gather()
             with trace.span(trace.ENGINE, "use", unit.key):
                 self.prefetcher.bring(unit, needed=needed)
         if first:
