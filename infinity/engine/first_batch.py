@@ -90,6 +90,7 @@ class FirstBatch:
         # All ranks come to the first forward, and to each gather in it.
         self._group = group if plan.policy.collective_forward and group.size > 1 else None
         self._first = True
+        self._raised_on_all: CapacityError | None = None
         # The largest batches that were looked at; one that `initialize` has measured is known.
         tokens = stated_batch(question.config, model) if question.reserve.activations.endswith("measured") else None
         self._seen = [] if tokens is None else [shapes_of((), tokens)]
@@ -156,7 +157,13 @@ class FirstBatch:
             if rows and not exceeds:
                 exceeds, found = True, replace(found, nbytes=int(rows[0][1]), source="on another rank")
         if exceeds:
-            raise self._refused(found)
+            error = self._refused(found)
+            self._raised_on_all = None if group is None else error
+            raise error
+
+    def raised_on_all(self, error: BaseException) -> bool:
+        """Whether all ranks raise this error, so that none of them waits for another."""
+        return error is self._raised_on_all
 
     def _judge(self, found: Activations, group: AxisGroup | None) -> None:
         self._agree(found, group)

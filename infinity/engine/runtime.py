@@ -151,7 +151,8 @@ class Runtime:
         try:
             yield
         except BaseException as error:
-            self.groups.failed(error)
+            if not self.first_batch.raised_on_all(error):
+                self.groups.failed(error)
             if name != "step":
                 self.coordinator.abandon()
             if name in ("backward", "pipeline"):
