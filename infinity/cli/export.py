@@ -14,7 +14,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from infinity.checkpoint.deepspeed.checkpoint import find_deepspeed, holds_deepspeed, read_deepspeed
+from infinity.checkpoint.deepspeed.checkpoint import (
+    DeepSpeedCheckpoint,
+    find_deepspeed,
+    holds_deepspeed,
+    read_deepspeed,
+    verify_deepspeed,
+)
 from infinity.checkpoint.extract import description_of, extract
 from infinity.checkpoint.format import MANIFEST, Manifest, find, latest_tag, read_manifest
 from infinity.cli.meter import Meter
@@ -44,7 +50,13 @@ def run(given: argparse.Namespace) -> int:
         ConfigError: an option has an invalid value.
     """
     folder = locate(given.checkpoint, given.tag)
-    saved = read_deepspeed(folder) if theirs(folder) else read_manifest(folder)
+    saved: Manifest | DeepSpeedCheckpoint
+    if theirs(folder):
+        saved = read_deepspeed(folder)
+        for _ in verify_deepspeed(saved):
+            pass
+    else:
+        saved = read_manifest(folder)
     try:
         nbytes_max = None if given.one_file else parse_bytes(given.max_shard_size)
     except ValueError as error:

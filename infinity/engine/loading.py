@@ -21,7 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from infinity.checkpoint.codec import decode
-from infinity.checkpoint.deepspeed.checkpoint import DeepSpeedSource, find_deepspeed, holds_deepspeed, read_deepspeed
+from infinity.checkpoint.deepspeed.checkpoint import (
+    DeepSpeedSource,
+    find_deepspeed,
+    holds_deepspeed,
+    read_deepspeed,
+    verify_deepspeed,
+)
 from infinity.checkpoint.files import ExtentReader
 from infinity.checkpoint.format import (
     BUFFER,
@@ -162,6 +168,9 @@ class Load:
         theirs = read_deepspeed(folder)
         self._check_run(folder, theirs.engine, (), (), has_states=True)
         matched = self._match(folder, theirs.tensors, theirs.tied)
+        ranks = self.runtime.groups.ranks
+        for _ in verify_deepspeed(theirs, ranks.rank, ranks.world_size):
+            pass
         logger.info("%s was saved by DeepSpeed %s", folder, theirs.facts["version"])
         return Found(
             folder, matched, theirs.identity, lambda runtime: nullcontext(DeepSpeedSource(theirs.layout)),

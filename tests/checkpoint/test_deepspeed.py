@@ -187,7 +187,7 @@ def test_the_commands_read_one(cell: str, tmp_path: Path, capsys: pytest.Capture
     facts = json.loads(capsys.readouterr().out)
     assert facts["counters"]["global_steps"] == SAVED_STEPS and facts["tied"] == {"head.weight": "words.weight"}
     assert infinity_main(["ckpt", "verify", folder]) == 0
-    assert "complete; 8 tensors" in capsys.readouterr().out
+    assert "complete, and every checksum matches; 8 tensors" in capsys.readouterr().out
     assert infinity_main(["ckpt", "diff", saved, saved]) == 2
     assert "DeepSpeed" in capsys.readouterr().err
     assert infinity_main(["export", saved, str(tmp_path / "out"), "--dtype", "fp32"]) == 0

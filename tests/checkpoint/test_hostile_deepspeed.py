@@ -69,7 +69,8 @@ def one(folder: Path, pattern: str) -> Path:
 
 def read_all(folder: Path) -> DeepSpeedCheckpoint:
     saved = read_deepspeed(folder)
-    assert sum(verify_deepspeed(saved)) == sum(saved.layout.nbytes().values())
+    shares = [sum(verify_deepspeed(saved, share, 3)) for share in range(3)]
+    assert sum(shares) == sum(verify_deepspeed(saved)) == saved.stored_nbytes >= sum(saved.layout.nbytes().values())
     return saved
 
 
@@ -78,10 +79,14 @@ def inner(value: Any) -> Any:
 
 
 def test_what_was_written_anew_is_read(zero2: Path, zero3: Path) -> None:
-    """The changes below are what is refused, not the writing."""
-    for folder in (zero2, zero3):
-        for path in folder.glob("*.pt"):
-            rewrite(path, lambda value: None)
+    """The changes below are what is refused, not the writing. A writer may compute no checksums."""
+    for folder, checksums in ((zero2, True), (zero3, True), (zero2, False)):
+        torch.serialization.set_crc32_options(checksums)
+        try:
+            for path in folder.glob("*.pt"):
+                rewrite(path, lambda value: None)
+        finally:
+            torch.serialization.set_crc32_options(True)
         read_all(folder)
 
 
@@ -275,6 +280,14 @@ def test_a_file_that_is_cut_short_or_missing_is_named(cell: str, tmp_path: Path)
             read_all(folder)
 
 
+def test_a_ranks_states_that_are_anothers_are_named(zero2: Path, zero3: Path) -> None:
+    for folder in (zero2, zero3):
+        first, second, *_ = sorted(folder.glob("*optim*"))
+        shutil.copyfile(first, second)
+        with pytest.raises(CheckpointError, match=rf"{second.name}: it holds the tensors of {first.name}, another"):
+            read_deepspeed(folder)
+
+
 def test_a_model_that_is_divided_is_refused(zero2: Path) -> None:
     others = {
         "mp_rank_01_model_states.pt": "divided", "layer_0_expert_1_mp_rank_00_model_states.pt": "mixture",
@@ -399,11 +412,20 @@ def test_a_file_that_is_replaced_after_it_was_looked_at_is_refused(zero2: Path) 
 
 
 @pytest.mark.parametrize("cell", ["zero2-fp16", "zero3-bf16"])
-def test_flipped_bytes_end_in_one_error_or_in_other_values(cell: str, tmp_path: Path) -> None:
-    """Whatever stands in a file, reading it ends, with values or with an error of ours."""
+def test_flipped_bytes_are_found(cell: str, tmp_path: Path) -> None:
+    """Whatever stands in a file, reading it ends: in an error of ours where a tensor or the pickle has changed."""
     folder = shutil.copytree(SAVED / cell / TAG, tmp_path / TAG)
     chance = random.Random(7)
     refused = 0
+    for path in sorted(folder.glob("*.pt")):
+        record = max(TorchFile(path).storages, key=lambda record: record.nbytes)
+        content = bytearray(path.read_bytes())
+        content[record.offset + record.nbytes // 2] ^= 1
+        path.write_bytes(bytes(content))
+        with pytest.raises(CheckpointError, match=rf"{path.name}: the .* bytes of its record '{record.name}' are not"):
+            read_all(folder)
+        content[record.offset + record.nbytes // 2] ^= 1
+        path.write_bytes(bytes(content))
     for path in sorted(folder.glob("*.pt")):
         whole_file = path.read_bytes()
         for _ in range(40):

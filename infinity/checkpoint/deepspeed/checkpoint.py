@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from infinity.checkpoint.deepspeed.layout import (
 from infinity.checkpoint.deepspeed.run_state import client_state_of, counters_of, engine_state, kind_of
 from infinity.checkpoint.deepspeed.torch_file import TorchFile
 from infinity.checkpoint.deepspeed.universal import FOLDER, add_universal, optimizer_file
-from infinity.checkpoint.format import BUFFER, PARAM, FileExtent, ShardRanges, TensorInfo, latest_tag
+from infinity.checkpoint.format import BUFFER, PARAM, FileExtent, ShardRanges, TensorInfo, is_tag, latest_tag
 from infinity.checkpoint.pieces import TensorSpan
 from infinity.config.untrusted import read_metadata, reason, shortened
 from infinity.errors import CheckpointError
@@ -44,6 +44,7 @@ _NO_STATES = "no optimizer (it has no file zero_pp_rank_*_optim_states.pt)"
 @dataclass(frozen=True)
 class DeepSpeedCheckpoint:
     """What a folder holds. tied: further names of tensors. engine: the state of the run. facts: for people.
+    files: all that were read.
 
     identity: differs where two ranks see different files.
     """
@@ -55,6 +56,12 @@ class DeepSpeedCheckpoint:
     client_state: Mapping[str, Any]
     facts: Mapping[str, Any]
     identity: str
+    files: Sequence[TorchFile]
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of all tensors in the files: what `verify_deepspeed` reads."""
+        return sum(record.nbytes for file in self.files for record in file.storages)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -114,7 +121,7 @@ def find_deepspeed(directory: Path | str, tag: str | None = None) -> Path | None
     """Return the folder of a tag's checkpoint of DeepSpeed, by default that of DIR/latest (or DIR/latest_universal)."""
     folder = Path(directory)
     tag = (latest_tag(folder) or _latest_universal(folder)) if tag is None else tag
-    if tag is None or "/" in tag or tag in ("", ".", ".."):
+    if tag is None or not is_tag(tag):
         return None
     return folder / tag if holds_deepspeed(folder / tag) else None
 
@@ -152,6 +159,7 @@ def read_deepspeed(folder: Path) -> DeepSpeedCheckpoint:
             raise optimizer.error(f"{ranks} ranks saved it, and {len(models)} files *_model_states.pt exist")
         add_universal(layout, folder, model)
     elif states:
+        _refuse_copies(states)
         optimizer, inner = states[0], optimizer_state(states[0])
         stage = _checked_stage(models, states)
         (add_zero3 if stage == 3 else add_zero12)(layout, model, states)
@@ -165,9 +173,9 @@ def read_deepspeed(folder: Path) -> DeepSpeedCheckpoint:
     names = [list(group) for group in param_shapes(model)] if trained else []
     value = as_dict(model, model.value, "its value")
     version = value.get("ds_version")
-    files_read = {file.path for file in (*models, *states, optimizer)}
-    files_read |= {piece.stored.file.path for pieces in layout.pieces.values() for piece in pieces}
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files_read)}
+    read = {file.path: file for file in (*models, *states, optimizer)}
+    read.update((piece.stored.file.path, piece.stored.file) for pieces in layout.pieces.values() for piece in pieces)
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(read)}
     return DeepSpeedCheckpoint(
         folder, layout, _tied(model, layout), engine_state(model, optimizer, inner, names, layout.steps, kind),
         client_state_of(model),
@@ -175,24 +183,31 @@ def read_deepspeed(folder: Path) -> DeepSpeedCheckpoint:
             "version": version if isinstance(version, str) else "unknown", "stage": stage, "universal": universal,
             "ranks": max(len(states), len(models)), "files": sizes,
         },
-        f"{folder.name} {checksum(repr(sorted(sizes.items())).encode()):08x}",
+        f"{folder.name} {checksum(repr(sorted(sizes.items())).encode()):08x}", [read[path] for path in sorted(read)],
     )  # fmt: skip
 
 
-def verify_deepspeed(checkpoint: DeepSpeedCheckpoint) -> Iterable[int]:
-    """Read every element once; yield the bytes of each piece. TransferError where a file cannot be read.
+def verify_deepspeed(checkpoint: DeepSpeedCheckpoint, share: int = 0, shares: int = 1) -> Iterator[int]:
+    """Read the tensors of all files, or one of several shares of them, and yield the bytes of each block.
 
-    DeepSpeed keeps no checksums: this finds what is missing, not what has changed.
+    Raises:
+        CheckpointError: bytes are not those that were written, by the CRC-32 that torch.save keeps of them.
+        TransferError: a file cannot be read.
     """
-    room = torch.empty(1 << 20, dtype=torch.float32, device="cpu")
-    for pieces in checkpoint.layout.pieces.values():
-        for piece in pieces:
-            own = room.view(torch.uint8)[: (room.nbytes // piece.stored.dtype.itemsize) * piece.stored.dtype.itemsize]
-            values = own.view(piece.stored.dtype)
-            for at in range(0, piece.numel, values.numel()):
-                target = values[: min(values.numel(), piece.numel - at)]
-                piece.stored.read(piece.at + at, target)
-                yield target.nbytes
+    records = [(file, record) for file in checkpoint.files for record in file.storages]
+    for file, record in records[share::shares]:
+        yield from file.verify(record)
+
+
+def _refuse_copies(states: Sequence[TorchFile]) -> None:
+    """CheckpointError where a rank's states are those of another rank."""
+    seen: dict[Any, TorchFile] = {}
+    for file in states:
+        found = frozenset((record.name, record.nbytes, record.crc32) for record in file.storages)
+        first = seen.setdefault(found, file)
+        # Parts of zeros are alike.
+        if first is not file and not all(record.crc32 is None or file.is_uniform(record) for record in file.storages):
+            raise file.error(f"it holds the tensors of {first.path.name}, another rank's: one is a copy of the other")
 
 
 def _checked_stage(models: Sequence[TorchFile], states: Sequence[TorchFile]) -> int:

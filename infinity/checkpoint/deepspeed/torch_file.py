@@ -1,7 +1,8 @@
 """A file of `torch.save`, read without torch's unpickler: its value, and any range of its tensors' elements.
 
 The file is a zip archive of uncompressed records: `data.pkl`, which `pickles` reads, and one record for each storage.
-A tensor is its place in the file; its elements are read when they are asked for, straight into the caller's memory.
+A tensor is its place in the file; its elements are read when they are asked for, straight into the caller's memory. The
+archive has a CRC-32 of each record: that of the pickle is compared at once, those of storages by `verify`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import math
 import os
 import struct
 import zipfile
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,19 @@ _BLOCK_NBYTES = 16 << 20
 # A local header of a zip archive: its mark, and the lengths of the name and of the extra field in front of the data.
 _LOCAL = struct.Struct("<4s22xHH")
 _LOCAL_MARK = b"PK\3\4"
+# The names of storages begin so.
+_STORAGE = "data/"
 _ADVICE = "Copy the file again from where it is whole, or load another checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """A record of the archive: where its bytes lie, and their CRC-32; None where the writer computed none."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc32: int | None
 
 
 class TorchFile:
@@ -34,8 +49,8 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Storages by key, once they are asked for: (offset, bytes).
-        self._records: dict[str, tuple[int, int]] = {}
+        # By name, without the archive's own.
+        self._records: dict[str, ZipRecord] = {}
         try:
             with _opened(path) as file:
                 self._mark = _fingerprint(file.fileno())
@@ -49,6 +64,38 @@ class TorchFile:
     def error(self, what: str) -> CheckpointError:
         """Return the error to raise about this file."""
         return CheckpointError(self.path, what, _ADVICE)
+
+    @property
+    def storages(self) -> tuple[ZipRecord, ...]:
+        """The records of tensors' elements."""
+        return tuple(record for record in self._records.values() if record.name.startswith(_STORAGE))
+
+    def verify(self, record: ZipRecord) -> Iterator[int]:
+        """Read a record and yield the bytes of each block; CheckpointError unless they are those that were written."""
+        room, crc = memoryview(bytearray(min(_BLOCK_NBYTES, record.nbytes))), 0
+        for at in range(0, record.nbytes, _BLOCK_NBYTES):
+            block = room[: min(_BLOCK_NBYTES, record.nbytes - at)]
+            self.read_into(record.offset + at, block)
+            crc = zlib.crc32(block, crc)
+            yield len(block)
+        self._compare(record, crc)
+
+    def is_uniform(self, record: ZipRecord) -> bool:
+        """Whether a record repeats four bytes, as zeros and ones do."""
+        room = memoryview(bytearray(min(_BLOCK_NBYTES, record.nbytes)))
+        for at in range(0, record.nbytes, _BLOCK_NBYTES):
+            block = room[: min(_BLOCK_NBYTES, record.nbytes - at)]
+            self.read_into(record.offset + at, block)
+            if block[4:] != block[:-4]:
+                return False
+        return True
+
+    def _compare(self, record: ZipRecord, crc32: int) -> None:
+        if record.crc32 not in (None, crc32):
+            raise self.error(
+                f"the {record.nbytes:,} bytes of its record {shortened(record.name)} are not those that were written "
+                "(the CRC-32 differs)"
+            )
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` from the file; TransferError where it ends early, cannot be read, or has been replaced."""
@@ -73,7 +120,9 @@ class TorchFile:
         with zipfile.ZipFile(file) as archive:
             entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
             ends = [*(entry.header_offset for entry in entries), archive.start_dir][1:]
-        places: dict[str, tuple[int, int]] = {}
+        # torch writes zeros where it was told to compute none (torch.serialization.set_crc32_options).
+        kept = any(entry.CRC for entry in entries)
+        places: dict[str, ZipRecord] = {}
         for entry, end in zip(entries, ends, strict=True):
             name = entry.filename.partition("/")[2]
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 or name in places:
@@ -82,33 +131,33 @@ class TorchFile:
             offset = entry.header_offset + _LOCAL.size + name_nbytes + extra_nbytes
             if mark != _LOCAL_MARK or entry.file_size != entry.compress_size or offset + entry.file_size > end:
                 raise ValueError(f"its record {shortened(entry.filename)} lies in what is another's")
-            places[name] = offset, entry.file_size
+            places[name] = ZipRecord(name, offset, entry.file_size, entry.CRC if kept else None)
         if "data.pkl" not in places:
             raise ValueError("it has no data.pkl")
-        order = self._record(file, places.get("byteorder", (0, 0)))
+        order = self._record(file, places["byteorder"]) if "byteorder" in places else b""
         if order not in (b"", b"little"):
             raise ValueError(f"its numbers are stored in the order {shortened(order)}")
-        self._records.update((name[5:], place) for name, place in places.items() if name.startswith("data/"))
+        self._records.update(places)
         return self._record(file, places["data.pkl"])
 
-    def _record(self, file: _Bounded, place: tuple[int, int]) -> bytes:
-        offset, nbytes = place
-        file.seek(offset)
-        data = file.read(nbytes)
-        if len(data) != nbytes:
+    def _record(self, file: _Bounded, record: ZipRecord) -> bytes:
+        file.seek(record.offset)
+        data = file.read(record.nbytes)
+        if len(data) != record.nbytes:
             raise ValueError("it ends before its pickle is complete")
+        self._compare(record, zlib.crc32(data))
         return data
 
     def _storage(self, identity: Any) -> Storage:
         kind, dtype, key, _, numel = identity
         if kind != "storage" or not isinstance(dtype, StorageType) or type(numel) is not int or numel < 0:
             raise ValueError(f"{shortened(identity)} is no storage of a tensor")
-        if not isinstance(key, str) or key not in self._records:
+        record = self._records.get(f"{_STORAGE}{key}") if isinstance(key, str) else None
+        if record is None:
             raise ValueError(f"its record data/{shortened(key)} is missing")
-        offset, nbytes = self._records[key]
-        if nbytes != numel * dtype.dtype.itemsize:
-            raise ValueError(f"its record data/{key} has {nbytes} bytes, and its pickle says {numel} elements")
-        return Storage(dtype.dtype, offset, numel)
+        if record.nbytes != numel * dtype.dtype.itemsize:
+            raise ValueError(f"its record data/{key} has {record.nbytes} bytes, and its pickle says {numel} elements")
+        return Storage(dtype.dtype, record.offset, numel)
 
     def _tensor(
         self, storage: Any, start: Any, shape: Any, strides: Any, *_: Any
