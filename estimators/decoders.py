@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from infinity.config.untrusted import shortened
 from infinity.errors import ConfigError
 
 
@@ -24,6 +25,30 @@ class Module:
     ties: Mapping[str, str] = field(default_factory=dict)
 
 
+# The most that whole numbers of a config.json may be. A file with a greater one is damaged, and its model would take
+# hours to walk.
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1000),
+    **dict.fromkeys(
+        (
+            "num_experts", "n_routed_experts", "num_local_experts", "num_experts_per_tok", "n_shared_experts",
+            "first_k_dense_replace", "decoder_sparse_step",
+        ),
+        10_000,
+    ),
+    **dict.fromkeys(
+        (
+            "vocab_size", "hidden_size", "n_embd", "intermediate_size", "n_inner", "moe_intermediate_size",
+            "shared_expert_intermediate_size", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim",
+            "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+        ),
+        1 << 24,
+    ),
+}  # fmt: skip
+# Rates of dropout.
+_SHARES = ("resid_pdrop", "attn_pdrop", "embd_pdrop", "attention_dropout")
+
+
 class DecoderConfig:
     """The values of one config.json, or the architecture's defaults; a wrong or missing one is named."""
 
@@ -31,6 +56,14 @@ class DecoderConfig:
         self._given = values
         # What a file sets to null is derived from other values, or left out.
         self._values = {**defaults, **values}
+        for name, most in _MOST.items():
+            value = self._values.get(name)
+            if value is not None and (type(value) is not int or not 0 <= value <= most):
+                raise ConfigError(f"the model's {name} is {shortened(value)}; it must be a whole number up to {most:,}")
+        for name in _SHARES:
+            value = self._values.get(name)
+            if value is not None and (type(value) not in (int, float) or not 0 <= value <= 1):
+                raise ConfigError(f"the model's {name} is {shortened(value)}; it must be a number from 0 to 1")
 
     def size(self, name: str, otherwise: int | None = None) -> int:
         """A positive whole number; `otherwise` where the file leaves it open."""
@@ -38,7 +71,7 @@ class DecoderConfig:
         if value is None:
             value = otherwise
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"the model's {name} is {value!r}; it must be a positive whole number")
+            raise ConfigError(f"the model's {name} is {shortened(value)}; it must be a positive whole number")
         return value
 
     def first(self, names: Sequence[str]) -> int:
@@ -68,7 +101,10 @@ class DecoderConfig:
         return self._values.get(name) is None
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        return tuple(self._values.get(name) or ())
+        values = self._values.get(name) or []
+        if not isinstance(values, list) or any(type(value) is not int for value in values):
+            raise ConfigError(f"the model's {name} is {shortened(values)}; it must be a list of whole numbers")
+        return tuple(values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ def show(profile: HardwareProfile) -> str:
     known = [profile.compute.get(dtype) for dtype in dtypes]
     rows = [["", *dtypes]]
     rows.append(["transformer block", *(f"{each.rate / 1e9:,.0f} GFLOP/s" if each else "-" for each in known)])
-    fixed = [each or Compute(rate=0) for each in known]
+    fixed = [each or Compute(rate=1) for each in known]
     rows.append(["  and for 1 B parameters", *(_seconds(each.parameter_seconds) for each in fixed)])
     rows.append(["  and for 1 B logits of the head", *(_seconds(each.logit_seconds) for each in fixed)])
     rows.append(["Adam step of 1 B parameters", *(_seconds(profile.adam_seconds[dtype]) for dtype in dtypes)])

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infinity.config.untrusted import read_json, reason
 from infinity.errors import ConfigError
@@ -20,6 +20,12 @@ from infinity.plan.types import DriveRates
 # Bytes that a drive is assumed to take in its life for each byte of capacity: 600 TB a TB is what
 # makers of consumer drives promise (0.33 drive writes a day for five years); data-centre drives take 1 to 3 a day.
 ASSUMED_WRITES_A_BYTE = 600.0
+
+
+# Bytes or operations a second; seconds; a number of things.
+Rate = Annotated[float, Field(gt=0, lt=1e24)]
+Duration = Annotated[float, Field(ge=0, lt=1e6)]
+Amount = Annotated[int, Field(gt=0, lt=2**63)]
 
 
 class _Record(BaseModel):
@@ -31,29 +37,29 @@ class Drive(_Record):
 
     folder: str
     # Bytes a second of reads alone, of writes alone, and of both together where half of the bytes are reads.
-    read_rate: float
-    write_rate: float
-    mixed_rate: float
-    block_nbytes: int
-    queue_depth: int
+    read_rate: Rate
+    write_rate: Rate
+    mixed_rate: Rate
+    block_nbytes: Amount
+    queue_depth: Amount
     # Whether its file system takes O_DIRECT; rates through the page cache are those of memory for a while.
     direct: bool = True
     file_system: str = ""
     model: str = ""
-    capacity_nbytes: int = 0
+    capacity_nbytes: Annotated[int, Field(ge=0, lt=2**63)] = 0
     # Bytes that the maker promises it can take (TBW); None: not known.
-    endurance_nbytes: int | None = None
+    endurance_nbytes: Amount | None = None
 
 
 class Compute(_Record):
     """What a language model's parts reach in forward and backward, element-wise work included, in one dtype."""
 
     # Floating-point operations a second of a transformer block as the number of tokens grows.
-    rate: float
+    rate: Rate
     # Seconds a parameter of one forward and backward whatever the tokens: reading weights, making gradients.
-    parameter_seconds: float = 0.0
+    parameter_seconds: Duration = 0.0
     # Seconds a logit (token and word of the vocabulary) that the head and its loss take beyond their operations.
-    logit_seconds: float = 0.0
+    logit_seconds: Duration = 0.0
 
 
 class HardwareProfile(_Record):
@@ -66,23 +72,23 @@ class HardwareProfile(_Record):
     date: str = ""
     processor: str = ""
     accelerator: str | None = None
-    cores: int
-    memory_nbytes: int
+    cores: Amount
+    memory_nbytes: Amount
     drives: tuple[Drive, ...] = ()
     # Bytes copied a second from CPU memory to CPU memory (each is read once and written once).
-    copy_rate: float
+    copy_rate: Rate
     # Seconds a parameter, by compute dtype: of an Adam step on the CPU, and of the norm of its gradient.
-    adam_seconds: dict[str, float]
-    norm_seconds: dict[str, float]
+    adam_seconds: dict[str, Duration]
+    norm_seconds: dict[str, Duration]
     # By compute dtype.
-    compute: dict[str, Compute]
+    compute: Annotated[dict[str, Compute], Field(min_length=1)]
     # Bytes a second between CPU memory and the accelerator; None where there is none.
-    up_rate: float | None = None
-    down_rate: float | None = None
+    up_rate: Rate | None = None
+    down_rate: Rate | None = None
     # Bytes copied a second within the accelerator's memory; None where there is none.
-    device_copy_rate: float | None = None
+    device_copy_rate: Rate | None = None
     # Bytes a second that a rank sends to others; None: not known.
-    network_rate: float | None = None
+    network_rate: Rate | None = None
     # Names of the numbers above that were not measured.
     assumptions: tuple[str, ...] = ()
 

@@ -257,7 +257,8 @@ def test_a_profile_survives_its_file(tmp_path):
     ("text", "sentence"),
     [
         (None, "cannot be read"),
-        ("{", "not a hardware profile"),
+        ("{", "cannot be read: Expecting property name"),
+        ("[]", "not a hardware profile"),
         ('{"cores": 1}', "memory_nbytes: Field required"),
         (json.dumps({**HardwareProfile.model_validate(ASSUMED).model_dump(), "corse": 1}), "corse"),
     ],
