@@ -1,4 +1,4 @@
-"""The logger "infinity": INFO lines of rank 0 only, each warning once a process.
+"""The logger "infinity": INFO lines of rank 0 only, each warning once a process; and the standard descriptors.
 
 infinity never configures the root logger. When an engine starts in a program that has not configured logging, the
 logger "infinity" gets its own handler.
@@ -7,6 +7,7 @@ logger "infinity" gets its own handler.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 
@@ -23,6 +24,20 @@ def configure_logging(rank: int, level: str | None) -> None:
         logger.propagate = False
     chosen = getattr(logging, (level or "INFO").upper(), logging.INFO)
     logger.setLevel(chosen if rank == 0 else max(chosen, logging.ERROR))
+
+
+def keep_standard_descriptors() -> None:
+    """Open /dev/null in the place of each standard descriptor (0 to 2) that the process was started without.
+
+    Otherwise the next file or socket gets its number, and whatever is printed goes there.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            # The lowest free number is the answer, and those below are taken. Children inherit it.
+            os.set_inheritable(opened, True)
 
 
 def warn_once(code: str, message: str) -> None:

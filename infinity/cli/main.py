@@ -24,6 +24,7 @@ import infinity
 from infinity.cli.terminal import complain
 from infinity.cli.usage import Parser
 from infinity.errors import InfinityError
+from infinity.log import keep_standard_descriptors
 
 # Command -> (module, help). Only the module of the given command is imported, because importing torch takes seconds.
 COMMANDS = {
@@ -40,6 +41,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; `argv` excludes the program's name and defaults to sys.argv."""
+    keep_standard_descriptors()
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else ""
     try:

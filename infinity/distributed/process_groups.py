@@ -29,6 +29,7 @@ from infinity.distributed.hang_detection.channels import ENDS, STAGE, WORLD, Cha
 from infinity.distributed.hang_detection.mailbox import StoreMailbox
 from infinity.distributed.hang_detection.watchdog import BACKSTOP_SECONDS, BACKSTOP_SECONDS_MIN, Watchdog
 from infinity.errors import ConfigError
+from infinity.log import keep_standard_descriptors
 from infinity.plan.pipeline import pipeline_links
 from infinity.plan.topology import Topology
 
@@ -49,8 +50,11 @@ class Ranks:
 def detect() -> Ranks:
     """Read the open process group, else torchrun's environment; with neither, this is the only rank.
 
+    Every entrance of the library begins with it, before a file or a socket is opened, so that it keeps the standard
+    descriptors, too.
     ConfigError if WORLD_SIZE is set without an address to meet at.
     """
+    keep_standard_descriptors()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()

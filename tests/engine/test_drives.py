@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from infinity.errors import CapacityError, ConfigError, TransferError
 from infinity.memory.tiers import nvme, striping
 from infinity.ops.aio import Queue
 from tests.support.backends import every_backend
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(path: Any, aio: dict[str, Any] | None = None, **optimizer: Any) -> Any:
@@ -174,3 +179,30 @@ def test_a_folder_that_cannot_be_made_after_all_is_no_raw_error(
     monkeypatch.setattr(Path, "mkdir", refused)
     with pytest.raises(ConfigError, match=r"nvme_path: .*drive cannot be made: Read-only file system\. Name a folder"):
         start(str(tmp_path / "drive"))
+
+
+WITHOUT_STANDARD_DESCRIPTORS = """
+import json, os, sys
+import torch
+import infinity
+drive = {"device": "nvme", "nvme_path": sys.argv[1]}
+config = {"train_batch_size": 1, "zero_optimization": {"stage": 3, "offload_optimizer": drive}}
+with infinity.initialize(model=torch.nn.Linear(4, 4), config=config)[0]:
+    found = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+with open(sys.argv[2], "w") as file:
+    json.dump(found, file)
+"""
+
+
+def test_no_file_of_ours_gets_the_number_of_a_standard_descriptor(tmp_path: Path) -> None:
+    """What is printed would go into a swap file or a socket."""
+    script, told = tmp_path / "script.py", tmp_path / "told.json"
+    script.write_text(WITHOUT_STANDARD_DESCRIPTORS)
+    words = [sys.executable, script, tmp_path / "drive", told]
+    subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words], check=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    found = json.loads(told.read_text())
+    assert any("infinity-swap-" in path for path in found.values())
+    assert {found[number] for number in ("0", "1", "2")} == {os.devnull}

@@ -277,7 +277,7 @@ def test_a_drive_too_small_for_its_share_is_refused_before_anything_is_written(t
     real = os.statvfs
 
     class Space:
-        f_bavail, f_frsize = 10, 4096
+        f_bavail, f_frsize, f_blocks = 10, 4096, 10
 
     monkeypatch.setattr(nvme.os, "statvfs", lambda path: Space() if Path(path) == drives[1] else real(path))
     # Folders of one file system: together they need more than the one that is asked says.
