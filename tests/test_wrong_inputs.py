@@ -18,6 +18,7 @@ from torch import nn
 import infinity
 from infinity.cli.main import main
 from infinity.errors import InfinityError
+from tests import hostile_doors
 
 # Words of a command; {} is a folder with the files of `folder`. What, where, next step.
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
@@ -202,3 +203,10 @@ def test_a_verb_says_what_where_and_the_next_step(row: str, engine: Any, folder:
         done(engine, folder)
     assert [text for text in told if text not in str(raised.value)] == [], str(raised.value)
     assert sorted(folder.rglob("*")) == before, "nothing was made"
+
+
+def test_mutated_files_end_in_a_value_or_in_an_error_of_ours() -> None:
+    """A cut of the two thousand that `tests.hostile_doors` tries by hand."""
+    found = hostile_doors.go(132)
+    assert found["wrong"] == []
+    assert len(found["counts"]) > 15 and sum(found["counts"].values()) == 132

@@ -82,7 +82,7 @@ class SafetensorsFile:
             with safe_open(self.path, "np") as file:
                 described = [(name, file.get_slice(name)) for name in file.offset_keys()]
                 rows = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in described]
-        except SafetensorError as error:
+        except (SafetensorError, MemoryError) as error:
             raise ConfigError(
                 f"{self.path} is not a safetensors file, or is cut short or damaged: {shortened(str(error))}. Fetch it "
                 "again"
