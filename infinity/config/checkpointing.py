@@ -39,7 +39,7 @@ class ActivationCheckpointing(Section):
     ] = False
     """Older form of offload with device cpu."""
     partition_activations: Annotated[
-        Flag, NoEffect("it divides checkpoints among tensor-parallel ranks, and there are none")
+        Flag, NoEffect("each rank of a tensor group keeps its checkpoints whole, or offloads them")
     ] = False
     """Partition saved activations."""
     contiguous_memory_optimization: Annotated[

@@ -37,6 +37,8 @@ from infinity.config.suggestions import unknown_key
 from infinity.config.values import read_flag
 from infinity.errors import ConfigError
 
+# Sections that DeepSpeed does not have.
+_OWN_SECTIONS = ("kernels", "memory", "parallel", "timeline")
 # The most problems that one error lists.
 _LISTED_MAX = 50
 _TUNES_HEAP = re.compile("MALLOC_(MMAP|TRIM|TOP)_")
@@ -128,8 +130,14 @@ class _Found:
             self.problems.append(sentence)
 
     def unknown(self, path: str, key: str, known: Iterable[str]) -> None:
-        """Note a key at `path` that is not among the `known` ones of its section."""
-        self.reject(path, unknown_key(path, key, known, Config))
+        """Note a key at `path` that is not among the `known` ones of its section. In a section of infinity's own it is
+        a problem by any conventions: no other program has put it there.
+        """
+        sentence = unknown_key(path, key, known, Config)
+        if path.partition(".")[0] in _OWN_SECTIONS and "." in path:
+            self.problems.append(sentence)
+        else:
+            self.reject(path, sentence)
 
 
 def _read(

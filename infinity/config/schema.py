@@ -43,8 +43,13 @@ _COMET = Refused("there is no monitor for Comet", "Remove the section, and enabl
 _CHANGES_MODEL = Refused(
     "infinity never changes the model or its data", "Remove the section and do this in the program"
 )
-_NO_PARALLEL = Refused(
-    "the parallel axes for now are data, tensor and pipeline", "Remove the key; stage 3 with offload fits large models"
+_NO_SEQUENCE = Refused(
+    "ranks do not share a sequence by all-to-all",
+    "Remove the key; parallel.sequence divides activations beside a tensor axis, and infinity.tile_sequence(model) "
+    "computes a long sequence in tiles",
+)
+_NO_EXPERTS = Refused(
+    "the parallel axes are data, tensor and pipeline", "Remove the key; stage 3 with offload fits large models"
 )
 
 
@@ -239,14 +244,14 @@ class Config(Section):
     """Size of the vocabulary, for throughput figures."""
     timers: Annotated[None, NoEffect("see wall_clock_breakdown and engine.step_times()"), Absent(switch=None)] = None
     """Throughput timers."""
-    seq_parallel_communication_data_type: Annotated[Dtype, NoEffect("sequence parallelism is not supported")] = "fp32"
+    seq_parallel_communication_data_type: Annotated[Dtype, NoEffect("no ranks exchange parts of a sequence")] = "fp32"
     """Type in which sequence-parallel ranks communicate."""
-    sequence_parallel_size: Annotated[Count, _NO_PARALLEL] = 1
+    sequence_parallel_size: Annotated[Count, _NO_SEQUENCE] = 1
     """Ranks that share a sequence."""
-    expert_parallel: Annotated[None, _NO_PARALLEL, Absent()] = None
+    expert_parallel: Annotated[None, _NO_EXPERTS, Absent()] = None
     """Expert parallelism."""
     use_data_before_expert_parallelism: Annotated[
-        Flag, replace(_NO_PARALLEL, ignored="without an expert axis there is no order of axes")
+        Flag, replace(_NO_EXPERTS, ignored="without an expert axis there is no order of axes")
     ] = False
     """Order of the data and expert axes."""
     flops_profiler: Annotated[

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 from infinity.config.section import Section, dotted, sections_of, spellings_of, types_of
 
+# Names that other programs have for a key.
+_OTHER_NAMES = {"communication_timeout": "watchdog_seconds", "comm_timeout": "watchdog_seconds"}
 # A message lists the keys of a section that has at most this many.
 _LISTED_MAX = 16
 
@@ -42,6 +44,8 @@ def _meant(key: str, candidates: list[str]) -> list[str]:
     """Return all names that one edit or another case turns into `key`, else the most similar name."""
     # difflib's ratio misses short names: one wrong letter of "lr" halves the ratio.
     folded = key.strip().lower()
+    if _OTHER_NAMES.get(folded) in candidates:
+        return [_OTHER_NAMES[folded]]
     edited = [name for name in candidates if _one_edit_apart(key, name) or name.lower() == folded]
     return edited or difflib.get_close_matches(folded, candidates, n=1)
 

@@ -120,8 +120,10 @@ def test_what_no_result_depends_on_is_said_and_ignored(raw: dict[str, Any], path
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "delayed updates change the result. Remove"),
         ({"zero_optimization": {"mics_shard_size": 4}}, "sub-groups of ranks are not supported. Remove"),
         ({"tensor_parallel": {"partition_config": {"layer_specs": []}}}, "and write parallel.plan where it has none"),
-        ({"sequence_parallel_size": 2}, "the parallel axes for now are data, tensor and pipeline. Remove"),
-        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "16-bit moments are not supported. Remove"),
+        ({"sequence_parallel_size": 2}, "ranks do not share a sequence by all-to-all. Remove"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "Lion, with one moment, takes 8"),
+        ({"parallel": {"context": 2}}, "parallel.context: unknown key; the keys of parallel are pipeline, plan"),
+        ({"memory": {"gpu": {"max_byte": 1}}}, "did you mean 'memory.gpu.max_bytes'"),
         ({"optimizer": {"type": "Lamb"}}, 'Set the type to "AdamW", or pass any elementwise torch.optim'),
         ({"weight_quantization": {"quantized_initialization": {}}}, "Remove the section and do this in the program"),
         ({"elasticity": {"enabled": True}}, "Set the batch keys for the number of ranks"),
@@ -203,3 +205,8 @@ def test_the_command_shows_what_a_run_of_deepspeeds_ignores(capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "comms_config: unknown key" in shown and "It is ignored" in shown
     assert main(["config", "explain", str(path)]) != 0
+
+
+def test_another_librarys_name_of_a_key_is_told() -> None:
+    told = tolerant({"communication_timeout": 30}).provenance.foreign["communication_timeout"]
+    assert "did you mean 'watchdog_seconds'?" in told
