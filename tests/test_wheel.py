@@ -132,7 +132,8 @@ def test_a_wheel_carries_libraries_sources_and_packages_only(wheel):
     sources = {f"infinity/_csrc/{file.relative_to(ROOT / 'csrc')}" for file in (ROOT / "csrc").rglob("*.c*")}
     ours = {"infinity/py.typed", "infinity/observability/timeline.html", "infinity/engine/initialize.py"}
     # What `infinity run --as-deepspeed` puts on the path: clients look for the metadata too.
-    ours |= {f"infinity/integrations/as_deepspeed/{name}" for name in ("deepspeed/__init__.py", DROP_IN)}
+    drop_in = ("bin/deepspeed", "deepspeed/__init__.py", DROP_IN)
+    ours |= {f"infinity/integrations/as_deepspeed/{name}" for name in drop_in}
     assert names >= LIBRARIES | sources | ours
     assert {name.partition("/")[0] for name in names} == {"infinity", "estimators", INFO}
 

@@ -5,10 +5,12 @@
     infinity run --as-deepspeed train.py                `import deepspeed` in these processes gives infinity's names
     infinity run --as-deepspeed accelerate launch ...   a command that starts the processes itself
     infinity run --hostfile hosts train.py              one launcher a machine, over ssh
+    infinity run --no_ssh --num_nodes 2 --node_rank 0 --master_addr HOST train.py    this machine's part of two
 
 Processes are started by torchrun. With --as-deepspeed a script is given --local_rank=N as its first argument, as
-DeepSpeed's launcher does it (--no_local_rank leaves it out). An installed DeepSpeed is not touched: other programs find
-it as before. Exit code: that of the command.
+DeepSpeed's launcher does it (--no_local_rank leaves it out), and the commands `deepspeed` and
+`python -m deepspeed.launcher.runner` are this one. An installed DeepSpeed is not touched: other programs find it as
+before. Exit code: that of the command.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from infinity.cli.terminal import say
 from infinity.config.untrusted import read_metadata, reason, shortened
@@ -31,6 +34,22 @@ from infinity.memory.tiers.device import count_devices
 
 # Holds a package `deepspeed` that forwards to infinity's names, and its metadata.
 AS_DEEPSPEED = Path(__file__).parents[1] / "integrations" / "as_deepspeed"
+# What starts the command `deepspeed` of that folder.
+_PYTHON = "INFINITY_PYTHON"
+_OWN_LAUNCHERS = (
+    "start one launcher on each machine, such as `srun --ntasks-per-node=1 infinity run --no_ssh --node_rank "
+    "$SLURM_NODEID --num_nodes N --master_addr HOST train.py`"
+)
+# Options of DeepSpeed's launcher that have no meaning here: how many words follow, and what to do instead.
+_REFUSED: dict[str, tuple[int, str]] = {
+    "--launcher_args": (1, f"machines are started by ssh alone: {_OWN_LAUNCHERS}"),
+    "--bind_core_list": (1, "each rank takes its share of the process's cores: start it under `taskset -c LIST`"),
+    "--autotuning": (1, "there is no tuner: `infinity estimate MODEL --fit` finds a configuration"),
+    "--elastic_training": (0, "the number of ranks stays: a checkpoint loads with any number of them"),
+    "--min_elastic_nodes": (1, "the number of ranks stays: a checkpoint loads with any number of them"),
+    "--max_elastic_nodes": (1, "the number of ranks stays: a checkpoint loads with any number of them"),
+    "--save_pid": (0, "the launcher's processes are torchrun's: see `ps`"),
+}
 _LOCAL = ("localhost", "127.0.0.1")
 # More devices than this are a slip of the finger, of which no list is made.
 _SLOTS_MAX = 65_536
@@ -54,6 +73,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="where ranks meet (default: the first machine)")  # fmt: skip
     parser.add_argument("--master_port", "--master-port", type=int, metavar="PORT",
                         help="(default: a free one; 29500 with several machines)")  # fmt: skip
+    parser.add_argument("--no_ssh", action="store_true",
+                        help="start this machine's processes alone; needs --node_rank and --master_addr")  # fmt: skip
+    parser.add_argument("--node_rank", "--node-rank", type=int, metavar="I", help="this machine's number, from 0")
+    parser.add_argument("--launcher", default="pdsh", metavar="NAME", help="pdsh or ssh: both are ssh here")
+    parser.add_argument("--ssh_port", type=int, metavar="PORT", help="of the machines' ssh")
+    parser.add_argument("--bind_cores_to_rank", action="store_true", help="accepted: the engine does so anyway")
+    parser.add_argument("--force_multi", action="store_true", help="accepted: one machine of a hostfile is one, too")
+    parser.add_argument("--enable_each_rank_log", metavar="FOLDER", help="write each rank's output into files there")
+    for option, (words, _) in _REFUSED.items():
+        given: dict[str, Any] = {"nargs": words} if words else {"action": "store_true"}
+        parser.add_argument(option, help=argparse.SUPPRESS, **given)
+    parser.add_argument("--no_python", action="store_true", help="SCRIPT is a program, not a file of Python")
     parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
     parser.add_argument("--module", "-m", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...",
@@ -68,13 +99,16 @@ def run(given: argparse.Namespace) -> int:
     """
     if not given.command:
         raise ConfigError("name a script to start: infinity run [options] train.py [its arguments]")
+    _check(given)
     added = _environment(given)
     name = given.command[0]
-    if not given.module and not Path(name).is_file() and shutil.which(name):
+    if not (given.module or given.no_python or Path(name).is_file()) and shutil.which(name):
         # Another launcher: it starts the processes.
         return _become([name, *given.command[1:]], added)
-    if not given.module and not Path(name).is_file():
+    if not (given.module or given.no_python or Path(name).is_file()):
         raise ConfigError(f"{name}: there is no such file, nor a command of that name")
+    if given.no_ssh:
+        return _one_of_several(given, added)
     hosts = _hosts(given)
     if len(hosts) == 1 and next(iter(hosts)) in _LOCAL:
         slots = next(iter(hosts.values()))
@@ -85,11 +119,48 @@ def run(given: argparse.Namespace) -> int:
     return _everywhere(given, hosts, added)
 
 
+def _check(given: argparse.Namespace) -> None:
+    """Raise ConfigError for options of DeepSpeed's launcher that have no meaning here."""
+    for option, (_, instead) in _REFUSED.items():
+        if getattr(given, option[2:]):
+            raise ConfigError(f"{option}: {instead}")
+    if given.launcher.lower() not in ("pdsh", "ssh"):
+        raise ConfigError(f"--launcher {given.launcher}: machines are started by ssh alone: {_OWN_LAUNCHERS}")
+    if given.node_rank is not None and not given.no_ssh:
+        raise ConfigError(
+            "--node_rank: over ssh this command numbers the machines itself. Add --no_ssh and start it on each of them"
+        )
+    if given.bind_cores_to_rank:
+        say("--bind_cores_to_rank: an engine binds each rank to its share of the cores anyway")
+
+
 def _environment(given: argparse.Namespace) -> dict[str, str]:
     if not given.as_deepspeed:
         return {}
-    before = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(AS_DEEPSPEED), *([before] if before else [])])}
+    folders = {"PYTHONPATH": AS_DEEPSPEED, "PATH": AS_DEEPSPEED / "bin"}
+    added = {_PYTHON: sys.executable}
+    for name, folder in folders.items():
+        before = os.environ.get(name)
+        # A command inside a run finds them there already.
+        first = [] if before and str(folder) in before.split(os.pathsep) else [str(folder)]
+        added[name] = os.pathsep.join([*first, *([before] if before else [])])
+    return added
+
+
+def _one_of_several(given: argparse.Namespace, added: Mapping[str, str]) -> int:
+    """Start this machine's processes of a run over several machines, as --node_rank says."""
+    nodes = given.num_nodes if given.hostfile is None else len(_hosts(given))
+    if nodes is None or given.node_rank is None or not given.master_addr:
+        raise ConfigError("--no_ssh needs --node_rank, --master_addr, and --num_nodes or --hostfile")
+    if not 0 <= given.node_rank < nodes:
+        raise ConfigError(f"--node_rank {given.node_rank}: there are machines 0 to {nodes - 1}")
+    where = [f"--nnodes={nodes}", f"--node-rank={given.node_rank}", f"--master-addr={given.master_addr}",
+             f"--master-port={given.master_port or 29500}"]  # fmt: skip
+    if given.hostfile is not None:
+        count = len(list(_hosts(given).values())[given.node_rank])
+    else:
+        count = given.nproc or max(count_devices(), 1)
+    return _become(_torchrun(given, where, count), added)
 
 
 def _become(command: Sequence[str], added: Mapping[str, str]) -> int:
@@ -102,6 +173,10 @@ def _become(command: Sequence[str], added: Mapping[str, str]) -> int:
 
 def _torchrun(given: argparse.Namespace, where: Sequence[str], count: int) -> list[str]:
     launch = [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={count}"]
+    if given.enable_each_rank_log is not None:
+        launch += [f"--log-dir={given.enable_each_rank_log}", "--redirects=3"]
+    if given.no_python:
+        return [*launch, "--no-python", *given.command]
     if given.no_local_rank or not given.as_deepspeed:
         return [*launch, *(["--module"] if given.module else []), *given.command]
     # torchrun has no such argument, so a shell makes it of the rank's variable.
@@ -199,10 +274,12 @@ def _everywhere(given: argparse.Namespace, hosts: Hosts, added: Mapping[str, str
             variables = dict(added)
             if given.include or given.exclude:
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
-            words = ["env", *(f"{key}={value}" for key, value in variables.items())]
+            # The paths of this machine are not those of another, but for the folder of the names.
+            words = ["env", *(f"{key}={value}" for key, value in variables.items() if key != "PATH")]
             remote = shlex.join([*words, *_torchrun(given, where, len(slots))])
             say(f"{host}: {remote}")
-            running.append(subprocess.Popen(["ssh", "-tt", host, f"cd {shlex.quote(os.getcwd())} && {remote}"],
+            ssh = ["ssh", *(["-p", str(given.ssh_port)] if given.ssh_port else []), "-tt", host]
+            running.append(subprocess.Popen([*ssh, f"cd {shlex.quote(os.getcwd())} && {remote}"],
                                             stdin=subprocess.DEVNULL))  # fmt: skip
         return _wait(running)
     except OSError as error:
