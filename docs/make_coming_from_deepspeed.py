@@ -22,6 +22,7 @@ from infinity.config.section import (
     sections_of,
     spellings_of,
 )
+from infinity.engine.deepspeed_names import CONFIGURED, REFUSED
 from infinity.integrations.deepspeed.modules import MODULES, NO_MODULES, SAME
 from infinity.integrations.deepspeed.refusals import Refusal
 
@@ -49,7 +50,9 @@ find an installed DeepSpeed as before |
 | `import deepspeed` finds infinity's names in this process |
 
 `infinity run --as-deepspeed` has `--num_gpus`, `--hostfile`, `--include`, `--exclude` and `--master_port` of
-DeepSpeed's launcher, and starts other launchers too: `infinity run --as-deepspeed accelerate launch train.py`.
+DeepSpeed's launcher, `--no_ssh` with `--node_rank`, and starts other launchers too: `infinity run --as-deepspeed
+accelerate launch train.py`. Inside it, `deepspeed train.py` and `python -m deepspeed.launcher.runner train.py` are
+this command, so that a shell script runs as it is: `infinity run --as-deepspeed bash train.sh`.
 `install()` raises an error if it comes too late. `infinity config explain FILE --as-deepspeed` shows what a run makes
 of a configuration: every value with its source, then every key that it ignores.
 
@@ -57,7 +60,8 @@ of a configuration: every value with its source, then every key that it ignores.
 
 A configuration is read with DeepSpeed's conventions (`infinity.config.DEEPSPEED`):
 
-- A key that infinity does not have is a warning on rank 0, once, with its path and the key that was probably meant.
+- A key that infinity does not have is a warning on rank 0, once, with its path and the key that was probably meant. In
+  the sections that only infinity has (`parallel`, `memory`, `kernels`, `timeline`) it is an error.
 - A setting that infinity lacks and that no result depends on is said and ignored. A setting that would change results
   is refused, with the reason and the next step.
 - Dotted keys at the top level, such as `"zero_optimization.stage"`, count as keys of their sections. Comments and
@@ -83,7 +87,7 @@ AlexNet in layers, trains with its import changed. Every stage of ZeRO and every
 | `engine.set_dataloader(loader)`, `engine.set_dataiterator(iterator)` | `engine.train_batch(iterator)` |
 | `engine.set_batch_fn(f)` | `engine.train_batch(map(f, iterator))` |
 | `engine.eval_batch(..., return_logits=True)` | nothing: outputs stay on the last stage |
-| `engine.grid`, `engine.mpu` | `engine.data_rank`, `data_size`, `is_first_stage()`, `is_last_stage()` |
+| `engine.grid`, `mpu=` of `initialize` | `engine.data_rank`, `data_size`, `is_first_stage()`, `is_last_stage()` |
 
 <!-- names -->
 ## Every key of DeepSpeed 0.19.8
@@ -102,6 +106,18 @@ _NAMES = """\
 What a program may import. A name that is refused can be imported too, subclassed and asked for in `isinstance`: a use
 of it is an error that says why. Any other name is an `ImportError`, or an `AttributeError`, that points here.
 `deepspeed.comm` also has every name of torch.distributed, and `get_accelerator()` what torch has for the device.
+"""
+
+_MEMBERS = """\
+## Members of an engine
+
+Beside the methods of [the interface](api.md), an engine has DeepSpeed's `get_lr`, `set_lr`, `get_mom`, `get_type`,
+`get_batch_info`, `set_train_batch_size`, `module_state_dict`, and these, which return a value of the configuration: {}.
+`loss_scale` is the present scale, as a number and as a method. What neither the engine nor its module has is an
+`AttributeError` that names the engine.
+
+| refused | why |
+|---|---|
 """
 
 _ENDING = """
@@ -171,7 +187,17 @@ def _modules() -> str:
         refused.setdefault(refusal.why, []).append(f"{path}.*")
     rows = [f"| {_code(paths)} | {why} |\n" for why, paths in refused.items()]
     head = "\n| module | names that are here |\n|---|---|\n"
-    return f"{head}{''.join(here)}\n| refused | why |\n|---|---|\n{''.join(rows)}\n"
+    tables = f"{head}{''.join(here)}\n| refused | why |\n|---|---|\n{''.join(rows)}\n"
+    return tables + _members()
+
+
+def _members() -> str:
+    """Return what engines have of DeepSpeed's: getters of the configuration, and members that are refused."""
+    refused: dict[str, list[str]] = {}
+    for name, why in REFUSED.items():
+        refused.setdefault(why, []).append(name)
+    rows = [f"| {_code(names)} | {why} |\n" for why, names in refused.items()]
+    return f"{_MEMBERS.format(_code(CONFIGURED))}{''.join(rows)}\n"
 
 
 def _code(words: Iterable[str]) -> str:

@@ -20,6 +20,10 @@ class ConfigError(InfinityError, ValueError):
     """Report an invalid configuration or argument of `initialize`; the message names the key and a fix."""
 
 
+class UnknownNameError(ConfigError, AttributeError):
+    """Report a name of DeepSpeed, or of an engine, that infinity does not have; `hasattr` takes it for absence."""
+
+
 class CapacityError(InfinityError, ValueError):
     """Report a plan that exceeds the memory or disk space; raised before anything is allocated or written."""
 

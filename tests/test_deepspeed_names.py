@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,10 @@ import torch
 import infinity
 from infinity import deepspeed
 from infinity.cli.main import main
+from infinity.engine.deepspeed_names import CONFIGURED, REFUSED
 from infinity.errors import ConfigError, StateError
+from infinity.integrations.deepspeed.modules import MODULES, NO_MODULES
+from infinity.integrations.deepspeed.refusals import Refusal
 
 ROOT = Path(__file__).resolve().parents[1]
 PATH_ENTRY = ROOT / "infinity" / "integrations" / "as_deepspeed"
@@ -137,13 +142,33 @@ def test_another_deepspeed_is_shadowed_in_the_tree_of_a_run_and_nowhere_else(tmp
     assert sorted((path, path.stat().st_mtime_ns) for path in other.parent.rglob("*.py")) == before
 
 
-def test_a_command_that_starts_processes_itself_is_run_as_it_is(tmp_path):
+def test_a_shell_script_finds_deepspeeds_commands(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        'echo "PATH $PYTHONPATH"\n'
+        "deepspeed --nproc 0 LICENSE\n"
+        f"{sys.executable} -m deepspeed.launcher.runner --launcher slurm LICENSE\n"
+    )
     reply = subprocess.run(
-        [sys.executable, "-m", "infinity", "run", "--as-deepspeed", "env"], capture_output=True, text=True,
-        timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+        [sys.executable, "-m", "infinity", "run", "--as-deepspeed", "sh", str(script)], capture_output=True, text=True,
+        timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False, cwd=ROOT,
     )  # fmt: skip
-    assert reply.returncode == 0, reply.stderr
-    assert f"PYTHONPATH={PATH_ENTRY}{os.pathsep}{ROOT}" in reply.stdout.splitlines()
+    assert f"PATH {PATH_ENTRY}{os.pathsep}{ROOT}" in reply.stdout.splitlines(), reply.stderr
+    first, second = reply.stderr.splitlines()
+    assert "--nproc 0: at least one process" in first
+    assert "--launcher slurm: machines are started by ssh alone" in second
+
+
+def test_one_machine_of_several_is_started_without_ssh(monkeypatch):
+    started = []
+    monkeypatch.setattr("infinity.cli.run._become", lambda command, added: started.append(command) or 0)
+    words = "--no_ssh --num_nodes 2 --node_rank 1 --master_addr there --nproc 2 --enable_each_rank_log logs LICENSE x"
+    monkeypatch.chdir(ROOT)
+    assert main(["run", *words.split()]) == 0
+    assert started[0][3:] == [
+        "--nnodes=2", "--node-rank=1", "--master-addr=there", "--master-port=29500", "--nproc-per-node=2",
+        "--log-dir=logs", "--redirects=3", "LICENSE", "x",
+    ]  # fmt: skip
 
 
 def test_machines_of_a_hostfile_are_started_over_ssh(tmp_path):
@@ -185,6 +210,10 @@ def test_machines_of_a_hostfile_are_started_over_ssh(tmp_path):
         (["--exclude", "localhost:0", "README.md"], "leaves no device"),
         (["--include", "localhost", "--exclude", "localhost", "README.md"], "keep one of the two"),
         (["--hostfile", "no_such_file", "README.md"], "cannot be read"),
+        (["--node_rank", "1", "README.md"], "over ssh this command numbers the machines itself"),
+        (["--no_ssh", "README.md"], "--no_ssh needs --node_rank, --master_addr, and --num_nodes or --hostfile"),
+        (["--bind_core_list", "0-3", "README.md"], "start it under `taskset -c LIST`"),
+        (["--launcher_args", "x", "README.md"], "machines are started by ssh alone"),
         (["--hostfile", "LICENSE", "README.md"], 'is not "name slots=8"'),
         (["--hostfile", "SLOTS", "README.md"], "line 1: 99999999999 slots: a machine has 1 to 65,536 devices"),
         (["--hostfile", "PIPE", "README.md"], "it is not a regular file"),
@@ -201,14 +230,114 @@ def test_a_wrong_option_is_one_sentence(words, said, capsys, monkeypatch, tmp_pa
     assert len(complaint.splitlines()) == 1
 
 
-def test_what_is_not_built_is_refused_when_it_is_asked_for():
-    import infinity.deepspeed as deepspeed
+def refusals():
+    """Every name of the tables that is refused, and one name below each module that is."""
+    for module, names in MODULES.items():
+        yield from ((module, name, value.why) for name, value in names.items() if isinstance(value, Refusal))
+    yield from ((module, "Anything", refusal.why) for module, refusal in NO_MODULES.items())
 
-    with pytest.raises(ConfigError, match="there is no inference engine here"):
-        deepspeed.init_inference(None)
-    with pytest.raises(ConfigError, match="divides the model itself: leave this call out"):
-        deepspeed.tp_model_init(None, tp_size=2, dtype=None)
-    assert infinity.__version__ == deepspeed.__infinity__
+
+def test_what_is_refused_can_be_imported_and_says_why_when_it_is_used():
+    for module, name, why in refusals():
+        place = f"{module}.{name}".lstrip(".")
+        found = getattr(importlib.import_module(f"infinity.deepspeed.{module}".rstrip(".")), name)
+        assert not isinstance(3, found)
+        # What a file defines at its top.
+        subclass = type("Own", (found,), {})
+        for use in (found, subclass):
+            with pytest.raises(ConfigError, match=re.escape(f"deepspeed.{place}: {why}")):
+                use(1, key=2)
+        assert not hasattr(found, "attribute")
+    assert len(list(refusals())) > 80
+
+
+@pytest.mark.parametrize(
+    ("statement", "error", "said"),
+    [
+        ("import infinity.deepspeed.no.such", ImportError, "deepspeed.no: infinity has no such name"),
+        ("from infinity.deepspeed.utils import safe_get_full_gard", ImportError, "did you mean safe_get_full_grad?"),
+        ("from infinity.deepspeed.runtime.zero import Initt", ImportError, "deepspeed.runtime.zero.Initt: infinity"),
+        ("deepspeed.no_such", AttributeError, "deepspeed.no_such: infinity has no such name"),
+        ("deepspeed.comm.no_such", AttributeError, "deepspeed.comm.no_such: infinity has no such name"),
+        ("deepspeed.get_accelerator().no_such", AttributeError, "get_accelerator().no_such: neither"),
+        ("deepspeed.ops.op_builder.FusedLambBuilder().load()", ConfigError, "Lamb is not elementwise"),
+        ("deepspeed.init_distributed('ccl')", ConfigError, "this torch has no back end 'ccl'; it has gloo"),
+        ("deepspeed.init_distributed('cpu:gloo,xpu:zccl')", ConfigError, "no back end 'zccl'"),
+        ("deepspeed.init_inference(None)", ConfigError, "there is no inference engine here"),
+        ("deepspeed.tp_model_init(None, 2, None)", ConfigError, "divides the model itself: leave this call out"),
+        ("deepspeed.runtime.lr_schedules.WarmupLR(None, 0.1)", ConfigError, "name its other arguments"),
+    ],
+)
+def test_no_other_name_ends_in_a_raw_error(statement, error, said):
+    with pytest.raises(error, match=re.escape(said)):
+        exec(statement, {"deepspeed": deepspeed})
+
+
+def test_an_engine_has_deepspeeds_getters_and_setters():
+    config = {
+        "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.5,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.9]}}, "zero_optimization": {"stage": 2},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=torch.nn.Sequential(torch.nn.Linear(4, 4, device="cpu")), config=config)
+
+    def run(micro_batches: int) -> int:
+        for _ in range(micro_batches):
+            engine.backward(engine(torch.ones(1, 4)).sum())
+            engine.step()
+        return engine.global_steps
+
+    with engine:
+        told = {name: getattr(engine, name)() for name in CONFIGURED}
+        assert told["gradient_clipping"] == 0.5 and told["zero_optimization"] and not told["fp16_enabled"]
+        assert (told["optimizer_name"], told["zero_optimization_stage"]) == ("Adam", 2)
+        assert engine.loss_scale == engine.loss_scale() == 1.0 and told["dynamic_loss_scale"] is False
+        engine.set_lr(0.2)
+        assert (engine.get_lr(), engine.get_mom(), engine.get_batch_info()) == ([0.2], [(0.8, 0.9)], (2, 1, 2))
+        assert engine.module_state_dict().keys() == engine.module.state_dict().keys()
+        assert run(2) == 1
+        engine.set_train_batch_size(3)
+        assert (run(2), run(1)) == (1, 2) and engine.global_samples == 5
+        run(1)
+        with pytest.raises(StateError, match="1 micro-batches of a step are accumulated"):
+            engine.set_train_batch_size(1)
+        for name, why in {**REFUSED, "no_such": "neither the engine nor its module Sequential has it"}.items():
+            assert not hasattr(engine, name)
+            with pytest.raises(AttributeError, match=re.escape(f"engine.{name}: {why}")):
+                getattr(engine, name)
+
+
+def test_what_scripts_use_without_an_engine_works(caplog, capsys):
+    runtime = deepspeed.runtime
+    found = deepspeed.DeepSpeedConfig({"train_batch_size": 4, "zero_optimization": {"stage": 3}})
+    assert (found.train_micro_batch_size_per_gpu, found.zero_optimization_stage) == (4, 3) and found.zero_enabled
+    zero = runtime.zero.config.DeepSpeedZeroConfig(stage=3, stage3_prefetch_bucket_size=7, cpu_offload=True)
+    assert (zero.prefetch_bucket_size, zero.overlap_comm, zero.offload_optimizer.device) == (7, True, "cpu")
+    model = torch.nn.Linear(1000, 1000, bias=False, device="meta")
+    estimates = runtime.zero.stage3
+    estimates.estimate_zero3_model_states_mem_needs_all_live(model, 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 and "1M params in bf16, stage 3" in lines[0]
+    # The states take 10 bytes a parameter and the gradients 2, on the CPU.
+    cpu, gpu, largest = estimates.estimate_zero3_model_states_mem_needs(10**9, 10**8, 2, cpu_offload_params=False)
+    assert 12e9 <= cpu < 15e9 and gpu > 1e9 and largest == 2 * 10**8
+    timers = deepspeed.utils.timer.SynchronizedWallClockTimer()
+    timers("step").start()
+    with pytest.raises(RuntimeError, match="'step' has been started already"):
+        timers("step").start()
+    timers("step").stop(record=True)
+    assert timers.get_mean(["step"])["step"] == timers("step").elapsed() > 0
+    speed = deepspeed.utils.timer.ThroughputTimer(batch_size=4, start_step=1)
+    for _ in range(3):
+        speed.start()
+        speed.stop(global_step=True)
+    assert speed.avg_samples_per_sec() > 0
+    with caplog.at_level("INFO", logger="infinity"):
+        runtime.utils.see_memory_usage("here")
+        runtime.utils.see_memory_usage("there", force=True)
+    assert [record.message.split(":")[0] for record in caplog.records] == ["there"]
+    weight, rows = torch.randn(3, 4), torch.randn(2, 4)
+    assert torch.equal(runtime.zero.linear.zero3_linear_wrap(rows, weight), rows @ weight.T)
+    assert deepspeed.ops.op_builder.CPUAdamBuilder().load() and deepspeed.ops.__compatible_ops__["cpu_adam"]
 
 
 def test_a_model_of_an_engine_is_guarded_as_ours_and_goes_to_the_next_engine():

@@ -51,7 +51,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "infinity.engine.model_init": _BELOW_ENGINE,
     "infinity.engine.engine": _BELOW_ENGINE | {
-        "infinity.engine.accumulation", "infinity.engine.checkpoint_manager", "infinity.engine.exporting",
+        "infinity.engine.accumulation", "infinity.engine.checkpoint_manager", "infinity.engine.deepspeed_names",
+        "infinity.engine.exporting",
         "infinity.engine.handover", "infinity.engine.idle_states", "infinity.engine.loading",
         "infinity.engine.pipeline", "infinity.engine.precision", "infinity.engine.preemption",
         "infinity.engine.runtime",
@@ -59,6 +60,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     # Which micro-batches make a step, and what is counted of them.
     "infinity.engine.accumulation": {"infinity.checkpoint.state", "infinity.config", "infinity.errors"},
+    # Values of the configuration under DeepSpeed's names, and what is refused.
+    "infinity.engine.deepspeed_names": {
+        "infinity.config", "infinity.engine.accumulation", "infinity.errors", "infinity.optim",
+    },
     "infinity.engine.preemption": {"infinity.log"},
     "infinity.engine.build_runtime": _BELOW_ENGINE | {
         "infinity.engine.build_parts", "infinity.engine.first_batch", "infinity.engine.preflight",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infinity.checkpoint.state import Counters
 from infinity.config.resolve import ResolvedConfig
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StateError
 
 
 class Accumulation:
@@ -21,6 +21,9 @@ class Accumulation:
     def __init__(self, config: ResolvedConfig, counters: Counters) -> None:
         self._config = config
         self._counters = counters
+        # Micro-batches of a step, and the number of micro-batches when the present step began.
+        self.steps = config.accumulation
+        self._first = 0
         # Whether the micro-batch at hand is the last of its step; None while the engine counts.
         self._said: bool | None = None
         # Micro-batches since the latest optimizer step that `step()` has counted, and backwards that it has not.
@@ -36,14 +39,14 @@ class Accumulation:
         if self._said is not None:
             return self._said
         managed = self._config.config.managed_gradient_accumulation
-        return not managed or (self._counters.micro_steps + 1) % self._config.accumulation == 0
+        return not managed or (self._counters.micro_steps + 1 - self._first) % self.steps == 0
 
     @property
     def losses(self) -> list[Tensor]:
         """Losses whose mean is the step's: of its micro-batches, or one where the program has scaled them to add up."""
         if not self._shares:
             return self._losses
-        scaled = [loss.reshape(()).float() / self._config.accumulation for loss in self._losses]
+        scaled = [loss.reshape(()).float() / self.steps for loss in self._losses]
         return [torch.stack([*scaled, *(share.reshape(()).float() for share in self._shares)]).sum()]
 
     def set_boundary(self, is_boundary: bool) -> None:
@@ -63,6 +66,15 @@ class Accumulation:
             )
         self._said = bool(is_boundary)
 
+    def set_steps(self, count: int) -> None:
+        """Change the number of micro-batches of a step. StateError while gradients accumulate."""
+        if self._counted + self._uncounted:
+            raise StateError(
+                f"{self._counted + self._uncounted} micro-batches of a step are accumulated: change their number after "
+                "its last one, or call engine.zero_grad() before"
+            )
+        self.steps, self._first = count, self._counters.micro_steps
+
     def ran_backward(self, loss: Tensor, *, scaled: bool) -> None:
         """Note a backward. scaled: the engine has divided its loss by `gradient_accumulation_steps`."""
         self._uncounted += 1
@@ -77,13 +89,13 @@ class Accumulation:
 
     def end_step(self, *, skipped: bool) -> None:
         """Count an optimizer step with its samples. The program's own boundary may give it any number of them."""
-        samples = self._config.train_batch
-        if self._said is not None:
-            samples = samples // self._config.accumulation * self._counted
+        part = self._config.train_batch // self._config.accumulation
+        samples = part * (self.steps if self._said is None else self._counted)
         self._counters.count_step(samples, skipped=skipped)
 
     def forget(self) -> None:
         """Begin a step anew: the micro-batches before are over, or not wanted."""
         self._counted = self._uncounted = 0
+        self._first = self._counters.micro_steps
         self._losses.clear()
         self._shares.clear()

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from infinity.distributed.process_groups import ProcessGroups
 from infinity.engine import exporting, precision
 from infinity.engine.accumulation import Accumulation
 from infinity.engine.checkpoint_manager import CheckpointManager
+from infinity.engine.deepspeed_names import CONFIGURED, REFUSED, DeepSpeedNames, LossScale
 from infinity.engine.handover import WeightKeeper, why_not_kept
 from infinity.engine.idle_states import IdleStates
 from infinity.engine.loading import LoadOptions
@@ -33,7 +35,7 @@ from infinity.engine.preemption import PreemptionHandler
 from infinity.engine.runtime import Runtime
 from infinity.engine.saving import SaveRequest
 from infinity.engine.step import Boundary, StepFlags, StepVerdict
-from infinity.errors import ConfigError, StateError
+from infinity.errors import ConfigError, StateError, UnknownNameError
 from infinity.log import logger
 from infinity.memory.memory_report import MemoryReport
 from infinity.memory.store import TieredStore
@@ -60,7 +62,7 @@ def _counter(name: str, what: str) -> Any:
     return property(get, put, doc=what)
 
 
-class Engine(nn.Module):
+class Engine(DeepSpeedNames, nn.Module):
     """Trains a module whose parameters, gradients and optimizer states live on the tiers of a plan.
 
     `infinity.initialize` makes it. Calling it runs the module's forward and returns the module's output. `close()` (or
@@ -101,9 +103,17 @@ class Engine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name in ("module", "_runtime"):
                 raise
+        if name in CONFIGURED:
+            return partial(CONFIGURED[name], self.config)
+        try:
             return getattr(self.module, name)
+        except AttributeError as error:
+            if name.startswith("__"):
+                raise
+            why = REFUSED.get(name) or f"neither the engine nor its module {type(self.module).__name__} has it"
+            raise UnknownNameError(f"engine.{name}: {why}") from error
 
     # The loop.
 
@@ -449,18 +459,9 @@ class Engine(nn.Module):
     skipped_steps: int = _counter("skipped_steps", "Optimizer steps that were skipped.")
 
     @property
-    def loss_scale(self) -> float:
-        """The present loss scale of fp16; 1 in other precisions."""
-        return self._runtime.loss_scale
-
-    def train_batch_size(self) -> int:
-        return self.config.train_batch
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.config.micro_batch
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.config.accumulation
+    def loss_scale(self) -> LossScale:
+        """The present loss scale of fp16; 1 in other precisions. A call of it gives it, too, as in DeepSpeed."""
+        return LossScale(self._runtime.loss_scale)
 
     def is_first_stage(self) -> bool:
         """Return whether this rank runs the first stage of the model: always without a pipeline."""
@@ -469,25 +470,6 @@ class Engine(nn.Module):
     def is_last_stage(self) -> bool:
         """Return whether this rank runs the last stage of the model: always without a pipeline."""
         return self.groups.pipeline.index == self.groups.pipeline.size - 1
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.stage
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Return whether each rank keeps a part of the gradients: from stage 2 on."""
-        return self.config.stage >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Return whether each rank keeps a part of the weights: at stage 3."""
-        return self.config.stage == 3
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return `stage3_gather_16bit_weights_on_model_save`, by which programs of DeepSpeed's decide how to save."""
-        return self.config.zero.stage3_gather_16bit_weights_on_model_save
-
-    def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group; none without an optimizer."""
-        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def get_global_grad_norm(self) -> float:
         """Return the global gradient norm of the latest step, before clipping; infinite where an element was not

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from infinity.distributed.process_groups import detect
-from infinity.integrations.deepspeed.refusals import NoAttribute
+from infinity.errors import UnknownNameError
 from infinity.memory.tiers.device import Device
 from infinity.ops.cores import allowed_cores
 
@@ -33,7 +33,7 @@ class Accelerator:
             # torch has a type of tensors, generators and streams of the CPU at its top.
             if self._name == "cpu" and (name in _OF_TORCH or name.endswith("Tensor")) and hasattr(torch, name):
                 return getattr(torch, name)
-        raise NoAttribute(f"get_accelerator().{name}: neither infinity nor torch has it for a {self._name} device")
+        raise UnknownNameError(f"get_accelerator().{name}: neither infinity nor torch has it for a {self._name} device")
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return "cuda" or "cuda:1"; a CPU has no index."""

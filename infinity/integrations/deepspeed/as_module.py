@@ -15,10 +15,10 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from infinity.errors import StateError
+from infinity.errors import StateError, UnknownNameError
 from infinity.integrations.deepspeed.entry import installed
 from infinity.integrations.deepspeed.modules import ELSEWHERE, MODULES, NO_MODULES, canonical
-from infinity.integrations.deepspeed.refusals import NoAttribute, NoModule, Refusal, refused_name
+from infinity.integrations.deepspeed.refusals import NoModule, Refusal, refused_name
 
 # Holds a package `deepspeed` that forwards to this one, its metadata, and a command of that name.
 PATH_ENTRY = Path(__file__).parents[1] / "as_deepspeed"
@@ -55,7 +55,7 @@ class _Served(ModuleType):
         elif (why := _refusal(self._path)) is not None:
             found = refused_name(self.__name__.removeprefix("infinity."), name, why)
         else:
-            raise NoAttribute(_unknown(inner))
+            raise UnknownNameError(_unknown(inner))
         setattr(self, name, found)
         return found
 

@@ -12,8 +12,9 @@ from infinity.config.section import spellings_of
 from infinity.config.training import Bf16, Fp16
 from infinity.config.zero import OffloadOptimizer, OffloadParam, ZeroOptimization
 from infinity.distributed.process_groups import detect
+from infinity.engine.deepspeed_names import CONFIGURED
+from infinity.errors import UnknownNameError
 from infinity.integrations.deepspeed.entry import conventions
-from infinity.integrations.deepspeed.refusals import NoAttribute
 
 __all__ = [
     "Bf16", "DeepSpeedConfig", "DeepSpeedZeroConfig", "DeepSpeedZeroOffloadOptimizerConfig",
@@ -50,8 +51,14 @@ class DeepSpeedZeroConfig(ZeroOptimization):
     def __getattr__(self, name: str) -> Any:
         field = spellings_of(ZeroOptimization).get(name, name)
         if field == name:
-            raise NoAttribute(f"zero_optimization has no key {name!r}: docs/configuration.md lists them")
+            raise UnknownNameError(f"zero_optimization has no key {name!r}: docs/configuration.md lists them")
         return getattr(self, field)
+
+
+_NAMES = {
+    "zero_config": "zero_optimization", "float16_config": "fp16", "bfloat16_config": "bf16",
+    "activation_checkpointing_config": "activation_checkpointing", "checkpoint_config": "checkpoint",
+}  # fmt: skip
 
 
 class DeepSpeedConfig:
@@ -70,22 +77,14 @@ class DeepSpeedConfig:
         if name == "resolved":
             raise AttributeError(name)
         config = self.resolved.config
-        names = {
-            "zero_config": config.zero_optimization, "zero_enabled": self.resolved.stage > 0,
-            "zero_optimization_stage": self.resolved.stage, "fp16_enabled": config.fp16.enabled,
-            "bfloat16_enabled": config.bf16.enabled, "float16_config": config.fp16, "bfloat16_config": config.bf16,
-            "loss_scale": config.fp16.loss_scale,
-            "optimizer_name": config.optimizer and config.optimizer.type.lower(),
-            "optimizer_params": config.optimizer and config.optimizer.params.model_dump(),
-            "scheduler_name": config.scheduler and config.scheduler.type,
-            "scheduler_params": config.scheduler and config.scheduler.params.model_dump(),
-            "activation_checkpointing_config": config.activation_checkpointing,
-        }  # fmt: skip
-        for place in (names, vars(config)):
-            if name in place:
-                return place[name]
+        if name in _NAMES:
+            return getattr(config, _NAMES[name])
+        if name in CONFIGURED:
+            return CONFIGURED[name](self.resolved)
+        if name in vars(config):
+            return getattr(config, name)
         if hasattr(self.resolved, name):
             return getattr(self.resolved, name)
-        raise NoAttribute(
+        raise UnknownNameError(
             f"DeepSpeedConfig.{name}: the configuration has no such value; its keys are in docs/configuration.md"
         )

@@ -91,10 +91,7 @@ _NO_INFERENCE = (
     "there is no inference engine here. An engine without optimizer runs and generates with weights on any tier: "
     "deepspeed.initialize(model=model, config=...)"
 )
-_NO_SEQUENCE = (
-    "ranks cannot share a sequence by all-to-all. parallel.sequence divides it beside a tensor axis, and "
-    "infinity.tile_sequence(model) computes it in tiles"
-)
+_NO_SEQUENCE = reason_of("sequence_parallel_size")
 _NO_LINEAR = "layers with adapters are peft's: peft.get_peft_model(model, LoraConfig(...)), then initialize()"
 _NO_TILES = "a weight that is too large to gather is executed in tiles: set zero_optimization.tile_parameters"
 _EVERY_LOADS = f"{reason_of('checkpoint.load_universal')}. Leave the conversion out, and call load_checkpoint()"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from infinity.errors import ConfigError
-from infinity.integrations.deepspeed.refusals import NoAttribute, reason_of
+from infinity.errors import ConfigError, UnknownNameError
+from infinity.integrations.deepspeed.refusals import reason_of
 from infinity.ops.build import require
 from infinity.optim.lion import LionOptimizer
 
@@ -124,7 +124,7 @@ class _Loaded:
         self._builder = builder
 
     def __getattr__(self, name: str) -> Any:
-        raise NoAttribute(
+        raise UnknownNameError(
             f"{self._builder}().load().{name}: infinity's library is loaded, and the engine calls it by an interface "
             "of its own. Name the optimizer, and the drive (nvme_path, aio), in the configuration"
         )

@@ -11,11 +11,7 @@ from typing import Any, NoReturn
 
 from infinity.config.schema import Config
 from infinity.config.section import NoEffect, Refused, Section, reply_of, sections_of, spellings_of
-from infinity.errors import ConfigError, InfinityError
-
-
-class NoAttribute(ConfigError, AttributeError):
-    """Report a name of DeepSpeed that infinity does not have, where `hasattr` asks for it."""
+from infinity.errors import ConfigError, InfinityError, UnknownNameError
 
 
 class NoModule(InfinityError, ModuleNotFoundError):
@@ -43,13 +39,15 @@ def reason_of(path: str) -> str:
 class _RefusedType(type):
     """The type of a refused name, which may be a class, a function or a value there."""
 
+    # Of the name, which a subclass says, too.
+    path: str
     reason: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError(f"{cls.__module__}.{cls.__qualname__}: {cls.reason}")
+        raise ConfigError(f"{cls.path}: {cls.reason}")
 
     def __getattr__(cls, name: str) -> NoReturn:
-        raise NoAttribute(f"{cls.__module__}.{cls.__qualname__}.{name}: {cls.reason}")
+        raise UnknownNameError(f"{cls.path}.{name}: {cls.reason}")
 
     def __instancecheck__(cls, instance: object) -> bool:
         return False
@@ -58,4 +56,5 @@ class _RefusedType(type):
 def refused_name(module: str, name: str, reason: str) -> type:
     """Return what stands for a name: it can be imported, subclassed and asked for in `isinstance`; a use is an error.
     """
-    return _RefusedType(name, (), {"__module__": module, "reason": reason, "__doc__": f"Refused: {reason}."})
+    members = {"__module__": module, "__doc__": f"Refused: {reason}.", "path": f"{module}.{name}", "reason": reason}
+    return _RefusedType(name, (), members)
