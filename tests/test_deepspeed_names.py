@@ -155,7 +155,7 @@ def test_a_shell_script_finds_deepspeeds_commands(tmp_path):
     )  # fmt: skip
     assert f"PATH {PATH_ENTRY}{os.pathsep}{ROOT}" in reply.stdout.splitlines(), reply.stderr
     first, second = reply.stderr.splitlines()
-    assert "--nproc 0: at least one process" in first
+    assert "infinity run: --nproc 0: a machine has 1 to" in first
     assert "--launcher slurm: machines are started by ssh alone" in second
 
 
