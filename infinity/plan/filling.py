@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
-from infinity.plan.types import DTYPE_NBYTES, FLOATING_DTYPES, Key, Kind, PartitionSpec, Tier
+from infinity.plan.types import DTYPE_NBYTES, FLOATING_DTYPES, Key, Kind, Tier
 
 # 16-bit parameters are cut from fp32 values so many at a time.
 FILL_NUMEL = 1 << 18
@@ -17,8 +17,8 @@ Table = dict[Tier, dict[Kind, int]]
 
 def initial_nbytes(plan: Plan, *, model_dtype: str, model_nbytes_max: int | None) -> int:
     """Bytes in CPU memory (in all memory of a machine without accelerator) at the busiest moment of `INITIALISE`."""
-    tables = initialise(plan, model_dtype, model_nbytes_max)
-    return max(in_process(table, accelerator=plan.request.accelerator) for table in tables)
+    table = initialise(plan, model_dtype, model_nbytes_max)
+    return in_process(table, accelerator=plan.request.accelerator)
 
 
 def in_process(table: Mapping[Tier, Mapping[Kind, int]], *, accelerator: bool) -> int:
@@ -27,24 +27,28 @@ def in_process(table: Mapping[Tier, Mapping[Kind, int]], *, accelerator: bool) -
     return sum(sum(table[tier].values()) for tier in tiers)
 
 
-def initialise(plan: Plan, model_dtype: str, model_nbytes_max: int | None) -> Iterator[Table]:
-    """The model's own memory goes unit by unit, in the order in which partitions are filled."""
+def initialise(plan: Plan, model_dtype: str, model_nbytes_max: int | None) -> Table:
+    """The busiest moment of memory. The model's own memory goes unit by unit, in the order in which partitions are
+    filled. With an accelerator each tier has a busiest moment of its own: the others only fill, and are full at the
+    end.
+    """
     filling = _Filling(plan, model_dtype, model_nbytes_max)
-    yield filling.table()
+    filling.note()
     for layout in plan.layouts:
         if not layout.trainable:
             filling.fill(Key(Kind.PARAM, layout.index))
-            yield filling.table()
+            filling.note()
             filling.take(layout)
     last_group = {piece.unit: group.index for group in plan.sub_groups for piece in group.slices}
+    # The fp32 values and the two parts that they are cut into.
+    width = 8 if DTYPE_NBYTES[plan.request.compute_dtype] == 2 else 0
     for group in plan.sub_groups:
         filling.fill(Key(Kind.STATES, group.index), *(Key(Kind.PARAM, piece.unit) for piece in group.slices))
-        # The fp32 values and the two parts that they are cut into.
-        width = 8 if DTYPE_NBYTES[plan.request.compute_dtype] == 2 else 0
-        yield filling.table(width * min(FILL_NUMEL, max(piece.numel for piece in group.slices)))
+        filling.note(width * min(FILL_NUMEL, max(piece.numel for piece in group.slices)))
         for piece in group.slices:
             if last_group[piece.unit] == group.index:
                 filling.take(plan.layouts[piece.unit])
+    return filling.busiest()
 
 
 class _Filling:
@@ -54,10 +58,14 @@ class _Filling:
         self._plan = plan
         self._specs = {spec.key: spec for spec in plan.partitions}
         self._filled: set[Key] = set()
-        # There are as many moments as sub-groups: sums are carried from one to the next.
+        # There are as many moments as sub-groups: sums are carried from one to the next, and one table is kept.
         self._held: Table = {tier: {} for tier in Tier}
+        self._in_process = 0
+        self._most, self._busiest = -1, self._held
         for layout, placed in zip(plan.layouts, plan.placement.units, strict=True):
-            add_nbytes(self._held, Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
+            self._add(Tier.GPU, Kind.FULL, layout.nbytes if placed.whole else 0)
+        # All of it from the beginning: what the kernel is told of as buffers for I/O, it holds.
+        self._add(Tier.CPU, Kind.POOL, plan.pools.param_nbytes + plan.pools.states_nbytes)
         self._own = {layout.index: _own_nbytes(layout, model_dtype) for layout in plan.layouts}
         self._own_left = sum(self._own.values())
         self._own_max = self._own_left
@@ -72,19 +80,31 @@ class _Filling:
             self._filled.add(key)
             if key.kind is Kind.PARAM and self._plan.placement.units[key.index].aliased:
                 continue
-            _add_partition(self._held, self._specs[key])
+            spec = self._specs[key]
+            for section in spec.sections:
+                self._add(spec.home, section.kind, section.nbytes)
 
     def take(self, layout: UnitLayout) -> None:
         """The unit's values are in its partitions."""
         self._own_left -= self._own.pop(layout.index, 0)
 
-    def table(self, temporary_nbytes: int = 0) -> Table:
-        table = copy_table(self._held)
-        # All of it from the beginning: what the kernel is told of as buffers for I/O, it holds.
-        add_nbytes(table, Tier.CPU, Kind.POOL, self._plan.pools.param_nbytes + self._plan.pools.states_nbytes)
-        add_nbytes(table, Tier.CPU, Kind.MODEL, min(self._own_left, self._own_max))
-        add_nbytes(table, Tier.CPU, Kind.ACTIVATION, temporary_nbytes)
-        return table
+    def note(self, temporary_nbytes: int = 0) -> None:
+        """Keep this moment if it is the busiest so far."""
+        model = min(self._own_left, self._own_max)
+        if self._in_process + model + temporary_nbytes > self._most:
+            self._most = self._in_process + model + temporary_nbytes
+            self._busiest = copy_table(self._held)
+            add_nbytes(self._busiest, Tier.CPU, Kind.MODEL, model)
+            add_nbytes(self._busiest, Tier.CPU, Kind.ACTIVATION, temporary_nbytes)
+
+    def busiest(self) -> Table:
+        """The busiest moment that was noted."""
+        return {**self._held, Tier.CPU: self._busiest[Tier.CPU]} if self._plan.request.accelerator else self._busiest
+
+    def _add(self, tier: Tier, kind: Kind, nbytes: int) -> None:
+        add_nbytes(self._held, tier, kind, nbytes)
+        if tier is Tier.CPU or (tier is Tier.GPU and not self._plan.request.accelerator):
+            self._in_process += nbytes
 
 
 def _own_nbytes(layout: UnitLayout, model_dtype: str) -> int:
@@ -92,11 +112,6 @@ def _own_nbytes(layout: UnitLayout, model_dtype: str) -> int:
     # A parameter in tiles goes with the last of them. The model that comes in has parameters that no axis has cut.
     numel = sum(math.prod(slot.whole_shape) for slot in layout.slots if slot.ends)
     return numel * DTYPE_NBYTES[model_dtype if floating else layout.dtype]
-
-
-def _add_partition(table: Table, spec: PartitionSpec) -> None:
-    for section in spec.sections:
-        add_nbytes(table, spec.home, section.kind, section.nbytes)
 
 
 def copy_table(table: Table) -> Table:

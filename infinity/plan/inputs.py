@@ -6,6 +6,7 @@ renamed once on its way, in `PlanInputs.request`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from infinity.config.resolve import ResolvedConfig
@@ -81,12 +82,14 @@ class PlanInputs:
         return checkpointed_blocks(self.config, self.node, self.blocks)
 
     def plan(
-        self, *, raised: bool = True, units: ModelSpec | None = None, split: SplitPlan | None = None
+        self, *, raised: bool = True, units: ModelSpec | None = None, split: SplitPlan | None = None,
+        make: Callable[..., Plan] = make_plan,
     ) -> Plan:  # fmt: skip
         """Make the plan; lower its bounds if it does not fit. It may still not fit: see `fits`.
 
         raised: lower bounds no further than needed, which makes a dozen plans. units, split: `self.units` and what
-        `self.part_of` makes of them for any place on the pipeline axis, if at hand.
+        `self.part_of` makes of them for any place on the pipeline axis, if at hand. make: `make_plan`, or what
+        remembers its answers.
         """
         spec, part = units or self.units, None
         if self.cut is not None:
@@ -94,7 +97,7 @@ class PlanInputs:
             spec = part_of(spec, part)
 
         def plan_of(request: PlanRequest) -> Plan:
-            return make_plan(spec, self.topology, request, self.limits, part)
+            return make(spec, self.topology, request, self.limits, part)
 
         chosen = frozenset(name for name, path in KEYS.items() if self.config.sources.get(path) == "file")
         return fitted(

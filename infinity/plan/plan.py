@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 
 from infinity.config.units import format_bytes
 from infinity.errors import CapacityError
@@ -87,7 +88,7 @@ class StepParts:
         return tuple(group for group in self.hidden if group.index not in early)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """See the module's text. Two plans are equal when every decision is."""
 
@@ -107,6 +108,10 @@ class Plan:
     numel: int = field(default=0)
     # What this rank has of a model that is cut into stages; all of the above is of that part.
     pipeline: PipelinePart | None = None
+
+    def __hash__(self) -> int:
+        # Of a few decisions only: a plan has thousands.
+        return hash((self.topology, self.request, self.pools, self.nvme_nbytes, self.numel))
 
     def partition(self, key: Key) -> PartitionSpec:
         """The specification of one partition; KeyError when the plan has none of that name."""
@@ -232,6 +237,10 @@ class Plan:
 
     def bytes_at_home(self) -> dict[Tier, dict[Kind, int]]:
         """Bytes of values at their homes, with units and gradients that stay whole; POOL is what rounding adds."""
+        return {tier: dict(kinds) for tier, kinds in self._at_home.items()}
+
+    @cached_property
+    def _at_home(self) -> dict[Tier, dict[Kind, int]]:
         table: dict[Tier, dict[Kind, int]] = {tier: {} for tier in Tier}
         # There are thousands of sub-groups but few kinds of them, whose sections are one object: these are counted.
         counts = Counter(

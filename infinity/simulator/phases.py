@@ -9,12 +9,13 @@ The constant overhead of a process is in no phase: see `OVERHEAD_NBYTES`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from infinity.plan.activation_bytes import OffloadedCheckpoints
-from infinity.plan.filling import Table, add_nbytes, copy_table, in_process, initialise
+from infinity.plan.filling import Table, add_nbytes, copy_table, initialise
 from infinity.plan.gradient_bytes import left_nbytes
 from infinity.plan.pipeline import ActionKind
 from infinity.plan.plan import Plan
@@ -71,20 +72,18 @@ def bytes_by_phase(
     """
     if offloaded is not None:
         activation_nbytes -= offloaded.freed_nbytes
-    gathered = _Gathered.follow(plan)
-    rest = _at_rest(plan, gathered)
+    alone = _Alone.of(plan, model_dtype, model_nbytes_max)
     if plan.pipeline is None:
         passes = {
-            Phase.FORWARD: _forward(plan, rest, gathered, activation_nbytes),
-            Phase.BACKWARD: _backward(plan, rest, gathered, activation_nbytes),
+            Phase.FORWARD: _forward(alone, activation_nbytes),
+            Phase.BACKWARD: _backward(alone, activation_nbytes, accelerator=plan.request.accelerator),
         }
     else:
-        passes = {Phase.PIPELINE: _pipeline(plan, plan.pipeline, rest, gathered, moments)}
-    tables = {
-        Phase.INITIALISE: initialise(plan, model_dtype, model_nbytes_max), **passes,
-        Phase.STEP: iter([rest]), Phase.SAVE: iter([_saving(plan, rest)]),
+        passes = {Phase.PIPELINE: _pipeline(plan, plan.pipeline, alone, moments)}
+    found = {
+        Phase.INITIALISE: copy_table(alone.initialise), **passes, Phase.STEP: copy_table(alone.rest),
+        Phase.SAVE: copy_table(alone.saving),
     }  # fmt: skip
-    found = {phase: _busiest([*each], plan.request.accelerator) for phase, each in tables.items()}
     if offloaded is not None:
         for phase in (*passes, Phase.STEP, Phase.SAVE):
             passing = phase in passes
@@ -137,6 +136,30 @@ class _Gathered:
         return cls(found, memory.nbytes + spare)
 
 
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """What a plan holds without activations."""
+
+    gathered: _Gathered
+    rest: Table
+    initialise: Table
+    saving: Table
+    # Gradients at each position of backward; of a pipeline they are counted action by action.
+    left: Sequence[int]
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, plan: Plan, model_dtype: str, model_nbytes_max: int | None) -> _Alone:
+        """A search asks for the same plan with activations of many sizes."""
+        gathered = _Gathered.follow(plan)
+        rest = _at_rest(plan, gathered)
+        trace = () if plan.pipeline is not None else plan.schedule.trace[len(plan.schedule) // 2 :]
+        left = left_nbytes(
+            trace, plan.layouts, accelerator=plan.request.accelerator, wire=plan.wire_in_backward
+        )
+        return cls(gathered, rest, initialise(plan, model_dtype, model_nbytes_max), _saving(plan, rest), left)
+
+
 def _in_parts(nbytes: int) -> int:
     """The part of a unit's memory that other units can take: whole large pages."""
     return nbytes // HUGE_PAGE * HUGE_PAGE
@@ -174,41 +197,39 @@ def _saving(plan: Plan, rest: Table) -> Table:
     return table
 
 
-def _forward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: int) -> Iterator[Table]:
+def _forward(alone: _Alone, activation_nbytes: int) -> Table:
     """Activations grow with each use and are complete at the last."""
-    count = len(plan.schedule) // 2
-    for position in range(count):
-        yield _in_pass(rest, gathered, position, activation_nbytes * (position + 1) // count)
+    count = len(alone.gathered.nbytes) // 2
+    moments = (
+        (alone.gathered.nbytes[at] - alone.gathered.at_rest, activation_nbytes * (at + 1) // count, 0)
+        for at in range(count)
+    )
+    return _busiest(alone.rest, moments)
 
 
-def _backward(plan: Plan, rest: Table, gathered: _Gathered, activation_nbytes: int) -> Iterator[Table]:
+def _backward(alone: _Alone, activation_nbytes: int, *, accelerator: bool) -> Table:
     """Gradients come, and activations go in equal parts, use by use. In the process's own memory they stay: the C
     library keeps them for the next forward.
     """
-    begin = len(plan.schedule) // 2
-    trace = plan.schedule.trace[begin:]
-    accelerator = plan.request.accelerator
-    whole = left_nbytes(trace, plan.layouts, accelerator=accelerator, wire=plan.wire_in_backward)
-    for index, left in enumerate(whole):
-        kept = activation_nbytes
-        if accelerator:
-            kept = kept * (len(trace) - index) // len(trace)
-        table = _in_pass(rest, gathered, begin + index, kept)
-        add_nbytes(table, Tier.GPU, Kind.FULL_GRAD, left)
-        yield table
+    begin, count = len(alone.gathered.nbytes) // 2, len(alone.left)
+    moments = (
+        (
+            alone.gathered.nbytes[begin + at] - alone.gathered.at_rest,
+            activation_nbytes * (count - at) // count if accelerator else activation_nbytes, left,
+        )
+        for at, left in enumerate(alone.left)
+    )  # fmt: skip
+    return _busiest(alone.rest, moments)
 
 
-def _pipeline(
-    plan: Plan, part: PipelinePart, rest: Table, gathered: _Gathered, moments: Sequence[ActionBytes]
-) -> Iterator[Table]:
+def _pipeline(plan: Plan, part: PipelinePart, alone: _Alone, moments: Sequence[ActionBytes]) -> Table:
     """The busiest of all actions: activations grow with the uses of a forward, and go with those of a backward, which
     leaves gradients. In the process's own memory they stay: the C library keeps them for the next forward.
     """
-    trace, accelerator = plan.schedule.trace, plan.request.accelerator
+    trace, accelerator, gathered = plan.schedule.trace, plan.request.accelerator, alone.gathered
     # Where weight gradients come later, those of a stage's units come together.
     left: dict[tuple[int, bool], tuple[int, ...]] = {}
-    # All of them lie on the device beside the rest: units that are gathered, activations, gradients.
-    busiest = (0, 0, 0)
+    found: list[tuple[int, int, int]] = []
     position = most = 0
     for index, (stage, kind, _) in enumerate(part.split.tables[part.index]):
         before, peak, behind = moments[index].levels if moments else (0, 0, 0)
@@ -226,22 +247,17 @@ def _pipeline(
             held = before + (behind - before) * (at + 1) // steps if forward else peak - (peak - behind) * at // steps
             beside = 0 if forward else left[stage, later][at]
             here = min(begin + at, position - 1) if count else max(begin - 1, 0)
-            moment = gathered.nbytes[here] - gathered.at_rest, held if accelerator else max(most, held), beside
-            busiest = max(busiest, moment, key=sum)
-    table = copy_table(rest)
-    for what, nbytes in zip((Kind.FULL, Kind.ACTIVATION, Kind.FULL_GRAD), busiest, strict=True):
-        add_nbytes(table, Tier.GPU, what, nbytes)
-    yield table
+            whole = gathered.nbytes[here] - gathered.at_rest
+            found.append((whole, held if accelerator else max(most, held), beside))
+    return _busiest(alone.rest, found)
 
 
-def _in_pass(rest: Table, gathered: _Gathered, position: int, activation_nbytes: int) -> Table:
+def _busiest(rest: Table, moments: Iterable[tuple[int, int, int]]) -> Table:
+    """The busiest of a pass's moments: gathered units, activations and gradients, which all lie on the device beside
+    the rest.
+    """
     table = copy_table(rest)
-    add_nbytes(table, Tier.GPU, Kind.FULL, gathered.nbytes[position] - gathered.at_rest)
-    add_nbytes(table, Tier.GPU, Kind.ACTIVATION, activation_nbytes)
+    busiest = max(moments, key=sum, default=(0, 0, 0))
+    for kind, nbytes in zip((Kind.FULL, Kind.ACTIVATION, Kind.FULL_GRAD), busiest, strict=True):
+        add_nbytes(table, Tier.GPU, kind, nbytes)
     return table
-
-
-def _busiest(tables: Sequence[Table], accelerator: bool) -> Table:
-    if not accelerator:
-        return max(tables, key=lambda table: in_process(table, accelerator=False))
-    return {tier: max((table[tier] for table in tables), key=lambda kinds: sum(kinds.values())) for tier in Tier}

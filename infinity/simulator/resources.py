@@ -87,6 +87,11 @@ class ResourceQueues:
             self._queues[key].append(job)
         return job
 
+    @property
+    def writes(self) -> bool:
+        """Whether drives still have to write."""
+        return any(queue for key, queue in self._queues.items() if key[0] is Resource.WRITE)
+
     def host(self, seconds: float) -> Process:
         """Work of the cores; none where there are no seconds."""
         if seconds > 0:

@@ -24,6 +24,10 @@ from infinity.simulator.traffic import kept_nbytes, landings, nvme_specs, states
 
 # Steps until the arenas hold what they hold in a long run; the one after them counts.
 _WARM_STEPS = 1
+# Micro-batches after which those that follow are taken to be like the latest ones, and how many those are.
+_PASSES_MAX, _LATEST = 8, 4
+# Two that differ by less are the same.
+_SAME = 1e-6
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,30 @@ def simulate_step(
     accumulation: micro-batches a step. offloaded: activation checkpoints on another tier.
     """
     return _Simulation(plan, speeds, accumulation, offloaded).run()
+
+
+@dataclass(frozen=True)
+class _Account:
+    """Seconds, the work of each queue, and the drives' bytes, up to some moment or in some span."""
+
+    seconds: float
+    work: Mapping[QueueKey, float]
+    read_nbytes: float
+    written_nbytes: float
+
+    def plus(self, other: _Account, times: float = 1.0) -> _Account:
+        """With so many times another."""
+        keys = self.work.keys() | other.work.keys()
+        return _Account(
+            self.seconds + times * other.seconds,
+            {key: self.work.get(key, 0.0) + times * other.work.get(key, 0.0) for key in keys},
+            self.read_nbytes + times * other.read_nbytes, self.written_nbytes + times * other.written_nbytes,
+        )  # fmt: skip
+
+    def is_like(self, other: _Account) -> bool:
+        """Whether it took as long and moved as much."""
+        pairs = [(self.seconds, other.seconds), (self.read_nbytes, other.read_nbytes)]
+        return all(abs(mine - theirs) <= _SAME * max(mine, theirs) for mine, theirs in pairs)
 
 
 class _Arenas:
@@ -239,6 +267,11 @@ class _Optimizer:
         self.hand_over(self._parts.after_backward)
         self._expected.clear()
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to step or to measure."""
+        return not (self._busy or self._norms or self._queue)
+
     def run(self) -> Process:
         """The thread that steps behind the program."""
         while True:
@@ -303,31 +336,49 @@ class _Simulation:
         self._travelling = False
         # Units that stay whole and are brought up to date at their next use, in the order of their steps.
         self._outdated: dict[int, None] = {}
-        # At the beginning of each step: the time, the work of each queue, and the bytes read and written.
-        self._marks: list[tuple[float, dict[QueueKey, float], int, int]] = []
+        # What repeated itself and was counted, not simulated; and the account at the beginning of each step.
+        self._repeated = _Account(0.0, {}, 0, 0)
+        self._marks: list[_Account] = []
 
     def run(self) -> SimulatedStep:
         self._resources.begin(self._program())
         self._resources.begin(self._optimizer.run())
         self._resources.run(lambda: len(self._marks) > _WARM_STEPS + 1)
-        (began, work_before, read_before, written_before), (ended, work, read, written) = self._marks[-2:]
-        return SimulatedStep(
-            seconds=ended - began, work={key: amount - work_before.get(key, 0.0) for key, amount in work.items()},
-            read_nbytes=read - read_before, written_nbytes=written - written_before,
-        )  # fmt: skip
+        step = self._marks[-1].plus(self._marks[-2], -1)
+        return SimulatedStep(step.seconds, step.work, round(step.read_nbytes), round(step.written_nbytes))
 
-    def _mark(self) -> None:
-        read, written = self._arenas.read_nbytes, self._arenas.written_nbytes
+    def _account(self) -> _Account:
+        """What was simulated so far."""
+        read, written = float(self._arenas.read_nbytes), float(self._arenas.written_nbytes)
         if self._checkpoints is not None:
-            read, written = int(read + self._checkpoints.read_nbytes), int(written + self._checkpoints.written_nbytes)
-        self._marks.append((self._resources.now, dict(self._resources.work), read, written))
+            read, written = read + self._checkpoints.read_nbytes, written + self._checkpoints.written_nbytes
+        return _Account(self._resources.now, dict(self._resources.work), read, written)
 
     def _program(self) -> Process:
         while True:
-            self._mark()
-            for batch in range(self._accumulation):
-                yield from self._pass(final=batch == self._accumulation - 1)
+            self._marks.append(self._account().plus(self._repeated))
+            yield from self._passes()
             yield from self._boundary()
+
+    def _passes(self) -> Process:
+        """All micro-batches of a step. Once the optimizer is through with the step before, each is like the one before,
+        and only the last one differs: those between are counted.
+        """
+        accounts = [self._account()]
+        left = self._accumulation
+        while left:
+            yield from self._pass(final=left == 1)
+            left -= 1
+            accounts.append(self._account())
+            if left <= 1 or len(accounts) < 3 or not self._optimizer.idle or self._resources.writes:
+                continue
+            before, latest = (accounts[at].plus(accounts[at - 1], -1) for at in (-2, -1))
+            # Those that do not settle count by their mean.
+            count = 1 if latest.is_like(before) else min(_LATEST, len(accounts) - 1)
+            if count == 1 or len(accounts) > _PASSES_MAX:
+                span = accounts[-1].plus(accounts[-1 - count], -1)
+                self._repeated = self._repeated.plus(span, (left - 1) / count)
+                left = 1
 
     def _pass(self, *, final: bool) -> Process:
         schedule, half = self._plan.schedule, len(self._plan.schedule) // 2
