@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from estimators.activations import activations, may_tile_loss
@@ -30,7 +30,7 @@ from infinity.plan.capacity import Capacity, within
 from infinity.plan.hardware import HardwareProfile, assumed, load_profile
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.model_styles import tensor_axis_of
-from infinity.plan.plan import Plan
+from infinity.plan.plan import Plan, make_plan
 from infinity.plan.spec import ModuleNode
 from infinity.plan.stage_activations import StageActivations, in_stages, sent_nbytes, stage_activations
 from infinity.plan.stages import StageCut, cut_model, find_blocks
@@ -47,6 +47,9 @@ SEQUENCE = 4096
 RANKS_PER_NODE = 8
 # `infinity.Init` holds so much of a model that is being built; the rest is in its tiers already.
 INIT_NBYTES = 256 * 10**6
+
+# Micro-batches of other sizes have the same plan: a search asks for each of them many times.
+_make_plan = lru_cache(maxsize=32)(make_plan)
 
 _ASKED = {"parallel.tensor": "ranks of the tensor axis", "parallel.pipeline": "ranks of the pipeline axis"}
 
@@ -568,14 +571,14 @@ def _estimated(
     def made(index: int) -> Estimate:
         inputs = replace(asked, index=index)
         found = Estimate(
-            model=model, config=config, plan=inputs.plan(units=units, split=split), work=work, profile=rates,
+            model=model, config=config, plan=inputs.plan(units=units, split=split, make=_make_plan), work=work, profile=rates,
             machine=machine, axis=axis,
         )  # fmt: skip
         if found.fits or found.activations is None:
             return found
         # Beside its activations it may fit with its bounds lowered, as the engine would.
         room = _capacity(config, machine, config.local_size, found.activations.nbytes)
-        fitted = replace(found, plan=replace(inputs, capacity=room).plan(units=units, split=split))
+        fitted = replace(found, plan=replace(inputs, capacity=room).plan(units=units, split=split, make=_make_plan))
         return fitted if fitted.fits else found
 
     if asked.cut is None:

@@ -7,7 +7,17 @@ from collections import Counter
 from infinity.plan.layout import SubGroup, UnitLayout
 from infinity.plan.placement import Placement
 from infinity.plan.stepping import changed_by, undoable
-from infinity.plan.types import ADAM_MOMENTS, ArraySection, Extent, Key, Kind, PartitionSpec, Tier, pack_sections
+from infinity.plan.types import (
+    ADAM_MOMENTS,
+    ArraySection,
+    Extent,
+    Key,
+    Kind,
+    PartitionSpec,
+    Tier,
+    aligned_nbytes,
+    pack_sections,
+)
 
 
 def states_kinds(compute_dtype: str, moments: tuple[Kind, ...] = ADAM_MOMENTS) -> list[tuple[Kind, str]]:
@@ -45,15 +55,14 @@ def make_partitions(
     ends: Counter[Tier] = Counter()
     spared = {key for group in groups if twice and undoable(group, placement) for key in changed_by(group)}
     for key, sections, home in made:
-        spec = PartitionSpec(key=key, sections=sections, home=home)
-        if home.on_drive and spec.nbytes:
-            extent, spare = Extent(ends[home], spec.nbytes), None
-            ends[home] += spec.nbytes
+        extent = spare = None
+        if home.on_drive and (nbytes := aligned_nbytes(sections, home)):
+            extent = Extent(ends[home], nbytes)
+            ends[home] += nbytes
             if key in spared:
-                spare = Extent(ends[home], spec.nbytes)
-                ends[home] += spec.nbytes
-            spec = PartitionSpec(key=key, sections=sections, home=home, extent=extent, spare=spare)
-        specs.append(spec)
+                spare = Extent(ends[home], nbytes)
+                ends[home] += nbytes
+        specs.append(PartitionSpec(key=key, sections=sections, home=home, extent=extent, spare=spare))
     return tuple(specs), ends.total()
 
 

@@ -24,15 +24,18 @@ def step_order_of(groups: tuple[SubGroup, ...], placement: Placement, uses: tupl
     first_use: dict[int, int] = {}
     for position, unit in enumerate(uses):
         first_use.setdefault(unit, position)
+    # There are thousands of sub-groups and few units.
+    ranks = [
+        (not placed.whole or placed.refreshed_apart, not placed.whole or placed.refreshed_at_use,
+         first_use.get(unit, len(uses)))
+        for unit, placed in enumerate(placement.units)
+    ]  # fmt: skip
 
     def rank(group: SubGroup) -> tuple[bool, bool, int, int]:
-        units = [piece.unit for piece in group.slices]
-        first = min(first_use.get(unit, len(uses)) for unit in units)
-        whole = [placed for placed in (placement.units[unit] for unit in units) if placed.whole]
-        return (
-            all(placed.refreshed_apart for placed in whole), all(placed.refreshed_at_use for placed in whole), first,
-            group.index,
-        )  # fmt: skip
+        if len(group.slices) == 1:
+            return *ranks[group.slices[0].unit], group.index
+        apart, at_use, first = zip(*(ranks[piece.unit] for piece in group.slices), strict=True)
+        return all(apart), all(at_use), min(first), group.index
 
     return tuple(group.index for group in sorted(groups, key=rank))
 

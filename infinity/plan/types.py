@@ -143,10 +143,13 @@ class PartitionSpec:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # Sections lie one behind the other.
-        end = self.sections[-1].offset + self.sections[-1].nbytes if self.sections else 0
-        nbytes = align_up(end, self.home.alignment)
-        object.__setattr__(self, "nbytes", nbytes)
+        object.__setattr__(self, "nbytes", aligned_nbytes(self.sections, self.home))
+
+
+def aligned_nbytes(sections: tuple[ArraySection, ...], home: Tier) -> int:
+    """Bytes of sections that lie one behind the other, padded as their home wants it."""
+    end = sections[-1].offset + sections[-1].nbytes if sections else 0
+    return align_up(end, home.alignment)
 
 
 def pack_sections(parts: list[tuple[Kind, str, int]]) -> tuple[ArraySection, ...]:

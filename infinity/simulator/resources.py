@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import FunctionType
 
 from infinity.plan.types import Tier
 
@@ -59,7 +60,18 @@ class Job:
         return self.done
 
 
-Waiting = Job | Callable[[], bool]
+@dataclass(eq=False, slots=True)
+class Flag:
+    """Something that is done now or not: cheaper to ask than a function."""
+
+    done: bool = True
+
+    def turn(self, *, done: bool) -> None:
+        """It is done by now, or is to be done again."""
+        self.done = done
+
+
+Waiting = Job | Flag | Callable[[], bool]
 Process = Generator[Waiting, None, None]
 
 
@@ -116,12 +128,14 @@ class ResourceQueues:
         while woken:
             woken = False
             processes, self._processes = self._processes, []
+            waits = self._processes.append
             for entry in processes:
                 process, waiting = entry
                 # Most of a simulation's time is spent here.
-                if waiting is not None and not (waiting.done if isinstance(waiting, Job) else waiting()):
-                    self._processes.append(entry)
-                    continue
+                if waiting is not None:
+                    if not (waiting() if waiting.__class__ is FunctionType else waiting.done):  # type: ignore[operator,union-attr]
+                        waits(entry)
+                        continue
                 woken = True
                 following = next(process, None)
                 if following is not None:

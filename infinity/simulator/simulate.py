@@ -8,7 +8,7 @@ the arenas; the program waits for a unit that is not stepped yet. Gathers and gr
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from infinity.plan.ready_queue import ReadyQueue
 from infinity.plan.stepping import SOON_UNITS, STEP_READS, first_reads
 from infinity.plan.types import DTYPE_NBYTES, Kind
 from infinity.simulator.arena import TimedArena
-from infinity.simulator.resources import Job, Process, QueueKey, Resource, ResourceQueues
+from infinity.simulator.resources import Flag, Job, Process, QueueKey, Resource, ResourceQueues
 from infinity.simulator.traffic import kept_nbytes, landings, nvme_specs, states_that_move, uses
 
 # Steps until the arenas hold what they hold in a long run; the one after them counts.
@@ -223,8 +223,9 @@ class _Optimizer:
     def __init__(self, plan: Plan, speeds: Speeds, resources: ResourceQueues, arenas: _Arenas) -> None:
         self._plan, self._speeds, self._resources, self._arenas = plan, speeds, resources, arenas
         self._parts = plan.step_parts()
-        # Sub-groups that still have to step each unit, once they are handed over.
+        # Sub-groups that still have to step each unit, once they are handed over; and whether there are none.
         self._left: Counter[int] = Counter()
+        self._through: defaultdict[int, Flag] = defaultdict(Flag)
         # Numbers of gradient elements whose norm is still to be taken.
         self._norms: deque[int] = deque()
         # Units whose gradients are still to come before the next step.
@@ -232,9 +233,9 @@ class _Optimizer:
         self._queue = ReadyQueue[None](self._parts.hidden, fetch=arenas.fetch_now, in_memory=arenas.in_memory)
         self._busy = False
 
-    def stepped(self, unit: int) -> bool:
+    def stepped(self, unit: int) -> Flag:
         """Whether no step of the unit is under way."""
-        return not self._left[unit]
+        return self._through[unit]
 
     def measured(self) -> bool:
         """Whether all norms are taken, and nothing is being stepped."""
@@ -253,9 +254,14 @@ class _Optimizer:
     def hand_over(self, groups: Sequence[SubGroup]) -> None:
         """Let these sub-groups be stepped behind the program."""
         for group in groups:
-            self._left.update(piece.unit for piece in group.slices)
+            self._count(group, 1)
         self._queue.add(groups, None)
         self._look_ahead(1)
+
+    def _count(self, group: SubGroup, steps: int) -> None:
+        for piece in group.slices:
+            self._left[piece.unit] += steps
+            self._through[piece.unit].turn(done=not self._left[piece.unit])
 
     def step_visible(self) -> Process:
         """Step what the program sees."""
@@ -282,7 +288,7 @@ class _Optimizer:
             else:
                 group, _ = self._queue.take()
                 yield from self._step(group)
-                self._left.subtract(piece.unit for piece in group.slices)
+                self._count(group, -1)
             self._busy = False
 
     def _look_ahead(self, count: int) -> None:
@@ -412,13 +418,13 @@ class _Simulation:
         for other in schedule.gather_ahead[at] if self._plan.policy.gather_ahead else ():
             self._start(other)
         for other in (*schedule.gather_ahead[at], *schedule.fetch_ahead[at]):
-            if self._optimizer.stepped(other):
+            if self._optimizer.stepped(other).done:
                 yield from self._arenas.fetch_param(other, wait=False)
 
     def _update_ahead(self) -> None:
         """Bring up to date what is stepped by now."""
         for unit in [*self._outdated]:
-            if not self._optimizer.stepped(unit):
+            if not self._optimizer.stepped(unit).done:
                 break
             del self._outdated[unit]
             self._start(unit)
@@ -431,7 +437,7 @@ class _Simulation:
     def _gather(self, unit: int) -> Process:
         placed, layout = self._plan.placement.units[unit], self._plan.layouts[unit]
         own = layout.nbytes // placed.parts
-        yield lambda: self._optimizer.stepped(unit)
+        yield self._optimizer.stepped(unit)
         yield from self._arenas.fetch_param(unit, wait=True)
         if placed.aliased:
             pass
@@ -481,7 +487,7 @@ class _Simulation:
                 Resource.NETWORK, sum(layout.numel for layout in trained) * DTYPE_NBYTES[request.communication_dtype]
             )
         if not self._landings:
-            yield self._optimizer.measured
+            yield lambda: self._optimizer.measured()
         if not self._plan.policy.step_behind:
             kept = sum(layout.numel // placement.units[layout.index].parts for layout in trained)
             yield from self._resources.host(kept * self._speeds.norm_seconds)
