@@ -571,8 +571,8 @@ def _estimated(
     def made(index: int) -> Estimate:
         inputs = replace(asked, index=index)
         found = Estimate(
-            model=model, config=config, plan=inputs.plan(units=units, split=split, make=_make_plan), work=work, profile=rates,
-            machine=machine, axis=axis,
+            model=model, config=config, plan=inputs.plan(units=units, split=split, make=_make_plan), work=work,
+            profile=rates, machine=machine, axis=axis,
         )  # fmt: skip
         if found.fits or found.activations is None:
             return found

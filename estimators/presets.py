@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from infinity.errors import ConfigError
 
-# What a published name adds without another shape, at either end.
-_BEGINNINGS = ("meta-",)
-_ENDS = ("-instruct", "-chat", "-hf", "-base", "-it", "-pt", "-v0.1")
+# What a published name says beside a shape: the kind of tuning, a version of it, a date, the length of sequences.
+_ADDED = re.compile(r"-(instruct|chat|hf|base|it|pt|coder|math|v0\.[12]|\d{4}|\d+[km])(?=-|$)")
+# Releases of another name whose shape is a known one's.
+_LIKE = (
+    (re.compile(r"meta-"), ""), (re.compile(r"llama-3(\.3)?(?=-(8|70)b$)"), "llama-3.1"),
+    (re.compile(r"deepseek-r1$"), "deepseek-v3"),
+)  # fmt: skip
 
 
 def preset(name: str) -> dict[str, Any]:
@@ -28,15 +33,10 @@ def preset(name: str) -> dict[str, Any]:
 
 def preset_name(name: str) -> str | None:
     """The known model that a name means: in any case, with the owner of a Hugging Face id, as a chat model or not."""
-    wanted = name.lower().rpartition("/")[2]
-    for beginning in _BEGINNINGS:
-        wanted = wanted.removeprefix(beginning)
-    while wanted not in PRESETS:
-        shorter = next((wanted.removesuffix(end) for end in _ENDS if wanted.endswith(end)), None)
-        if shorter is None:
-            return None
-        wanted = shorter
-    return wanted
+    wanted = _ADDED.sub("", name.lower().rpartition("/")[2])
+    for theirs, ours in _LIKE:
+        wanted = theirs.sub(ours, wanted) if theirs.match(wanted) else wanted
+    return wanted if wanted in PRESETS else None
 
 
 def family(name: str) -> str:
@@ -86,6 +86,7 @@ PRESETS: Mapping[str, dict[str, Any]] = {
     "llama-3.2-1b": _model("llama", (128_256, 2048, 8192, 16, 32, 8), tied=True, head_dim=64),
     "llama-3.2-3b": _model("llama", (128_256, 3072, 8192, 28, 24, 8), tied=True, head_dim=128),
     "mistral-7b": _model("mistral", (32_000, 4096, 14_336, 32, 32, 8)),
+    "mistral-7b-v0.3": _model("mistral", (32_768, 4096, 14_336, 32, 32, 8)),
     "mixtral-8x7b": _model(
         "mixtral", (32_000, 4096, 14_336, 32, 32, 8), num_local_experts=8, num_experts_per_tok=2
     ),

@@ -71,7 +71,7 @@ class Flag:
         self.done = done
 
 
-Waiting = Job | Flag | Callable[[], bool]
+Waiting = Job | Flag | FunctionType
 Process = Generator[Waiting, None, None]
 
 
@@ -132,10 +132,9 @@ class ResourceQueues:
             for entry in processes:
                 process, waiting = entry
                 # Most of a simulation's time is spent here.
-                if waiting is not None:
-                    if not (waiting() if waiting.__class__ is FunctionType else waiting.done):  # type: ignore[operator,union-attr]
-                        waits(entry)
-                        continue
+                if waiting is not None and not (waiting() if isinstance(waiting, FunctionType) else waiting.done):
+                    waits(entry)
+                    continue
                 woken = True
                 following = next(process, None)
                 if following is not None:

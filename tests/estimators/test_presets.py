@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from estimators.architectures import model_tree
-from estimators.presets import PRESETS, preset
+from estimators.presets import PRESETS, preset, preset_name
 from infinity.errors import ConfigError
 
 # Parameters as the checkpoints' own files count them: tied weights once, DeepSeek-V3 without its extra prediction
@@ -24,6 +24,7 @@ NUMEL = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "mistral-7b": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
     "qwen2.5-0.5b": 494_032_768,
@@ -58,6 +59,29 @@ def test_every_preset_has_a_known_size():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_published_number_of_parameters(name):
     assert model_tree(preset(name), compute_dtype="bf16").numel == NUMEL[name]
+
+
+@pytest.mark.parametrize(
+    ("identity", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-3.1-8b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("mistralai/Mistral-7B-Instruct-v0.2", "mistral-7b"),
+        ("microsoft/Phi-3-mini-128k-instruct", "phi-3-mini"),
+        ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
+        # Other shapes.
+        ("Qwen/Qwen2.5-VL-7B-Instruct", None),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", None),
+        ("meta-llama/Llama-3.2-8B", None),
+    ],
+)
+def test_an_id_of_the_hub_that_names_a_known_shape_finds_it(identity, name):
+    assert preset_name(identity) == name
 
 
 def test_an_unknown_name_is_answered_with_what_is_near():
