@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from types import FunctionType
 
 from infinity.plan.types import Tier
 
@@ -71,7 +70,7 @@ class Flag:
         self.done = done
 
 
-Waiting = Job | Flag | FunctionType
+Waiting = Job | Flag | Callable[[], bool]
 Process = Generator[Waiting, None, None]
 
 
@@ -132,7 +131,7 @@ class ResourceQueues:
             for entry in processes:
                 process, waiting = entry
                 # Most of a simulation's time is spent here.
-                if waiting is not None and not (waiting() if isinstance(waiting, FunctionType) else waiting.done):
+                if waiting is not None and not (waiting() if callable(waiting) else waiting.done):
                     waits(entry)
                     continue
                 woken = True

@@ -487,7 +487,7 @@ class _Simulation:
                 Resource.NETWORK, sum(layout.numel for layout in trained) * DTYPE_NBYTES[request.communication_dtype]
             )
         if not self._landings:
-            yield lambda: self._optimizer.measured()
+            yield self._optimizer.measured
         if not self._plan.policy.step_behind:
             kept = sum(layout.numel // placement.units[layout.index].parts for layout in trained)
             yield from self._resources.host(kept * self._speeds.norm_seconds)
