@@ -328,10 +328,11 @@ class _Simulation:
         self, plan: Plan, speeds: Speeds, accumulation: int, offloaded: OffloadedCheckpoints | None
     ) -> None:
         self._plan, self._speeds, self._accumulation = plan, speeds, accumulation
-        self._uses = [*uses(plan)]
+        last = {unit: at for at, unit in enumerate(plan.schedule.trace)}
+        # And whether it is the unit's last use in a pass.
+        self._uses = [(at, unit, gathered, at == last[unit]) for at, unit, gathered in uses(plan)]
         counts = Counter(plan.schedule.trace)
         self._share = {unit: 1 / max(count // 2, 1) for unit, count in counts.items()}
-        self._last = {unit: at for at, unit in enumerate(plan.schedule.trace)}
         self._landings = landings(plan, plan.step_parts().in_backward)
         self._resources = ResourceQueues(speeds.rates, speeds.mixed_rates)
         self._arenas = _Arenas(plan, self._resources)
@@ -390,7 +391,7 @@ class _Simulation:
         schedule, half = self._plan.schedule, len(self._plan.schedule) // 2
         overlap, speeds = self._plan.policy.overlap, self._speeds
         computes = Resource.ACCELERATOR if self._plan.request.accelerator else Resource.CORES
-        for at, unit, gathered in self._uses:
+        for at, unit, gathered, last in self._uses:
             if unit in self._outdated:
                 del self._outdated[unit]
                 gathered = True
@@ -407,7 +408,7 @@ class _Simulation:
             yield self._resources.submit(computes, seconds * self._share[unit] + speeds.use_seconds)
             if self._checkpoints is not None and at < half:
                 yield from self._checkpoints.put(overlap=overlap)
-            if at == self._last[unit] and self._plan.layouts[unit].trainable:
+            if last and self._plan.layouts[unit].trainable:
                 yield from self._gradient(unit, at, final=final)
             if schedule.uses[at].needed and not schedule.keep[at]:
                 self._gathered.pop(unit, None)
