@@ -13,7 +13,7 @@ from infinity.errors import ConfigError
 from infinity.log import logger
 from infinity.memory.partition import DTYPES
 from infinity.parallel.module import PipelineModule
-from infinity.parallel.stage_check import record_cut
+from infinity.parallel.stage_check import INSTEAD, record_cut
 from infinity.plan.spec import ModuleNode
 from infinity.plan.stages import StageCut, cut_model, find_blocks
 
@@ -36,6 +36,12 @@ def cut_into_stages(
         )
     if config.pipeline == 1:
         return None
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{type(model).__name__} has an encoder and a decoder and is no causal language model: the blocks of its "
+            "decoder take what the encoder has computed beside their first argument, and nothing else crosses a "
+            f"boundary of stages: {INSTEAD}"
+        )
     parallel = config.config.parallel
     stages, counts = config.pipeline * parallel.virtual_stages, parallel.stages or None
     if isinstance(model, PipelineModule):

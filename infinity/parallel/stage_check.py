@@ -30,7 +30,8 @@ from infinity.parallel.stage import FirstArgument, paths_around, position_of_use
 from infinity.plan.spec import ModuleNode, UnitRules, module_tree
 from infinity.plan.stages import StageCut, cut_model
 
-_INSTEAD = "use data or tensor parallelism instead of parallel.pipeline"
+# What a model that cannot be cut does instead.
+INSTEAD = "use data or tensor parallelism instead of parallel.pipeline"
 _LAYER_DROPS = ("layerdrop", "layer_drop")
 
 
@@ -63,7 +64,7 @@ def record_cut(
     or if the pass cannot run and `stages` is None.
     """
     if not blocks:
-        raise ConfigError(f"{type(model).__name__} repeats no blocks of which stages could be made: {_INSTEAD}")
+        raise ConfigError(f"{type(model).__name__} repeats no blocks of which stages could be made: {INSTEAD}")
     _refuse_layer_drop(model, blocks)
     root = module_tree(model, compute_dtype="fp32")
     counts = stages or [1] * len(blocks)
@@ -82,9 +83,10 @@ def record_cut(
     reason = (str(failure) or type(failure).__name__).splitlines()[0]
     if stages is None:
         raise ConfigError(
-            f"the forward of {type(model).__name__} does not run on shapes alone ({reason}), so nothing proves that it "
-            "can be cut into stages. If its blocks hand on nothing but their first argument, write parallel.stages, "
-            f"the blocks of each stage, and vouch for it; otherwise {_INSTEAD}"
+            f"the forward of {type(model).__name__} does not run on shapes alone, called as a causal language model is "
+            f"with {', '.join(batch) or 'nothing, for it has no vocabulary'}: {reason}. So nothing proves that it can "
+            "be cut into stages. If its blocks hand on nothing but their first argument, write parallel.stages, "
+            f"the blocks of each stage, and vouch for it; otherwise {INSTEAD}"
         ) from failure
     return Recorded(cut.blocks, cut.after, found.answers(), reason)
 
@@ -143,7 +145,7 @@ class _Pass:
             called = listed([self._blocks[index] for index in self._called], 8) or "none"
             raise ConfigError(
                 f"stages need a model that calls its blocks once each, in their order ({listed(self._blocks, 3)}), but "
-                f"{type(self._model).__name__} calls {called}: {_INSTEAD}"
+                f"{type(self._model).__name__} calls {called}: {INSTEAD}"
             )
         ends = [*(self._passed[index] for index in range(1, len(self._blocks))), self._loss]
         reached = [[*dict.fromkeys(self._reached(tensors))] for tensors in ends]
@@ -292,7 +294,7 @@ class _Pass:
             f"{type(self._model).__name__} cannot be cut into stages: {user} depends on {what} by another way than the "
             "first argument of the blocks between them (an auxiliary loss of routers, a skip connection), and no other "
             "value crosses a boundary. Turn that off (transformers' routers: output_router_logits=False), or let "
-            f"parallel.stages put both into one stage, or {_INSTEAD}"
+            f"parallel.stages put both into one stage, or {INSTEAD}"
         )
 
 
@@ -305,7 +307,7 @@ def _refuse_layer_drop(model: nn.Module, blocks: Sequence[str]) -> None:
                 if isinstance(share, float) and share > 0:
                     raise ConfigError(
                         f"{where}.{name} is {share}: LayerDrop leaves out blocks at random, so the model cannot be cut "
-                        f"into stages. Set it to 0, or {_INSTEAD}"
+                        f"into stages. Set it to 0, or {INSTEAD}"
                     )
 
 

@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from infinity.config import ResolveContext, load_config, resolve
+from infinity.engine.stage_cut import cut_into_stages
 from infinity.errors import ConfigError
 from infinity.parallel.stage_check import Recorded, record_cut
 from infinity.plan.spec import module_tree
@@ -387,3 +389,23 @@ def test_a_model_without_a_loss_or_without_blocks():
 def test_stages_of_other_numbers_of_blocks_are_refused():
     with pytest.raises(ConfigError, match=r"parallel\.stages is \[2, 1\]"):
         record(Model(), stages=(2, 1))
+
+
+_SMALL = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64}
+_TWO = {"vocab_size": 96, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "pad_token_id": 0}  # fmt: skip
+_BOTH = r"has an encoder and a decoder and is no causal language model: .* use data or tensor parallelism"
+
+
+@pytest.mark.parametrize(("model", "why"), [
+    (lambda: transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**_TWO)), _BOTH),
+    (lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**_TWO)), _BOTH),
+    (lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**_SMALL)),
+     r"called as a causal language model is with nothing, for it has no vocabulary: "),
+], ids=["whisper", "bart", "vit"])  # fmt: skip
+def test_what_is_no_causal_language_model_is_told_so(model, why):
+    with torch.device("meta"):
+        made = model()
+    config = resolve(load_config({"parallel": {"pipeline": 2}}), ResolveContext(world_size=2))
+    with pytest.raises(ConfigError, match=why):
+        cut_into_stages(made, config, module_tree(made, compute_dtype="fp32"), tuple(made._no_split_modules))
