@@ -14,9 +14,10 @@ is cut is decided only by what all ranks do alike: by the sizes of parameters an
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -450,9 +451,11 @@ class DeferredInit:
                 place.take(param.data.contiguous())
                 parameter.release(param, parameter.placeholder(place.shape, place.dtype, param.device))
 
-    def __del__(self) -> None:
-        # A model that was built and never trained: its files go with it.
-        self.close()
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A model that was built and never trained: its files go with it. At the interpreter's end, when modules are
+        # gone, tiers have removed theirs.
+        if not ending():
+            self.close()
 
     def close(self) -> None:
         """Remove every file and forget every value."""
