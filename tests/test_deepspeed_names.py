@@ -264,13 +264,14 @@ def test_what_is_refused_can_be_imported_and_says_why_when_it_is_used():
         ("deepspeed.init_distributed('ccl')", ConfigError, "this torch has no back end 'ccl'; it has gloo"),
         ("deepspeed.init_distributed('cpu:gloo,xpu:zccl')", ConfigError, "no back end 'zccl'"),
         ("deepspeed.init_inference(None)", ConfigError, "there is no inference engine here"),
-        ("deepspeed.tp_model_init(None, 2, None)", ConfigError, "divides the model itself: leave this call out"),
+        ("deepspeed.initialize(model=deepspeed.tp_model_init(torch.nn.Linear(2, 2), 2, torch.bfloat16), config={})",
+         ConfigError, "set tensor_parallel.autotp_size to 2 in it"),
         ("deepspeed.runtime.lr_schedules.WarmupLR(None, 0.1)", ConfigError, "name its other arguments"),
     ],
 )
 def test_no_other_name_ends_in_a_raw_error(statement, error, said):
     with pytest.raises(error, match=re.escape(said)):
-        exec(statement, {"deepspeed": deepspeed})
+        exec(statement, {"deepspeed": deepspeed, "torch": torch})
 
 
 def test_an_engine_has_deepspeeds_getters_and_setters():

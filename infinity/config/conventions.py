@@ -19,6 +19,8 @@ class Conventions:
         "trained", the one that the configuration trains in, in which they are initialized and loaded.
     owned_model: what becomes of an engine that is open when its model is given to another: "refuse" raises ConfigError,
         "hand over" closes it and leaves the weights in the model, for a program that closes no engine.
+    batch_of: whose samples `train_batch_size` counts beside a tensor or a pipeline axis: "data ranks", or "any", by
+        which micro-batch x accumulation x all ranks is right, too, if all three are given: clients fill it in so.
     """
 
     foreign_keys: Literal["refuse", "warn"] = "refuse"
@@ -26,6 +28,7 @@ class Conventions:
     parameter_attributes: bool = False
     init_dtype: Literal["own", "trained"] = "own"
     owned_model: Literal["refuse", "hand over"] = "refuse"
+    batch_of: Literal["data ranks", "any"] = "data ranks"
 
 
 # infinity's own reading, and the default everywhere.
@@ -33,5 +36,5 @@ STRICT = Conventions()
 # For programs written for DeepSpeed, whose clients add keys of their own and pass models without an optimizer.
 DEEPSPEED = Conventions(
     foreign_keys="warn", default_optimizer=False, parameter_attributes=True, init_dtype="trained",
-    owned_model="hand over",
+    owned_model="hand over", batch_of="any",
 )  # fmt: skip

@@ -511,6 +511,9 @@ def _settle_batch(config: Config, context: ResolveContext, data: int) -> tuple[C
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
     }
     total, micro, accumulation = given.values()
+    if config.provenance.conventions.batch_of == "any" and micro and accumulation:
+        # Ranks that train on the same samples count once.
+        total = micro * accumulation * data if total == micro * accumulation * context.world_size else total
     try:
         batch = solve_batch(
             total=total, micro=micro, accumulation=accumulation, ranks=data, detected=context.detected,

@@ -519,6 +519,10 @@ class Engine(DeepSpeedNames, nn.Module):
         """
         if self.config.stage != 3:
             raise ConfigError(f"the weights are whole at stage {self.config.stage}: use the module's state_dict()")
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The same at every stage, which accelerate calls with a tensor axis."""
         tensors = self._whole_tensors(frozen=not exclude_frozen_parameters)
         return tensors if self.global_rank == 0 else None
 
@@ -678,6 +682,8 @@ class Engine(DeepSpeedNames, nn.Module):
         if runtime.health.closed or runtime.store.is_elsewhere:
             return
         runtime.health.mark_closed()
+        if (reason := why_not_kept(runtime)) is not None:
+            guards.mark_parts(runtime.module, reason)
         with ExitStack() as stack:
             # Last registered, first run.
             stack.callback(runtime.close, at_once=at_once)

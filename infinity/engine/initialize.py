@@ -41,6 +41,7 @@ from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.plan.plan import Plan
 from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind
+from infinity.zero import guards
 from infinity.zero.activation_measurement import measure_activations
 from infinity.zero.compiled import unwrapped
 from infinity.zero.deferred_init import DeferredInit, merged_spool
@@ -101,7 +102,7 @@ def initialize(
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
         runtime = build_runtime(question, model, plan, groups, device, trained.optimizer, ledger, undo)
         stepped = (boundary := Boundary(runtime)).optimizer(trained.groups, trained.optimizer, optimizer)
-        scheduler = _scheduler(resolved, lr_scheduler, stepped)
+        scheduler = scheduler_of(resolved, lr_scheduler, stepped)
         engine = Engine(runtime, boundary, stepped, scheduler, loader)
         runtime.access.own_parameters(model)
         undo.pop_all()
@@ -189,6 +190,11 @@ def _free(model: nn.Module, conventions: Conventions) -> None:
     """See to it that no engine has the model, or raise ConfigError. Collective."""
     if conventions.owned_model == "hand over":
         close_engines_of(model)
+    if (reason := guards.why_parts(model)) is not None:
+        raise ConfigError(
+            f"the model had another engine, which is closed, and its weights are parts: {reason}. Make the model "
+            "again, or load it from what engine.export(folder) has written"
+        )
     for name, param in model.named_parameters():
         owner = param.__dict__.get("_infinity_owner")
         if owner is not None and not owner.coordinator.closed:
@@ -270,7 +276,8 @@ def _trained(config: ResolvedConfig, model: nn.Module, chosen: Iterable[Any] | N
     return trained
 
 
-def _scheduler(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer | None) -> Any:
+def scheduler_of(config: ResolvedConfig, given: Any, optimizer: TieredOptimizer | None) -> Any:
+    """Return the schedule of an engine's optimizer: the program's own, the configuration's, or None."""
     if optimizer is None:
         if given is not None:
             raise ConfigError(

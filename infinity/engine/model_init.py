@@ -25,7 +25,7 @@ from infinity.zero.deferred_access import modify_deferred
 from infinity.zero.deferred_init import DeferredInit
 from infinity.zero.foreign_attributes import publish
 
-ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
 
 class Init:

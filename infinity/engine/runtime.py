@@ -125,10 +125,8 @@ class Runtime:
         """
         self.store.check_process(verb)
         if self.health.closed:
-            further = (
-                ", and its model has the weights: give the model to initialize() again (of transformers, to another "
-                "Trainer: one that has trained or evaluated cannot train again)"
-            ) if self.health.handed_over else ""  # fmt: skip
+            again = ", and its model has the weights: give the model to initialize() again"
+            further = again if self.health.handed_over else ""
             raise StateError(f"cannot {verb}: this engine was closed{further}")
         if self.health.broken and not broken_is_fine:
             raise StateError(f"cannot {verb}: {self.health.broken}")

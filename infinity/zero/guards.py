@@ -20,6 +20,7 @@ from infinity.zero.other_stages import is_elsewhere
 from infinity.zero.parameter import SAVE_PRETRAINED, STATE_DICT, is_released, is_writable, name_of, owner_of
 
 _NAME = "_infinity_engine"
+_PARTS = "_infinity_parts"
 _SAVE = "save_pretrained"
 
 
@@ -65,6 +66,16 @@ def engines_of(model: nn.Module) -> list[Any]:
     """Return the open engines of a model and of models in it."""
     held = (module.__dict__.get(_NAME) for module in model.modules())
     return [each.engine for each in held if isinstance(each, _NotPickled) and each.engine is not None]
+
+
+def mark_parts(model: nn.Module, reason: str) -> None:
+    """Note why the weights that a closed engine has left in a model are parts only."""
+    model.__dict__[_PARTS] = reason
+
+
+def why_parts(model: nn.Module) -> str | None:
+    """Return what `mark_parts` has noted; None for a model that is whole."""
+    return model.__dict__.get(_PARTS)
 
 
 class _NotPickled:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
 from accelerate.utils import DummyOptim, DummyScheduler, set_seed
 from torch.utils.data import DataLoader
 
@@ -32,7 +32,8 @@ class Cell:
 
     dummy: whether the file names optimizer and schedule; plain accelerate has the same schedule from torch. saves:
     whether it saves its state after two steps, goes on, and then does the rest again from there. rows: of the data;
-    with 4 micro-batches a step, 22 leave 3 for the last one.
+    with 4 micro-batches a step, 22 leave 3 for the last one. tensor: ranks of a tensor axis, which have one batch of as
+    many times the samples; plugin: whether accelerate's own ParallelismConfig asks for it.
     """
 
     stage: int | None = None
@@ -41,6 +42,8 @@ class Cell:
     dummy: bool = False
     saves: bool = False
     rows: int = 64
+    tensor: int = 1
+    plugin: bool = False
 
 
 def plugin_of(cell: Cell, folder: str) -> DeepSpeedPlugin | None:
@@ -49,6 +52,8 @@ def plugin_of(cell: Cell, folder: str) -> DeepSpeedPlugin | None:
         return None
     config = ds_config(TrainerCell(stage=cell.stage, offload=cell.offload, in_file=cell.dummy), folder)
     config |= {"gradient_accumulation_steps": cell.accumulation, "gradient_clipping": 1.0, "bf16": {"enabled": False}}
+    if not cell.plugin:
+        config["parallel"] = {"tensor": cell.tensor}
     if cell.dummy:
         config["optimizer"]["params"] = {"lr": "auto", "weight_decay": "auto"}
         config["scheduler"] = {
@@ -67,9 +72,10 @@ def run(cell: Cell, folder: str) -> dict[str, Any]:
     accelerator = Accelerator(
         deepspeed_plugin=plugin, cpu=plugin is None, gradient_accumulation_steps=cell.accumulation,
         step_scheduler_with_optimizer=True,
+        parallelism_config=ParallelismConfig(tp_size=cell.tensor) if cell.plugin else None,
     )  # fmt: skip
     model = build(TrainerCell())
-    loader = DataLoader(Texts(cell.rows), batch_size=2, shuffle=False)
+    loader = DataLoader(Texts(cell.rows), batch_size=2 * cell.tensor, shuffle=False)
     ranks = accelerator.num_processes
     if cell.dummy and plugin is not None:
         optimizer: Any = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)

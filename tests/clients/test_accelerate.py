@@ -19,8 +19,11 @@ def test_a_loop_equals_ddp_and_goes_on_from_a_saved_state():
         ("short last step", short, [{**short, "stage": 3, "offload": "nvme"}, {**short, "stage": 1}]),
         ("saves", {"saves": True}, [{"saves": True, "stage": 3, "offload": "cpu"}]),
         ("dummy", {"dummy": True}, [{"dummy": True, "stage": 2, "offload": "cpu"}]),
+        ("tensor axis", {}, [{"tensor": 2, "stage": 3, "offload": "cpu"}, {"tensor": 2, "plugin": True, "stage": 1}]),
     ])  # fmt: skip
-    assert [row["wrong"] for row in rows] == [[], [], []]
+    refused = rows[-1]["wrong"].pop()
+    assert [row["wrong"] for row in rows] == [[], [], [], []]
+    assert "ParallelismConfig(tp_size=2) is for models of DTensors" in refused["error"]
 
 
 def test_processes_that_accelerate_takes_for_single_ones_are_refused(tmp_path):

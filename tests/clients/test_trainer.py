@@ -10,9 +10,12 @@ from tests.clients.run import run_client
 from tests.clients.trainer_matrix import ALL, DIGITS, SAVES, difference
 
 FOUR = {"gradient_accumulation_steps": 4}
+AGAIN = ["train", "predict", "train", "engine", "train", "evaluate"]
+# Both ranks of a tensor group have the batch that two data ranks have together.
+PAIR = {**SAVES, "save_steps": 6, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8}
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_trainer_equals_ddp_saves_and_resumes(tmp_path):
     folder = str(tmp_path / "saved")
     cells = [
@@ -21,30 +24,32 @@ def test_trainer_equals_ddp_saves_and_resumes(tmp_path):
         {"stage": 3, "offload": "nvme", "arguments": SAVES, "acts": ALL, "folder": folder, "resume": "checkpoint-3"},
         {"arguments": FOUR, "rows": 22},
         {"stage": 2, "offload": "cpu", "in_file": True, "arguments": FOUR, "rows": 22},
-        {"acts": ["train", "engine", "train", "evaluate"]},
-        {"stage": 1, "acts": ["train", "engine", "train", "evaluate"]},
         {"arguments": {"optim": "rmsprop"}},
         {"stage": 2, "offload": "cpu", "arguments": {"optim": "rmsprop"}},
+        {"acts": AGAIN},
+        {"stage": 1, "acts": AGAIN},
+        {"stage": 3, "offload": "nvme", "in_file": True, "acts": ["evaluate", *AGAIN]},
+        {"stage": 3, "offload": "cpu", "keys": {"parallel": {"tensor": 2}}, "acts": ALL, "arguments": PAIR},
         {"stage": 2, "offload": "cpu", "arguments": {"optim": "adafactor"}},
+        {"stage": 1, "keys": {"pipeline": {"stages": 2}}},
     ]  # fmt: skip
-    found = run_client("tests.clients.trainer_cells", 2, json.dumps(cells))
-    refused = found.pop()
+    *found, refused, cut = run_client("tests.clients.trainer_cells", 2, json.dumps(cells), timeout=500)
     assert [row.get("error") for row in found] == [None] * len(found)
-    plain, trained, resumed, plain_four, four, plain_again, again, plain_rmsprop, rmsprop = found
-    # accelerate would have DeepSpeed's Adam step where states are offloaded.
-    assert difference(plain_rmsprop, rmsprop, resumed=False) < DIGITS
-    assert "ConfigError: optimizer Adafactor is not elementwise" in refused["error"]
+    plain, trained, resumed, plain_four, four, plain_rmsprop, rmsprop, plain_again, again, evaluated, divided = found
     assert difference(plain, trained, resumed=False) < DIGITS
     assert difference(trained, resumed, resumed=True) == 0.0
     assert difference(plain_four, four, resumed=False) < DIGITS
+    # accelerate would have DeepSpeed's Adam step where states are offloaded.
+    assert difference(plain_rmsprop, rmsprop, resumed=False) < DIGITS
+    assert "ConfigError: optimizer Adafactor is not elementwise" in refused["error"]
+    # The engine stays: states go on and rates begin anew, as plain Trainer's do. A second Trainer has new states.
     assert difference(plain_again, again, resumed=False) < DIGITS
+    assert again["rates"] == plain_again["rates"]
+    assert difference(plain_again, {**evaluated, "acts": evaluated["acts"][1:], "evals": evaluated["evals"][1:]},
+                      resumed=False) < DIGITS  # fmt: skip
+    assert difference(plain, divided, resumed=False) < DIGITS
+    assert "pipeline.stages is 2, and a program of accelerate's or Trainer's runs the whole model" in cut["error"]
     # Two ranks saved it, one goes on with the same batches.
     fewer = {**cells[2], "arguments": {**SAVES, "per_device_train_batch_size": 4}}
     (on_one,) = run_client("tests.clients.trainer_cells", 1, json.dumps([fewer]))
     assert difference(trained, on_one, resumed=True) < DIGITS
-
-
-def test_a_trainer_that_trains_again_is_told_to_make_another_one():
-    """accelerate has forgotten the engine by then, with DeepSpeed too; the weights are in the model."""
-    (reply,) = run_client("tests.clients.trainer_cells", 1, json.dumps([{"stage": 2, "acts": ["train", "train"]}]))
-    assert "its model has the weights: give the model to initialize() again" in reply["error"]

@@ -33,8 +33,8 @@ class Cell:
     stage: None for plain Trainer. offload: of parameters at stage 3, of states at all. in_file: whether the file names
     the optimizer, or Trainer makes it. arguments: of TrainingArguments. keys: of the file. folder: where it saves, and
     which is kept; None for one that is removed. resume: name of the checkpoint there to go on from. acts: what to do in
-    order: "train", "evaluate", "save" (and read what was saved), "engine" (another Trainer with the same model). rows:
-    of the data.
+    order: "train", "evaluate", "predict", "save" (and read what was saved), "engine" (another Trainer with the same
+    model). rows: of the data.
     """
 
     stage: int | None = None
@@ -141,6 +141,8 @@ def train(cell: Cell, folder: str) -> dict[str, Any]:
             trainer.train(resume_from_checkpoint=os.path.join(folder, cell.resume) if cell.resume else None)
         elif act == "evaluate":
             found["acts"].append(trainer.evaluate()["eval_loss"])
+        elif act == "predict":
+            found["acts"].append(trainer.predict(Texts(16, 4)).metrics["test_loss"])
         elif act == "save":
             trainer.save_model(os.path.join(folder, "saved"))
             if dist.is_initialized():
@@ -151,6 +153,7 @@ def train(cell: Cell, folder: str) -> dict[str, Any]:
             trainer = trainer_of()
     found |= {
         "losses": [row["loss"] for row in seen.rows if "loss" in row],
+        "rates": [row["learning_rate"] for row in seen.rows if "learning_rate" in row],
         "norms": [row["grad_norm"] for row in seen.rows if "grad_norm" in row],
         "evals": [row["eval_loss"] for row in seen.rows if "eval_loss" in row],
         "best": trainer.state.best_model_checkpoint and os.path.basename(trainer.state.best_model_checkpoint),

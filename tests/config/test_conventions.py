@@ -210,3 +210,14 @@ def test_the_command_shows_what_a_run_of_deepspeeds_ignores(capsys: pytest.Captu
 def test_another_librarys_name_of_a_key_is_told() -> None:
     told = tolerant({"communication_timeout": 30}).provenance.foreign["communication_timeout"]
     assert "did you mean 'watchdog_seconds'?" in told
+
+
+@pytest.mark.parametrize("axis", [{"tensor_parallel": {"autotp_size": 2}}, {"parallel": {"pipeline": 2}}])
+def test_a_batch_that_clients_count_over_all_ranks_is_that_of_the_data_ranks(axis: dict[str, Any]) -> None:
+    raw = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, **axis}
+    context = ResolveContext(world_size=4, detected=True)
+    assert resolve(tolerant(raw), context).train_batch == 12
+    assert resolve(tolerant({**raw, "train_batch_size": 12}), context).train_batch == 12
+    for config in (load_config(raw), tolerant({**raw, "train_batch_size": 48})):
+        with pytest.raises(ConfigError, match=r"is not train_micro_batch_size_per_gpu 3 x .* = 12"):
+            resolve(config, context)

@@ -3,7 +3,7 @@
     python -m tests.support.clients_without_cuda script.py [its arguments]
 
 runs a script that nobody changed behind these replacements; `-m` before the script names a module instead. Nothing else
-of the clients is patched in the tests, and infinity patches no client at all.
+of the clients is patched in the tests; infinity itself wraps two of their methods (integrations/deepspeed/clients.py).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from infinity.distributed.process_groups import detect
 from infinity.engine import launch
+from infinity.integrations.deepspeed.clients import adapt
 from infinity.log import logger
 
 
@@ -23,6 +24,7 @@ def init_distributed(
     The launcher has chosen port, rank and world size, so these arguments say nothing; `init_method`, `rank` and
     `world_size` that contradict it are torch's to open a group with, before.
     """
+    adapt()
     if dist_init_required is False:
         return
     launch.init_distributed(dist_backend, timeout)

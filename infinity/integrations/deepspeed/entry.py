@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from infinity.config import load_config
+from infinity.config.conflicts import tensor_sizes
 from infinity.config.conventions import DEEPSPEED, Conventions
 from infinity.distributed.process_groups import detect
 from infinity.engine import initialize as engine
+from infinity.engine.launch import configuration_of
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed import clients
 
-DIVIDES = (
-    "initialize() divides the model itself: leave this call out, and set tensor_parallel.autotp_size in its "
-    "configuration"
-)
+# Ranks among which `tp_model_init` was asked to divide a model.
+_asked: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def installed() -> bool:
@@ -41,26 +44,36 @@ def initialize(
 
     Raises ConfigError where accelerate runs each process for itself although the launcher has started several.
     """
+    clients.adapt()
     _check_accelerate()
     given = config if config is not None else config_params
-    if given is not None and getattr(args, "deepspeed_config", None) is not None:
-        # Scripts give both, of one file; DeepSpeed takes the argument of the call.
-        args = None
-    return engine.initialize(
-        model=model, config=given, model_parameters=model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler,
-        training_data=training_data, collate_fn=collate_fn, args=args if given is None else None,
-        dist_init_required=dist_init_required, distributed_port=distributed_port, mpu=mpu, mesh_param=mesh_param,
-        conventions=conventions(),
+    # Scripts give both, of one file; DeepSpeed takes the argument of the call.
+    read = load_config(configuration_of(given, None, args if given is None else None), conventions=conventions())
+    asked = _asked.get(model, 1) if isinstance(model, nn.Module) else 1
+    if asked not in {1, *tensor_sizes(read).values()}:
+        raise ConfigError(
+            f"tp_model_init(tp_size={asked}) was called, but the configuration of initialize(), which divides the "
+            f"model, does not say so: set tensor_parallel.autotp_size to {asked} in it"
+        )
+    if (kept := clients.kept_engine(model, read)) is not None:
+        kept.lr_scheduler = engine.scheduler_of(kept.config, lr_scheduler, kept.optimizer)
+        return kept, kept.optimizer, kept.training_dataloader, kept.lr_scheduler
+    made = engine.initialize(
+        model=model, config=read, model_parameters=model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler,
+        training_data=training_data, collate_fn=collate_fn, dist_init_required=dist_init_required,
+        distributed_port=distributed_port, mpu=mpu, mesh_param=mesh_param, conventions=conventions(),
     )  # fmt: skip
+    clients.made(made[0], read)
+    return made
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None, **others: Any) -> nn.Module:
-    """Return the model for one tensor-parallel rank; ConfigError for more, because `initialize` divides it itself."""
-    if tp_size > 1:
-        raise ConfigError(
-            f"tp_model_init(tp_size={tp_size}): {DIVIDES} to {tp_size}"
-        )
-    return model.to(dtype=dtype)
+    """Return the model, which `initialize` divides itself: over `tensor_parallel.autotp_size` ranks, or ConfigError
+    where its configuration has not the size that is given here. dtype: of the parameters, unless a configuration is
+    given, whose precision `initialize` gives them.
+    """
+    _asked[model] = tp_size
+    return model.to(dtype=dtype) if config is None else model
 
 
 def init_inference(*args: Any, **kwargs: Any) -> NoReturn:

@@ -305,7 +305,7 @@ NO_MODULES = {
         "runtime.sparse_tensor": reason_of("sparse_gradients"),
         "runtime.superoffload": reason_of("zero_optimization.offload_optimizer.super_offload"),
         "runtime.swap_tensor": _INTERNAL,
-        "runtime.tensor_parallel": entry.DIVIDES,
+        "runtime.tensor_parallel": "initialize() divides models itself: set tensor_parallel.autotp_size in its file",
         "runtime.torch_autocast": _INTERNAL,
         "runtime.weight_quantizer": reason_of("weight_quantization"),
         "runtime.zenflow": reason_of("zero_optimization.zenflow"),
