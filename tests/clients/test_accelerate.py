@@ -12,7 +12,7 @@ from tests.clients.accelerate_matrix import measure
 from tests.clients.run import ROOT
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_a_loop_equals_ddp_and_goes_on_from_a_saved_state():
     short = {"accumulation": 4, "rows": 22}
     rows = measure(2, [
