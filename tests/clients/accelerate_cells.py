@@ -91,8 +91,7 @@ def run(cell: Cell, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "norms": [], "rates": [], "again": [], "engine": type(model).__module__}
 
     def steps(first: int, last: int, losses: list[float]) -> None:
-        norm = None
-        done = 0
+        norm, done = None, 0
         for batch in loader:
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
