@@ -750,3 +750,12 @@ def close_engines_of(model: nn.Module) -> None:
     for engine in guards.engines_of(model):
         logger.info("the model goes to another engine: the one that it had is closed, and the model keeps its weights")
         engine.close(keep_weights=True)
+
+
+def refuse_parts(model: nn.Module) -> None:
+    """Raise ConfigError for a model in which an engine has left parts of its weights."""
+    if (reason := guards.why_parts(model)) is not None:
+        raise ConfigError(
+            f"the model had another engine, which is closed, and its weights are parts: {reason}. Make the model "
+            "again, or load it from what engine.export(folder) has written"
+        )

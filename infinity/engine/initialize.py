@@ -23,7 +23,7 @@ from infinity.distributed.consistency import agree_on_plan
 from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.engine.build_runtime import build_runtime
 from infinity.engine.data import Loader, Workers
-from infinity.engine.engine import Engine, close_engines_of
+from infinity.engine.engine import Engine, close_engines_of, refuse_parts
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, groups_of
@@ -41,7 +41,6 @@ from infinity.optim.optimizer_view import TieredOptimizer
 from infinity.plan.plan import Plan
 from infinity.plan.spec import dtype_name
 from infinity.plan.types import Kind
-from infinity.zero import guards
 from infinity.zero.activation_measurement import measure_activations
 from infinity.zero.compiled import unwrapped
 from infinity.zero.deferred_init import DeferredInit, merged_spool
@@ -190,11 +189,7 @@ def _free(model: nn.Module, conventions: Conventions) -> None:
     """See to it that no engine has the model, or raise ConfigError. Collective."""
     if conventions.owned_model == "hand over":
         close_engines_of(model)
-    if (reason := guards.why_parts(model)) is not None:
-        raise ConfigError(
-            f"the model had another engine, which is closed, and its weights are parts: {reason}. Make the model "
-            "again, or load it from what engine.export(folder) has written"
-        )
+    refuse_parts(model)
     for name, param in model.named_parameters():
         owner = param.__dict__.get("_infinity_owner")
         if owner is not None and not owner.coordinator.closed:

@@ -68,7 +68,7 @@ def _wrapped(method: Callable[..., Any], around: Callable[[Any], AbstractContext
         with around(self):
             return method(self, *args, **kwargs)
 
-    wrapped.__infinity__ = True  # type: ignore[attr-defined]
+    vars(wrapped)["__infinity__"] = True
     return wrapped
 
 
@@ -79,12 +79,12 @@ def _training(trainer: Any) -> Iterator[None]:
         yield
         return
     tied = trainer.accelerator.deepspeed_engine_wrapped
-    trainer.model_wrapped = trainer.model
+    vars(trainer).update(model_wrapped=trainer.model)
     if not _is_trained_by(engine, trainer):
         # accelerate destroys it, and the model keeps the weights.
         yield
         return
-    trainer.accelerator.deepspeed_engine_wrapped = None
+    vars(trainer.accelerator).update(deepspeed_engine_wrapped=None)
     _goes_on.add(engine)
     try:
         yield
@@ -92,7 +92,8 @@ def _training(trainer: Any) -> Iterator[None]:
         if engine in _goes_on:
             # An error came first.
             _goes_on.discard(engine)
-            trainer.model_wrapped, trainer.accelerator.deepspeed_engine_wrapped = engine, tied
+            vars(trainer).update(model_wrapped=engine)
+            vars(trainer.accelerator).update(deepspeed_engine_wrapped=tied)
 
 
 def _is_trained_by(engine: Engine, trainer: Any) -> bool:

@@ -56,7 +56,7 @@ def initialize(
             f"model, does not say so: set tensor_parallel.autotp_size to {asked} in it"
         )
     if (kept := clients.kept_engine(model, read)) is not None:
-        kept.lr_scheduler = engine.scheduler_of(kept.config, lr_scheduler, kept.optimizer)
+        vars(kept).update(lr_scheduler=engine.scheduler_of(kept.config, lr_scheduler, kept.optimizer))
         return kept, kept.optimizer, kept.training_dataloader, kept.lr_scheduler
     made = engine.initialize(
         model=model, config=read, model_parameters=model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler,
