@@ -46,6 +46,8 @@ class _Pass:
     rank: int = 0
     # Ranks that have a part each, along the sequence, of what lies between regions of a tensor axis.
     sequence_ranks: int = 1
+    # Whether MLPs run a tile of tokens at a time, and again in backward.
+    tiled_mlps: bool = False
 
     @property
     def tokens(self) -> int:
@@ -96,7 +98,7 @@ class _Block:
 def activations(
     values: Mapping[str, Any], *, batch: int, sequence: int, compute_dtype: str, checkpointing: bool = False,
     every: int = 1, attention: str = "sdpa", accelerator: bool = False, adapted: frozenset[str] | None = None,
-    rank: int = 0, tiled_loss: bool = False, sequence_ranks: int = 1,
+    rank: int = 0, tiled_loss: bool = False, tiled_mlps: bool = False, sequence_ranks: int = 1,
 ) -> Activations:  # fmt: skip
     """Bytes of a micro-batch of `batch` sequences for the causal language model of a config.json.
 
@@ -105,14 +107,16 @@ def activations(
     again in backward. attention: "sdpa" or "eager" (always Gemma 2's). accelerator: whether it runs on one. The program
     is taken to keep the loss of a forward, not its logits. adapted, rank: where all but low-rank adapters is frozen,
     the names of the layers that have them; then layers without keep no input. tiled_loss: the logits are computed a
-    tile at a time, as `infinity.tile_sequence` does it. sequence_ranks: among so many, activations between the regions
-    of a tensor axis are cut along the sequence; `values` are then one rank's (`local_values`). ConfigError where a size
-    is missing, and for a loss that cannot be tiled.
+    tile at a time, as `infinity.tile_sequence` does it; tiled_mlps: MLPs as well (`may_tile_mlps`). sequence_ranks:
+    among so many, activations between the regions of a tensor axis are cut along the sequence; `values` are then one
+    rank's (`local_values`). ConfigError where a size is missing, and for what cannot be tiled.
     """
     kind = values.get("model_type")
     # transformers computes Gemma 2's attention in no other way, for its scores are capped.
     attention = "eager" if kind == "gemma2" else attention
-    run = _Pass(batch, sequence, DTYPE_NBYTES[compute_dtype], attention, accelerator, adapted, rank, sequence_ranks)
+    run = _Pass(
+        batch, sequence, DTYPE_NBYTES[compute_dtype], attention, accelerator, adapted, rank, sequence_ranks, tiled_mlps
+    )
     gpt2 = kind == "gpt2"
     blocks = _blocks(values, run)
     ahead = blocks[::every] if checkpointing else []
@@ -182,6 +186,11 @@ def _by_block(
 def may_tile_loss(values: Mapping[str, Any]) -> bool:
     """Whether the model's loss may be computed in tiles: nothing may change logits between the head and the loss."""
     return not values.get("final_logit_softcapping")
+
+
+def may_tile_mlps(values: Mapping[str, Any]) -> bool:
+    """Whether the bytes of its MLPs in tiles are known: of Llama's, not of experts, which stay whole."""
+    return may_tile_loss(values) and values.get("model_type") != "gpt2" and not _count(values)
 
 
 def _tiles_nbytes(values: Mapping[str, Any], run: _Pass, ending: int) -> int:
@@ -313,6 +322,14 @@ def _feed_forward(values: Mapping[str, Any], run: _Pass) -> _Part:
     # Two gradients of the feed-forward's width, and two of the residual stream.
     busy = run.tokens * (2 * inner + 2 * hidden) * run.width
     kept = run.tokens * _branches(run) * inner * run.width
+    if run.tiled_mlps and not may_tile_mlps(values):
+        raise ConfigError(f"the MLPs of {values.get('model_type')} are not sized in tiles: leave --tiled-mlps out")
+    if run.tiled_mlps and run.tokens > TILE_TOKENS:
+        # Its input is kept, which the norm counts where a trained layer keeps it; the rest is there for one tile.
+        # Gradients of all tiles' inputs are there once apart and once together.
+        tile = TILE_TOKENS * (_branches(run) * inner + 2 * inner) * run.width
+        kept = 0 if run.keeps(*_BRANCHES) else run.tokens * hidden * run.width
+        return _Part("feed-forward in tiles", kept, tile + 3 * run.tokens * hidden * run.width)
     return _Part("feed-forward", kept, busy, _gated_deferred(values, run, inner))
 
 

@@ -102,7 +102,7 @@ def _different(choices: Sequence[Choice]) -> Iterator[Choice]:
     seen = set()
     for choice in choices:
         work, steps = choice.estimate.work, choice.estimate.accumulation
-        computed = work.checkpointing, work.tiled_loss, steps > 1
+        computed = work.checkpointing, work.tiled_loss, work.tiled_mlps, steps > 1
         topology = choice.estimate.plan.topology
         axes = topology.dp, topology.tp, topology.pp
         kind = *(tuple(choice.estimate.homes(*kinds)) for kinds in (PARAMETERS, STATES)), computed, axes

@@ -82,7 +82,7 @@ def fit_axes(wish: Wish) -> list[Choice]:
         planned[axes] = count + 1
         config = _config(wish, each)
         made = estimate(wish.model, config, machine=wish.machine, **_others(wish))
-        choice = Choice(config, made.with_tiled_loss(True) if each.sparing.tiled_loss else made)
+        choice = Choice(config, made.with_tiles(each.sparing.tiled_loss, each.sparing.tiled_mlps))
         if choice.estimate.fits:
             found.append(choice)
             done.add(axes)
@@ -121,7 +121,7 @@ class _Model:
         self._root = self._what.tree(wish.dtype)
         self._blocks = len(find_blocks(self._root, self._what.blocks))
         self._values = complete_values(self._what) or {}
-        self._activations: dict[tuple[int, int, bool, bool], Activations | None] = {}
+        self._activations: dict[tuple[int, int, bool, bool, bool], Activations | None] = {}
         self._axes: dict[int, TensorAxis] = {}
         specs = self._root.all_params().values()
         self._numel = sum(spec.numel for spec in specs)
@@ -177,7 +177,7 @@ class _Model:
     def _work(self, micro: int, sparing: Sparing) -> Workload:
         return Workload.of(
             self._what, micro, self._wish.options.get("sequence"), checkpointing=bool(sparing.section),
-            tiled_loss=sparing.tiled_loss,
+            tiled_loss=sparing.tiled_loss, tiled_mlps=sparing.tiled_mlps,
         )  # fmt: skip
 
     def _axis(self, tensor: int) -> TensorAxis:
@@ -186,7 +186,7 @@ class _Model:
         return self._axes[tensor]
 
     def _of_micro_batch(self, tensor: int, micro: int, sparing: Sparing) -> Activations | None:
-        key = tensor, micro, bool(sparing.section), sparing.tiled_loss
+        key = tensor, micro, bool(sparing.section), sparing.tiled_loss, sparing.tiled_mlps
         if key not in self._activations:
             self._activations[key] = activations_of(
                 self._what, self._wish.dtype, self._work(micro, sparing), self._wish.machine, self._axis(tensor)
@@ -262,17 +262,17 @@ class _Model:
         return seconds
 
     def _flops(self, sparing: Sparing, micro: int) -> float:
-        key = bool(sparing.section), sparing.tiled_loss
+        key = bool(sparing.section), sparing.tiled_loss, sparing.tiled_mlps
         if key not in self._operations:
             work = self._work(1, sparing)
             self._operations[key] = step_flops(
                 self._root, self._values, tokens=work.tokens, sequence=work.sequence,
-                checkpointing=work.checkpointing, tiled_loss=work.tiled_loss,
+                checkpointing=work.checkpointing, tiled_loss=work.tiled_loss, tiled_mlps=work.tiled_mlps,
             )  # fmt: skip
         return micro * self._operations[key]
 
     @cached_property
-    def _operations(self) -> dict[tuple[bool, bool], float]:
+    def _operations(self) -> dict[tuple[bool, bool, bool], float]:
         return {}
 
     @cached_property

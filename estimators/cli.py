@@ -37,11 +37,14 @@ from estimators.report import (
     format_report,
     headline,
     largest_found,
+    tier_name,
+    tiles_of,
     to_choose,
 )
-from estimators.search import Choice, Wish, largest, nearest, search, usual
+from estimators.search import Choice, Wish, largest, nearest, search, sparingly, usual, ways_out
 from infinity.cli.usage import Parser
 from infinity.config import parse_bytes
+from infinity.config.units import format_bytes
 from infinity.errors import ConfigError
 from infinity.plan.hardware import load_profile
 from infinity.plan.pipeline import SCHEDULES
@@ -101,32 +104,34 @@ def _answer(args: argparse.Namespace) -> tuple[str, Any, Estimate, bool]:
     }  # fmt: skip
     wish = Wish(
         model, machine, options, dtype=args.dtype or "bf16", checkpointing=args.checkpointing,
-        tiled_loss=args.tiled_loss,
+        tiled_loss=args.tiled_loss, tiled_mlps=args.tiled_mlps,
         nvme_path=os.path.abspath(args.nvme_path) if args.nvme_path else "nvme",
     )  # fmt: skip
     if args.max:
         member, deepest = largest(wish)
-        found = [choice for choice in (member, deepest) if choice is not None]
-        best = max(found, key=lambda choice: choice.estimate.plan.numel)
+        both_found = [choice for choice in (member, deepest) if choice is not None]
+        best = max(both_found, key=lambda choice: choice.estimate.plan.numel)
         _save(best, args.save, found=deepest.estimate.fits)
-        both = {"known": _choice(member), "deepest": _choice(deepest)} if args.json else None
+        both = {"known": _choice(member) if member else None, "deepest": _choice(deepest)} if args.json else None
         return largest_found(member, deepest), both, best.estimate, deepest.estimate.fits
     if searches:
         advice = advise(wish) if args.fit else Advice([search(wish)], lasting=True)
         choice = advice.best
         _save(choice, args.save, found=choice.estimate.fits)
-        text = advised(advice) if args.fit else chosen(choice)
-        return text, _choice(choice) if args.json else None, choice.estimate, choice.estimate.fits
+        ways = [] if choice.estimate.fits else ways_out(wish, choice)
+        text = advised(advice, ways) if args.fit else chosen(choice, ways)
+        found = {**_choice(choice), "ways_out": {words: _choice(way) for words, way in ways}} if args.json else None
+        return text, found, choice.estimate, choice.estimate.fits
     if args.config is None:
         rows = _compared(args, wish)
         data = [{"name": name, **found.as_dict()} for name, found in rows] if args.json else None
         title = "" if args.compare else "parameters, optimizer"
         table = compare_estimates(rows, title=title, width=_width())
-        text = "\n".join([_compared_model(args, rows), "", table, *_hints(args)])
+        text = "\n".join([_compared_model(args, rows), "", table, *_hints(args, wish, rows[-1][1])])
         return text, data, rows[0][1], all(found.fits for _, found in rows)
     single = estimate(
         model, args.config, machine=machine, checkpointing=bool(args.checkpointing),
-        tiled_loss=bool(args.tiled_loss), **options,
+        tiled_loss=bool(args.tiled_loss), tiled_mlps=bool(args.tiled_mlps), **options,
     )  # fmt: skip
     near = None if single.fits or not machine.known else nearest(single, wish)
     told = single.as_dict() if args.json else None
@@ -165,7 +170,7 @@ def _compared(args: argparse.Namespace, wish: Wish) -> list[tuple[str, Estimate]
             Path(path).stem,
             estimate(
                 wish.model, path, machine=wish.machine, checkpointing=bool(args.checkpointing),
-                tiled_loss=bool(args.tiled_loss), **wish.options,
+                tiled_loss=bool(args.tiled_loss), tiled_mlps=bool(args.tiled_mlps), **wish.options,
             ),
         )
         for path in args.compare
@@ -193,11 +198,21 @@ def _compared_model(args: argparse.Namespace, rows: Sequence[tuple[str, Estimate
     return title.partition(":")[0] + ":" + title.partition(":")[2].partition(",")[0]
 
 
-def _hints(args: argparse.Namespace) -> list[str]:
+def _hints(args: argparse.Namespace, wish: Wish, last: Estimate) -> list[str]:
+    """What to ask next, and what becomes of the last line where activations are most of what it holds."""
     if args.compare:
         return []
+    spared = []
+    if wish.checkpointing is None and (sparing := sparingly(wish, last)) is not None:
+        spared = [
+            "", "Most of it is activations. Computed again in backward, with their inputs "
+            f"{'on NVMe' if args.no_gpu else 'in CPU memory'} until then{tiles_of(sparing)}, the last line takes: "
+            + ", ".join(f"{tier_name(sparing, tier)} {format_bytes(sparing.peak(tier))}" for tier in sparing.tiers)
+            + ".",
+        ]  # fmt: skip
     machine = "--ram 64GB --nvme 1TB" if args.no_gpu else "--gpu 24GB --ram 64GB --nvme 1TB"
     return [
+        *spared,
         "",
         f"{'memory' if args.no_gpu else 'GPU, CPU'} and NVMe: the most that a rank holds there. Say what there is "
         f"({machine}) to have the best one chosen, or give --config FILE to see one in detail. Rates are "
@@ -205,8 +220,8 @@ def _hints(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def _choice(choice: Choice | None) -> dict[str, Any] | None:
-    return None if choice is None else {"config": choice.config, "estimate": choice.estimate.as_dict()}
+def _choice(choice: Choice) -> dict[str, Any]:
+    return {"config": choice.config, "estimate": choice.estimate.as_dict()}
 
 
 def _draw(found: Estimate, path: str) -> None:
@@ -250,6 +265,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tiled-loss", action=argparse.BooleanOptionalAction,
         help="never have all logits at once: infinity.tile_sequence(model, mlps=False) in the program (a search: where "
         "it is needed)",
+    )  # fmt: skip
+    work.add_argument(
+        "--tiled-mlps", action=argparse.BooleanOptionalAction,
+        help="run the MLPs a tile of tokens at a time as well: infinity.tile_sequence(model) in the program (a search: "
+        "where it is needed)",
     )  # fmt: skip
     work.add_argument(
         "--lora", type=int, metavar="RANK", help="train peft's low-rank adapters of this rank; the model is frozen"

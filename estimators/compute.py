@@ -44,23 +44,25 @@ def active_numel(
 
 def step_flops(
     tree: ModuleNode, values: Mapping[str, Any], *, tokens: int, sequence: int, checkpointing: bool, every: int = 1,
-    tiled_loss: bool = False,
+    tiled_loss: bool = False, tiled_mlps: bool = False,
 ) -> float:  # fmt: skip
     """Return the operations of one rank's step over `tokens` tokens in sequences of `sequence`.
 
-    checkpointing: backward recomputes the forward of every `every`-th layer. tiled_loss: it recomputes the logits too.
+    checkpointing: backward recomputes the forward of every `every`-th layer. tiled_loss: it recomputes the logits
+    too. tiled_mlps: and the MLPs, beside all recomputation.
     """
     nodes = [*tree.walk()]
     forward = 2 * active_numel(nodes, values) + 2 * sequence * _attention_width(values)
     passes = 2 + (1 / every if checkpointing else 0)
     # Backward's second half is the gradients of weights, and attention's own.
     weights = 2 * active_numel(nodes, values, trained=True) + 2 * sequence * _attention_width(values)
-    return float(tokens * (forward * passes + weights + (_head(values) if tiled_loss else 0)))
+    again = (_head(values) if tiled_loss else 0) + (_mlps(values) if tiled_mlps else 0)
+    return float(tokens * (forward * passes + weights + again))
 
 
 def stage_operations(
     tree: ModuleNode, values: Mapping[str, Any], cut: StageCut, *, tokens: int, sequence: int, checkpointing: bool,
-    every: int = 1, tiled_loss: bool = False,
+    every: int = 1, tiled_loss: bool = False, tiled_mlps: bool = False,
 ) -> tuple[StageOperations, ...]:  # fmt: skip
     """Return the same for each stage of a pipeline, by kind of action. Only linear layers compute the gradients of
     their weights apart from those of their inputs.
@@ -78,6 +80,7 @@ def stage_operations(
         deferred = 2 * active_numel([node for node in own if node.class_name == _LINEAR], values, trained=True)
         again = forward / every if checkpointing else 0.0
         again += _head(values) if stage == cut.last and tiled_loss else 0
+        again += _mlps(values) * cut.counts[stage] / len(cut.blocks) if tiled_mlps else 0
         found.append(
             StageOperations(
                 forward=tokens * forward, backward_weight=float(tokens * deferred),
@@ -90,6 +93,12 @@ def stage_operations(
 def _head(values: Mapping[str, Any]) -> int:
     """Return the operations of the logits of one token."""
     return int(2 * values.get("vocab_size", 0) * values.get("hidden_size", values.get("n_embd", 0)))
+
+
+def _mlps(values: Mapping[str, Any]) -> int:
+    """Return the operations of one token's forward through the MLPs of all layers, with their gates."""
+    width = values.get("hidden_size", 0) * values.get("intermediate_size", 0)
+    return int(6 * width * values.get("num_hidden_layers", 0))
 
 
 def _attention_width(values: Mapping[str, Any]) -> int:

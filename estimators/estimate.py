@@ -65,13 +65,15 @@ class Workload:
     # Whether layers' activations are computed again in backward, and those of every how many layers.
     checkpointing: bool
     every: int = 1
-    # Whether the logits of a few tokens at a time are there, not all of them.
+    # Whether the logits of a few tokens at a time are there, not all of them; and what MLPs make inside, too.
     tiled_loss: bool = False
+    tiled_mlps: bool = False
 
     @classmethod
     def of(
-        cls, model: Described, batch: int, sequence: int | None, *, checkpointing: bool, tiled_loss: bool
-    ) -> Workload:
+        cls, model: Described, batch: int, sequence: int | None, *, checkpointing: bool, tiled_loss: bool,
+        tiled_mlps: bool = False,
+    ) -> Workload:  # fmt: skip
         """By default with sequences of `SEQUENCE` tokens, or of the most that the model takes.
 
         Raises ConfigError if the model takes only shorter sequences than given.
@@ -80,7 +82,7 @@ class Workload:
         if sequence is not None and most is not None and sequence > most:
             raise ConfigError(f"{model.name} takes sequences of at most {most:,} tokens, not {sequence:,}")
         length = min(SEQUENCE, most or SEQUENCE) if sequence is None else sequence
-        return cls(batch, length, checkpointing, tiled_loss=tiled_loss)
+        return cls(batch, length, checkpointing, tiled_loss=tiled_loss or tiled_mlps, tiled_mlps=tiled_mlps)
 
     def under(self, config: ResolvedConfig) -> Workload:
         """With layers computed again where the configuration says so."""
@@ -341,7 +343,7 @@ class Estimate:
         return stage_operations(
             self._local_tree, self._local_values, part.split.cut, tokens=self.work.tokens,
             sequence=self.work.sequence, checkpointing=self.work.checkpointing, every=self.work.every,
-            tiled_loss=self.work.tiled_loss,
+            tiled_loss=self.work.tiled_loss, tiled_mlps=self.work.tiled_mlps,
         )  # fmt: skip
 
     @cached_property
@@ -380,6 +382,7 @@ class Estimate:
         return step_flops(
             self._local_tree, self._local_values, tokens=self.work.tokens, sequence=self.work.sequence,
             checkpointing=self.work.checkpointing, every=self.work.every, tiled_loss=self.work.tiled_loss,
+            tiled_mlps=self.work.tiled_mlps,
         )  # fmt: skip
 
     def _pipeline_as_dict(self) -> dict[str, Any]:
@@ -435,9 +438,9 @@ class Estimate:
         """The same run with layers computed again in backward, or not: the plan is the same."""
         return replace(self, work=replace(self.work, checkpointing=checkpointing)).scarcest()
 
-    def with_tiled_loss(self, tiled_loss: bool) -> Estimate:
-        """The same run with the loss in tiles, or with all its logits: the plan is the same."""
-        return replace(self, work=replace(self.work, tiled_loss=tiled_loss)).scarcest()
+    def with_tiles(self, loss: bool, mlps: bool = False) -> Estimate:
+        """The same run with the loss in tiles, and the MLPs, or with all that they make: the plan is the same."""
+        return replace(self, work=replace(self.work, tiled_loss=loss or mlps, tiled_mlps=mlps)).scarcest()
 
     @property
     def may_tile_loss(self) -> bool:
@@ -468,6 +471,7 @@ class Estimate:
             "accumulation": self.accumulation,
             "checkpointing": self.work.checkpointing,
             "tiled_loss": self.work.tiled_loss,
+            "tiled_mlps": self.work.tiled_mlps,
             "nbytes": _plain(plan.bytes_by_tier()),
             "nbytes_at_rest": _plain(self.at_rest),
             "nbytes_by_phase": {phase.value: _plain(table) for phase, table in self.phases.items()},
@@ -513,6 +517,7 @@ def estimate(
     sequence: int | None = None,
     checkpointing: bool = False,
     tiled_loss: bool = False,
+    tiled_mlps: bool = False,
     machine: Machine = Machine(),  # noqa: B008
     profile: HardwareProfile | str | os.PathLike[str] | None = None,
     lora: int | None = None,
@@ -525,11 +530,11 @@ def estimate(
     `ranks` in all; otherwise the configuration's parallel.tensor. pp, schedule, virtual_stages: the same of the
     pipeline axis, its schedule, and the stages of each of its ranks; micro_batches: of a step
     (gradient_accumulation_steps). batch: sequences in a micro-batch, otherwise the configuration's. sequence: tokens in
-    each, at most 4096 unless said. tiled_loss: the program calls `infinity.tile_sequence(model, mlps=False)`. machine:
-    what a node has, for `fits` and "auto". profile: measured rates, or the path of the file that `infinity bench` has
-    written; otherwise assumed ones. lora: the rank of peft's adapters, which then are all that is trained;
-    lora_targets: names of the layers that get them, with commas between them or as a sequence, or "all-linear";
-    otherwise peft's default.
+    each, at most 4096 unless said. tiled_loss: the program calls `infinity.tile_sequence(model, mlps=False)`;
+    tiled_mlps: it calls `infinity.tile_sequence(model)`, which tiles the loss as well. machine: what a node has, for
+    `fits` and "auto". profile: measured rates, or the path of the file that `infinity bench` has written; otherwise
+    assumed ones. lora: the rank of peft's adapters, which then are all that is trained; lora_targets: names of the
+    layers that get them, with commas between them or as a sequence, or "all-linear"; otherwise peft's default.
 
     Raises ConfigError for a model, a configuration or a profile that cannot be understood, and for a profile of ranks
     that compute elsewhere than the machine's.
@@ -548,7 +553,9 @@ def estimate(
     }  # fmt: skip
     resolved = _resolved(what, _with_sizes(config, sizes), ranks, local)
     size = resolved.micro_batch if batch is None else batch
-    work = Workload.of(what, size, sequence, checkpointing=checkpointing, tiled_loss=tiled_loss).under(resolved)
+    work = Workload.of(
+        what, size, sequence, checkpointing=checkpointing, tiled_loss=tiled_loss, tiled_mlps=tiled_mlps
+    ).under(resolved)
     return _estimated(what, resolved, work, machine, _rates(profile, machine))
 
 
@@ -701,7 +708,7 @@ def activations_of(
         local_values(values, axis) if axis.size > 1 else values, batch=work.batch, sequence=work.sequence,
         compute_dtype=dtype, checkpointing=work.checkpointing, every=work.every, accelerator=machine.accelerator,
         adapted=model.adapted_layers, rank=0 if model.lora is None else model.lora.rank, tiled_loss=work.tiled_loss,
-        sequence_ranks=axis.size if axis.sequence else 1,
+        tiled_mlps=work.tiled_mlps, sequence_ranks=axis.size if axis.sequence else 1,
     )  # fmt: skip
 
 

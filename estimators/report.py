@@ -29,6 +29,11 @@ from infinity.simulator.traffic import Link
 
 WIDTH = 100
 _PLACES = {Tier.GPU: "on the GPU", Tier.CPU: "in CPU memory", Tier.NVME: "on NVMe"}
+# Kinds without which it would fit, and what there is to say of them.
+_WHY = {
+    Kind.GRAD: "each trained parameter has one, and none lies on NVMe. Train fewer (--lora RANK), on more ranks",
+    Kind.ACTIVATION: "shorter sequences or a smaller batch have fewer",
+}
 _UNIT = re.compile(r"(\d) ([kMGT]?B\b|%|s\b|ms\b|days\b|min\b)")
 
 
@@ -89,7 +94,7 @@ def headline(found: Estimate) -> list[str]:
     nodes = topology.world_size // topology.local_size
     where = f"{ranks} on {nodes} nodes" if nodes > 1 else ranks
     checkpointed = ", activations recomputed" if work.checkpointing else ""
-    checkpointed += ", loss in tiles" if work.tiled_loss else ""
+    checkpointed += f", loss{' and MLPs' if work.tiled_mlps else ''} in tiles" if work.tiled_loss else ""
     accumulated = f" x {found.accumulation} accumulated" if found.accumulation > 1 else ""
     lines = [
         f"{found.model.name}: {found.numel / 1e9:.2f} B parameters, {request.compute_dtype}, stage {request.stage}, "
@@ -226,8 +231,8 @@ def _differing(found: Sequence[Estimate]) -> dict[str, Callable[[Estimate], str]
     return {name: own for name, own in columns.items() if len({own(each) for each in found}) > 1}
 
 
-def chosen(choice: Choice) -> str:
-    """A found configuration: whether it fits, what it is, and what it takes."""
+def chosen(choice: Choice, ways: Sequence[tuple[str, Choice]] = ()) -> str:
+    """A found configuration: whether it fits, what it is, and what it takes; `ways`: what else would fit."""
     found = choice.estimate
     lines = headline(found)
     if found.fits:
@@ -236,28 +241,29 @@ def chosen(choice: Choice) -> str:
     else:
         lines += ["", "It does not fit, and no other placement that was tried does. What lacks the least is shown.", ""]
         lines += _missing(found)
+        lines += [f"It would fit with {words}: {_one_line(way)}. {_summary(way.estimate)}" for words, way in ways]
     lines += ["", *tables(found), "", _reserved(found)]
     return "\n".join([*lines, *_activations(found), *_step(found), *_notes(found)])
 
 
-def advised(advice: Advice) -> str:
+def advised(advice: Advice, ways: Sequence[tuple[str, Choice]] = ()) -> str:
     """The best configuration as a search shows it, under the three best with what each gives for what."""
     if not advice.best.estimate.fits:
-        return chosen(advice.best)
+        return chosen(advice.best, ways)
     near = advice.best.estimate.tiers[:-1]
     names = [tier_name(advice.best.estimate, tier, short=True) for tier in near]
     tiled = any(choice.estimate.work.tiled_loss for choice in advice.choices)
     divided = any(choice.estimate.plan.topology.world_size > 1 for choice in advice.choices)
     axes = ["axes", "schedule", "step", "bubble"] if divided else []
-    head = ["parameters, optimizer", *axes, "tokens/s", "batch", "recompute", *(["tiled loss"] if tiled else [])]
+    head = ["parameters, optimizer", *axes, "tokens/s", "batch", "recompute", *(["in tiles"] if tiled else [])]
     worn = any(days_of_training(choice) for choice in advice.choices) or not divided
     rows = [[*head, *names, *(["drive lasts"] if worn else [])]]
     for choice in advice.choices:
         found, days = choice.estimate, days_of_training(choice)
         homes = ("+".join(tier_name(found, t, short=True) for t in found.homes(*k)) for k in (PARAMETERS, STATES))
         held = (format_bytes(found.peak(tier)) if found.peak(tier) else "-" for tier in near)
-        computed = [found.work.checkpointing, *([found.work.tiled_loss] if tiled else [])]
-        batch, again = f"{found.work.batch} x {found.accumulation}", ["yes" if each else "no" for each in computed]
+        batch, again = f"{found.work.batch} x {found.accumulation}", ["yes" if found.work.checkpointing else "no"]
+        again += [_tiles_in_words(found)] if tiled else []
         again[0] += f", {tier_name(found, found.offloaded.tier, short=True)}" if found.offloaded else ""
         own = _axes(found) if divided else []
         row = [", ".join(homes), *own, f"{tokens_a_second(choice):,.0f}", batch, *again, *held]
@@ -295,19 +301,31 @@ def to_choose(choice: Choice) -> list[str]:
     lines = [f"Choose optimizer.params.lr yourself: {rate:g} stands there so that the file trains as it is."]
     model, changed = choice.estimate.model, []
     if choice.estimate.work.tiled_loss:
-        changed.append("infinity.tile_sequence(model, mlps=False)")
+        changed.append(f"infinity.tile_sequence(model{'' if choice.estimate.work.tiled_mlps else ', mlps=False'})")
     if model.lora is not None:
         code = model.lora.code(str((model.values or {}).get("model_type")))
         changed.append(code)
     if changed:
-        what = "its adapters" if model.lora is not None else "its loss in tiles"
-        what = "its loss in tiles and its adapters" if len(changed) > 1 else what
+        tiles = f"its {_tiles_in_words(choice.estimate)} in tiles"
+        what = "its adapters" if model.lora is not None else tiles
+        what = f"{tiles} and its adapters" if len(changed) > 1 else what
         lines += [f"Give infinity.initialize the model with {what}:", *(f"  {line}" for line in changed)]
     config = choice.estimate.config
     paths = [*(config.nvme_path or ()), *(config.checkpoint_nvme_path or ())]
     if paths and not all(map(os.path.isabs, paths)) and choice.estimate.outline.nvme_written_nbytes:
         lines.append("nvme_path is a folder beside the program: --nvme-path FOLDER puts one on your fast drive there.")
     return lines
+
+
+def tiles_of(found: Estimate) -> str:
+    """What a sentence adds of tiles: nothing, or the call that makes them."""
+    call = "infinity.tile_sequence(model)" if found.work.tiled_mlps else "infinity.tile_sequence(model, mlps=False)"
+    return f", {_tiles_in_words(found)} in tiles ({call})" if found.work.tiled_loss else ""
+
+
+def _tiles_in_words(found: Estimate) -> str:
+    """What is computed in tiles: "no", "loss" or "loss and MLPs"."""
+    return "no" if not found.work.tiled_loss else "loss and MLPs" if found.work.tiled_mlps else "loss"
 
 
 def largest_found(member: Choice | None, deepest: Choice) -> str:
@@ -361,7 +379,15 @@ def _missing(found: Estimate) -> list[str]:
         needed.append(f"{format_bytes(found.peak(Tier.NVME) * ranks / (1 - DRIVE_SHARE))} of NVMe a node")
     added = [tier for tier in found.excess if tier not in _PLACES]
     needed += [f"{format_bytes(found.peak(tier))} on {tier.value} for each rank" for tier in added]
-    return [f"It takes {' and '.join(needed)}, more ranks, or a smaller model: --max says which would fit."]
+    lines = [f"It takes {' and '.join(needed)}, more ranks, or a smaller model: --max says which would fit."]
+    for tier, nbytes in found.excess.items():
+        # Where ranks compute on the CPU, the tables count the device's as the CPU's.
+        kinds = [table.get(tier, {}) for table in found.columns.values()]
+        for kind, why in _WHY.items():
+            if (held := max(table.get(kind, 0) for table in kinds)) >= nbytes:
+                name = f"{kind.label} ({found.plan.request.grad_dtype})" if kind is Kind.GRAD else kind.label
+                lines.append(f"Of what is too much {_place(found, tier)}, {name} are {format_bytes(held)}: {why}.")
+    return lines
 
 
 def _reserved(found: Estimate) -> str:
@@ -382,12 +408,14 @@ def _activations(found: Estimate) -> list[str]:
         f"activations: {format_bytes(kept.nbytes)} kept, or {format_bytes(recomputed.nbytes)} where every layer is "
         f"computed again ({kept.source.partition(',')[0]})"
     )
-    whole = found.with_tiled_loss(False)
+    whole = found.with_tiles(False)
     if found.work.tiled_loss and whole.activations is not None:
         # The busiest moment need not be the loss in either of them.
         line += (
-            f"; the loss in tiles spares {format_bytes(max(whole.activations.nbytes - found.activations.nbytes, 0))} "
-            f"of logits for {100 * (found.flops / whole.flops - 1):.0f} % more operations"
+            f"; the {_tiles_in_words(found)} in tiles spare{'' if found.work.tiled_mlps else 's'} "
+            f"{format_bytes(max(whole.activations.nbytes - found.activations.nbytes, 0))} "
+            f"of {'intermediates' if found.work.tiled_mlps else 'logits'} for "
+            f"{100 * (found.flops / whole.flops - 1):.0f} % more operations"
         )
     if (away := found.offloaded) is not None:
         line += f"; inputs of {away.count} layers, {format_bytes(away.nbytes)}, lie on {away.tier.value} until backward"

@@ -11,11 +11,13 @@ configuration that says all of it but the loss in tiles, for which the program m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from estimators.activations import may_tile_loss
+from estimators.activations import may_tile_loss, may_tile_mlps
+from estimators.adapters import Lora
 from estimators.estimate import RANKS_PER_NODE, Estimate, estimate, tensor_axis
 from estimators.model import described
 from estimators.node import Machine
@@ -31,6 +33,9 @@ _LIVE_DEFAULT = 10**9
 # Plans that a search for a nearby configuration makes at most.
 _PLANS_MAX = 20
 _LAYERS_MAX = 1 << 16
+_CHECKPOINTS = "activation_checkpointing"
+# Of the adapters that are proposed.
+_RANK = 16
 # Of a pipeline where nothing is said of them.
 _MICRO_BATCHES_A_RANK = 4
 # By what a step has to be shorter where activations lie on another tier.
@@ -66,10 +71,11 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Sparing:
-    """What is done to need less of activations: the section, and whether the program tiles the loss."""
+    """What is done to need less of activations: the section, and whether the program tiles the loss, and the MLPs."""
 
     section: _Section
     tiled_loss: bool
+    tiled_mlps: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class Choice:
         if sparing.section:
             config = {**config, "activation_checkpointing": sparing.section}
             found = found.under(config)
-        return Choice(config, found.with_tiled_loss(sparing.tiled_loss) if sparing.tiled_loss else found)
+        return Choice(config, found.with_tiles(True, sparing.tiled_mlps) if sparing.tiled_loss else found)
 
     @property
     def seconds(self) -> float:
@@ -131,6 +137,8 @@ class Wish:
     nvme_path: str = "nvme"
     # Whether the loss is computed in tiles; None: where it is needed.
     tiled_loss: bool | None = None
+    # The same of the MLPs, which are tiled with the loss only.
+    tiled_mlps: bool | None = None
 
     @property
     def limits(self) -> Capacity:
@@ -142,18 +150,24 @@ class Wish:
         return self.options.get("ranks_per_node") or min(self.options.get("ranks", 1), RANKS_PER_NODE)
 
     @property
-    def tilings(self) -> Sequence[bool]:
-        """Whether the loss may be in tiles, the fast way first. A model that caps its logits has no other way."""
+    def tilings(self) -> Sequence[tuple[bool, bool]]:
+        """Whether the loss may be in tiles, and the MLPs, the fast way first. A model that caps its logits has one way.
+        """
         values = described(self.model).values
-        if self.tiled_loss is None:
-            return (False, True) if values is not None and may_tile_loss(values) else (False,)
-        return (self.tiled_loss,)
+        known = [(False, False)]
+        known += [(True, False)] if values is not None and may_tile_loss(values) else []
+        known += [(True, True)] if values is not None and may_tile_mlps(values) else []
+        asked = self.tiled_loss, self.tiled_mlps
+        found = [tiles for tiles in known if all(own in (None, each) for own, each in zip(asked, tiles, strict=True))]
+        # What was asked for by name is refused by name.
+        return found or [(any(asked), bool(self.tiled_mlps))]
 
     @property
     def near(self) -> Sequence[Sparing]:
         """What may become of activations on the device, from fast to small."""
         sections = {None: (_KEPT, _RECOMPUTED), True: (_RECOMPUTED,), False: (_KEPT,)}[self.checkpointing]
-        return [Sparing(section, tiled) for section in sections for tiled in self.tilings]
+        found = [Sparing(section, *tiles) for section in sections for tiles in self.tilings]
+        return sorted(found, key=lambda sparing: sparing.tiled_mlps)
 
     @property
     def far(self) -> Sequence[Sparing]:
@@ -162,12 +176,12 @@ class Wish:
             return ()
         cpu, nvme = ({**_RECOMPUTED, "offload": self.offload(tier)} for tier in (Tier.CPU, Tier.NVME))
         sections = [*([cpu] if self.machine.accelerator else []), *([nvme] if self.limits.nvme is not None else [])]
-        return [Sparing(section, tiled) for section in sections for tiled in self.tilings]
+        return [Sparing(section, *tiles) for section in sections for tiles in self.tilings]
 
     @property
     def ways(self) -> Sequence[Sparing]:
-        """All of them."""
-        return [*self.near, *self.far]
+        """All of them. Tiles of MLPs are a change of the program and come last."""
+        return sorted([*self.near, *self.far], key=lambda sparing: sparing.tiled_mlps)
 
     def offload(self, tier: Tier) -> dict[str, Any]:
         """The section of what lies on a tier."""
@@ -254,6 +268,28 @@ def search(wish: Wish) -> Choice:
     return min(others, key=lambda choice: choice.lacking)
 
 
+def ways_out(wish: Wish, found: Choice) -> list[tuple[str, Choice]]:
+    """What would fit where nothing does as asked, each in words: gradients in the dtype that is computed in, where
+    several micro-batches add up in fp32; and adapters, whose base has neither gradients nor states.
+    """
+    model, request, ways = described(wish.model), found.estimate.plan.request, list[tuple[str, Choice]]()
+    if request.grad_dtype != request.compute_dtype:
+        types = {"data_types": {"grad_accum_dtype": request.compute_dtype}}
+        configs = [{**config, **types} for config in _candidates(wish)]
+        choices = [*_varied(_planned(wish, configs), wish.ways)]
+        fits = [choice for choice in choices if choice.estimate.fits]
+        if fits:
+            dtype = request.compute_dtype
+            words = f'gradients that add up in {dtype} (data_types.grad_accum_dtype = "{dtype}")'
+            ways.append((words, min(fits, key=lambda choice: choice.seconds)))
+    if model.lora is None and model.module is None and wish.tensor == 1:
+        with suppress(ConfigError):
+            choice = search(replace(wish, model=model.with_adapters(Lora.of(_RANK, None))))
+            if choice.estimate.fits:
+                ways.append((f"low-rank adapters on a frozen model (--lora {_RANK})", choice))
+    return ways
+
+
 def fitting(wish: Wish, configs: Sequence[Mapping[str, Any]] | None = None) -> list[Choice]:
     """All that fits: of these configurations with the wish's micro-batch, or of all that `search` would try."""
     wish.check()
@@ -279,12 +315,24 @@ def nearest(found: Estimate, wish: Wish) -> Near | None:
         if best is not None and best[0] <= cost:
             break
         planned = estimate(wish.model, changed(found.config, moved).config, machine=wish.machine, **wish.options)
-        planned = planned.with_tiled_loss(found.work.tiled_loss)
+        planned = planned.with_tiles(found.work.tiled_loss, found.work.tiled_mlps)
         for more, varied in _sparing(planned, wish):
             under = planned.under(changed(planned.config, varied).config) if varied else planned
             if under.fits and (best is None or cost + more < best[0]):
                 best = cost + more, Near({**moved, **varied}, under)
     return None if best is None else best[1]
+
+
+def sparingly(wish: Wish, found: Estimate) -> Estimate | None:
+    """The same run with the fewest bytes of activations on the device; None where they are less than half of it."""
+    held = 0 if found.activations is None else found.activations.nbytes
+    if 2 * held < found.peak(found.tiers[0]):
+        return None
+    tier = "cpu" if wish.machine.accelerator else "nvme"
+    keys: dict[str, Any] = {f"{_CHECKPOINTS}.every": 1, f"{_CHECKPOINTS}.offload.device": tier}
+    if tier == "nvme":
+        keys[f"{_CHECKPOINTS}.offload.nvme_path"] = wish.nvme_path
+    return found.under(changed(found.config, keys).config).with_tiles(*wish.tilings[-1])
 
 
 def _moves(found: Estimate, wish: Wish) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -356,7 +404,9 @@ def usual(wish: Wish) -> Iterator[tuple[str, Estimate]]:
         seen.add(name)
         config = _config(wish, (stage, param, states), Capacity(), None)
         found = estimate(wish.model, config, machine=wish.machine, **wish.options)
-        yield name, found.with_checkpointing(bool(wish.checkpointing)).with_tiled_loss(bool(wish.tiled_loss))
+        yield name, found.with_checkpointing(bool(wish.checkpointing)).with_tiles(
+            bool(wish.tiled_loss), bool(wish.tiled_mlps)
+        )
 
 
 def largest(wish: Wish) -> tuple[Choice | None, Choice]:
@@ -410,8 +460,8 @@ def _planned(wish: Wish, candidates: Iterable[Mapping[str, Any]]) -> Iterator[Ch
 
 
 def _varied(choices: Iterable[Choice], sparings: Sequence[Sparing]) -> Iterator[Choice]:
-    """Each choice with these ways to spare activations in turn until one fits. A loss in tiles is left out where it
-    spares nothing, because logits are not what the busiest moment holds.
+    """Each choice with these ways to spare activations in turn until one fits. Tiles are left out where they spare
+    nothing, because what they cut is not what the busiest moment holds.
     """
     for choice in choices:
         whole: dict[int, int] = {}
@@ -420,7 +470,7 @@ def _varied(choices: Iterable[Choice], sparings: Sequence[Sparing]) -> Iterator[
             held, section = _held(varied), id(sparing.section)
             if sparing.tiled_loss and held >= whole.get(section, held + 1):
                 continue
-            whole.setdefault(section, held)
+            whole[section] = held
             yield varied
             if varied.estimate.fits:
                 break
@@ -452,6 +502,9 @@ def _by_budget(wish: Wish) -> Iterator[Choice]:
     (anywhere,) = _planned(wish, [plain])
     tried: set[int] = set()
     for sparing in wish.ways:
+        if sparing.tiled_mlps and not wish.tiled_mlps:
+            # A plan costs more than it is worth here: the candidates tried them.
+            continue
         varied = anywhere.varied(sparing)
         held, away = _held(varied), _held_away(varied)
         if nearest <= held or cpu <= away or any(held >= other for other in tried):

@@ -22,6 +22,32 @@ def wish(gpu: float, ram: float, nvme: float | None, **options: object) -> Wish:
     return Wish("qwen2.5-0.5b", machine, {"sequence": 512, **options})
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), ("gradients (bf16) are", "none lies on NVMe", "It would fit with low-rank adapters on a frozen model")),
+        (("--micro-batches", "2"), ("gradients (fp32) are", "It would fit with gradients that add up in bf16")),
+        (("--lora", "8", "--sequence", "262144"), ("activations are",)),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named_with_what_would_fit(capsys, options, said):
+    """Gradients of a trained parameter are in memory, wherever all else may lie."""
+    ram = "4.8GB" if options else "3.8GB"
+    assert main(["qwen2.5-0.5b", "--gpu", "2.2GB", "--ram", ram, "--nvme", "1TB", "--sequence", "512", *options]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    for words in said:
+        assert words in text
+
+
+def test_a_table_says_what_spares_activations(capsys):
+    assert main(["qwen2.5-0.5b", "--sequence", "32768"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Most of it is activations." in text
+    assert "loss and MLPs in tiles (infinity.tile_sequence(model))" in text
+    assert main(["qwen2.5-0.5b", "--sequence", "128"]) == 0
+    assert "Most of it" not in capsys.readouterr().out
+
+
 def test_batches_grow_as_far_as_they_fit():
     asked = wish(24, 64, None)
     advice, plain = advise(asked), search(asked)

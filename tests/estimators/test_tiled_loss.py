@@ -85,7 +85,7 @@ def test_the_head_is_computed_once_more_and_its_logits_are_passed_twice():
     taken = [each.outline.parts[Bound.COMPUTE] for each in (whole, tiled)]
     assert taken[1] - taken[0] == pytest.approx(more)
     assert tiled.outline.seconds > whole.outline.seconds
-    assert tiled.with_tiled_loss(False) == whole
+    assert tiled.with_tiles(False) == whole
 
 
 def test_logits_that_do_not_fit_are_tiled_and_nothing_else_is_given_up():
@@ -99,6 +99,17 @@ def test_logits_that_do_not_fit_are_tiled_and_nothing_else_is_given_up():
     assert not search(wish(tiled_loss=False)).estimate.fits
 
 
+def test_mlps_are_tiled_where_nothing_less_fits():
+    """A long sequence, whose blocks do not fit one by one even with their inputs elsewhere."""
+    wide = {**WORDLESS, "intermediate_size": 8192}
+    asked = wish(wide, gpu=6, options={"sequence": 65_536})
+    found = search(asked).estimate
+    assert found.fits
+    assert found.work.tiled_mlps
+    assert found.work.tiled_loss
+    assert not search(dataclasses.replace(asked, tiled_mlps=False)).estimate.fits
+
+
 def test_where_logits_are_not_what_is_large_they_stay_whole():
     found = search(wish(WORDLESS, gpu=4)).estimate
     assert found.fits
@@ -108,7 +119,7 @@ def test_where_logits_are_not_what_is_large_they_stay_whole():
 
 def test_a_model_that_caps_its_logits_is_never_tiled(capsys):
     capped = {**WORDY, "model_type": "gemma2", "final_logit_softcapping": 30.0}
-    assert wish(capped).tilings == (False,)
+    assert wish(capped).tilings == [(False, False)]
     with pytest.raises(ConfigError, match="caps its logits"):
         _ = estimate(capped, "{}", tiled_loss=True).activations
     assert main(["gemma-2-2b", "--tiled-loss", "--config", "{}"]) == 2
@@ -142,7 +153,7 @@ def test_the_saved_file_trains_with_the_call_that_is_shown(tmp_path, capsys):
         said.out
     )
     assert " ".join(code[0].split()) in said.err
-    assert "tiled loss" in said.out.split("\n\n")[1]
+    assert "in tiles" in said.out.split("\n\n")[1]
     assert "loss in tiles spares" in said.out
     base = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **SMALL))
     scope: dict[str, Any] = {"infinity": infinity, "peft": peft, "model": base}

@@ -103,6 +103,16 @@ def test_micro_batches_add_computation_and_not_the_step():
     assert four.seconds - one.seconds == pytest.approx(3 * 6 * NUMEL * 2000 / 1e12, rel=0.15)
 
 
+def test_micro_batches_that_repeat_themselves_are_counted():
+    """Each but the first and the last adds the same, so that thousands cost no more to simulate than a few."""
+    plan = plan_of(param_tier=Tier.NVME)
+    twenty, forty, many = (predict(plan, BALANCED, tokens=500, accumulation=n, briefly=True) for n in (20, 40, 4096))
+    for name in ("seconds", "nvme_read_nbytes"):
+        values = [float(getattr(told, name)) for told in (twenty, forty, many)]
+        assert values[2] - values[0] == pytest.approx((values[1] - values[0]) / 20 * 4076, rel=1e-3)
+    assert many.nvme_written_nbytes == twenty.nvme_written_nbytes
+
+
 SETTINGS = {
     "states on NVMe": {},
     "everything on NVMe": {"param_tier": Tier.NVME},
