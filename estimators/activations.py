@@ -111,12 +111,10 @@ def activations(
     among so many, activations between the regions of a tensor axis are cut along the sequence; `values` are then one
     rank's (`local_values`). ConfigError where a size is missing, and for what cannot be tiled.
     """
-    kind = values.get("model_type")
+    kind, width = values.get("model_type"), DTYPE_NBYTES[compute_dtype]
     # transformers computes Gemma 2's attention in no other way, for its scores are capped.
     attention = "eager" if kind == "gemma2" else attention
-    run = _Pass(
-        batch, sequence, DTYPE_NBYTES[compute_dtype], attention, accelerator, adapted, rank, sequence_ranks, tiled_mlps
-    )
+    run = _Pass(batch, sequence, width, attention, accelerator, adapted, rank, sequence_ranks, tiled_mlps)
     gpt2 = kind == "gpt2"
     blocks = _blocks(values, run)
     ahead = blocks[::every] if checkpointing else []
