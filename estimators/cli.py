@@ -38,7 +38,7 @@ from estimators.report import (
     headline,
     largest_found,
     tier_name,
-    tiles_of,
+    tiles_by_call,
     to_choose,
 )
 from estimators.search import Choice, Wish, largest, nearest, search, sparingly, usual, ways_out
@@ -206,7 +206,7 @@ def _hints(args: argparse.Namespace, wish: Wish, last: Estimate) -> list[str]:
     if wish.checkpointing is None and (sparing := sparingly(wish, last)) is not None:
         spared = [
             "", "Most of it is activations. Computed again in backward, with their inputs "
-            f"{'on NVMe' if args.no_gpu else 'in CPU memory'} until then{tiles_of(sparing)}, the last line takes: "
+            f"{'on NVMe' if args.no_gpu else 'in CPU memory'} until then{tiles_by_call(sparing)}, the last line takes: "
             + ", ".join(f"{tier_name(sparing, tier)} {format_bytes(sparing.peak(tier))}" for tier in sparing.tiers)
             + ".",
         ]  # fmt: skip

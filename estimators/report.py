@@ -317,7 +317,7 @@ def to_choose(choice: Choice) -> list[str]:
     return lines
 
 
-def tiles_of(found: Estimate) -> str:
+def tiles_by_call(found: Estimate) -> str:
     """What a sentence adds of tiles: nothing, or the call that makes them."""
     call = "infinity.tile_sequence(model)" if found.work.tiled_mlps else "infinity.tile_sequence(model, mlps=False)"
     return f", {_tiles_in_words(found)} in tiles ({call})" if found.work.tiled_loss else ""
