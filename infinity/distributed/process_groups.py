@@ -71,6 +71,29 @@ def detect() -> Ranks:
     return Ranks(rank=rank, world_size=world_size, local_rank=local_rank, local_size=local_size)
 
 
+# The store in which the ranks have met before they open their group of all.
+_met: list[dist.Store] = []
+
+
+def job_store(ranks: Ranks, limit_seconds: float) -> dist.Store:
+    """Return the key-value store of all ranks, also before their group is open, which is then opened with it. Blocks
+    until rank 0, which may keep it, has come.
+    """
+    if dist.is_initialized():
+        return _get_default_store()
+    if not _met:
+        limit = timedelta(seconds=limit_seconds)
+        store, *_ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=limit))
+        # As torch names it.
+        _met.append(dist.PrefixStore("default_pg", store))
+    return _met[0]
+
+
+def leave_store() -> None:
+    """Open no group with the store in which the ranks have met: they part, and may meet elsewhere."""
+    _met.clear()
+
+
 def open_group(ranks: Ranks, *, backends: str = "gloo", timeout: timedelta | None = None) -> None:
     """Open torch.distributed's group of all ranks unless one is open; `timeout` defaults to torch's own.
 
@@ -83,13 +106,10 @@ def open_group(ranks: Ranks, *, backends: str = "gloo", timeout: timedelta | Non
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if dist.is_initialized():
         return
+    # One rank alone needs no address to meet at.
+    store = dist.HashStore() if ranks.world_size == 1 else _met.pop() if _met else None
     dist.init_process_group(
-        backends,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timeout,
-        # One rank alone needs no address to meet at.
-        store=dist.HashStore() if ranks.world_size == 1 else None,
+        backends, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout, store=store
     )
     atexit.register(_end, os.getpid())
 

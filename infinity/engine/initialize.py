@@ -20,13 +20,14 @@ from infinity.config import STRICT, Config, Conventions, ResolveContext, Resolve
 from infinity.config.optimizer import Adam
 from infinity.distributed.collectives import exchange
 from infinity.distributed.consistency import agree_on_plan
+from infinity.distributed.meeting import all_ranks_after
 from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.engine.build_runtime import build_runtime
 from infinity.engine.data import Loader, Workers
 from infinity.engine.engine import Engine, close_engines_of, refuse_parts
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
-from infinity.engine.model_init import ConfigSource, groups_of
+from infinity.engine.model_init import SAME_CONFIGURATION, ConfigSource, groups_of
 from infinity.engine.preflight import preflight, remarks, stages_asked
 from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
@@ -81,10 +82,13 @@ def initialize(
     ConfigError for what the configuration or the arguments cannot mean, CapacityError for a plan that does not fit.
     Nothing is allocated or written before the plan has been checked.
     """
-    source, ranks = configuration_of(config, config_params, args), detect()
-    check_arguments({"mesh": mesh, **others}, dist_init_required, ranks)
-    model, device = unwrapped(_checked(model)), Device.detect(ranks.local_rank)
-    resolved = _resolve(load_config(source, conventions=conventions), model, ranks, optimizer, lr_scheduler)
+    ranks = detect()
+    with all_ranks_after("reading its configuration", SAME_CONFIGURATION) as patience:
+        source = configuration_of(config, config_params, args)
+        check_arguments({"mesh": mesh, **others}, dist_init_required, ranks)
+        model, device = unwrapped(_checked(model)), Device.detect(ranks.local_rank)
+        resolved = _resolve(load_config(source, conventions=conventions), model, ranks, optimizer, lr_scheduler)
+        patience.last(resolved.config.watchdog_seconds)
     _free(model, conventions)
     spool = merged_spool(list(model.parameters()))
     # First of all: from here on an error of one rank ends the others, too.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.config import STRICT, Config, Conventions, ResolveContext, ResolvedConfig, load_config, resolve
+from infinity.distributed.meeting import all_ranks_after
 from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.errors import ConfigError
 from infinity.log import configure_logging
@@ -133,6 +134,8 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "zero_quantized_nontrainable_weights": (_QUANTIZED, (None, False)),
 }
 _GROUPS = ("data_parallel_group", "sequence_data_parallel_group")
+# What to do where one rank's configuration is refused.
+SAME_CONFIGURATION = "Mend what it says, and give every rank the same configuration"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PRECISIONS = {"bf16.enabled", "fp16.enabled"}
 
@@ -186,12 +189,14 @@ def open_spool(source: ConfigSource, conventions: Conventions = STRICT) -> Defer
 
 
 def _read(source: ConfigSource, conventions: Conventions) -> tuple[Config, ResolvedConfig, Ranks]:
-    """Read the configuration, as far as it is known before there is a model."""
-    config = load_config(source, conventions=conventions)
+    """Read the configuration, as far as it is known before there is a model. Collective."""
     ranks = detect()
-    configure_logging(ranks.rank, config.log_level)
-    context = ResolveContext(world_size=ranks.world_size, local_size=ranks.local_size, detected=True)
-    resolved = resolve(_for_building(config), context)
+    with all_ranks_after("reading its configuration", SAME_CONFIGURATION) as patience:
+        config = load_config(source, conventions=conventions)
+        configure_logging(ranks.rank, config.log_level)
+        context = ResolveContext(world_size=ranks.world_size, local_size=ranks.local_size, detected=True)
+        resolved = resolve(_for_building(config), context)
+        patience.last(resolved.config.watchdog_seconds)
     return config, resolved, ranks
 
 
