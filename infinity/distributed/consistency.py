@@ -1,4 +1,5 @@
-"""Checks that all ranks do the same: of the model and its plan at the start, of the collectives at every step.
+"""Checks that all ranks do the same: of the model and its plan at the start, of the collectives and of the numbers that
+a step takes (rates, decays, clipping) at every step.
 
 gloo never mixes different collectives ([Note: tags] in `axis_group`). With another backend, two ranks that gather
 different units of one size do not hang: each gets parts of both. So every step compares a digest of all that was
@@ -8,6 +9,7 @@ submitted before it changes a weight.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 
 from infinity.distributed.axis_group import AxisGroup
@@ -54,15 +56,37 @@ def agree_on_plan(plan: Plan, group: AxisGroup, world: AxisGroup) -> None:
     )
 
 
-def agree_on_numbers(values: list[float], group: AxisGroup, name: str) -> list[list[float]]:
-    """Return every rank's numbers, by rank, as `exchange` does; DesyncError if ranks have submitted different things.
+def agree_on_numbers(
+    values: list[float], group: AxisGroup, name: str, *, alike: Sequence[tuple[str, object]] = ()
+) -> list[list[float]]:
+    """Return every rank's numbers, by rank, as `exchange` does; DesyncError if ranks have submitted different things,
+    or if what must be `alike` (by name; its `repr` counts) differs.
 
-    Compares the digests of what was submitted before in the same collective.
+    Compares the digests of both in the same collective.
     """
     mine = group.watchdog.log.digests() if group.watchdog is not None else []
-    rows = exchange([*values, *mine], group, name)
-    _agree_on_history([row[len(values) :] for row in rows], group)
+    said = float(zlib.crc32(repr(alike).encode()))
+    rows = exchange([*values, said, *mine], group, name)
+    _agree_on_history([row[len(values) + 1 :] for row in rows], group)
+    if len({row[len(values)] for row in rows}) > 1:
+        raise _different(alike, group)
     return [row[: len(values)] for row in rows]
+
+
+def _different(mine: Sequence[tuple[str, object]], group: AxisGroup) -> DesyncError:
+    """Return the error for ranks whose values differ: it names the first of them, with every rank's. Collective."""
+    everyone = exchange_values({name: repr(value) for name, value in mine}, group, "exchange of what differs")
+    names = dict.fromkeys(name for row in everyone for name in row)
+    name = next(name for name in names if len({row.get(name) for row in everyone}) > 1)
+    place = group.watchdog.channels.place if group.watchdog is not None else str
+    lines = "\n".join(
+        f"  rank {place(rank)}: {row.get(name, 'none')}"
+        for rank, row in zip(group.members, everyone[:_SHOWN_MAX], strict=False)
+    )
+    return DesyncError(
+        f"the ranks have different numbers for this step, so it is not taken; the first that differs is {name}:\n"
+        f"{lines}\nSet it alike on every rank, and call engine.zero_grad()"
+    )
 
 
 def on_any_rank(mine: Sequence[bool], group: AxisGroup, name: str) -> list[bool]:

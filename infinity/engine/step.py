@@ -125,13 +125,16 @@ class Boundary:
                 "on engine.backward(loss) instead of loss.backward()"
             )
 
-    def reduce_and_check(self, step: int, losses: Sequence[Tensor], flags: StepFlags) -> StepVerdict:
-        """Complete the gradients and decide about them. Collective.
+    def reduce_and_check(
+        self, step: int, losses: Sequence[Tensor], flags: StepFlags, param_groups: Sequence[Mapping[str, Any]]
+    ) -> StepVerdict:
+        """Complete the gradients and decide about them. Collective. DesyncError where ranks would step with different
+        numbers.
 
         step: number of steps before this one. losses: of its micro-steps. flags: what this rank tells the others.
         """
         arrived, elsewhere = self._settle_gradients()
-        squares, count, heard = self._global_stats(flags)
+        squares, count, heard = self._global_stats(flags, param_groups)
         self._runtime.coordinator.next_step()
         self._timing.advance()
         unscale = self._runtime.grad_factor
@@ -235,7 +238,9 @@ class Boundary:
             gradients.agree_on_order()
         return arrived, elsewhere
 
-    def _global_stats(self, flags: StepFlags) -> tuple[float, int, StepFlags]:
+    def _global_stats(
+        self, flags: StepFlags, param_groups: Sequence[Mapping[str, Any]]
+    ) -> tuple[float, int, StepFlags]:
         """Return (sum of squares, number of non-finite elements) of all ranks' gradients, and the flags that some rank
         has raised; the same bits on every rank.
 
@@ -248,12 +253,26 @@ class Boundary:
             if self._tells(unit):
                 at = 2 * self._numbers.number(unit)
                 mine[at : at + 2] = stats
-        rows = agree_on_numbers([*mine, *flags], world, "exchange of gradient norms") if world.size > 1 else [mine]
+        rows = [mine]
+        if world.size > 1:
+            alike = self._numbers_of_step(param_groups)
+            rows = agree_on_numbers([*mine, *flags], world, "exchange of gradient norms", alike=alike)
         squares = math.fsum(square for row in rows for square in row[: len(mine) : 2])
         count = sum(int(number) for row in rows for number in row[1 : len(mine) : 2])
         if world.size > 1:
             flags = StepFlags(*(any(column) for column in zip(*(row[len(mine) :] for row in rows), strict=True)))
         return squares, count, flags
+
+    def _numbers_of_step(self, param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, object]]:
+        """Return the numbers that the step takes beside gradients, by name: of each group, and of the configuration."""
+        config = self._runtime.config
+        return [
+            *((f"param_groups[{at}][{key!r}]", said)
+              for at, group in enumerate(param_groups) for key, value in group.items()
+              if key != "params" and (said := _number(value)) is not None),
+            ("gradient_clipping", config.clip_norm), ("gradient_clipping_value", config.clip_value),
+            ("gradient_accumulation_steps", config.accumulation), ("the loss scale", self._runtime.loss_scale),
+        ]  # fmt: skip
 
     def _tells(self, unit: int) -> bool:
         """Whether this rank tells the others of a unit's gradients: what several ranks have is told by one of them."""
@@ -278,6 +297,13 @@ class Boundary:
             "unchanged", step, " skipped" if skipped else "", count, origin, "all" if skipped else "their",
         )  # fmt: skip
         return origin
+
+
+def _number(value: object) -> object:
+    """Return a number, or a sequence of them, in a form that is the same text on every rank; None for anything else."""
+    if isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    return tuple(map(_number, value)) if isinstance(value, (tuple, list)) else None
 
 
 class _PrefetchTiming:
