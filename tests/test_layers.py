@@ -52,10 +52,9 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.engine.model_init": _BELOW_ENGINE,
     "infinity.engine.engine": _BELOW_ENGINE | {
         "infinity.engine.accumulation", "infinity.engine.checkpoint_manager", "infinity.engine.deepspeed_names",
-        "infinity.engine.exporting",
-        "infinity.engine.handover", "infinity.engine.idle_states", "infinity.engine.loading",
-        "infinity.engine.pipeline", "infinity.engine.precision", "infinity.engine.preemption",
-        "infinity.engine.runtime",
+        "infinity.engine.exporting", "infinity.engine.handover", "infinity.engine.idle_states",
+        "infinity.engine.interrupts", "infinity.engine.loading", "infinity.engine.pipeline",
+        "infinity.engine.precision", "infinity.engine.preemption", "infinity.engine.runtime",
         "infinity.engine.saving", "infinity.engine.step",
     },
     # Which micro-batches make a step, and what is counted of them.
@@ -65,6 +64,9 @@ ALLOWED: dict[str, set[str]] = {
         "infinity.config", "infinity.engine.accumulation", "infinity.errors", "infinity.optim",
     },
     "infinity.engine.preemption": {"infinity.log"},
+    "infinity.engine.interrupts": {
+        "infinity.distributed.hang_detection.job_end", "infinity.engine.preemption", "infinity.log",
+    },
     "infinity.engine.build_runtime": _BELOW_ENGINE | {
         "infinity.engine.build_parts", "infinity.engine.first_batch", "infinity.engine.preflight",
         "infinity.engine.runtime",
@@ -82,7 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "infinity.engine.handover": _BELOW_ENGINE | {"infinity.engine.model_init", "infinity.engine.runtime"},
     "infinity.engine.step": _BELOW_ENGINE | {"infinity.engine.optimizer_state", "infinity.engine.runtime"},
     "infinity.engine.optimizer_state": _BELOW_ENGINE,
-    "infinity.engine.runtime": _BELOW_ENGINE | {"infinity.engine.first_batch"},
+    "infinity.engine.runtime": _BELOW_ENGINE | {"infinity.engine.first_batch", "infinity.engine.interrupts"},
     "infinity.engine.preflight": _BELOW_ENGINE | {
         "infinity.engine.first_batch", "infinity.engine.set_aside", "infinity.engine.stage_cut",
     },

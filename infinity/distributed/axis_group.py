@@ -82,6 +82,13 @@ class AxisGroup(AxisPlace):
             raise self.watchdog.explain(error) from error
         return CollectiveTransfer(self, work, keep, number, name)
 
+    def note(self, act: str) -> None:
+        """Take a place among the collectives for an act that each rank does alone and all do alike: a rank that does
+        not is found, and both acts are named, at its next collective.
+        """
+        if self.watchdog is not None:
+            self.watchdog.submit(self.channel, act, 0)
+
     def message(
         self, call: Callable[[list[Tensor], int, int], Any], peer: int, tensor: Tensor, name: str, *, waits_for: str
     ) -> CollectiveTransfer:

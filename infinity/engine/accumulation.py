@@ -68,7 +68,7 @@ class Accumulation:
 
     def set_steps(self, count: int) -> None:
         """Change the number of micro-batches of a step. StateError while gradients accumulate."""
-        if self._counted + self._uncounted:
+        if self.begun:
             raise StateError(
                 f"{self._counted + self._uncounted} micro-batches of a step are accumulated: change their number after "
                 "its last one, or call engine.zero_grad() before"
@@ -80,22 +80,37 @@ class Accumulation:
         self._uncounted += 1
         (self._losses if scaled else self._shares).append(loss.detach())
 
-    def count(self) -> None:
-        """Count the micro-batches of a call of `step()`: one, or where the program says the boundary each backward."""
-        count = 1 if self._said is None else max(1, self._uncounted)
+    @property
+    def begun(self) -> bool:
+        """Whether a micro-batch was run since the latest optimizer step."""
+        return self._counted + self._uncounted > 0
+
+    def count(self, calls: int) -> None:
+        """Count the micro-batches of calls of `step()`: as many, or where the program says the boundary each backward.
+        """
+        count = calls if self._said is None else max(calls, self._uncounted)
         self._counted += count
         self._uncounted = 0
         self._counters.count_micro_steps(count)
 
-    def end_step(self, *, skipped: bool) -> None:
-        """Count an optimizer step with its samples. The program's own boundary may give it any number of them."""
+    def end_step(self, calls: int, *, skipped: bool) -> None:
+        """Count its last micro-batches, as `count` does, and an optimizer step with its samples. The program's own
+        boundary may give it any number of them.
+        """
+        self.count(calls)
         part = self._config.train_batch // self._config.accumulation
         samples = part * (self.steps if self._said is None else self._counted)
         self._counters.count_step(samples, skipped=skipped)
+        self.forget()
+
+    def begin_anew(self) -> None:
+        """Drop the micro-batches since the latest step: they are not counted, so that the next is a step's first."""
+        self._counters.count_micro_steps(-self._counted)
+        self.forget()
 
     def forget(self) -> None:
-        """Begin a step anew: the micro-batches before are over, or not wanted."""
+        """The micro-batches before are over."""
         self._counted = self._uncounted = 0
         self._first = self._counters.micro_steps
-        self._losses.clear()
-        self._shares.clear()
+        self._losses = []
+        self._shares = []

@@ -29,6 +29,7 @@ from infinity.engine.checkpoint_manager import CheckpointManager
 from infinity.engine.deepspeed_names import CONFIGURED, REFUSED, DeepSpeedNames, LossScale
 from infinity.engine.handover import WeightKeeper, why_not_kept
 from infinity.engine.idle_states import IdleStates
+from infinity.engine.interrupts import HELD, verb
 from infinity.engine.loading import LoadOptions
 from infinity.engine.pipeline import BatchArguments, draw, loss_of, pipeline_of, step_loss
 from infinity.engine.preemption import PreemptionHandler
@@ -118,9 +119,9 @@ class Engine(DeepSpeedNames, nn.Module):
     # The loop.
 
     @untraced
+    @verb("run forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; return what it returns."""
-        self._check("run forward")
         self._check_whole("engine(...)")
         runtime = self._runtime
         runtime.observer.begin_step(self.global_steps + 1)
@@ -136,6 +137,7 @@ class Engine(DeepSpeedNames, nn.Module):
                 return self.module(*args, **kwargs)
 
     @eager_backward
+    @verb("run backward", gradients=True)
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Run backward of a scalar loss, scaled for gradient accumulation and for fp16. Return the loss divided by
         `gradient_accumulation_steps`, without fp16's scale.
@@ -146,30 +148,31 @@ class Engine(DeepSpeedNames, nn.Module):
         May be called several times before a step; the gradients add up. A plain `loss.backward()` works too, without
         either scaling (and so not with fp16's loss scale).
         """
-        self._check("run backward")
         self._check_whole("engine.backward(loss)")
         runtime, count, optimizer = self._runtime, self.gradient_accumulation_steps(), self._stepped_by("run backward")
         factor = 1.0 / count if scale_wrt_gas else 1.0
         scaled = precision.scaled(loss, factor * self.loss_scale)
-        if runtime.plan.policy.step_in_backward and self._accumulation.at_boundary:
+        early = runtime.plan.policy.step_in_backward and self._accumulation.at_boundary
+        if early:
             with runtime.groups.telling():
                 optimizer.check()
-            runtime.stepper.start_in_backward(optimizer.param_groups, grad_scale=runtime.grad_factor)
         with runtime.phase("backward"):
+            if early:
+                runtime.stepper.start_in_backward(optimizer.param_groups, grad_scale=runtime.grad_factor)
             runtime.coordinator.begin_backward(scaled=True)
             scaled.backward(retain_graph=retain_graph)
             runtime.coordinator.end_backward()
             runtime.checkpointing.settle()
-        self._accumulation.ran_backward(loss, scaled=scale_wrt_gas)
+            self._accumulation.ran_backward(loss, scaled=scale_wrt_gas)
         return loss / count if scale_wrt_gas and count > 1 else loss
 
     @untraced
+    @verb("step", gradients=True)
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the accumulation boundary: average, check, clip and apply the gradients; otherwise only count.
 
         lr_kwargs: for the scheduler's own `step()`, such as {"metrics": loss} of ReduceLROnPlateau.
         """
-        self._check("step")
         self._check_whole("engine.step()")
         self._bring_back()
         runtime, optimizer = self._runtime, self._stepped_by("step")
@@ -179,11 +182,14 @@ class Engine(DeepSpeedNames, nn.Module):
             if boundary:
                 optimizer.check()
         self._applied = False
-        self._accumulation.count()
         if boundary:
-            self._end_step(optimizer, lr_kwargs or {})
+            self._end_step(optimizer, lr_kwargs or {}, calls=1)
+            return
+        with runtime.marked("its step"):
+            self._accumulation.count(1)
 
     @untraced
+    @verb("train a batch", gradients=True)
     def train_batch(self, batches: Any = None, *, data_iter: Any = None) -> Tensor:
         """Run all micro-batches of a step, forward and backward, and the step; the way to train with a pipeline.
 
@@ -195,7 +201,6 @@ class Engine(DeepSpeedNames, nn.Module):
         Returns the mean of the losses over micro-batches and data ranks (fp32, no gradient), the same on every rank.
         The model must return its loss: as output, as its `loss`, or as its first element.
         """
-        self._check("train a batch")
         optimizer, count = self._stepped_by("train a batch"), self.gradient_accumulation_steps()
         batches = data_iter if batches is None else batches
         given = self._own_data() if batches is None else batches
@@ -219,21 +224,19 @@ class Engine(DeepSpeedNames, nn.Module):
             runtime.progress.called(batch.args, dict(batch.kwargs))
         with runtime.guarded("pipeline"):
             losses = self._pipeline.train(drawn, optimizer)
-        for _ in drawn:
-            self._accumulation.count()
         mean = step_loss(losses, runtime, count)
         self._accumulation.ran_backward(mean, scaled=True)
-        self._end_step(optimizer, {})
+        self._end_step(optimizer, {}, calls=count)
         return mean
 
     @untraced
+    @verb("evaluate a batch")
     def eval_batch(self, batches: Any = None, *, data_iter: Any = None) -> Tensor:
         """Run forward of micro-batches, without gradients and in evaluation mode; the way to evaluate with a pipeline.
 
         batches: a list of any number of micro-batches, or an iterator, of which `gradient_accumulation_steps` are
         drawn; otherwise as for `train_batch`, without a default. Returns the mean of the losses as `train_batch` does.
         """
-        self._check("evaluate a batch")
         batches = data_iter if batches is None else batches
         count = len(batches) if isinstance(batches, (list, tuple)) else self.gradient_accumulation_steps()
         drawn = [BatchArguments.of(batch, self.device) for batch in draw(batches, count, "eval_batch")]
@@ -250,29 +253,38 @@ class Engine(DeepSpeedNames, nn.Module):
             self.train(training)
         return step_loss(losses, self._runtime, count)
 
-    def _end_step(self, optimizer: TieredOptimizer, lr_kwargs: Mapping[str, Any]) -> None:
-        """Take the step at the accumulation boundary, and do what the ranks have told each other with it."""
+    def _end_step(self, optimizer: TieredOptimizer, lr_kwargs: Mapping[str, Any], *, calls: int) -> None:
+        """Take the step at the accumulation boundary, and do what the ranks have told each other with it. calls: of
+        `step()`, that its micro-batches count as.
+        """
         runtime = self._runtime
+        runtime.hooks.check_tree()
+        runtime.coordinator.check_unchanged()
         with runtime.phase("step"):
-            verdict = self._apply_gradients(optimizer, lr_kwargs)
+            verdict = self._apply_gradients(optimizer, lr_kwargs, calls)
         runtime.observer.end_step(self.global_steps)
         with runtime.groups.telling():
             if self._boundary.should_abort:
                 self._abort()
             self._obey(verdict.flags)
 
-    def _apply_gradients(self, optimizer: TieredOptimizer, lr_kwargs: Mapping[str, Any]) -> StepVerdict:
+    def _apply_gradients(self, optimizer: TieredOptimizer, lr_kwargs: Mapping[str, Any], calls: int) -> StepVerdict:
         """Take the step at the accumulation boundary, or skip it; count it."""
-        runtime, counters, losses = self._runtime, self._counters, self._accumulation.losses
-        runtime.hooks.check_tree()
-        runtime.coordinator.check_unchanged()
+        runtime, counters, losses = self._runtime, self._counters, [*self._accumulation.losses]
         runtime.checkpointing.settle()
-        verdict = self._boundary.reduce_and_check(counters.global_steps, losses, self._flags())
+        verdict = self._boundary.reduce_and_check(
+            counters.global_steps, losses, self._flags(), optimizer.param_groups
+        )
         if not verdict.skipped:
+            runtime.health.mark_broken(
+                f"step {counters.global_steps + 1} was cut short, with some of the weights stepped. Call "
+                "engine.load_checkpoint() or engine.resume() before anything else"
+            )
             optimizer.step()
             self._applied = True
         self._boundary.finish()
-        self._accumulation.end_step(skipped=verdict.skipped)
+        self._accumulation.end_step(calls, skipped=verdict.skipped)
+        runtime.health.mark_whole()
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step(**lr_kwargs)
         runtime.progress.stepped(
@@ -280,7 +292,6 @@ class Engine(DeepSpeedNames, nn.Module):
             norm=verdict.norm, scale=self.loss_scale if runtime.scaler is not None else None,
             skipped=counters.skipped_steps,
         )  # fmt: skip
-        self._accumulation.forget()
         return verdict
 
     def _flags(self) -> StepFlags:
@@ -333,6 +344,7 @@ class Engine(DeepSpeedNames, nn.Module):
 
     # While the program does something else.
 
+    @verb("offload states")
     def offload_states(
         self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True,
         non_blocking: bool = False,
@@ -347,26 +359,35 @@ class Engine(DeepSpeedNames, nn.Module):
         while gradients accumulate, TransferError or CapacityError where the drive fails or is full, TierMemoryError
         without CPU memory: what has not moved stays where it was, and the engine goes on.
         """
-        self._check("offload states")
         self._checkpoints.finish()
-        with self.groups.telling():
+        with self.groups.telling(), self._runtime.marked("engine.offload_states()"):
             IdleStates(self._runtime).offload(include, device, pin=pin_memory)
 
+    @verb("reload states")
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` has moved; nothing otherwise. Collective.
 
         non_blocking: accepted; the call returns when all is back. An error leaves the rest offloaded.
         """
-        self._check("reload states")
-        with self.groups.telling():
+        with self.groups.telling(), self._runtime.marked("engine.reload_states()"):
             IdleStates(self._runtime).reload()
 
+    @verb("throw gradients away")
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw away what has accumulated since the last step."""
-        self._check("throw gradients away")
-        self._runtime.stepper.forget()
-        self._runtime.gradients.reset()
-        self._accumulation.forget()
+        """Throw away what has accumulated since the last step, and begin the accumulation anew: the next micro-batch is
+        the first of `gradient_accumulation_steps`. Every rank calls it. set_to_none: accepted.
+
+        This is what to call after an error under accumulation. One in forward leaves the micro-batches before it, and
+        the program may go on with the next. One in backward, or in a step that has changed no weight yet, leaves sums
+        that are no whole micro-batches: `backward` and `step` are refused until this call, or a load.
+        """
+        with self._runtime.marked("engine.zero_grad()"):
+            if self._accumulation.begun or self._runtime.gradients.begun:
+                self.groups.world.note("engine.zero_grad()")
+            self._runtime.stepper.forget()
+            self._runtime.gradients.reset()
+            self._accumulation.begin_anew()
+            self._runtime.health.drop_gradients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -379,6 +400,7 @@ class Engine(DeepSpeedNames, nn.Module):
         """Return whether the next `step()` applies the gradients."""
         return self._accumulation.at_boundary
 
+    @verb("set the accumulation boundary")
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the micro-batch at hand is the last of its optimizer step, in place of the engine's count.
 
@@ -388,7 +410,6 @@ class Engine(DeepSpeedNames, nn.Module):
 
         Raises ConfigError where `managed_gradient_accumulation` is false.
         """
-        self._check("set the accumulation boundary")
         self._accumulation.set_boundary(is_boundary)
         self._runtime.gradients.begin_micro_step(last=self._accumulation.at_boundary)
 
@@ -477,12 +498,12 @@ class Engine(DeepSpeedNames, nn.Module):
         """
         return self._boundary.norm
 
+    @verb("tell the norms of gradients")
     def get_grad_norms(self) -> dict[str, float]:
         """Return the gradient norm of every parameter that had a gradient in the latest step, by name. Collective.
 
         StateError unless it is called after `step()` and before the next backward.
         """
-        self._check("tell the norms of gradients")
         return self._boundary.grad_norms()
 
     def memory(self, by_unit: bool = False) -> MemoryReport:
@@ -536,6 +557,7 @@ class Engine(DeepSpeedNames, nn.Module):
 
     # Checkpoints.
 
+    @verb("save a checkpoint")
     def save_checkpoint(
         self, save_dir: str | os.PathLike[str], tag: object = None, client_state: ClientState = None,
         save_latest: bool = True, exclude_frozen_parameters: bool = False, asynchronous: bool | None = None,
@@ -552,7 +574,6 @@ class Engine(DeepSpeedNames, nn.Module):
         Raises on all ranks alike, and keeps the older checkpoints: TransferError where the drive fails or is full,
         CheckpointError for a value that cannot be saved.
         """
-        self._check("save a checkpoint")
         self._bring_back()
         behind = self.config.config.checkpoint.asynchronous if asynchronous is None else asynchronous
         request = SaveRequest(
@@ -560,8 +581,10 @@ class Engine(DeepSpeedNames, nn.Module):
             frozen=not exclude_frozen_parameters, behind=behind,
         )  # fmt: skip
         own = self.client_state if client_state is None else client_state
-        return self._checkpoints.save(self._run, request, own)
+        with self._runtime.marked("engine.save_checkpoint()"):
+            return self._checkpoints.save(self._run, request, own)
 
+    @verb("load a checkpoint", broken_is_fine=True)
     def load_checkpoint(
         self, load_dir: str | os.PathLike[str], tag: object = None, load_module_strict: bool = True,
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
@@ -577,30 +600,33 @@ class Engine(DeepSpeedNames, nn.Module):
 
         Raises CheckpointError on all ranks alike; nothing has changed then, unless the message says otherwise.
         """
-        self._check("load a checkpoint", broken_is_fine=True)
         self._bring_back()
         options = LoadOptions(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        found = self._checkpoints.load(self._run, Path(load_dir), None if tag is None else str(tag), options)
-        return self._begin_anew(found)
+        with self._runtime.marked("engine.load_checkpoint()"):
+            found = self._checkpoints.load(self._run, Path(load_dir), None if tag is None else str(tag), options)
+            return self._begin_anew(found)
 
+    @verb("resume", broken_is_fine=True)
     def resume(self, load_dir: str | os.PathLike[str] | None = None) -> tuple[str | None, Any]:
         """Load the newest checkpoint below `load_dir` (default: checkpoint.path) that is complete and undamaged; warn
         about each one that is passed over, and why. Collective.
 
         Returns what `load_checkpoint` does; (None, {}) without any. CheckpointError where none of them can be loaded.
         """
-        self._check("resume", broken_is_fine=True)
         self._bring_back()
-        return self._begin_anew(self._checkpoints.resume(self._run, load_dir))
+        with self._runtime.marked("engine.resume()"):
+            return self._begin_anew(self._checkpoints.resume(self._run, load_dir))
 
     def _begin_anew(self, found: tuple[str | None, Any]) -> tuple[str | None, Any]:
         """A load has dropped the gradients: forget the micro-batches that they are of."""
         if found[0] is not None:
             self._accumulation.forget()
+            self._runtime.health.drop_gradients()
             if isinstance(self.module, PipelineModule):
                 self.module.count_from(self._counters.micro_steps)
         return found
 
+    @verb("export")
     def export(
         self, folder: str | os.PathLike[str], dtype: str = "bf16", *, max_shard_size: int | str = "5GB",
         one_file: bool = False, tokenizer: Any = None,
@@ -612,19 +638,20 @@ class Engine(DeepSpeedNames, nn.Module):
         dtype: "fp32" (the master weights), "bf16" or "fp16". All ranks must see the folder. It is renamed into place
         when complete; other files in it stay.
         """
-        self._check("export")
-        return exporting.export_folder(
-            self._runtime, Path(folder), dtype=dtype, max_shard_size=max_shard_size, one_file=one_file,
-            tokenizer=tokenizer,
-        )  # fmt: skip
+        with self._runtime.marked("engine.export()"):
+            return exporting.export_folder(
+                self._runtime, Path(folder), dtype=dtype, max_shard_size=max_shard_size, one_file=one_file,
+                tokenizer=tokenizer,
+            )  # fmt: skip
 
+    @verb("export")
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """DeepSpeed's name for `export` in 16 bits. Nothing is pickled: "pytorch_model.bin" is "model.safetensors"."""
-        self._check("export")
-        exporting.export_16bit(self._runtime, Path(save_dir), save_filename, frozen=not exclude_frozen_parameters)
+        with self._runtime.marked("engine.save_16bit_model()"):
+            exporting.export_16bit(self._runtime, Path(save_dir), save_filename, frozen=not exclude_frozen_parameters)
         return True
 
     @property
@@ -672,7 +699,7 @@ class Engine(DeepSpeedNames, nn.Module):
         parts of the model, is closed without the weights, with a warning: programs call this when they end, however
         that comes.
         """
-        reason = self._runtime.health.broken or why_not_kept(self._runtime)
+        reason = self._runtime.health.refusal or why_not_kept(self._runtime)
         if reason:
             logger.warning("the engine is closed, and its weights are not left in the module: %s", reason)
         self.close(keep_weights=not reason)
@@ -681,10 +708,10 @@ class Engine(DeepSpeedNames, nn.Module):
         runtime = self._runtime
         if runtime.health.closed or runtime.store.is_elsewhere:
             return
-        runtime.health.mark_closed()
-        if (reason := why_not_kept(runtime)) is not None:
-            guards.mark_parts(runtime.module, reason)
-        with ExitStack() as stack:
+        with HELD, ExitStack() as stack:
+            runtime.health.mark_closed()
+            if (reason := why_not_kept(runtime)) is not None:
+                guards.mark_parts(runtime.module, reason)
             # Last registered, first run.
             stack.callback(runtime.close, at_once=at_once)
             if self._pipeline is not None:
@@ -738,8 +765,8 @@ class Engine(DeepSpeedNames, nn.Module):
                 "micro-batches of a step, and engine.eval_batch(batches) to evaluate"
             )
 
-    def _check(self, verb: str, *, broken_is_fine: bool = False) -> None:
-        self._runtime.check(verb, broken_is_fine=broken_is_fine)
+    def _check(self, verb: str, *, broken_is_fine: bool = False, gradients: bool = False) -> None:
+        self._runtime.check(verb, broken_is_fine=broken_is_fine, gradients=gradients)
         if self.world_size == 1:
             # With other ranks, every rank raises it at the end of the same step.
             self._checkpoints.check()

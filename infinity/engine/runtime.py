@@ -11,6 +11,7 @@ from torch import nn
 from infinity.config.resolve import ResolvedConfig
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.engine.first_batch import FirstBatch
+from infinity.engine.interrupts import HELD
 from infinity.errors import StateError
 from infinity.memory.ledger import Ledger
 from infinity.memory.store import TieredStore
@@ -37,22 +38,52 @@ from infinity.zero.unit import Unit
 class Health:
     """Whether the engine can go on.
 
-    `broken` is the reason why it cannot, after a step or a load that failed in the middle; "" while it can. `closed`:
-    everything was returned. `handed_over`: the module has the weights.
+    `broken` is the reason why it cannot, in the middle of a step or a load and after one that failed there; "" while it
+    can. Weights and states may be of two steps then, and only a load makes them whole. `under_way`: the verb that
+    changes something now, or that was cut short while it did ([Note: interrupts] in `interrupts`). `partial`: why the
+    gradients that have accumulated are no whole micro-batches; "" where they are. `closed`: everything was returned.
+    `handed_over`: the module has the weights.
     """
 
     def __init__(self) -> None:
-        self.broken = ""
+        self.broken = self.under_way = self.partial = ""
         self.closed = False
         self.handed_over = False
 
+    @property
+    def refusal(self) -> str:
+        """Why the engine cannot go on, with what to do next; "" while it can."""
+        if self.under_way:
+            return (
+                f"an interrupt (Ctrl-C, or the exception of a signal's handler) has cut {self.under_way} short in the "
+                "middle, and the engine's parts may not fit each other any more. Close it, make a new one with "
+                "infinity.initialize(), and go on from a checkpoint with engine.resume()"
+            )
+        return self.broken
+
+    def begin(self, verb: str) -> None:
+        """A verb is about to change something: every verb refuses until `end`."""
+        self.under_way = verb
+
+    def end(self) -> None:
+        """The verb is whole, or nothing of it is left."""
+        self.under_way = ""
+
     def mark_broken(self, reason: str) -> None:
-        """Refuse every further verb with `reason`, until `mark_whole`."""
+        """Refuse every further verb but a load with `reason`, until `mark_whole`."""
         self.broken = reason
 
     def mark_whole(self) -> None:
-        """A load has replaced every value: the engine can go on again."""
+        """Every value is of one step: the engine can go on."""
         self.broken = ""
+
+    def mark_partial(self, reason: str) -> None:
+        """Refuse to add to the gradients, or to step with them, until they are dropped."""
+        self.partial = reason
+
+    def drop_gradients(self) -> None:
+        """There are no gradients any more."""
+        self.partial = ""
 
     def mark_closed(self) -> None:
         """Refuse every further verb for good."""
@@ -119,17 +150,21 @@ class Runtime:
         """Whether a gradient that is not finite skips the whole step, or (on request) leaves its own elements out."""
         return self.config.checks_gradients or not self.stepper.rule.guarded
 
-    def check(self, verb: str, *, broken_is_fine: bool = False) -> None:
+    def check(self, verb: str, *, broken_is_fine: bool = False, gradients: bool = False) -> None:
         """Raise what stands against `verb`: StateError in a forked child, for a closed or a broken engine; the error of
         the optimizer step that goes on beside the program; DesyncError when the ranks have lost each other.
+
+        gradients: the verb adds to those that have accumulated, or steps with them.
         """
         self.store.check_process(verb)
         if self.health.closed:
             again = ", and its model has the weights: give the model to initialize() again"
             further = again if self.health.handed_over else ""
             raise StateError(f"cannot {verb}: this engine was closed{further}")
-        if self.health.broken and not broken_is_fine:
-            raise StateError(f"cannot {verb}: {self.health.broken}")
+        if self.health.under_way or (self.health.broken and not broken_is_fine):
+            raise StateError(f"cannot {verb}: {self.health.refusal}")
+        if gradients and self.health.partial:
+            raise StateError(f"cannot {verb}: {self.health.partial}")
         self.stepper.check()
         self.groups.check()
 
@@ -137,8 +172,9 @@ class Runtime:
     def phase(self, name: str) -> Iterator[None]:
         """One verb of the loop: "forward", "backward" or "step".
 
-        When the block raises, the other ranks are told, and the pass is abandoned. An error for lack of memory becomes
-        a MemoryRefused that shows the ledger; in the step it breaks the engine, for some weights are stepped then.
+        When the block raises, the other ranks are told, and the pass is abandoned: after a backward or a step the
+        gradients that have accumulated are refused until they are dropped. An error for lack of memory becomes a
+        MemoryRefused that shows the ledger.
         """
         with self.guarded(name), trace.span(trace.PHASE, name):
             yield
@@ -146,21 +182,47 @@ class Runtime:
     @contextmanager
     def guarded(self, name: str) -> Iterator[None]:
         """The same without a span of its own, also for "pipeline": the forwards and backwards of a whole step."""
+        health = self.health
+        health.begin(f"its {name}")
         try:
             yield
         except BaseException as error:
             if not self.first_batch.raised_on_all(error):
                 self.groups.failed(error)
-            if name != "step":
+            partial = name in ("backward", "pipeline") or (
+                name == "step" and self.gradients.begun and not health.broken
+            )
+            if partial or name == "forward":
                 self.coordinator.abandon()
-            if name in ("backward", "pipeline"):
+            if partial:
                 self.stepper.forget()
-            refused = self.observer.explain(error, name, broken=self.health.broken)
+                health.mark_partial(
+                    f"its {name} has raised {type(error).__name__}, and the gradients that have accumulated are no "
+                    "whole micro-batches now (weights and optimizer states are whole). Call engine.zero_grad(), which "
+                    "drops them and begins the accumulation anew"
+                )
+            refused = self.observer.explain(error, name, broken=health.broken)
+            self._spare(error)
             if refused is None:
                 raise
-            if name == "step":
-                self.health.mark_broken("its latest step ended for lack of memory, with some of the weights stepped")
             raise refused from error
+        health.end()
+
+    @contextmanager
+    def marked(self, verb: str) -> Iterator[None]:
+        """A block that changes what it leaves in order when it raises. See [Note: interrupts] in `interrupts`."""
+        self.health.begin(verb)
+        try:
+            yield
+        except BaseException as error:
+            self._spare(error)
+            raise
+        self.health.end()
+
+    def _spare(self, error: BaseException) -> None:
+        """Take the mark off where a block was not cut short."""
+        if not HELD.has_cut(error):
+            self.health.end()
 
     def close(self, *, at_once: bool) -> None:
         """Return memory, files, threads and process groups, the latest built first; each part is closed even if one

@@ -30,7 +30,10 @@ _AFTER = {
         "The ranks of the pipeline are in the middle of a step: this engine cannot go on. Close it, and start from a "
         "checkpoint with a smaller micro-batch, shorter sequences or activation checkpointing."
     ),
-    "step": "The step is incomplete: this engine cannot go on. Close it, and start from a checkpoint with less.",
+    "step": (
+        "Weights and states are as they were, but this step's gradients are incomplete: call engine.zero_grad(), then "
+        "go on with less."
+    ),
 }
 _OTHERS = " The other ranks are told, and end."
 

@@ -1,0 +1,148 @@
+"""Signals inside a verb of the engine: the verb ends whole, or it is known that something has cut it short.
+
+[Note: interrupts] Python runs a signal's handler between any two bytecodes of the main thread, and an exception of the
+handler leaves a verb right there: some weights stepped and the step not counted, a lease that nothing returns. So
+
+- SIGINT and the other signals by which a user or a scheduler asks a program for something wait while the engine's own
+  code is at work, until the verb is over, and their handlers run then. The module's code in forward is the program's.
+  A second signal of the same number does not wait: a verb that hangs can be left.
+- The handlers of all other signals (timers, children) run at once, as without an engine.
+- A verb that changes anything has its mark on while it does (`Health.begin`), and takes it off as its last act. It
+  leaves the mark on when it is cut short: by what a handler has raised inside the engine's code, or by any other
+  exception that is no `Exception`. The verb that finds the mark of another one refuses.
+
+An error of the program's own code (a batch of the wrong shape, a timer's in the module's forward) and an ordinary one
+of the engine's (no memory) are no such cut: the verb puts everything in order, takes the mark off, and the engine goes
+on.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]
+import functools
+import inspect
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+from infinity.distributed.hang_detection.job_end import SIGNAL
+from infinity.engine.preemption import PreemptionHandler
+from infinity.log import logger
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+# What runs the module: file and function.
+_CALLS_MODULE = os.path.join(_PACKAGE, "engine", "engine.py"), "forward"
+_WAIT = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"})
+_WAITING = frozenset(number for number in signal.valid_signals() if getattr(number, "name", "") in _WAIT)
+# Those beneath `signal`, which makes enumerations of all values, in 20 to 100 times the time.
+_get: Callable[[int], Any] = _signal.getsignal
+_set: Callable[[int, Any], Any] = _signal.signal
+# The watchdog's own ends a job that cannot go on.
+_HANDLED = tuple(sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, SIGNAL})))
+
+
+class HeldSignals:
+    """Stands in for the handlers of the process while a verb runs. Verbs may nest, those of several engines too."""
+
+    def __init__(self) -> None:
+        # Whether what a handler has raised, inside the verb under way or the latest one, came in the engine's own code;
+        # None where none has raised.
+        self._cut: bool | None = None
+        self._depth = 0
+        # The handlers of before, by signal. They stay here when they are back: a signal may come meanwhile.
+        self._before: dict[int, Any] = {}
+        # Signals that wait for the end of the verb.
+        self._arrived: list[int] = []
+        self._stand_in = self._note
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if not self._depth:
+            self._cut = None
+            for number in _HANDLED:
+                handler = _get(number)
+                # A `PreemptionHandler` only notes the signal, for the step at hand.
+                own = handler is self._stand_in or isinstance(getattr(handler, "__self__", None), PreemptionHandler)
+                if callable(handler) and not own:
+                    self._before[number] = handler
+                    _set(number, self._stand_in)
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if not self._depth or threading.current_thread() is not threading.main_thread():
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self.put_back()
+        while self._arrived:
+            number = self._arrived.pop()
+            self._before[number](number, inspect.currentframe())
+
+    def has_cut(self, error: BaseException) -> bool:
+        """Whether what a verb has raised may have come at any bytecode of the engine."""
+        return not isinstance(error, Exception) if self._cut is None else self._cut
+
+    def put_back(self) -> None:
+        """Give the process its handlers back, where the program has installed no others meanwhile."""
+        self._depth = 0
+        for number, handler in self._before.items():
+            if _get(number) is self._stand_in:
+                _set(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        handler, inside = self._before[number], bool(self._depth) and _in_engine(frame)
+        if inside and number in _WAITING and number not in self._arrived:
+            self._arrived.append(number)
+            logger.warning(
+                "%s waits until the engine has finished what it does; sent again, it ends that in the middle, and the "
+                "engine can only be closed then", signal.Signals(number).name,
+            )  # fmt: skip
+            return
+        if number in self._arrived:
+            self._arrived.remove(number)
+        try:
+            handler(number, frame)
+        except BaseException:
+            self._cut = inside
+            if inside:
+                # The exception may come where no block ends that this one has begun.
+                self.put_back()
+            raise
+
+
+def _in_engine(frame: FrameType | None) -> bool:
+    """Whether the engine's own code is at work in a frame, or in what that has called."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _CALLS_MODULE
+
+
+HELD = HeldSignals()
+
+
+def verb(doing: str, *, broken_is_fine: bool = False, gradients: bool = False) -> Callable[[_Method], _Method]:
+    """A method of an engine that is refused where the engine cannot do it, and during which signals are held.
+
+    broken_is_fine, gradients: as in `Runtime.check`.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with HELD:
+                self._check(doing, broken_is_fine=broken_is_fine, gradients=gradients)
+                return method(self, *args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+# A child that a verb forks has no verb under way.
+os.register_at_fork(after_in_child=HELD.put_back)
