@@ -57,6 +57,7 @@ def all_ranks_after(call: str, advice: str) -> Iterator[Patience]:
         with suppress(RuntimeError):
             store = job_store(ranks, _TELL_SECONDS)
             store.set(_key(ranks.rank), f"{_RAISED}{type(error).__name__} in {call}: {error}")
+            store.add(_key("heard"), 1)
             _linger(store, ranks)
         _number += 1
         leave_store()
@@ -85,7 +86,7 @@ def _key(name: object) -> str:
 def _linger(store: dist.Store, ranks: Ranks) -> None:
     """Let the others hear what rank 0 has said: the store may end with its process."""
     deadline = time.monotonic() + _TELL_SECONDS
-    while ranks.rank == 0 and store.add(_key("heard"), 0) < ranks.world_size - 1 and time.monotonic() < deadline:
+    while ranks.rank == 0 and store.add(_key("heard"), 0) < ranks.world_size and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
 
 

@@ -86,7 +86,8 @@ class HeldSignals:
 
     def has_cut(self, error: BaseException) -> bool:
         """Whether what a verb has raised may have come at any bytecode of the engine."""
-        return not isinstance(error, Exception) if self._cut is None else self._cut
+        elsewhere = threading.current_thread() is not threading.main_thread()
+        return not isinstance(error, Exception) if elsewhere or self._cut is None else self._cut
 
     def put_back(self) -> None:
         """Give the process its handlers back, where the program has installed no others meanwhile."""
