@@ -78,9 +78,8 @@ def initialize(
     conventions: how the configuration is read; `infinity.config.DEEPSPEED` for programs written for DeepSpeed.
     training_data: a dataset of which the loader (see the keys dataloader_...) draws each rank's batches on its device.
 
-    Returns (engine, optimizer, dataloader, lr_scheduler); each of the last three is None where there is none. Raises
-    ConfigError for what the configuration or the arguments cannot mean, CapacityError for a plan that does not fit.
-    Nothing is allocated or written before the plan has been checked.
+    Returns (engine, optimizer, dataloader, lr_scheduler), the last three None where there is none. Raises ConfigError
+    for what cannot be meant, CapacityError for a plan that does not fit, before anything is allocated or written.
     """
     ranks = detect()
     with all_ranks_after("reading its configuration", SAME_CONFIGURATION) as patience:
@@ -91,7 +90,6 @@ def initialize(
         patience.last(resolved.config.watchdog_seconds)
     _free(model, conventions)
     spool = merged_spool(list(model.parameters()))
-    # First of all: from here on an error of one rank ends the others, too.
     groups = _groups_of_spool(spool, resolved) if spool is not None else groups_of(resolved, ranks, device)
     with ExitStack() as undo, groups.telling():
         if spool is None:

@@ -84,10 +84,13 @@ class HeldSignals:
             number = self._arrived.pop()
             self._before[number](number, inspect.currentframe())
 
-    def has_cut(self, error: BaseException) -> bool:
-        """Whether what a verb has raised may have come at any bytecode of the engine."""
-        elsewhere = threading.current_thread() is not threading.main_thread()
-        return not isinstance(error, Exception) if elsewhere or self._cut is None else self._cut
+    def has_cut(self, error: BaseException | None) -> bool:
+        """Whether a verb that ends with `error`, or with none, was cut short at any bytecode of the engine: what a
+        handler raises inside a finalizer Python drops.
+        """
+        if self._cut is None or threading.current_thread() is not threading.main_thread():
+            return error is not None and not isinstance(error, Exception)
+        return self._cut
 
     def put_back(self) -> None:
         """Give the process its handlers back, where the program has installed no others meanwhile."""

@@ -202,11 +202,11 @@ class Runtime:
                     "drops them and begins the accumulation anew"
                 )
             refused = self.observer.explain(error, name, broken=health.broken)
-            self._spare(error)
+            self._end(error)
             if refused is None:
                 raise
             raise refused from error
-        health.end()
+        self._end()
 
     @contextmanager
     def marked(self, verb: str) -> Iterator[None]:
@@ -215,11 +215,11 @@ class Runtime:
         try:
             yield
         except BaseException as error:
-            self._spare(error)
+            self._end(error)
             raise
-        self.health.end()
+        self._end()
 
-    def _spare(self, error: BaseException) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         """Take the mark off where a block was not cut short."""
         if not HELD.has_cut(error):
             self.health.end()

@@ -153,9 +153,12 @@ def trial(
         except (KeyboardInterrupt, Late):
             found = judge(engine, hashes, before, folder)
         except InfinityError:
-            # Of a rank that the other one has left.
-            assert world > 1
-            found = "left by the other"
+            # Of a rank that the other one has left, or Python has dropped what came inside a finalizer.
+            refuses = bool(engine._runtime.health.refusal)
+            assert refuses or world > 1
+            found = judge(engine, hashes, before, folder) if refuses else "left by the other"
+        if found == "did not come" and engine._runtime.health.refusal:
+            found = judge(engine, hashes, before, folder)
         if world == 1 and found != "refused":
             while engine.global_steps < STEPS:
                 work(engine, rank, folder)

@@ -16,6 +16,7 @@ from tests.engine.interrupt_matrix import Late, make, reference, standing, trial
 from tests.support.models import MLP
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupts_at_random_moments_leave_whole_steps_or_an_engine_that_refuses(tmp_path):
     chosen, found = random.Random(0), Counter[str]()
     for tier in ("cpu, stage 1", "nvme, in backward"):
