@@ -20,14 +20,13 @@ from infinity.config import STRICT, Config, Conventions, ResolveContext, Resolve
 from infinity.config.optimizer import Adam
 from infinity.distributed.collectives import exchange
 from infinity.distributed.consistency import agree_on_plan
-from infinity.distributed.meeting import all_ranks_after
 from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.engine.build_runtime import build_runtime
 from infinity.engine.data import Loader, Workers
 from infinity.engine.engine import Engine, close_engines_of, refuse_parts
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
-from infinity.engine.model_init import SAME_CONFIGURATION, ConfigSource, groups_of
+from infinity.engine.model_init import ConfigSource, all_ranks_read, groups_of
 from infinity.engine.preflight import preflight, remarks, stages_asked
 from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
@@ -59,13 +58,10 @@ def initialize(
     lr_scheduler: Any = None,
     training_data: Dataset[Any] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    mesh: None = None,
-    config_params: ConfigSource = None,
-    args: Any = None,
-    dist_init_required: bool | None = None,
+    mesh: None = None, config_params: ConfigSource = None, args: Any = None, dist_init_required: bool | None = None,
     conventions: Conventions = STRICT,
     **others: Any,
-) -> tuple[Engine, TieredOptimizer | None, DataLoader[Any] | None, Any]:
+) -> tuple[Engine, TieredOptimizer | None, DataLoader[Any] | None, Any]:  # fmt: skip
     """Make a model trainable on the memory that the machine has.
 
     model: any `nn.Module` with parameters, ordinary or made under `infinity.Init`; they move to their tiers.
@@ -82,7 +78,7 @@ def initialize(
     for what cannot be meant, CapacityError for a plan that does not fit, before anything is allocated or written.
     """
     ranks = detect()
-    with all_ranks_after("reading its configuration", SAME_CONFIGURATION) as patience:
+    with all_ranks_read() as patience:
         source = configuration_of(config, config_params, args)
         check_arguments({"mesh": mesh, **others}, dist_init_required, ranks)
         model, device = unwrapped(_checked(model)), Device.detect(ranks.local_rank)

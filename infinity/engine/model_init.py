@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.config import STRICT, Config, Conventions, ResolveContext, ResolvedConfig, load_config, resolve
-from infinity.distributed.meeting import all_ranks_after
+from infinity.distributed.meeting import Patience, all_ranks_after
 from infinity.distributed.process_groups import ProcessGroups, Ranks, detect
 from infinity.errors import ConfigError
 from infinity.log import configure_logging
@@ -134,8 +134,6 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "zero_quantized_nontrainable_weights": (_QUANTIZED, (None, False)),
 }
 _GROUPS = ("data_parallel_group", "sequence_data_parallel_group")
-# What to do where one rank's configuration is refused.
-SAME_CONFIGURATION = "Mend what it says, and give every rank the same configuration"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PRECISIONS = {"bf16.enabled", "fp16.enabled"}
 
@@ -188,10 +186,17 @@ def open_spool(source: ConfigSource, conventions: Conventions = STRICT) -> Defer
     return _spool(resolved, ranks)
 
 
+def all_ranks_read() -> AbstractContextManager[Patience]:
+    """Return a block in which each rank reads its configuration: where one refuses it, all raise. Collective."""
+    return all_ranks_after(
+        "reading its configuration", "Mend what it says, and give every rank the same configuration"
+    )
+
+
 def _read(source: ConfigSource, conventions: Conventions) -> tuple[Config, ResolvedConfig, Ranks]:
     """Read the configuration, as far as it is known before there is a model. Collective."""
     ranks = detect()
-    with all_ranks_after("reading its configuration", SAME_CONFIGURATION) as patience:
+    with all_ranks_read() as patience:
         config = load_config(source, conventions=conventions)
         configure_logging(ranks.rank, config.log_level)
         context = ResolveContext(world_size=ranks.world_size, local_size=ranks.local_size, detected=True)
