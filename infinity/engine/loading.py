@@ -201,7 +201,8 @@ class Load:
         """Replace values of the engine in the block; it is broken unless the block comes to its end."""
         health = self.runtime.health
         health.mark_broken(
-            f"loading {folder} failed after values had been overwritten, and no load has succeeded since"
+            f"loading {folder} failed after values had been overwritten, and no load has succeeded since. Call "
+            "engine.load_checkpoint() with another checkpoint, or engine.resume()"
         )
         try:
             yield
