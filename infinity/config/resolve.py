@@ -135,9 +135,9 @@ class ResolvedConfig(Mapping[str, Any]):
     @property
     def checks_gradients(self) -> bool:
         """Whether a non-finite gradient skips the whole step; if False, only its non-finite elements are left out."""
+        # Where the loss is scaled, conflicts.py refuses to leave the check out.
         config = self.config
-        asked = config.check_grad_overflow and (config.bf16.check_grad_overflow or not config.bf16.enabled)
-        return asked or self.scales_loss
+        return config.check_grad_overflow and (config.bf16.check_grad_overflow or not config.bf16.enabled)
 
     @property
     def steps_early(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -418,6 +418,8 @@ def covers(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int, Shard
 
 @settings(max_examples=500, deadline=None)
 @given(covers())
+@example(((10,), [(0, 5, None), (0, 5, None)]))
+@example(((10,), [(0, 4, None), (5, 6, None)]))
 def test_elements_are_covered_only_if_each_is_there_once(case) -> None:
     shape, arrays = case
     counts = np.zeros(math.prod(shape), dtype=int)

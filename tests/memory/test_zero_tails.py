@@ -69,8 +69,10 @@ def test_it_is_whole_for_a_reader_before_it_was_written(bench):
 
 
 @pytest.mark.parametrize("begin", [0, PAGE, 3 * PAGE])
-def test_a_save_reads_zeros_where_the_drive_has_none(bench, begin):
-    made = made_of(bench, PAGE)
+def test_a_save_reads_what_the_drive_has_from_there_on_and_zeros_behind_it(bench, begin):
+    made = made_of(bench, 2 * PAGE)
+    with made.store.write(STATES) as (partition,):
+        partition.buffer[PAGE : 2 * PAGE] = 6
     made.spill(STATES)
     snapshot = Snapshot([STATES])
     made.store.access.capture(snapshot)
@@ -79,7 +81,9 @@ def test_a_save_reads_zeros_where_the_drive_has_none(bench, begin):
         room = page_aligned(PAGE).fill_(5)
         made.store.read_extent(STATES, begin, room).wait()
     made.store.access.end(snapshot)
-    assert torch.equal(room, expected(PAGE)[begin : begin + PAGE])
+    whole = expected(2 * PAGE)
+    whole[PAGE : 2 * PAGE] = 6
+    assert torch.equal(room, whole[begin : begin + PAGE])
 
 
 def test_a_save_of_what_is_in_memory_has_the_zeros(bench):
@@ -104,3 +108,20 @@ def test_a_step_that_is_forgotten_leaves_the_zeros(bench):
     made.store.access.end_work(step, STATES)
     assert torch.equal(made.content(STATES), expected(PAGE))
     made.store.check()
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_step_that_is_committed_has_written_where_the_value_before_was_zero(bench, real):
+    made = made_of(bench, PAGE, twice=True, real=real)
+    made.spill(STATES)
+    step = Reservation(pending=True)
+    made.store.access.reserve(step, STATES)
+    assert made.store.access.begin_work(step)
+    with made.store.write(STATES, by=step) as (partition,):
+        partition.buffer.fill_(8)
+    made.store.flush(STATES)
+    made.store.access.end_work(step, STATES)
+    assert made.store.access.commit(step)
+    made.spill(STATES)
+    made.fill(OTHER, 9)
+    assert (made.content(STATES) == 8).all()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infinity.ops import adam
-from infinity.ops.adam import AdagradHyper, Hyper, LionHyper, MomentumHyper, Piece, adam_step
+from infinity.ops.adam import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, Piece, Rule, adam_step
 from tests.support.pieces import DTYPES, HYPERS, STORAGES, make_piece, same, states
 
 ISAS = adam.simds() or ["reference"]
@@ -56,13 +56,13 @@ def _torch(weight: Tensor, grads: list[Tensor], make: type[torch.optim.Optimizer
 
 
 def _ours(weight: Tensor, grads: list[Tensor], hyper: Hyper) -> Tensor:
-    ours, state = weight.clone(), torch.zeros_like(weight)
+    ours, moments = weight.clone(), [torch.zeros_like(weight) for _ in range(2 if hyper.rule is Rule.ADAMW else 1)]
     for step, grad in enumerate(grads, start=1):
-        adam_step([Piece(ours, grad, state, hyper=hyper)], step=step, grad_scale=1.0)
+        adam_step([Piece(ours, grad, *moments, hyper=hyper)], step=step, grad_scale=1.0)
     return ours
 
 
-@pytest.mark.parametrize("case", ["lion", "adagrad", "momentum", "nesterov"])
+@pytest.mark.parametrize("case", ["adamw", "lion", "adagrad", "momentum", "nesterov"])
 def test_ten_steps_are_those_of_torch_or_of_the_paper(case: str) -> None:
     generator = torch.Generator().manual_seed(5)
     weight = 0.1 * torch.randn(2000, generator=generator)
@@ -70,6 +70,11 @@ def test_ten_steps_are_those_of_torch_or_of_the_paper(case: str) -> None:
     if case == "lion":
         lion = LionHyper(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1)
         ours, theirs = _ours(weight, grads, lion), _paper_lion(weight.double(), [g.double() for g in grads], lion)
+    elif case == "adamw":
+        rest = {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.05}
+        hyper = AdamHyper(beta1=0.9, beta2=0.95, adamw=True, **rest)
+        ours = _ours(weight, grads, hyper)
+        theirs = _torch(weight, grads, torch.optim.AdamW, betas=(0.9, 0.95), **rest)
     elif case == "adagrad":
         params = {"lr": 1e-2, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.05}
         ours = _ours(weight, grads, AdagradHyper(**params))

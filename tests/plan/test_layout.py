@@ -68,6 +68,8 @@ def test_the_overlaps_of_all_ranks_are_the_parameters(seed, parts):
     for layout in make_layouts(random_spec(random.Random(seed)), parts):
         numel = layout.partition_numel(parts)
         assert numel * parts == layout.numel
+        # Every rank has all of a unit that is not partitioned.
+        assert [layout.partition_start(1, rank) for rank in range(parts)] == [0] * parts
         pieces: dict[str, list[int]] = {slot.name: [] for slot in layout.slots}
         for rank in range(parts):
             last = 0
