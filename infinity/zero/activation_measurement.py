@@ -34,6 +34,8 @@ from infinity.zero.activation_checkpoint import Checkpointing
 from infinity.zero.parameter import is_released
 
 _OUTSIDE = "(outside any module)"
+# Whose hooks take part in a forward: a loss in tiles, inputs of recomputed blocks that require a gradient.
+_COMPUTING = ("infinity.tiling.", "peft.", "transformers.")
 
 
 def measure_activations(
@@ -250,15 +252,17 @@ class _Pass(_Tracker):
         return contributed
 
     def _watch_modules(self) -> None:
-        """Track which module is running, and in which block. The copy's other hooks go: they are the engine's, or tell
-        the program what its model computes.
+        """Track which module is running, and in which block. Of the copy's other hooks those stay that are a part of
+        what the model computes; the rest are the engine's, or tell the program what its model computes.
         """
         at = {path: index for index, path in enumerate(self._blocks)}
         for path, module in self.model.named_modules():
             for hooks in (
                 module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
             ):
-                hooks.clear()
+                told = [key for key, hook in hooks.items() if not str(hook.__module__).startswith(_COMPUTING)]
+                for key in told:
+                    del hooks[key]
             module.register_forward_pre_hook(self._enter(path, type(module).__name__, at.get(path)), with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
 

@@ -132,7 +132,7 @@ def not_pickled(what: str) -> StateError:
 
 
 def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(("infinity.zero.", "infinity.tiling."))
+    return str(getattr(hook, "__module__", "")).startswith("infinity.zero.")
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
