@@ -185,9 +185,10 @@ class Unit:
         """
         if self.placed.whole or self.state is GatherState.PARTITIONED:
             if self.state is GatherState.GATHERING:
-                # A unit that was vacated could not be filled.
                 self.state = GatherState.PARTITIONED
-                self.buffer.vacate()
+                if not self.placed.aliased:
+                    # The partition has the values; where it lies in this buffer, only the buffer has.
+                    self.buffer.vacate()
             return
         if self.state is GatherState.GATHERING:
             self._transfer.wait()

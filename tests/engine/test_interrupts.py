@@ -93,3 +93,40 @@ def test_a_scheduler_that_raises_leaves_a_whole_step(tmp_path):
         del engine.lr_scheduler.step
         assert (engine.global_steps, engine.micro_steps, engine._accumulation.begun) == (2, 4, False)
         work(engine, 0, str(tmp_path))
+
+
+def test_an_error_in_forward_loses_no_weight_that_is_brought_up_to_date(tmp_path):
+    """Units behind the first one have begun to follow the step, and the forward that raises does not come to them."""
+
+    class Failing(MLP):
+        fails = False
+
+        def forward(self, x, y):
+            self.enter(x)
+            return 1 / 0 if self.fails else super().forward(x, y)
+
+    torch.manual_seed(0)
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {
+        "train_batch_size": 1, "log_level": "error", "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "offload_optimizer": drive, "sub_group_size": 3000},
+    }  # fmt: skip
+    x = torch.ones(2, 32)
+    for fails in (False, True):
+        model = Failing()
+        with infinity.initialize(model=model, config=config)[0] as engine:
+            for step in range(3):
+                if fails and step:
+                    engine.synchronize()
+                    model.fails = True
+                    with pytest.raises(ZeroDivisionError):
+                        engine(x, x)
+                    model.fails = False
+                    engine.store.check()
+                engine.backward(engine(x, x))
+                engine.step()
+            found = [infinity.state(param).master.clone() for param in model.parameters()]
+        if not fails:
+            expected = found
+            torch.manual_seed(0)
+    assert all(map(torch.equal, expected, found))
