@@ -125,9 +125,12 @@ def test_the_report_tells_what_is_not_the_engines():
     assert ["cpu", "grad", "0.0", "MB", "5.0", "MB"] in [line.split() for line in lines]
     assert "cpu in all 2.0 MB 7.0 MB 64.0 MB".split() in [line.split() for line in lines]
     assert "pool states: 0.5 MB in use, 1.0 MB at most, 2.0 MB reserved" in lines
-    assert lines[-1] == (
-        "resident 12.0 MB: 0.0 MB files and code, 4.0 MB before the engine, 3.0 MB not accounted for; pinned 1.5 MB"
-    )
+    assert lines[-2:] == [
+        "resident 12.0 MB: 0.0 MB files and code, 4.0 MB before the engine, 3.0 MB not accounted for; pinned 1.5 MB",
+        "predicted for the process 0.0 MB, without activations, which the first micro-batch tells",
+    ]
+    ledger.activation_nbytes, ledger.activations = 2_000_000, "8 x 128, measured"
+    assert str(report_of(ledger, 12_000_000)).endswith("2.0 MB of activations (8 x 128, measured) in it")
 
 
 def test_on_a_device_the_rest_is_activations():
