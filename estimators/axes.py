@@ -129,9 +129,11 @@ class _Model:
 
     def candidates(self) -> Iterator[_Candidate]:
         """Yield what may fit, with the tokens a second that closed forms promise."""
+        # A program is changed for MLPs in tiles only where it was asked for.
+        near = [sparing for sparing in self._wish.near if self._wish.tiled_mlps or not sparing.tiled_mlps]
         for layout in self._layouts():
             for micro, micro_batches in self._batches(layout):
-                for sparing in self._wish.near:
+                for sparing in near:
                     held = self._held(layout, micro, micro_batches, sparing)
                     for placed in self._wish.placements(layout.data):
                         if self._fits(layout, placed, held):

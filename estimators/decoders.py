@@ -25,10 +25,12 @@ class Module:
     ties: Mapping[str, str] = field(default_factory=dict)
 
 
+# Also where a search for the deepest model that fits ends.
+LAYERS_MAX = 4096
 # The most that whole numbers of a config.json may be. A file with a greater one is damaged, and its model would take
 # hours to walk.
 _MOST = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1000),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), LAYERS_MAX),
     **dict.fromkeys(
         (
             "num_experts", "n_routed_experts", "num_local_experts", "num_experts_per_tok", "n_shared_experts",

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from estimators.activations import may_tile_loss, may_tile_mlps
 from estimators.adapters import Lora
+from estimators.decoders import LAYERS_MAX
 from estimators.estimate import RANKS_PER_NODE, Estimate, estimate, tensor_axis
 from estimators.model import described
 from estimators.node import Machine
@@ -32,7 +33,6 @@ _LIVE_SHARES = (8, 32)
 _LIVE_DEFAULT = 10**9
 # Plans that a search for a nearby configuration makes at most.
 _PLANS_MAX = 20
-_LAYERS_MAX = 1 << 16
 _CHECKPOINTS = "activation_checkpointing"
 # Of the adapters that are proposed.
 _RANK = 16
@@ -261,7 +261,9 @@ def search(wish: Wish) -> Choice:
     for choice in (*_varied(planned, wish.ways), *_by_budget(wish)):
         (fitting if choice.estimate.fits else others).append(choice)
     if fitting:
-        return min(fitting, key=lambda choice: choice.seconds * choice.handicap)
+        # MLPs in tiles are a change of the program: only where nothing else fits.
+        unchanged = [choice for choice in fitting if not choice.estimate.work.tiled_mlps]
+        return min(unchanged or fitting, key=lambda choice: choice.seconds * choice.handicap)
     if not others:
         # All were left out for their states alone: the one that needs least nearby says what is missing.
         others = [*_varied(_planned(wish, [_outermost(wish)]), wish.near)]
@@ -432,10 +434,9 @@ def largest(wish: Wish) -> tuple[Choice | None, Choice]:
 
 def _last(holds: Callable[[int], bool]) -> int:
     """The greatest number for which `holds`, which holds up to some number and no farther; 0 for none."""
-    high = 1
-    while high < _LAYERS_MAX and holds(high):
-        high *= 2
-    low = high // 2
+    low, high = 0, 1
+    while high < LAYERS_MAX and holds(high):
+        low, high = high, min(2 * high, LAYERS_MAX)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
