@@ -112,7 +112,7 @@ def test_what_is_claimed_while_room_is_made_is_left_alone(bench, monkeypatch):
         if partition.key == A and not claimed.is_set():
             worker.start()
             while not claimed.is_set():
-                made.store._lock.wait(0.01)
+                made.store._lock.wait_for(lambda: False, 0.01)
         settle(partition)
 
     def waiting(*arguments):
@@ -212,7 +212,7 @@ def test_what_comes_while_room_is_made_is_not_brought_twice(bench, monkeypatch):
             other = threading.Thread(target=program)
             other.start()
             while not fetched:
-                made.store._lock.wait(0.01)
+                made.store._lock.wait_for(lambda: False, 0.01)
             other.join()
         settle(partition)
 
