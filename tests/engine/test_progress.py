@@ -66,7 +66,7 @@ def test_a_line_says_what_is_the_case(tmp_path: Path) -> None:
     for line, step in zip(told, (2, 4), strict=True):
         found = re.fullmatch(
             rf"step {step}: loss (\S+), lr 0\.001, gradient norm (\S+), (\S+) tokens/s; "
-            r"device \(cpu\) \S+ kB, nvme \S+ kB; waiting \d+%( \(.*\))?",
+            r"device \(cpu\) \S+ kB, nvme \S+ kB, activations \S+ kB \(2 x 16, counted\); waiting \d+%( \(.*\))?",
             line,
         )
         assert found is not None, line
