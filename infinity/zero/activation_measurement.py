@@ -309,6 +309,16 @@ class LiveBytes(_Tracker):
             for handle in handles:
                 handle.remove()
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True: functions that the program has compiled stay compiled while it counts."""
+        return True
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        # What a compiler traces has no memory.
+        if storage.device.type != "meta":
+            super()._see(storage)
+
     def found(self, source: str) -> Activations:
         """What lives now. In backward the gradients of the largest operation's input and output come to it, or what a
         block that is computed again has. That is a bound from above, and gaps are not added to it: with them the

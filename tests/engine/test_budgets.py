@@ -17,8 +17,8 @@ from infinity.plan.plan import Plan
 from infinity.plan.types import Kind, Tier
 from tests.support.oracle import Case, join, settings, swap_files, train
 
-# Seen: 23 to 51 MB on one kind of processor, 61 to 94 on another (the same code of the engine), whatever the budget, and
-# different from run to run of the same one.
+# Seen: 23 to 51 MB on one kind of processor, 61 to 94 on another (the same code of the engine), whatever the budget,
+# and different from run to run of the same one.
 OVERHEAD_NBYTES = 112_000_000
 BUDGETS = (300_000_000, 450_000_000, 600_000_000, 750_000_000, 1_000_000_000, 3_000_000_000)
 
