@@ -87,9 +87,9 @@ def test_the_group_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"mpu": object()}, "mpu: pipeline and tensor axes arrive later; leave it out"),
-        ({"mesh": object()}, "mesh: pipeline and tensor axes"),
-        ({"mesh_param": (2, 2)}, "mesh_param: pipeline and tensor axes"),
+        ({"mpu": object()}, "mpu: infinity makes the groups of its axes itself: leave it out, and set parallel.tensor"),
+        ({"mesh": object()}, "mesh: infinity makes the groups"),
+        ({"mesh_param": (2, 2)}, "mesh_param: infinity makes the groups"),
         ({"distributed_port": 29501}, "the launcher chooses the port; leave it out, and give torchrun"),
         ({"args": argparse.Namespace()}, "start the script with --deepspeed_config FILE"),
         ({"args": argparse.Namespace(deepspeed_config="a.json"), "config": {}}, "config and args.deepspeed_config"),

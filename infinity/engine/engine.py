@@ -765,8 +765,10 @@ class Engine(DeepSpeedNames, nn.Module):
                 "micro-batches of a step, and engine.eval_batch(batches) to evaluate"
             )
 
-    def _check(self, verb: str, *, broken_is_fine: bool = False, gradients: bool = False) -> None:
-        self._runtime.check(verb, broken_is_fine=broken_is_fine, gradients=gradients)
+    def _check(
+        self, verb: str, *, broken_is_fine: bool = False, gradients: bool = False, inside: bool | None = None
+    ) -> None:
+        self._runtime.check(verb, broken_is_fine=broken_is_fine, gradients=gradients, inside=inside)
         if self.world_size == 1:
             # With other ranks, every rank raises it at the end of the same step.
             self._checkpoints.check()

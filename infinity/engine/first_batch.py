@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from infinity.config import ResolvedConfig
 from infinity.config.units import format_bytes
-from infinity.distributed import collectives
 from infinity.distributed.axis_group import AxisGroup
+from infinity.distributed.consistency import agree_on_numbers
 from infinity.engine import precision
 from infinity.engine.set_aside import with_activations
 from infinity.errors import CapacityError, ConfigError
@@ -146,14 +146,17 @@ class FirstBatch:
         """With several ranks, ask in front of each gather whether one of them has no more room."""
         if group is None:
             return nullcontext()
-        return self._coordinator.asking(lambda: self._agree(_so_far(live.nbytes, shapes), group))
+        return self._coordinator.asking(
+            lambda unit: self._agree(_so_far(live.nbytes, shapes), group, f"room for activations before {unit}")
+        )
 
-    def _agree(self, found: Activations, group: AxisGroup | None) -> None:
+    def _agree(self, found: Activations, group: AxisGroup | None, name: str = "room for activations") -> None:
         """CapacityError, on all ranks where there is a group, if one of them has no room for so much."""
         exceeds = self._exceeds(found)
         if group is not None:
             mine = [float(exceeds), float(found.nbytes)]
-            rows = [row for row in collectives.exchange(mine, group, "room for activations") if row[0]]
+            heard = agree_on_numbers(mine, group, name)
+            rows = [row for row in heard if row[0]]
             if rows and not exceeds:
                 exceeds, found = True, replace(found, nbytes=int(rows[0][1]), source="on another rank")
         if exceeds:

@@ -44,7 +44,7 @@ from infinity.plan.types import Kind
 from infinity.zero.activation_measurement import measure_activations
 from infinity.zero.compiled import unwrapped
 from infinity.zero.deferred_init import DeferredInit, merged_spool
-from infinity.zero.param_access import modify, read
+from infinity.zero.param_access import gathered, modify, read
 from infinity.zero.states import ParameterState
 
 __all__ = ["GatheredParameters", "initialize", "measure_activations", "modify", "read", "state"]
@@ -113,11 +113,13 @@ def initialize(
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
 ) -> Iterator[None]:
-    """DeepSpeed's name: `read(params)`, or `modify(params)` with the values of `modifier_rank`."""
+    """DeepSpeed's name: `modify(params)` with the values of `modifier_rank`, or without one `read(params)`. There a
+    warning says of changes through `data` what is an error in `read`: programs merge adapters inside, and unmerge them.
+    """
     if not enabled:
         yield
     elif modifier_rank is None:
-        with read(params):
+        with gathered(params, data_too=False):
             yield
     else:
         with modify(params, source=modifier_rank):

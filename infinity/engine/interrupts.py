@@ -9,7 +9,8 @@ handler leaves a verb right there: some weights stepped and the step not counted
 - The handlers of all other signals (timers, children) run at once, as without an engine.
 - A verb that changes anything has its mark on while it does (`Health.begin`), and takes it off as its last act. It
   leaves the mark on when it is cut short: by what a handler has raised inside the engine's code, or by any other
-  exception that is no `Exception`. The verb that finds the mark of another one refuses.
+  exception that is no `Exception`. A verb that finds the mark of another one refuses, unless it is called inside one:
+  a module's forward may read weights.
 
 An error of the program's own code (a batch of the wrong shape, a timer's in the module's forward) and an ordinary one
 of the engine's (no memory) are no such cut: the verb puts everything in order, takes the mark off, and the engine goes
@@ -52,16 +53,24 @@ class HeldSignals:
         # Whether what a handler has raised, inside the verb under way or the latest one, came in the engine's own code;
         # None where none has raised.
         self._cut: bool | None = None
-        self._depth = 0
+        # Verbs under way, one inside the other: in the main thread, and in others.
+        self._depth = self._elsewhere = 0
         # The handlers of before, by signal. They stay here when they are back: a signal may come meanwhile.
         self._before: dict[int, Any] = {}
         # Signals that wait for the end of the verb.
         self._arrived: list[int] = []
         self._stand_in = self._note
 
-    def __enter__(self) -> None:
+    @property
+    def under_way(self) -> bool:
+        """Whether a verb is under way, of any engine."""
+        return self._depth + self._elsewhere > 0
+
+    def __enter__(self) -> bool:
+        """Return whether the verb that begins is inside another one: called by a module's forward."""
         if threading.current_thread() is not threading.main_thread():
-            return
+            self._elsewhere += 1
+            return self._elsewhere > 1
         if not self._depth:
             self._cut = None
             for number in _HANDLED:
@@ -72,9 +81,13 @@ class HeldSignals:
                     self._before[number] = handler
                     _set(number, self._stand_in)
         self._depth += 1
+        return self._depth > 1
 
     def __exit__(self, *_: object) -> None:
-        if not self._depth or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
+            self._elsewhere -= 1
+            return
+        if not self._depth:
             return
         self._depth -= 1
         if self._depth:
@@ -98,6 +111,11 @@ class HeldSignals:
         for number, handler in self._before.items():
             if _get(number) is self._stand_in:
                 _set(number, handler)
+
+    def forget(self) -> None:
+        """No verb is under way in this process."""
+        self._elsewhere = 0
+        self.put_back()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         handler, inside = self._before[number], bool(self._depth) and _in_engine(frame)
@@ -139,8 +157,8 @@ def verb(doing: str, *, broken_is_fine: bool = False, gradients: bool = False) -
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with HELD:
-                self._check(doing, broken_is_fine=broken_is_fine, gradients=gradients)
+            with HELD as inside:
+                self._check(doing, broken_is_fine=broken_is_fine, gradients=gradients, inside=inside)
                 return method(self, *args, **kwargs)
 
         return call  # type: ignore[return-value]
@@ -149,4 +167,4 @@ def verb(doing: str, *, broken_is_fine: bool = False, gradients: bool = False) -
 
 
 # A child that a verb forks has no verb under way.
-os.register_at_fork(after_in_child=HELD.put_back)
+os.register_at_fork(after_in_child=HELD.forget)

@@ -116,7 +116,7 @@ class StatesOf(MutableMapping[str, Any]):
                 f"(optimizer.state[param] = {{...}}): {', '.join(self._wanted())}"
             )
         if key in self._kinds:
-            self._state.set_full(self._kinds[key].value, torch.as_tensor(value))
+            self._state.set_full(self._kinds[key].value, torch.as_tensor(value, device="cpu"))
         elif key not in (singles := self._singles()):
             self._refuse([key])
         elif self._stepper.rule.joins:
@@ -161,7 +161,7 @@ class StatesOf(MutableMapping[str, Any]):
             self._refuse(unknown)
         for key, kind in kinds.items():
             value = values[key] if values else torch.full(self._state.shape, rule.start, device="cpu")
-            self._state.set_full(kind.value, torch.as_tensor(value))
+            self._state.set_full(kind.value, torch.as_tensor(value, device="cpu"))
         if not values:
             self._count(0)
         elif rule.joins:

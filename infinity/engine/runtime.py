@@ -150,18 +150,22 @@ class Runtime:
         """Whether a gradient that is not finite skips the whole step, or (on request) leaves its own elements out."""
         return self.config.checks_gradients or not self.stepper.rule.guarded
 
-    def check(self, verb: str, *, broken_is_fine: bool = False, gradients: bool = False) -> None:
+    def check(
+        self, verb: str, *, broken_is_fine: bool = False, gradients: bool = False, inside: bool | None = None
+    ) -> None:
         """Raise what stands against `verb`: StateError in a forked child, for a closed or a broken engine; the error of
         the optimizer step that goes on beside the program; DesyncError when the ranks have lost each other.
 
-        gradients: the verb adds to those that have accumulated, or steps with them.
+        gradients: the verb adds to those that have accumulated, or steps with them. inside: it is called inside another
+        verb; None if one that is under way is another.
         """
+        inside = HELD.under_way if inside is None else inside
         self.store.check_process(verb)
         if self.health.closed:
             again = ", and its model has the weights: give the model to initialize() again"
             further = again if self.health.handed_over else ""
             raise StateError(f"cannot {verb}: this engine was closed{further}")
-        if self.health.under_way or (self.health.broken and not broken_is_fine):
+        if (self.health.under_way and not inside) or (self.health.broken and not broken_is_fine):
             raise StateError(f"cannot {verb}: {self.health.refusal}")
         if gradients and self.health.partial:
             raise StateError(f"cannot {verb}: {self.health.partial}")
@@ -194,7 +198,10 @@ class Runtime:
             )
             if partial or name == "forward":
                 self.coordinator.abandon()
-            if partial:
+            if name == "backward" and not self.gradients.begun:
+                # It has raised before it added anything.
+                self.gradients.reset()
+            elif partial:
                 self.stepper.forget()
                 health.mark_partial(
                     f"its {name} has raised {type(error).__name__}, and the gradients that have accumulated are no "

@@ -10,8 +10,6 @@ import ctypes
 import errno
 import logging
 import os
-import stat
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -91,10 +89,9 @@ class File:
     def open(cls, path: str | os.PathLike[str], writable: bool = False) -> File:
         """Open an existing regular file at its present size; raise TransferError if that fails."""
         name = os.fspath(path)
-        with suppress(OSError):
-            # Looked at first, because opening a pipe waits for its writer.
-            if not stat.S_ISREG(os.stat(name).st_mode):
-                raise _failure("open", name, 0, OSError(errno.EINVAL, ""), "not a regular file")
+        # Looked at first, because opening a pipe waits for its writer.
+        if os.path.exists(name) and not os.path.isfile(name):
+            raise _failure("open", name, 0, OSError(errno.EINVAL, ""), "not a regular file")
         descriptors = _open("open", name, os.O_RDWR if writable else os.O_RDONLY, 0)
         return cls(name, os.fstat(descriptors.buffered).st_size, descriptors, writable=writable)
 

@@ -47,7 +47,7 @@ class Coordinator:
         # Whether a whole step is one pass: see `pass_of_step`.
         self._overlapping = False
         self.closed = False
-        self._before_gather: Callable[[], None] | None = None
+        self._before_gather: Callable[[str], None] | None = None
 
     def unit_of(self, param: nn.Parameter) -> Unit:
         """The unit that has a parameter, which is not in tiles: those lie in several units."""
@@ -88,8 +88,9 @@ class Coordinator:
     # Forward.
 
     @contextmanager
-    def asking(self, before_gather: Callable[[], None]) -> Iterator[None]:
-        """A block in which `before_gather` is called in front of each gather, on all ranks alike; it may raise."""
+    def asking(self, before_gather: Callable[[str], None]) -> Iterator[None]:
+        """A block in which `before_gather` is called in front of each gather, with the unit's
+        name, on all ranks alike; it may raise."""
         self._before_gather = before_gather
         try:
             yield
@@ -278,7 +279,7 @@ class Coordinator:
         # weights (a tile of tokens each time) may differ from rank to rank, and schedules may not.
         if first or not unit.visible:
             if self._before_gather is not None:
-                self._before_gather()
+                self._before_gather(unit.layout.name)
             with trace.span(trace.ENGINE, "use", unit.key):
                 self.prefetcher.bring(unit, needed=needed)
         if first:

@@ -18,6 +18,7 @@ from infinity.distributed import collectives
 from infinity.distributed.consistency import on_any_rank
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.errors import ConfigError, StateError
+from infinity.log import warn_once
 from infinity.memory.partition import DTYPES
 from infinity.memory.store import TieredStore
 from infinity.plan.layout import states_of
@@ -157,6 +158,13 @@ def read(params: Params) -> Iterator[None]:
     Raises StateError on every rank if one of them was changed, in place or through its `data`: use `modify` for that.
     The change is undone, except in a weight that is its own partition (stages 0 to 2 without offload), which keeps it.
     """
+    with gathered(params, data_too=True):
+        yield
+
+
+@contextmanager
+def gathered(params: Params, *, data_too: bool) -> Iterator[None]:
+    """As `read`. data_too: raise for changes through `data` too, which torch does not count; else a warning says it."""
     wanted = listed_params(params)
     with ExitStack() as stack:
         for spool, deferred in deferred_of(wanted):
@@ -179,14 +187,19 @@ def read(params: Params) -> Iterator[None]:
             if (tiles := tiles_of(param)) is not None:
                 tiles.await_gradient()
         for (owner, chosen), seen in zip(entered, before, strict=True):
-            changed = on_any_rank([each.changed() for each in seen], owner.groups.stage, "end of read()")
+            counted, changed = [each.counted for each in seen], [each.changed for each in seen]
+            flags = on_any_rank(counted + changed, owner.groups.stage, "end of read()")
+            counted, changed = flags[: len(seen)], flags[len(seen) :]
             if True not in changed:
                 continue
             units = units_of(owner, chosen)
             owner.coordinator.memory.refresh([unit for unit in units if not unit.placed.aliased])
             for unit in units:
                 unit.accept_changes()
-            raise seen[changed.index(True)].refusal()
+            refusal = seen[changed.index(True)].refusal()
+            if data_too or True in counted:
+                raise refusal
+            warn_once("changed-inside-gathered", str(refusal))
 
 
 class _Seen:
@@ -198,13 +211,18 @@ class _Seen:
         self._unit = owner.coordinator.unit_of(param) if tiles_of(param) is None else None
         self._before = self._now()
 
+    @cached_property
+    def counted(self) -> bool:
+        """Whether the block has changed it as torch counts changes. Data that was assigned to it is taken away."""
+        assigned = self._unit is not None and self._unit.reassigned_data(self._param) is not None
+        return assigned or self._param._version != self._before[0]
+
+    @property
     def changed(self) -> bool:
-        """Whether the block has changed it. Data that was assigned to it is taken away."""
-        if self._unit is not None and self._unit.reassigned_data(self._param) is not None:
-            return True
-        (version, generation, values), now = self._before, self._now()
+        """Whether the block has changed it in any way."""
+        (_, generation, values), now = self._before, self._now()
         # A step inside the block is allowed to change values.
-        return version != now[0] or (generation == now[1] and not torch.equal(values, now[2]))
+        return self.counted or (generation == now[1] and not torch.equal(values, now[2]))
 
     def refusal(self) -> StateError:
         """What to raise if it was changed."""

@@ -349,7 +349,7 @@ def test_what_is_written_inside_read_is_refused_and_undone_unless_the_error_says
     with make(Model(), stage, tier, tmp_path, dtype=dtype) as engine:
         weight = engine.module.layers[3].weight
         before = engine.state_dict()["layers.3.weight"]
-        block = infinity.GatheredParameters(weight, modifier_rank=None)
+        block = infinity.read(weight)
         with pytest.raises(StateError, match=r"layers\.3\.weight was changed inside") as raised, block, torch.no_grad():
             WRITERS[writer](weight)
         undone, said = torch.equal(engine.state_dict()["layers.3.weight"], before), str(raised.value)
@@ -360,6 +360,26 @@ def test_what_is_written_inside_read_is_refused_and_undone_unless_the_error_says
             assert undone == torch.equal(weight.detach(), before)
             engine.backward(engine(batch(0)).float().sum())
             engine.step()
+
+
+@pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (3, "nvme")])
+def test_adapters_that_are_merged_and_taken_out_again_in_gathered_parameters_are_no_error(
+    stage: int, tier: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As peft and TRL write: through `data`, and not to the last bit what it was."""
+    with make(Model(), stage, tier, tmp_path) as engine, caplog.at_level("WARNING", "infinity"):
+        weight = engine.module.layers[3].weight
+        before = engine.state_dict()["layers.3.weight"]
+        for change in (torch.full_like(before, 0.3), -torch.full_like(before, 0.3 + 1e-5)):
+            with infinity.GatheredParameters(engine.module.parameters()):
+                assert torch.allclose(weight.detach(), before, atol=1.0)
+                weight.data += change
+        kept = not torch.equal(engine.state_dict()["layers.3.weight"], before)
+        assert kept == (tier == "none")
+        (said,) = [each.getMessage() for each in caplog.records if "changed-inside-gathered" in each.getMessage()]
+        assert ("keeps what was written" if kept else "the change is undone") in said
+        engine.backward(engine(batch(0)).sum())
+        engine.step()
 
 
 # Gradients that are sparse.
