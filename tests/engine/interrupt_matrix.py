@@ -1,9 +1,9 @@
 """Interrupts at random moments of forward, backward, step, save and load: each verb is whole, not begun, or refused.
 
-    python -m tests.engine.interrupt_matrix [--interrupts 500] [--seed 0]
+    python -m tests.engine.interrupt_matrix [--interrupts 500] [--seed 0] [--ranks 1,2] [--json FILE]
 
-Ways to interrupt: Ctrl-C (SIGINT with Python's own handler), twice at once, and a timer whose handler raises. Writes
-what became of the interrupts, by tier, ranks and way, to benchmarks/results/interrupts.json. AssertionError where
+Ways to interrupt: Ctrl-C (SIGINT with Python's own handler), twice at once, and a timer whose handler raises. Prints
+what became of the interrupts, by tier, ranks and way; benchmarks/results/interrupts.json has it. AssertionError where
 weights, moments, counters or rates are not those of an uninterrupted run after as many steps, or where a verb does not
 refuse although another one does.
 """
@@ -21,6 +21,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -198,9 +200,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--interrupts", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--json", type=Path, help="file for the rows")
     asked = parser.parse_args()
-    rows, cells = [], len(TIERS) * len(WAYS) * 2
-    for world in (1, 2):
+    worlds = [int(each) for each in asked.ranks.split(",")]
+    rows, cells = [], len(TIERS) * len(WAYS) * len(worlds)
+    for world in worlds:
         with RankPool(world) as pool:
             for tier, way in itertools.product(TIERS, WAYS):
                 with tempfile.TemporaryDirectory() as folder:
@@ -208,6 +213,10 @@ def main() -> None:
                     found = pool.run(trials, folder, tier, way, asked.seed, count, timeout=1800)
                 rows.append({"tier": tier, "ranks": world, "way": way, "became": sum(found, Counter())})
                 print(json.dumps(rows[-1]), flush=True)
+    total = sum((row["became"] for row in rows), Counter())
+    print(f"{total.total()} interrupts, none with wrong values: {dict(total)}")
+    if asked.json is not None:
+        asked.json.write_text(json.dumps({"measured": f"{datetime.now():%Y-%m-%d}", "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
