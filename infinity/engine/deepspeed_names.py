@@ -226,8 +226,9 @@ class DeepSpeedNames:
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group; none without an optimizer."""
-        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
+        """Return the learning rate of each parameter group that has one; none without an optimizer."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group["lr"] for group in groups if "lr" in group]
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
         """Set the learning rate of every parameter group, or of each. Every rank; a scheduler sets it again."""

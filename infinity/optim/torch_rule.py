@@ -5,14 +5,15 @@ optimizer looks for them. Scalars of a parameter (a step count, a product of mom
 so that every segment of it starts from the same ones. Before its first step a segment has no state; the optimizer makes
 it.
 
-A probe on a small tensor checks, when the engine is built, that the result does not depend on where parameters are cut.
+A probe on a small tensor checks, when the engine is built, that the result does not depend on where parameters are cut,
+and that there is one.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -156,6 +157,12 @@ def _options(group: Mapping[str, Any]) -> frozenset[tuple[str, object]]:
 def _probe(template: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the states that have one value an element; ConfigError if it is not elementwise."""
     kind = type(template).__name__
+    if inner := _optimizers_in(vars(template)):
+        raise ConfigError(
+            f"optimizer {kind} holds another optimizer ({inner}), which goes on stepping the parameters that it "
+            "was made with, without gradients: partitions are stepped instead. Pass one elementwise optimizer, with "
+            "what differs between parameters in its groups"
+        )
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(8, 6, generator=generator, device="cpu")
     grads = [torch.randn(8, 6, generator=generator, device="cpu") for _ in range(_PROBE_STEPS)]
@@ -202,9 +209,27 @@ def _probe(template: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[s
             "groups, which cannot be kept for partitions: pass an optimizer that keeps it in its states, such as "
             "torch.optim.AdamW"
         )
+    if torch.equal(whole, flat) and hyper.get("lr", 1.0) != 0:
+        raise ConfigError(
+            f"optimizer {kind} leaves parameters as they are: {_PROBE_STEPS} steps of a matrix of 8 x 6 in its groups "
+            "changed nothing. The engine steps partitions, which it puts into param_groups: an optimizer that keeps "
+            "its own list of parameters, or steps in hooks, is never run on them"
+        )
     _check_kept(kind, state, weight)
     _check_kept(kind, stored, large)
     return _shaped(state)
+
+
+def _optimizers_in(value: Any) -> str:
+    """Return the class names of the optimizers that an object's attributes hold, directly or in a list or mapping."""
+    if isinstance(value, torch.optim.Optimizer):
+        return type(value).__name__
+    held: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        held = value.values()
+    elif isinstance(value, (list, tuple)):
+        held = value
+    return ", ".join(filter(None, map(_optimizers_in, held)))
 
 
 def _shaped(state: Mapping[str, Any]) -> tuple[str, ...]:

@@ -223,9 +223,37 @@ class Rownormed(torch.optim.Optimizer):
                 param.sub_(param.grad / param.grad.norm(dim=-1, keepdim=True), alpha=group["lr"])
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Steps by optimizers of its own, which have the model's parameters."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        params = list(params)
+        super().__init__(params, {})
+        self.inner = {"all": [torch.optim.Adam(params, lr=0.1)]}
+
+    def step(self, closure: None = None) -> None:
+        self.inner["all"][0].step()
+
+
+class OwnList(torch.optim.SGD):
+    """Steps a list of its own, not its groups."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        self.mine = list(params)
+        super().__init__(self.mine, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for param in self.mine:
+            if param.grad is not None:
+                param.sub_(param.grad)
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
+        (Wrapping, r"Wrapping holds another optimizer \(Adam\), which goes on stepping the parameters that it"),
+        (OwnList, "OwnList leaves parameters as they are: 3 steps of a matrix of 8 x 6 in its groups changed nothing"),
         (Rownormed, "Rownormed is not elementwise: stepping a matrix of 8 x 6 whole and cut into three flat stretches"),
         (torch.optim.LBFGS, "LBFGS cannot be run on partitions"),
         (CountsInItself, "CountsInItself keeps something from step to step beside its states"),
