@@ -130,7 +130,8 @@ class ZeroOptimization(Section):
     cpu_offload_use_pin_memory: Flag | None = None
     """Older form of pin_memory in both."""
     sub_group_size: Annotated[Natural, Differs("it is an upper bound, at every stage")] = 10**9
-    """Upper bound of the elements that the optimizer steps at a time; 0: the default."""
+    """Upper bound of the elements that the optimizer steps at a time; 0: the default. Where it is below 65,536, there
+    are no more than 4,096 sub-groups."""
     stage3_prefetch_bucket_size: Annotated[
         Natural, Differs("it is an upper bound: the plan prefetches whole units"), Also(("prefetch_bucket_size",))
     ] = 50_000_000
@@ -150,7 +151,7 @@ class ZeroOptimization(Section):
     tile_parameters: Natural | None = None
     """Ours. Upper bound of the elements of a linear or embedding weight gathered at a time; a larger weight is executed
     in tiles of its rows. 0: never. Absent: a weight of more than stage3_max_live_parameters elements is executed in
-    tiles of a quarter of that. Needs stage 3."""
+    tiles of a quarter of that. Below 65,536 elements, a weight has no more than 256 tiles. Needs stage 3."""
     leaf_module: LeafModule = LeafModule()
     contiguous_gradients: Annotated[Flag, NoEffect("gradients are reduced on arrival, never collected")] = True
     """Copy gradients to one buffer as they are produced."""

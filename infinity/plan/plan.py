@@ -406,7 +406,8 @@ class _Draft:
         request, layouts, dp = self._request, self._layouts, self._topology.dp
         parts = 1 if request.stage == 0 else dp
         numel = sum(layout.partition_numel(parts) for layout in layouts if layout.trainable)
-        numel_max = request.sub_group_numel
+        # What fills the plan with tiny sub-groups saves no memory that counts, and each costs a request to its drive.
+        numel_max = max(request.sub_group_numel, min(SPLIT_NUMEL_MIN, numel // SUB_GROUPS_MAX))
         if request.optimizer_tier is None or request.optimizer_tier.on_drive or request.optimizer_share < 1:
             numel_max = min(numel_max, max(request.split_numel, -(-numel // SUB_GROUPS_MAX)))
         if request.optimizer_share < 1:

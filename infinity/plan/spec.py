@@ -30,6 +30,9 @@ _EXPERT = re.compile(r"expert(block|layer|mlp|mixer)?$", re.IGNORECASE)
 _CONTAINERS = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
 # What a unit's name says of it on ranks of a tensor axis.
 _REPLICATED = {Replica.NONE: "", Replica.SAME: " (replicated)", Replica.PARTIAL: " (replicated, summed)"}
+# A weight is cut into more tiles than this only where these are larger: less saves no memory that counts.
+_TILES_MAX = 256
+_TILE_NUMEL_TINY = 1 << 16
 # Attribute of a module that the program wants as one unit: see `infinity.zero.leaf_modules`.
 LEAF_MARK = "_infinity_leaf"
 
@@ -383,7 +386,8 @@ def _with_tiles(
     made = []
     for spec in specs:
         modules = tuple(dict.fromkeys(point for point, _ in hooked[spec.name]))
-        pieces = list(cut_rows(spec.shape, rules.tile_numel_max))
+        numel_max = max(rules.tile_numel_max, min(_TILE_NUMEL_TINY, math.prod(spec.shape) // _TILES_MAX))
+        pieces = list(cut_rows(spec.shape, numel_max))
         for index, (start, numel) in enumerate(pieces):
             name = f"{spec.name}, tile {index + 1} of {len(pieces)}" + ("" if spec.trainable else " (frozen)")
             piece = replace(spec, start=start, tile_numel=numel)

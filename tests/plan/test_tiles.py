@@ -95,6 +95,13 @@ def test_a_tile_does_not_stay_gathered_for_being_small():
         assert placed.whole == (not layout.is_tile)
 
 
+def test_tiny_bounds_make_no_plan_of_thousands_of_pieces():
+    model = nn.Sequential(*[nn.Linear(2048, 2048, device="meta") for _ in range(2)])
+    bounds = {"stage3_max_live_parameters": 100, "sub_group_size": 100}
+    plan = plan_of(model, {**bounds, "offload_optimizer": {"device": "cpu"}})
+    assert max(map(len, tiles_by_name(plan).values())) == 256 and len(plan.sub_groups) <= 4096 + 2
+
+
 class Own(nn.Linear):
     """A linear layer of another class may use its weight as it likes."""
 
