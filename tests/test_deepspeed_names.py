@@ -245,8 +245,9 @@ def test_what_is_refused_can_be_imported_and_says_why_when_it_is_used():
         # What a file defines at its top.
         subclass = type("Own", (found,), {})
         for use in (found, subclass):
-            with pytest.raises(ConfigError, match=re.escape(f"deepspeed.{place}: {why}")):
-                use(1, key=2)
+            for way in (lambda use: use(1, key=2), lambda use: 2 * use, iter):
+                with pytest.raises(ConfigError, match=re.escape(f"deepspeed.{place}: {why}")):
+                    way(use)
         assert not hasattr(found, "attribute")
     assert len(list(refusals())) > 80
 
@@ -336,9 +337,54 @@ def test_what_scripts_use_without_an_engine_works(caplog, capsys):
         runtime.utils.see_memory_usage("here")
         runtime.utils.see_memory_usage("there", force=True)
     assert [record.message.split(":")[0] for record in caplog.records] == ["there"]
+    parts = runtime.utils.partition_balanced
+    assert parts([0, 1.1, 1.9, 3, 3, 3], 4) == [0, 3, 4, 5, 6] and runtime.utils.partition_uniform(5, 3) == [0, 2, 4, 5]
+    assert parts([1, 2], 3) == [0, 1, 2, 2] and parts([1] * 8, 4) == [0, 2, 4, 6, 8]
     weight, rows = torch.randn(3, 4), torch.randn(2, 4)
     assert torch.equal(runtime.zero.linear.zero3_linear_wrap(rows, weight), rows @ weight.T)
     assert deepspeed.ops.op_builder.CPUAdamBuilder().load() and deepspeed.ops.__compatible_ops__["cpu_adam"]
+
+
+def test_a_program_asks_the_launcher_and_writes_to_the_monitors(tmp_path):
+    runner = importlib.import_module("infinity.deepspeed.launcher.runner")
+    (tmp_path / "hosts").write_text("# two\na slots=2\nb slots=3\n")
+    pool = runner.fetch_hostfile(tmp_path / "hosts")
+    assert pool == {"a": 2, "b": 3} and runner.fetch_hostfile(tmp_path / "none") is None
+    assert runner.parse_inclusion_exclusion(pool, "b:0@b:2", "") == {"b": [0, 2]}
+    assert runner.parse_inclusion_exclusion(pool, "", "a@b:1@b:0") == {"b": [2]}
+    assert runner.parse_resource_filter({"a": [0, 1]}, exclude_str="a") == {}
+    for words in ({"include_str": "a", "exclude_str": "a"}, {"include_str": "c"}, {"exclude_str": "a:2"}):
+        with pytest.raises(ValueError, match=r"--(in|ex)clude"):
+            runner.parse_resource_filter({"a": [0, 1]}, **words)
+
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "own"}
+    found = deepspeed.DeepSpeedConfig({"train_batch_size": 4, "csv_monitor": section}).monitor_config
+    monitors = importlib.import_module("infinity.deepspeed.monitor.monitor")
+    for monitor in (monitors.MonitorMaster(found), monitors.csvMonitor(found.csv_monitor)):
+        assert monitor.enabled
+        monitor.write_events([("Train/accuracy", 0.5, 4), ("Train/accuracy", 0.75, 8)])
+    assert monitor.job_name == "own" and not monitors.TensorBoardMonitor(found.tensorboard).enabled
+    rows = (tmp_path / "own" / "Train_accuracy.csv").read_text().split()
+    assert rows == ["step,accuracy", *["4,0.5", "8,0.75"] * 2]
+
+
+def test_the_optimizer_of_an_engine_tells_its_loss_scale_and_norm():
+    dynamic = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
+    fixed = {"enabled": True, "loss_scale": 8.0}
+    for section, scales in ((dynamic, [16.0, 32.0]), (fixed, [8.0, 8.0]), ({"enabled": False}, [1.0, 1.0])):
+        config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "fp16": section}
+        model = torch.nn.Linear(4, 1, bias=False, device="cpu")
+        engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
+        with engine:
+            for scale in scales:
+                scaler = optimizer.loss_scaler
+                assert optimizer.loss_scale == optimizer.cur_scale == scaler.cur_scale == scaler.loss_scale == scale
+                engine.backward(engine(torch.ones(1, 4, dtype=model.weight.dtype)).sum())
+                engine.step()
+            assert optimizer.dynamic_loss_scale == scaler.dynamic == (section is dynamic)
+            assert optimizer._global_grad_norm == engine.get_global_grad_norm() == 2.0
+            with pytest.raises(AttributeError, match=r"optimizer.fp32_groups: the optimizer of an engine has no such"):
+                assert optimizer.fp32_groups
 
 
 def test_a_model_of_an_engine_is_guarded_as_ours_and_goes_to_the_next_engine():

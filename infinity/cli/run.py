@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.terminal import say
-from infinity.config.untrusted import read_metadata, reason, shortened
+from infinity.config.hosts import SLOTS_MAX, Hosts, chosen_hosts, read_hosts
 from infinity.errors import ConfigError
 from infinity.memory.tiers.device import count_devices
 
@@ -51,12 +50,8 @@ _REFUSED: dict[str, tuple[int, str]] = {
     "--save_pid": (0, "the launcher's processes are torchrun's: see `ps`"),
 }
 _LOCAL = ("localhost", "127.0.0.1")
-# More devices than this are a slip of the finger, of which no list is made.
-_SLOTS_MAX = 65_536
 # Seconds between two looks at launchers on other machines.
 _LOOK_SECONDS = 0.2
-
-Hosts = dict[str, list[int]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,77 +182,25 @@ def _torchrun(given: argparse.Namespace, where: Sequence[str], count: int) -> li
 
 def _hosts(given: argparse.Namespace) -> Hosts:
     """Return each machine with the devices to use there."""
-    if given.nproc is not None and not 0 < given.nproc <= _SLOTS_MAX:
-        raise ConfigError(f"--nproc {given.nproc}: a machine has 1 to {_SLOTS_MAX:,} processes")
+    if given.nproc is not None and not 0 < given.nproc <= SLOTS_MAX:
+        raise ConfigError(f"--nproc {given.nproc}: a machine has 1 to {SLOTS_MAX:,} processes")
     if given.hostfile is not None:
-        hosts = _read_hosts(Path(given.hostfile))
+        hosts = read_hosts(Path(given.hostfile))
         if given.num_nodes is not None:
             if not 0 < given.num_nodes <= len(hosts):
                 raise ConfigError(f"--num_nodes {given.num_nodes}: {given.hostfile} names {len(hosts)} machine(s)")
             hosts = dict(list(hosts.items())[: given.num_nodes])
     else:
         hosts = {"localhost": list(range(max(count_devices(), given.nproc or 1)))}
-    hosts = _chosen(hosts, given)
+    hosts = chosen_hosts(hosts, given.include, given.exclude)
+    if not hosts:
+        raise ConfigError(f"--exclude {given.exclude}: leaves no device")
     if given.nproc is not None:
         few = [host for host, slots in hosts.items() if len(slots) < given.nproc]
         if few:
             raise ConfigError(f"--nproc {given.nproc}: {few[0]} has {len(hosts[few[0]])} device(s) to use")
         hosts = {host: slots[: given.nproc] for host, slots in hosts.items()}
     return hosts
-
-
-def _read_hosts(path: Path) -> Hosts:
-    try:
-        lines = read_metadata(path).decode().splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--hostfile {path}: cannot be read: {reason(error)}") from error
-    hosts: Hosts = {}
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].strip()
-        if not words:
-            continue
-        found = re.fullmatch(r"([\w.:@-]+)\s+slots=(\d{1,18})", words)
-        if found is None or found[1].startswith("-"):
-            raise ConfigError(f'{path}, line {number}: {shortened(line)} is not "name slots=8"')
-        if not 0 < int(found[2]) <= _SLOTS_MAX:
-            raise ConfigError(f"{path}, line {number}: {found[2]} slots: a machine has 1 to {_SLOTS_MAX:,} devices")
-        if found[1] in hosts:
-            raise ConfigError(f"{path}, line {number}: {found[1]} stands twice")
-        hosts[found[1]] = list(range(int(found[2])))
-    if not hosts:
-        raise ConfigError(f'{path} names no machine: one a line, "name slots=8"')
-    return hosts
-
-
-def _chosen(hosts: Hosts, given: argparse.Namespace) -> Hosts:
-    if given.include and given.exclude:
-        raise ConfigError("--include and --exclude: keep one of the two")
-    if given.include:
-        wanted = _parsed(given.include, hosts, "--include")
-        return {host: wanted[host] for host in hosts if host in wanted}
-    without = _parsed(given.exclude, hosts, "--exclude") if given.exclude else {}
-    left = {host: [slot for slot in slots if slot not in without.get(host, ())] for host, slots in hosts.items()}
-    left = {host: slots for host, slots in left.items() if slots}
-    if not left:
-        raise ConfigError(f"--exclude {given.exclude}: leaves no device")
-    return left
-
-
-def _parsed(text: str, hosts: Hosts, option: str) -> Hosts:
-    """Return the machines and devices that "a@b:0,2" names; a machine without a list has all its devices."""
-    found: Hosts = {}
-    for part in text.split("@"):
-        host, colon, listed = part.partition(":")
-        if host not in hosts:
-            raise ConfigError(f"{option} {text}: no machine {host!r}; there is {', '.join(hosts)}")
-        if colon and not re.fullmatch(r"\d+(,\d+)*", listed):
-            raise ConfigError(f'{option} {text}: {listed!r} is not a list of devices such as "0,2"')
-        slots = sorted({int(slot) for slot in listed.split(",")}) if colon else hosts[host]
-        beyond = [slot for slot in slots if slot not in hosts[host]]
-        if beyond:
-            raise ConfigError(f"{option} {text}: {host} has devices 0 to {len(hosts[host]) - 1}, not {beyond[0]}")
-        found[host] = slots
-    return found
 
 
 def _everywhere(given: argparse.Namespace, hosts: Hosts, added: Mapping[str, str]) -> int:

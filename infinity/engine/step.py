@@ -110,6 +110,7 @@ class Boundary:
             groups, chosen.defaults, self.apply, kind=chosen.name, stepper=stepper,
             states=OptimizerStates(runtime.access, stepper, module.parameters), named=module.named_parameters,
             skipped=lambda: self._latest is not None and self._latest.skipped,
+            norm=lambda: self.norm, scaler=runtime.scaler,
             given=given if isinstance(given, torch.optim.Optimizer) else None,
             parameter_offload=ParameterOffload(runtime.module),
         )  # fmt: skip

@@ -9,8 +9,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UnknownNameError
+from infinity.optim.loss_scaler import LossScaler
 from infinity.optim.stepper import Stepper
+
+
+class LossScalerView:
+    """The loss scale under the names of DeepSpeed's scalers, live: `optimizer.loss_scaler`. Read-only."""
+
+    def __init__(self, scaler: LossScaler | None) -> None:
+        """scaler: None where the precision needs no scale."""
+        self._scaler = scaler
+
+    @property
+    def cur_scale(self) -> float:
+        """What the loss is multiplied by now."""
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it follows overflows."""
+        return self._scaler is not None and self._scaler.dynamic
+
+    @property
+    def scale_window(self) -> int:
+        """Good steps after which a dynamic scale doubles."""
+        return (self._scaler or LossScaler()).loss_scale_window
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -18,25 +44,29 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     `param_groups` and `state` are live, and those of the program's own optimizer are the same objects: what is written
     there applies from the next step on, or `check` refuses it. The engine calls `step`. What DeepSpeed's optimizers
-    have besides is here under its names: `overflow`, `optimizer`, `parameter_offload`, `train` and `eval`.
+    have besides is here under its names: `overflow`, `loss_scale`, `cur_scale`, `loss_scaler`, `_global_grad_norm`,
+    `optimizer`, `parameter_offload`, `train` and `eval`.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], defaults: dict[str, Any],
         run: Callable[[Sequence[dict[str, Any]]], None], *, kind: str, stepper: Stepper, states: Any,
         named: Callable[[], Iterator[tuple[str, nn.Parameter]]], skipped: Callable[[], bool] = lambda: False,
+        norm: Callable[[], float] = lambda: 0.0, scaler: LossScaler | None = None,
         given: torch.optim.Optimizer | None = None, parameter_offload: object = None,
     ) -> None:  # fmt: skip
         """run: steps the partitions with live parameter groups. kind: the update rule's name, such as "AdamW". stepper:
         what steps each parameter with its group. states: an `OptimizerStates`, which `state` shows. named: returns the
-        model's parameters. skipped: whether the latest step was skipped. given: the program's own optimizer.
-        parameter_offload: what DeepSpeed's optimizer keeps of its hooks.
+        model's parameters. skipped: whether the latest step was skipped. norm: that of its gradients. given: the
+        program's own optimizer. parameter_offload: what DeepSpeed's optimizer keeps of its hooks.
         """
         self._run = run
         self._stepper = stepper
         self._states = states
         self._named = named
         self._skipped = skipped
+        self._norm = norm
+        self.loss_scaler = LossScalerView(scaler)
         self.kind = kind
         self.parameter_offload = parameter_offload
         self._inner = given if given is not None else torch.optim.Optimizer(groups, defaults)
@@ -161,6 +191,30 @@ class TieredOptimizer(torch.optim.Optimizer):
     def overflow(self) -> bool:
         """Whether the latest step was skipped, because a gradient was not finite."""
         return self._skipped()
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale of fp16; 1 in other precisions."""
+        return self.loss_scaler.cur_scale
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.loss_scaler.dynamic
+
+    @property
+    def _global_grad_norm(self) -> float:
+        return self._norm()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise UnknownNameError(
+            f"optimizer.{name}: the optimizer of an engine has no such member. Weights, gradients and states are in "
+            "tiers: infinity.state(param) reads and writes those of a parameter, optimizer.state[param] its states"
+        )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

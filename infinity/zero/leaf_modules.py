@@ -40,15 +40,17 @@ def unset_z3_leaf_modules(
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Do the same as `set_z3_leaf_modules` for modules by their full names, each of which must be there."""
+) -> tuple[list[nn.Module], list[str]]:
+    """Do the same as `set_z3_leaf_modules` for modules by their full names; return the modules, and the names that the
+    model has not, which are a ConfigError if `raise_if_not_found`.
+    """
     return _mark_named(model, module_names, str.__eq__, needed=raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Do the same for modules whose full names end in one of these."""
+) -> tuple[list[nn.Module], list[str]]:
+    """Do the same as `set_z3_leaf_modules_by_name` for modules whose full names end in one of these."""
     return _mark_named(model, module_name_suffixes, str.endswith, needed=raise_if_not_found)
 
 
@@ -76,13 +78,13 @@ def _mark_kinds(model: nn.Module, given: Kinds, *, marked: bool, needed: bool) -
 
 def _mark_named(
     model: nn.Module, given: Iterable[str], matches: Callable[[str, str], bool], *, needed: bool
-) -> list[nn.Module]:  # fmt: skip
+) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
     wanted, named = list(given), dict(model.named_modules())
     missing = [name for name in wanted if not any(matches(path, name) for path in named)]
     if missing and needed:
         raise ConfigError(f"leaf modules: {type(model).__name__} has no module {missing[0]!r}; see named_modules()")
     found = [module for path, module in named.items() if any(matches(path, name) for name in wanted)]
-    return _mark(model, found, marked=True)
+    return _mark(model, found, marked=True), missing
 
 
 def _mark(model: nn.Module, found: list[nn.Module], *, marked: bool) -> list[nn.Module]:

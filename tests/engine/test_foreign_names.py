@@ -358,6 +358,7 @@ def test_a_leaf_module_is_one_unit(tmp_path, kinds):
     model = Pairs()
     assert set_z3_leaf_modules(model, kinds) == get_z3_leaf_modules(model) == [*model.pairs]
     assert z3_leaf_module(model.pairs[0]) and not z3_leaf_module(model)
+    assert utils.set_z3_leaf_modules_by_suffix(model, [".1", "?"], False) == ([model.pairs[1]], ["?"])
     first = {f"pairs.0.{layer}.{kind}" for layer in ("one", "other") for kind in ("weight", "bias")}
     assert any(first <= names for names in units_of(model, tmp_path))
 

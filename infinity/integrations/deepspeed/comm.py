@@ -26,6 +26,7 @@ def init_distributed(
     """
     adapt()
     if dist_init_required is False:
+        launch.check_arguments({}, dist_init_required, detect())
         return
     launch.init_distributed(dist_backend, timeout)
 

@@ -77,6 +77,9 @@ class DeepSpeedConfig:
         if name == "resolved":
             raise AttributeError(name)
         config = self.resolved.config
+        if name == "monitor_config":
+            # The sections of monitors among others.
+            return config
         if name in _NAMES:
             return getattr(config, _NAMES[name])
         if name in CONFIGURED:

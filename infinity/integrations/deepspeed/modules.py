@@ -7,8 +7,6 @@ name is refused, with all that lies below them. docs/coming_from_deepspeed.md is
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import torch
@@ -26,6 +24,8 @@ from infinity.integrations.deepspeed import (
     configs,
     entry,
     groups,
+    launcher,
+    monitor,
     optimizers,
     schedules,
     tensor_fragment,
@@ -74,11 +74,6 @@ class PipelineEngine(Engine, metaclass=_OfLayers):
     """For `isinstance`: an engine whose model is a `PipelineModule`. There is one class of engines here."""
 
 
-def launch() -> None:
-    """Run the command line of DeepSpeed's launcher: `infinity run --as-deepspeed`, in place of this process."""
-    os.execv(sys.executable, [sys.executable, "-m", "infinity", "run", "--as-deepspeed", *sys.argv[1:]])
-
-
 _INTERNAL = (
     "it is a part of DeepSpeed's own engine, and infinity's works otherwise. Use the engine that initialize() returns, "
     "its optimizer, and infinity.state(parameter)"
@@ -95,6 +90,7 @@ _NO_SEQUENCE = reason_of("sequence_parallel_size")
 _NO_LINEAR = "layers with adapters are peft's: peft.get_peft_model(model, LoraConfig(...)), then initialize()"
 _NO_TILES = "a weight that is too large to gather is executed in tiles: set zero_optimization.tile_parameters"
 _EVERY_LOADS = f"{reason_of('checkpoint.load_universal')}. Leave the conversion out, and call load_checkpoint()"
+_MONITORS = "the monitors are the sections tensorboard, csv_monitor and wandb: see DeepSpeedConfig(...).monitor_config"
 _NO_DRAWS = "the engine seeds what divided layers draw, and recomputation restores random numbers. Leave the call out"
 _OWN_KERNELS = "the optimizer's kernels are infinity's own, behind DeepSpeedCPUAdam and FusedAdam of ops.adam"
 
@@ -159,10 +155,17 @@ MODULES: dict[str, Names] = {
     },
     "launcher": {},
     "launcher.runner": {
-        "DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env", "main": launch,
-        **_no("`infinity run` reads machines and devices itself", "fetch_hostfile", "parse_args",
+        **_of(launcher, "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "fetch_hostfile", "main",
               "parse_inclusion_exclusion", "parse_resource_filter"),
+        **_no("`infinity run` reads machines and devices itself", "parse_args"),
+        **_no("ssh passes no variables of this machine's: set them on each machine, or start each by itself with "
+              "`infinity run --no_ssh`", "EXPORT_ENVS"),
     },
+    "monitor": {},
+    "monitor.csv_monitor": _of(monitor, "csvMonitor"),
+    "monitor.monitor": _defined(monitor),
+    "monitor.tensorboard": _of(monitor, "TensorBoardMonitor"),
+    "monitor.wandb": _of(monitor, "WandbMonitor"),
     "ops": {"__compatible_ops__": optimizers.COMPATIBLE_OPS},
     "ops.adam": _OPTIMIZERS,
     "ops.adam.cpu_adam": _of(optimizers, "DeepSpeedCPUAdam"),
@@ -195,11 +198,11 @@ MODULES: dict[str, Names] = {
     ),
     "runtime.precision_config": {"DeepSpeedFP16Config": configs.Fp16, "DeepSpeedBF16Config": configs.Bf16},
     "runtime.utils": {
-        **_of(utils, "call_to_str", "ensure_directory_exists", "move_to_device", "see_memory_usage", "set_random_seed"),
+        **_of(utils, "call_to_str", "ensure_directory_exists", "move_to_device", "partition_balanced",
+              "partition_uniform", "see_memory_usage", "set_random_seed"),
         **_no("set gradient_clipping, and read engine.get_global_grad_norm() after step()", "clip_grad_norm_",
               "get_global_norm", "get_grad_norm", "get_weight_norm", "CheckOverflow"),
-        **_no("PipelineModule(partition_method=...) cuts a model in layers", "PartitionedTensor", "partition_balanced",
-              "partition_uniform", "prefix_sum_inc"),
+        **_no("PipelineModule(partition_method=...) cuts a model in layers", "PartitionedTensor", "prefix_sum_inc"),
         **_no(_INTERNAL, "count_used_parameters_in_backward"),
     },
     "runtime.zero": {
@@ -279,7 +282,8 @@ NO_MODULES = {
         "model_implementations": _NO_INFERENCE,
         "module_inject": _NO_INFERENCE,
         "moe": reason_of("expert_parallel"),
-        "monitor": "an engine writes its figures itself: enable tensorboard, csv_monitor or wandb in the configuration",
+        "monitor.comet": _MONITORS,
+        "monitor.config": _MONITORS,
         "nebula": reason_of("nebula"),
         "nvme": "run `infinity bench --drive FOLDER`, which measures the drive and writes a profile",
         "ops.sparse_attention": reason_of("sparse_attention"),

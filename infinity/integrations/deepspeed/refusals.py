@@ -44,10 +44,17 @@ class _RefusedType(type):
     reason: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError(f"{cls.path}: {cls.reason}")
+        cls._used()
 
     def __getattr__(cls, name: str) -> NoReturn:
         raise UnknownNameError(f"{cls.path}.{name}: {cls.reason}")
+
+    def _used(cls, *args: Any) -> NoReturn:
+        raise ConfigError(f"{cls.path}: {cls.reason}")
+
+    # As a number, a mapping, a list.
+    __index__ = __int__ = __float__ = __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __floordiv__ = _used
+    __lt__ = __le__ = __gt__ = __ge__ = __iter__ = __contains__ = __getitem__ = _used
 
     def __instancecheck__(cls, instance: object) -> bool:
         return False

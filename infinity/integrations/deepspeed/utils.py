@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import numpy
@@ -19,6 +20,7 @@ from infinity.distributed.process_groups import detect
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.accelerator import get_accelerator
 from infinity.log import logger
+from infinity.plan.stages import balance
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -105,6 +107,21 @@ def call_to_str(base: str, *args: object, **kwargs: object) -> str:
     """Return a call as text, such as `f(1, name='x')`."""
     named = [f"{name}={value!r}" for name, value in kwargs.items()]
     return f"{base}({', '.join([*map(repr, args), *named])})"
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Return where each of `num_parts` parts of `num_items` items begins, and the end; the first have one item more."""
+    size, more = divmod(num_items, num_parts)
+    return [part * size + min(part, more) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Do the same for items with weights: the heaviest part is as light as can be, and the others as equal as that
+    allows. No part is empty, unless there are fewer items than parts.
+    """
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    return [0, *accumulate(balance(weights, num_parts))]
 
 
 def _mapped(item: Any, chosen: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
