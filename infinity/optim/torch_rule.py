@@ -157,12 +157,7 @@ def _options(group: Mapping[str, Any]) -> frozenset[tuple[str, object]]:
 def _probe(template: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the states that have one value an element; ConfigError if it is not elementwise."""
     kind = type(template).__name__
-    if inner := _optimizers_in(vars(template)):
-        raise ConfigError(
-            f"optimizer {kind} holds another optimizer ({inner}), which goes on stepping the parameters that it "
-            "was made with, without gradients: partitions are stepped instead. Pass one elementwise optimizer, with "
-            "what differs between parameters in its groups"
-        )
+    _check_alone(template)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(8, 6, generator=generator, device="cpu")
     grads = [torch.randn(8, 6, generator=generator, device="cpu") for _ in range(_PROBE_STEPS)]
@@ -218,6 +213,16 @@ def _probe(template: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[s
     _check_kept(kind, state, weight)
     _check_kept(kind, stored, large)
     return _shaped(state)
+
+
+def _check_alone(template: torch.optim.Optimizer) -> None:
+    """ConfigError for an optimizer that holds others: their parameters would stay the program's."""
+    if inner := _optimizers_in(vars(template)):
+        raise ConfigError(
+            f"optimizer {type(template).__name__} holds another optimizer ({inner}), which goes on stepping the "
+            "parameters that it was made with, without gradients: partitions are stepped instead. Pass one elementwise "
+            "optimizer, with what differs between parameters in its groups"
+        )
 
 
 def _optimizers_in(value: Any) -> str:

@@ -12,7 +12,7 @@ from infinity.config.hosts import Hosts, chosen_hosts, read_hosts
 from infinity.log import logger
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-DLTS_HOSTFILE = "/job/hostfile"
+DLTS_HOSTFILE = os.path.join(os.sep, "job", "hostfile")
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
