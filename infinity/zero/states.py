@@ -15,7 +15,7 @@ from infinity.zero.other_stages import is_elsewhere
 from infinity.zero.param_access import ParamAccess, units_of
 from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.unit import Unit
-from infinity.zero.whole_values import gathered, pass_along, put_together, take_own
+from infinity.zero.whole_values import pass_along, put_together, rows_of_ranks, take_own
 
 
 def _property(kind: str, what: str) -> property:
@@ -188,7 +188,7 @@ class _Part:
         values = own.new_empty(self.slot.numel)
         first = self.slot.offset
         alone = self._unit.placed.parts == 1
-        partitions = [(0, own.view(1, -1))] if alone else gathered(own, groups.data, device, name)
+        partitions = [(0, own.view(1, -1))] if alone else rows_of_ranks(own, groups.data, device, name)
         for begin, rows in partitions:
             for index, row in enumerate(rows):
                 at = index * own.numel() + begin

@@ -18,7 +18,7 @@ from infinity.plan.layout import Slot
 from infinity.zero.value_slices import PIECE_NBYTES, broadcast_values
 
 
-def gathered(values: Tensor, group: AxisGroup, device: torch.device, name: str) -> Iterator[tuple[int, Tensor]]:
+def rows_of_ranks(values: Tensor, group: AxisGroup, device: torch.device, name: str) -> Iterator[tuple[int, Tensor]]:
     """Yield every member's values ([numel], contiguous, of one size and dtype) in pieces: (first element, [size, n] in
     CPU memory). Collective: take all pieces. A piece is valid until the next one.
 
@@ -49,7 +49,7 @@ def put_together(
         if flat is not None:
             flat[slot.start : slot.start + slot.numel].copy_(values)
         return
-    for begin, rows in gathered(values, group, device, name):
+    for begin, rows in rows_of_ranks(values, group, device, name):
         if flat is None:
             continue
         for index, row in enumerate(rows):
