@@ -21,8 +21,8 @@ LIMIT_NBYTES = 2 << 30
 @pytest.mark.drive(12)
 @pytest.mark.timeout(900)
 def test_four_gigabytes_of_state_train_under_two_of_memory(tmp_path: Path) -> None:
-    """The middle case of tests.memory_cases with default keys: what is gathered at once is fitted to the limit, clipping
-    and all, and neither that nor the placement shows in the result.
+    """The middle case of tests.memory_cases with default keys: what is gathered at once is fitted to the limit,
+    clipping and all, and neither that nor the placement shows in the result.
     """
     drive = tmp_path / "drive"
     limited = run_case("middle", LIMIT_NBYTES / 2**30, str(drive), 2, "digest")
