@@ -430,7 +430,8 @@ class Engine(DeepSpeedNames, nn.Module):
 
     @property
     def plan(self) -> Plan:
-        return self._runtime.plan
+        known = self._runtime.ledger.activations_in_words()
+        return replace(self._runtime.plan, activations=known) if known else self._runtime.plan
 
     @property
     def groups(self) -> ProcessGroups:

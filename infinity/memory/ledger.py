@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from infinity.config.units import format_bytes
 from infinity.errors import TierMemoryError
 from infinity.memory.refusal import MemoryRefused, is_refusal
 from infinity.observability import trace
@@ -58,6 +59,10 @@ class Ledger:
         """Take the figures of a micro-batch."""
         self.predicted_nbytes = predicted_nbytes
         self.activation_nbytes, self.activations = activation_nbytes, activations
+
+    def activations_in_words(self) -> str:
+        """A micro-batch's activations: "400 MB (8 x 128, counted)"; "" while they are not known."""
+        return f"{format_bytes(self.activation_nbytes)} ({self.activations})" if self.activations else ""
 
     def pin(self, nbytes: int) -> None:
         """Book `nbytes` more (or fewer, when negative) of page-locked CPU memory."""

@@ -139,8 +139,8 @@ class StepProgress:
         for tier, name in memory_names(accelerator=self._accelerator).items():
             nbytes[name] += self._ledger.total(tier)
         held = ", ".join(f"{name} {format_bytes(size)}" for name, size in nbytes.items())
-        if self._ledger.activations:
-            held += f", activations {format_bytes(self._ledger.activation_nbytes)} ({self._ledger.activations})"
+        if known := self._ledger.activations_in_words():
+            held += f", activations {known}"
         logger.info("step %d: %s; %s; %s", step, ", ".join(parts), held, _waiting(mean))
         if self._breakdown:
             logger.info("time of a step, mean of %d: %s", amount.steps, mean)

@@ -108,6 +108,8 @@ class Plan:
     numel: int = field(default=0)
     # What this rank has of a model that is cut into stages; all of the above is of that part.
     pipeline: PipelinePart | None = None
+    # A micro-batch's activations beside it in words, as far as an engine knows them. No decision of the plan.
+    activations: str = field(default="", compare=False)
 
     def __hash__(self) -> int:
         # Of a few decisions only: a plan has thousands.
@@ -300,6 +302,8 @@ class Plan:
         for name, kinds in held.items():
             parts = ", ".join(f"{kind.label} {format_bytes(nbytes)}" for kind, nbytes in kinds.items())
             lines.append(f"  {name:<{width}} {format_bytes(kinds.total()):>10}  {parts}")
+        if self.activations:
+            lines.append(f"beside it a micro-batch's activations: {self.activations}")
         lines += tiles_in_words(self.layouts, self.placement, request.live_numel)
         lines.append(
             f"fetch schedule: {len(self.schedule)} uses a step, at most {format_bytes(self.schedule.peak_nbytes)} "
@@ -310,7 +314,9 @@ class Plan:
     def fingerprint(self) -> str:
         """A short hash of every decision, equal for equal plans on any machine."""
         decided = self if self.pipeline is None else replace(self, pipeline=self.pipeline.decided)
-        return hashlib.sha256(json.dumps(asdict(decided), sort_keys=True, default=str).encode()).hexdigest()[:16]
+        decisions = asdict(decided)
+        del decisions["activations"]
+        return hashlib.sha256(json.dumps(decisions, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _add(table: dict[Tier, dict[Kind, int]], tier: Tier, kind: Kind, nbytes: int) -> None:
