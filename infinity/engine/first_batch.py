@@ -67,6 +67,7 @@ def on_shapes(
             found = measure_call(
                 model, args, kwargs, dtype=DTYPES[config.compute_dtype], recomputed=recomputed, blocks=blocks,
                 keep_ops=config.config.activation_checkpointing.keep_ops, training=training,
+                holds_output=not blocks,
             )  # fmt: skip
         except ConfigError:
             return None
@@ -122,11 +123,7 @@ class FirstBatch:
             live = LiveBytes(self._model, self._question.checkpointed, self._limit(shapes, group))
             with live.counting(), self._agreeing(live, shapes, group):
                 yield
-            found = live.found(f"{_in_words(shapes)}, counted")
-            if self._whole and self._room is not None and 3 * found.nbytes > 2 * self._room:
-                # What backward takes is a guess, which is not good enough near the limit.
-                found = self._on_shapes(args, kwargs) or found
-            self._judge(found, group)
+            self._judge(live.found(f"{_in_words(shapes)}, counted"), group)
         self._first = False
         self._seen = [seen for seen in self._seen if not _covers(shapes, seen)] + [shapes]
 

@@ -57,16 +57,18 @@ def measure_activations(
 def measure_call(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, dtype: torch.dtype | None = None,
     recomputed: Sequence[str] = (), keep_ops: Sequence[str] = (), blocks: Sequence[str] = (), training: bool = False,
+    holds_output: bool = False,
 ) -> Activations:  # fmt: skip
     """As `measure_activations`, of any call.
 
     model: may belong to an engine, whose hooks and whose replaced forwards the copy does not have. recomputed: paths of
     the blocks that our own checkpointing computes again, and keep_ops what it keeps of them; `inputs` counts them.
     blocks: paths of the blocks between which a pipeline may cut, for the same figures by block. training: as it is
-    trained, also where the model evaluates now.
+    trained, also where the model evaluates now. holds_output: as a program does that keeps the output until backward is
+    over.
     """
     try:
-        one = _Pass(model, dtype, recomputed=recomputed, blocks=blocks)
+        one = _Pass(model, dtype, recomputed=recomputed, blocks=blocks, holds_output=holds_output)
         if training:
             one.model.train()
         with _random_state(), closing(Checkpointing(one.model, recomputed, keep_ops=keep_ops)):
@@ -117,7 +119,11 @@ class _Tracker(TorchDispatchMode):
         for storage in _storages(result):
             if not self._knows(storage):
                 self._see(storage)
+        self._ran(func, (args, kwargs), result)
         return result
+
+    def _ran(self, func: Any, given: Any, result: Any) -> None:
+        """An operation is over."""
 
     def _knows(self, storage: torch.UntypedStorage) -> bool:
         found = self._watched.get(id(storage))
@@ -144,9 +150,11 @@ class _Pass(_Tracker):
     """One forward and backward of a copy of a model on fake tensors; tracks every storage that is created."""
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype | None, *, recomputed: Sequence[str], blocks: Sequence[str]
-    ) -> None:
+        self, model: nn.Module, dtype: torch.dtype | None, *, recomputed: Sequence[str], blocks: Sequence[str],
+        holds_output: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self._holds_output = holds_output
         # Not entered as a context: operations without fake arguments are computed, so masks have values.
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         memo: dict[int, Any] = {id(buffer): _fake(buffer, self._fakes) for buffer in model.buffers()}
@@ -171,7 +179,10 @@ class _Pass(_Tracker):
             param.register_hook(self._is_gradient)
         self._watch_modules()
         with self:
-            tensors, grads = _to_differentiate(self.model(*args, **kwargs))
+            output = self.model(*args, **kwargs)
+            tensors, grads = _to_differentiate(output)
+            if not self._holds_output:
+                del output
             self._kept = [*self._live.values()]
             self._watch_contributions(tensors)
             if tensors:
@@ -285,6 +296,10 @@ class _Pass(_Tracker):
 class LiveBytes(_Tracker):
     """What a forward holds while it runs, and what its backward will: in place of a pass on shapes where none can be.
 
+    Backward goes through the operations from the last to the first. At each of them lives what the operations up to it
+    have made and autograd keeps, with the gradients of what this one took and gave; at a block that is computed again,
+    what its forward made in place of those.
+
     limit: called with the bytes of the storages that live, whenever they have grown; it may raise. recomputed: paths of
     the blocks that backward computes again; each keeps its input alone, and its backward has what its forward made.
     """
@@ -292,10 +307,11 @@ class LiveBytes(_Tracker):
     def __init__(self, model: nn.Module, recomputed: Sequence[str], limit: Callable[[int], None]) -> None:
         super().__init__()
         self._limit = limit
-        self._blocks = [model.get_submodule(path) for path in recomputed]
-        self._begun: list[int] = []
+        self._blocks = [*map(model.get_submodule, recomputed), *filter(_recomputes_itself, model.modules())]
+        self._begun: list[Counter[int]] = []
         self.nbytes = 0
-        self._again_nbytes = 0
+        # Moments of backward: how many storages were made until then, and the sizes of what lives beside them.
+        self._moments: list[tuple[int, Counter[int]]] = []
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -319,29 +335,54 @@ class LiveBytes(_Tracker):
         if storage.device.type != "meta":
             super()._see(storage)
 
+    def _ran(self, func: Any, given: Any, result: Any) -> None:
+        if func.is_view or not any(each.requires_grad for each in _tensors(given)):
+            return
+        beside = Counter(each.nbytes for each in _tensors(result) if each.is_floating_point())
+        # A sum hands the gradient that it gets on as it is.
+        if func.overloadpacket is not torch.ops.aten.add:
+            beside.update(each.nbytes for each in _tensors(given) if each.requires_grad and not each.is_leaf)
+        self._moments.append((self._made, beside))
+
     def found(self, source: str) -> Activations:
-        """What lives now. In backward the gradients of the largest operation's input and output come to it, or what a
-        block that is computed again has. That is a bound from above, and gaps are not added to it: with them the
-        forecast was up to 1.2 of what processes took, without them 0.91 to 1.16.
-        """
-        sizes = [nbytes for _, nbytes, _ in self._live.values()]
-        beyond = max(2 * max(sizes, default=0), self._again_nbytes)
-        parts = {"saved": sum(sizes), "temporaries": beyond}
-        return Activations(sum(sizes) + beyond, parts, source, saved_nbytes=sum(sizes))
+        """What lives at the end of forward, and at the busiest moment of backward."""
+        kept = sorted(self._live.values())
+        saved = sum(nbytes for _, nbytes, _ in kept)
+        most = gaps = at = now = now_gaps = 0
+        for made, beside in self._moments:
+            while at < len(kept) and kept[at][0] < made:
+                now += kept[at][1]
+                now_gaps += PROCESS.gap_nbytes(kept[at][1])
+                at += 1
+            most = max(most, now + sum(nbytes * count for nbytes, count in beside.items()))
+            gaps = max(gaps, now_gaps + sum(PROCESS.gap_nbytes(nbytes) * count for nbytes, count in beside.items()))
+        most = max(most, saved)
+        parts = {"saved": saved, "temporaries": most - saved}
+        return Activations(most, parts, source, saved_nbytes=saved, gaps_nbytes=gaps)
 
     def _created(self, number: int, nbytes: int) -> None:
         self.nbytes += nbytes
-        if self._begun and nbytes > 0:
-            self._begun[-1] += nbytes
         if nbytes > 0:
+            if self._begun:
+                self._begun[-1][nbytes] += 1
             self._limit(self.nbytes)
 
     def _begin(self, *_: Any) -> None:
-        self._begun.append(0)
+        self._begun.append(Counter())
 
     def _end(self, *_: Any) -> None:
         if self._begun:
-            self._again_nbytes = max(self._again_nbytes, self._begun.pop())
+            self._moments.append((self._made, self._begun.pop()))
+
+
+def _recomputes_itself(module: nn.Module) -> bool:
+    """Whether it is a block for which transformers' own checkpointing is on."""
+    flags = [getattr(each, "gradient_checkpointing", False) is True for each in module.modules()]
+    return flags[0] and not any(flags[1:])
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import infinity
 import infinity.memory.free_bytes
 from infinity.errors import CapacityError
-from infinity.zero.activation_measurement import measure_call
+from infinity.zero.activation_measurement import LiveBytes, measure_call
 from tests.conftest import RankPools
 from tests.support.models import MLP
 
@@ -96,6 +96,7 @@ def test_a_batch_that_does_not_fit_is_refused_and_a_smaller_one_trains(monkeypat
                     engine(*batch(800))
             trained(engine, batch(4))
             assert engine.memory().activations_predicted > known.activations_predicted
+            assert f"activations: {engine.plan.activations}" in engine.plan.explain()
             assert engine.memory().predicted > known.predicted
     assert losses[0] == losses[1]
 
@@ -138,6 +139,18 @@ def test_a_pass_on_shapes_leaves_nothing_behind():
     assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
     after = torch.get_rng_state(), random.getstate(), len(model.calls), len(seen)
     assert torch.equal(after[0], state[0]) and after[1:] == state[1:]
+
+
+@pytest.mark.parametrize("case", ["images", "mlp"])
+def test_what_is_counted_is_what_backward_has(case: str) -> None:
+    """The count, which ends with forward, is within a tenth of the pass on shapes, which runs backward."""
+    make, batch = CASES[case]
+    model, args = make(), batch(8)
+    live = LiveBytes(model, [], lambda _: None)
+    with live.counting():
+        output = model(*args)
+    expected = measure_call(model, args, {}, holds_output=True)
+    assert output.requires_grad and live.found("").nbytes == pytest.approx(expected.nbytes, rel=0.1)
 
 
 def test_training_data_tell_at_the_start_where_memory_is_short(monkeypatch):

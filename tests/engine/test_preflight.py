@@ -19,6 +19,7 @@ from infinity.errors import CapacityError, ConfigError
 from infinity.memory.growable_pool import FILE_NBYTES
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES
 from infinity.plan.types import Tier
+from infinity.zero.activation_measurement import measure_call
 from tests.support.clock import fewest_seconds
 from tests.support.models import tiny_llama
 
@@ -154,7 +155,7 @@ def test_a_stated_length_is_measured_at_the_start(caplog, every):
     }  # fmt: skip
     tokens = torch.zeros(2, 32, dtype=torch.long)
     plain = small_llama().bfloat16().train()
-    whole = infinity.measure_activations(plain, {"input_ids": tokens, "labels": tokens})
+    whole = measure_call(plain, (), {"input_ids": tokens, "labels": tokens}, holds_output=True)
     with infinity.Init(config=config):
         model = small_llama().eval()
     state = torch.get_rng_state()
