@@ -106,6 +106,10 @@ _NAMES = """\
 What a program may import. A name that is refused can be imported too, subclassed and asked for in `isinstance`: a use
 of it is an error that says why. Any other name is an `ImportError`, or an `AttributeError`, that points here.
 `deepspeed.comm` also has every name of torch.distributed, and `get_accelerator()` what torch has for the device.
+
+Of 159 of DeepSpeed's own unit tests that need no GPU 58 pass and 23 skip themselves; 37 meet an error of ours that says
+why, and most of the others look into DeepSpeed's own engine. `benchmarks/results/deepspeed_unit.json` lists each with
+its cause.
 """
 
 _MEMBERS = """\
