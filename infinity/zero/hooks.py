@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -35,6 +34,9 @@ from infinity.zero.parameter import name_of, whole_of
 from infinity.zero.unit import Unit
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+# Whether a transform of torch.func is active; and a block outside such, which would trace what a gather writes.
+_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_OutsideTransforms = torch._C._DisableFuncTorch
 
 
 class ModuleHooks:
@@ -139,7 +141,9 @@ class ModuleHooks:
                 return None
             if torch.compiler.is_compiling():
                 return _outside_compiled_regions(enter, module, args, kwargs)
-            with _outside_transforms():
+            if not _transforms_active():
+                return enter(module, args, kwargs)
+            with _OutsideTransforms():
                 return enter(module, args, kwargs)
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,8 +164,10 @@ class ModuleHooks:
                 return
             if torch.compiler.is_compiling():
                 _outside_compiled_regions(leave, module, output)
+            elif not _transforms_active():
+                leave(module, output)
             else:
-                with _outside_transforms():
+                with _OutsideTransforms():
                     leave(module, output)
 
         def leave(module: nn.Module, output: Any) -> None:
@@ -228,14 +234,9 @@ def _outside_compiled_regions(hook: Callable[..., Any], *args: Any) -> Any:
     return hook(*args)
 
 
-def _outside_transforms() -> AbstractContextManager[Any]:
-    """Return a block outside the transforms of torch.func: they would trace what a gather writes, or refuse it."""
-    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else nullcontext()
-
-
 def _announces_backward() -> bool:
     """Whether hooks announce a backward. A transform of torch.func runs its own inside, where units stay gathered."""
-    return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    return torch.is_grad_enabled() and not _transforms_active()
 
 
 def _looks_up(module: nn.Module) -> bool:
