@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def output_of(script: str, *arguments: str) -> str:
     command = [sys.executable, f"benchmarks/{script}.py", *arguments]
-    reply = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=110, check=False)
+    reply = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=220, check=False)
     assert reply.returncode == 0, reply.stderr
     return reply.stdout
 
