@@ -89,8 +89,8 @@ class Coordinator:
 
     @contextmanager
     def asking(self, before_gather: Callable[[str], None]) -> Iterator[None]:
-        """A block in which `before_gather` is called in front of each gather, with the unit's name, on all ranks alike; it
-        may raise.
+        """A block in which `before_gather` is called in front of each gather, with the unit's name, on all ranks alike.
+        It may raise.
         """
         self._before_gather = before_gather
         try:
