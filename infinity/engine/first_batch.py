@@ -114,7 +114,12 @@ class FirstBatch:
         group = self._group if self._first else None
         # The operations of a compiled module cannot be seen.
         counts = not self._compiled.active
-        found = self._on_shapes(args, kwargs) if self._whole and (self._tight or not counts) else None
+        found = None
+        if self._whole and (self._tight or not counts):
+            question = self._question
+            found = on_shapes(
+                question.config, self._model, args, kwargs, self._device, recomputed=question.checkpointed
+            )
         if found is not None or not counts:
             if found is not None:
                 self._judge(found, group)
@@ -126,11 +131,6 @@ class FirstBatch:
             self._judge(live.found(f"{_in_words(shapes)}, counted"), group)
         self._first = False
         self._seen = [seen for seen in self._seen if not _covers(shapes, seen)] + [shapes]
-
-    def _on_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Activations | None:
-        return on_shapes(
-            self._question.config, self._model, args, kwargs, self._device, recomputed=self._question.checkpointed
-        )
 
     def _limit(self, shapes: Shapes, group: AxisGroup | None) -> Callable[[int], None]:
         def limit(nbytes: int) -> None:

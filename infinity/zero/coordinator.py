@@ -124,8 +124,7 @@ class Coordinator:
 
     def open_scope(self, units: Sequence[Unit], *, lookup: bool = False) -> ModuleCall:
         """A hooked module is about to run: gather its units. lookup: as in `ModuleCall`."""
-        if torch._C._are_functorch_transforms_active():
-            self.check_transform(units)
+        self.check_transform(units)
         call = ModuleCall(units, lookup=lookup)
         self.calls.open(call)
         for unit in call.units:
