@@ -52,20 +52,25 @@ def train(model_name: str, folder: str, steps: int, flags: Sequence[str]) -> Non
     """Build, train, save, load; prints a JSON line. The program of a case.
 
     flags: "unchecked": with preflight taken out; "digest": with the hash of all states; "memory": with nothing on NVMe;
-    "told": with what memory there is in the configuration.
+    "told:BYTES": with what memory there is in the configuration; "fp32": in that precision, with few tokens and
+    gradients in bf16, for processors without bf16: their products of bf16 matrices take a hundred times as long, and
+    memory of their own.
     """
     import infinity
     from infinity.errors import CapacityError
 
     if "unchecked" in flags:
         _without_preflight()
+    length = 16 if "fp32" in flags else SEQUENCE
+    told = [int(flag.removeprefix("told:")) for flag in flags if flag.startswith("told:")]
+    gradients = {"data_types": {"grad_accum_dtype": "bf16"}} if "fp32" in flags else {}
     drive = {"device": "none"} if "memory" in flags else {"device": "nvme", "nvme_path": folder}
     config = {
-        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": "fp32" not in flags},
+        "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, **gradients,
         "memory": {
-            "activations": {"sequence_length": SEQUENCE},
-            **({"cpu": {"max_bytes": "3.2GB"}} if "told" in flags else {}),
+            "activations": {"sequence_length": length},
+            **({"cpu": {"max_bytes": told[0]}} if told else {}),
         },
         "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive},
     }  # fmt: skip
@@ -82,7 +87,7 @@ def train(model_name: str, folder: str, steps: int, flags: Sequence[str]) -> Non
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(steps):
-        tokens = torch.randint(0, _COMMON["vocab_size"], (1, SEQUENCE), generator=generator)
+        tokens = torch.randint(0, _COMMON["vocab_size"], (1, length), generator=generator)
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
@@ -135,7 +140,7 @@ def run_case(
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with limited(limit) as (enter, how), tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
-            [*program, *(["told"] if how == "RLIMIT_DATA" else [])], env=env, stdout=subprocess.PIPE,
+            [*program, *([f"told:{limit * 3 // 4}"] if how == "RLIMIT_DATA" and limit is not None else [])], env=env, stdout=subprocess.PIPE,
             stderr=errors, text=True, preexec_fn=enter, cwd=ROOT,
         )  # fmt: skip
         peak, result = _Watched(child.pid), {}
