@@ -139,10 +139,11 @@ def run_case(
     program = [sys.executable, "-m", "tests.memory_cases", "case", model, folder, str(steps), *flags]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with limited(limit) as (enter, how), tempfile.TemporaryFile("w+") as errors:
+        if limit is not None and how == "RLIMIT_DATA":
+            program.append(f"told:{limit * 3 // 4}")
         child = subprocess.Popen(
-            [*program, *([f"told:{limit * 3 // 4}"] if how == "RLIMIT_DATA" and limit is not None else [])], env=env, stdout=subprocess.PIPE,
-            stderr=errors, text=True, preexec_fn=enter, cwd=ROOT,
-        )  # fmt: skip
+            program, env=env, stdout=subprocess.PIPE, stderr=errors, text=True, preexec_fn=enter, cwd=ROOT
+        )
         peak, result = _Watched(child.pid), {}
         alarm = threading.Timer(timeout, child.kill)
         alarm.start()
