@@ -3,6 +3,9 @@
     python benchmarks/first_batch.py [--models NAME,...] [--ranks 1,2] [--dtypes fp32,bf16] [--recompute 0,1]
         [--tiers cpu,nvme] [--folder DIR] [--json FILE]
 
+On an accelerator a row is also the most that torch's allocator has had of it, against the plan's bytes there
+and the activations: its share is that one, since the driver's own CPU memory is nobody's plan.
+
 A row is a process for each rank. What counts is the most anonymous memory (RssAnon, every 4 ms), from the start of the
 process on. "before" is what the engine says without a batch. Rows that FILE has stay there, and rows of the same name
 are replaced: the claim is about all of them. OMP_WAIT_POLICY=passive makes it faster on a machine that does other work.
@@ -86,6 +89,9 @@ def main() -> None:
         peak, value = max(watch.peaks.values()), max(values, key=lambda v: v["predicted"])
         name = f"{model}, {ranks} rank, {dtype}, {tier}" + (", recomputed" if recompute == "1" else "")
         share = value["predicted"] / peak
+        if "device_planned" in value:
+            peak, value["predicted"] = value["device_allocated"], value["device_planned"] + value["activations"]
+            share, name = value["predicted"] / peak, f"{name}, on the accelerator"
         rows[name] = {"peak": peak, **value, "steps": given.steps, "share": round(share, 3)}
         table.row(name, peak / MIB, value["before"] / MIB, value["predicted"] / MIB, share, time.monotonic() - began)
         if file is not None:

@@ -76,11 +76,13 @@ def add_rows(file: Path, values: dict[str, list[list[dict[str, Any]]]], options:
     }  # fmt: skip
     rows = json.loads(file.read_text()) if file.exists() else []
     for name in values:
+        device = compare.device_peak_nbytes(values[name])
         rows.append(
             {
                 **conditions, "contender": name, "reference": reference, "tokens_a_second": round(speed[name], 1),
                 "speed_ratio": round(speed[name] / speed[reference], 3), "peak_mib": round(peak[name] / MIB),
                 "memory_ratio": round(peak[name] / peak[reference], 3),
+                **({"device_mib": round(device / MIB)} if device > 0 else {}),
             }
         )  # fmt: skip
     file.write_text(json.dumps(rows, indent=1) + "\n")
@@ -93,13 +95,14 @@ def report(values: dict[str, list[list[dict[str, Any]]]], options: dict[str, Any
     reference = next(iter(values))
     table = Table(
         "tokens/s:.0f", "ratio:.2f", "step s:.2f", "optimizer s:.2f", "peak MiB:.0f", "ratio:.2f", "above baseline:.0f",
-        "while built:.0f",
+        "while built:.0f", "device MiB:.0f",
     )  # fmt: skip
     for name, rounds in values.items():
         table.row(
             name, speed[name], speed[name] / speed[reference], compare.step_seconds(rounds),
             compare.step_seconds(rounds, 1), peak[name] / MIB, peak[name] / peak[reference],
             compare.above_baseline(rounds) / MIB, max(value["built_peak"] for value in rounds[0]) / MIB,
+            compare.device_peak_nbytes(rounds) / MIB,
         )  # fmt: skip
     for ours, other, least, most in CLAIMS:
         if ours in values and other in values:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support.launch import TaskError, run_ranks
-from support.machine import fio_traffic, median
+from support.machine import accelerator, fio_traffic, median
 
 
 def arguments(text: str | None) -> argparse.ArgumentParser:
@@ -25,7 +25,7 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a process, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--model", choices=("llama", "deep", "tiny"), default="llama")
+    parser.add_argument("--model", choices=("llama", "deep", "large", "tiny"), default="llama")
     parser.add_argument("--batch", type=int, help="sequences in a step, over all ranks (4, with bf16 8)")
     parser.add_argument("--positions", type=int, default=256)
     parser.add_argument("--folder", help="folder on the drive")
@@ -82,7 +82,7 @@ def measure(contender: str, options: dict[str, Any], given: argparse.Namespace) 
         python = given.deepspeed_python
         # It builds or loads its operators with the tools of its own environment.
         path = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])
-        environment = {"DS_ACCELERATOR": "cpu", "PATH": path}
+        environment = {"PATH": path, **({} if accelerator() else {"DS_ACCELERATOR": "cpu"})}
     return run_ranks(
         "training", {**options, "contender": contender}, world_size=given.ranks, python=python, environment=environment
     )
@@ -132,6 +132,11 @@ def tokens_a_second(rounds: list[list[dict[str, Any]]], options: dict[str, Any],
 def peak_nbytes(rounds: list[list[dict[str, Any]]]) -> float:
     """Peak resident memory of a rank while training, libraries included: the median over rounds of the largest rank."""
     return median(max(value["peak"] for value in ranks) for ranks in rounds)
+
+
+def device_peak_nbytes(rounds: list[list[dict[str, Any]]]) -> float:
+    """The most that torch's allocator kept of a rank's accelerator; nan without one."""
+    return median(max(value["device_peak"] for value in ranks) for ranks in rounds if "device_peak" in ranks[0])
 
 
 def above_baseline(rounds: list[list[dict[str, Any]]]) -> float:

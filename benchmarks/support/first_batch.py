@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import infinity
+from infinity.plan.types import Tier
 
 
 def run(options: dict[str, Any]) -> dict[str, Any]:
@@ -38,6 +39,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(1 + int(os.environ["RANK"]))
     for _ in range(options["steps"]):
         batch = batch_of()
+        batch = {k: v.to(engine.device) for k, v in batch.items()}
         if options["bf16"]:
             batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
         out = engine(**batch)
@@ -46,8 +48,17 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
         engine.step()
         del loss, out
     report = engine.memory()
-    return {"before": before, "predicted": report.predicted, "baseline": report.baseline, "numel": engine.plan.numel,
-            "activations": report.activations_predicted, "source": report.activations_source}
+    on_device = {}
+    if engine.device.type != "cpu":
+        on_device = {
+            "device_planned": engine.plan.nbytes_by_tier()[Tier.GPU],
+            "device_reserved": torch.accelerator.max_memory_reserved(engine.device),
+            "device_allocated": torch.accelerator.max_memory_allocated(engine.device),
+        }  # fmt: skip
+    return {
+        **on_device, "before": before, "predicted": report.predicted, "baseline": report.baseline,
+        "numel": engine.plan.numel, "activations": report.activations_predicted, "source": report.activations_source,
+    }  # fmt: skip
 
 
 class Block(nn.Module):

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import cpuinfo
+import torch
 
 MIB, _GIB = 1 << 20, 1 << 30
 # What fio returns when SIGINT has ended it.
@@ -40,6 +41,12 @@ def resident_nbytes(peak: bool = False) -> int:
 def reset_peak() -> None:
     """Let the peak of resident memory begin anew."""
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def accelerator() -> torch.device | None:
+    """The accelerator of this rank, where torch sees one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def fio_rates(folder: str, *, gib: float = 2, seconds: int = 8) -> dict[str, float] | None:
@@ -103,7 +110,9 @@ def describe() -> str:
     model = cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
     cores = len(os.sched_getaffinity(0))
-    return f"{time.strftime('%Y-%m-%d')}, {cores} cores of {model}, {memory:.0f} GiB, Linux {platform.release()}"
+    device = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    where = f"{cores} cores of {model}{device}, {memory:.0f} GiB, Linux {platform.release()}"
+    return f"{time.strftime('%Y-%m-%d')}, {where}"
 
 
 def median(values: Iterable[float]) -> float:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from support.machine import io_nbytes, reset_peak, resident_nbytes
+from support.machine import accelerator, io_nbytes, reset_peak, resident_nbytes
 from support.models import batch, build
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -64,9 +64,13 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
 def measure(trainer: Trainer, options: dict[str, Any], rank: int) -> dict[str, Any]:
     """Seconds of each phase of the measured steps, all losses, bytes read and written a step, peak resident memory.
 
-    With `settle`, transfers in flight are waited for after each phase and booked to it.
+    With `settle`, transfers in flight are waited for after each phase and booked to it. On an accelerator a step ends
+    when the device has done what it was given, and "device_peak" is the most that torch's allocator has kept of it.
     """
     reset_peak()
+    device = accelerator()
+    if device is not None:
+        torch.accelerator.reset_peak_memory_stats(device)
     losses, seconds, moved = [], [], []
     for index in range(options["warmup"] + options["steps"]):
         inputs = batch(options, rank, index)
@@ -78,9 +82,14 @@ def measure(trainer: Trainer, options: dict[str, Any], rank: int) -> dict[str, A
         trainer.step()
         if options.get("settle"):
             trainer.settle()
+        if device is not None:
+            torch.accelerator.synchronize(device)
         marks.append((time.perf_counter(), *io_nbytes()))
         if index >= options["warmup"]:
             pairs = list(pairwise(marks))
             seconds.append([after[0] - before[0] for before, after in pairs])
             moved.append([[after[kind] - before[kind] for kind in (1, 2)] for before, after in pairs])
-    return {"losses": losses, "seconds": seconds, "moved": moved, "peak": resident_nbytes(peak=True)}
+    value = {"losses": losses, "seconds": seconds, "moved": moved, "peak": resident_nbytes(peak=True)}
+    if device is not None:
+        value["device_peak"] = torch.accelerator.max_memory_reserved(device)
+    return value

@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 
 from support import models
+from support.machine import accelerator
 from support.offload import EngineTrainer, offload
 from support.training import ADAM, CLIP
 
@@ -18,8 +19,8 @@ from support.training import ADAM, CLIP
 def build(options: dict[str, Any]) -> _Trainer:
     """See the module's text."""
     tier = options["contender"].partition(":")[2]
-    deepspeed.init_distributed("gloo")
-    if options["dtype"] == "fp32":
+    deepspeed.init_distributed("nccl" if accelerator() else "gloo")
+    if accelerator() is None and options["dtype"] == "fp32":
         # Where the processor has no fp16 it takes bf16 in the place of fp32, and its forward fails (0.19.8).
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     model = models.build(options)

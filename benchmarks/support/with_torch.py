@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from infinity.memory.tiers.pinned import mappings_of_their_own, trim
 from support import models
-from support.machine import reset_peak, resident_nbytes
+from support.machine import accelerator, reset_peak, resident_nbytes
 from support.training import ADAM, CLIP
 
 
@@ -38,8 +38,8 @@ def build(options: dict[str, Any]) -> _Trainer:
 def _built(options: dict[str, Any]) -> _Trainer:
     variant = options["contender"].partition(":")[2]
     if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group("gloo")
-    model = models.build(options)
+        dist.init_process_group("gloo" if accelerator() is None else None)
+    model = models.build(options).to(accelerator() or "cpu")
     half = options["dtype"] == "bf16"
     if variant.startswith("fsdp2"):
         policy = CPUOffloadPolicy(pin_memory=False) if variant.endswith("offload") else OffloadPolicy()
@@ -57,7 +57,7 @@ def _built(options: dict[str, Any]) -> _Trainer:
 
 
 def _shard(model: nn.Module, precision: MixedPrecisionPolicy, policy: OffloadPolicy) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu" if accelerator() is None else "cuda", (dist.get_world_size(),))
     layers = model.layers if hasattr(model, "layers") else model.model.layers
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=policy)

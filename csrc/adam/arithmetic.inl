@@ -5,8 +5,9 @@
 //   Vec                       kLanes floats
 //   load, store               fp32
 //   load_bf16, load_f16       16-bit bits -> fp32, exact
-//   store_bf16, store_f16     nearest with ties away from zero; nearest with ties to even
+//   store_bf16, store_f16     nearest with ties away from zero (no NaN); nearest with ties to even
 //   load_split, store_split   fp32 <-> (bf16 bits, int16 remainder)
+//   one_nan                   any NaN as 0x7FC00000: a GPU's is 0x7FFFFFFF, of which store_bf16 would make -0
 //   broadcast, add, sub, mul, div, sqrt, fma(a, b, c) = a * b + c rounded once, all to nearest even, denormals kept
 //   min, max                  of two vectors without NaNs, lane by lane
 //   sign                      1, -1, or 0 for both zeros and NaN
@@ -84,14 +85,14 @@ INFINITY_FN Vec load_weight(const Pointers& at) {
 template <Storage storage>
 INFINITY_FN void store_weight(const Pointers& at, Vec weight) {
     if constexpr (storage == kPlain) store(reinterpret_cast<float*>(at.param), weight);
-    if constexpr (storage == kSplit) store_split(reinterpret_cast<uint16_t*>(at.param), at.remainder, weight);
+    if constexpr (storage == kSplit) store_split(reinterpret_cast<uint16_t*>(at.param), at.remainder, one_nan(weight));
     if constexpr (storage == kMasterHalf) {
         store(at.master, weight);
         store_f16(reinterpret_cast<uint16_t*>(at.param), weight);
     }
     if constexpr (storage == kMasterBfloat) {
         store(at.master, weight);
-        store_bf16(reinterpret_cast<uint16_t*>(at.param), weight);
+        store_bf16(reinterpret_cast<uint16_t*>(at.param), one_nan(weight));
     }
 }
 

@@ -63,6 +63,10 @@ inline Vec sqrt(Vec a) { return _mm256_sqrt_ps(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec one_nan(Vec a) {
+    const Vec nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
+    return _mm256_blendv_ps(a, nan, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+}
 inline Vec sign(Vec a) {
     const Vec none = _mm256_setzero_ps(), one = _mm256_set1_ps(1.0f);
     return _mm256_sub_ps(_mm256_and_ps(_mm256_cmp_ps(a, none, _CMP_GT_OQ), one),

@@ -67,6 +67,10 @@ inline Vec sqrt(Vec a) { return _mm512_sqrt_ps(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec one_nan(Vec a) {
+    const Vec nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC00000));
+    return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), nan);
+}
 inline Vec sign(Vec a) {
     const Vec none = _mm512_setzero_ps(), one = _mm512_set1_ps(1.0f);
     const Vec above = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, none, _CMP_GT_OQ), one);

@@ -41,6 +41,9 @@ inline Vec sqrt(Vec a) { return vsqrtq_f32(a); }
 inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 inline Vec min(Vec a, Vec b) { return vminq_f32(a, b); }
 inline Vec max(Vec a, Vec b) { return vmaxq_f32(a, b); }
+inline Vec one_nan(Vec a) {
+    return vbslq_f32(vceqq_f32(a, a), a, vreinterpretq_f32_u32(vdupq_n_u32(0x7FC00000)));
+}
 inline Vec sign(Vec a) {
     const uint32x4_t one = vreinterpretq_u32_f32(vdupq_n_f32(1.0f));
     return vsubq_f32(vreinterpretq_f32_u32(vandq_u32(vcgtzq_f32(a), one)),

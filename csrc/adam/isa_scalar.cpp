@@ -77,6 +77,7 @@ inline int nonfinite(Vec a) { return (bits_of(a.value) & 0x7F800000u) == 0x7F800
 inline Vec fma(Vec a, Vec b, Vec c) { return {__builtin_fmaf(a.value, b.value, c.value)}; }
 inline Vec min(Vec a, Vec b) { return a.value < b.value ? a : b; }
 inline Vec max(Vec a, Vec b) { return a.value > b.value ? a : b; }
+inline Vec one_nan(Vec a) { return {a.value == a.value ? a.value : float_of(0x7FC00000)}; }
 inline Vec sign(Vec a) { return {a.value > 0.0f ? 1.0f : a.value < 0.0f ? -1.0f : 0.0f}; }
 
 inline Vec finite_or_zero(Vec a) { return nonfinite(a) ? Vec{0.0f} : a; }

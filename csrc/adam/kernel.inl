@@ -252,6 +252,8 @@ void split(const float* values, uint16_t* param, int16_t* remainder, uint64_t nu
     for (uint64_t index = 0; index < numel; ++index) {
         uint32_t bits;
         __builtin_memcpy(&bits, values + index, sizeof bits);
+        // As one_nan does.
+        bits = (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : bits;
         param[index] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
         remainder[index] = static_cast<int16_t>(bits & 0xFFFFu);
     }

@@ -42,6 +42,7 @@ INFINITY_FN Vec fma(Vec a, Vec b, Vec c) { return {fma_once(a.value, b.value, c.
 
 INFINITY_FN Vec min(Vec a, Vec b) { return a.value < b.value ? a : b; }
 INFINITY_FN Vec max(Vec a, Vec b) { return a.value > b.value ? a : b; }
+INFINITY_FN Vec one_nan(Vec a) { return {a.value == a.value ? a.value : float_of(0x7FC00000)}; }
 INFINITY_FN Vec sign(Vec a) { return {a.value > 0.0f ? 1.0f : a.value < 0.0f ? -1.0f : 0.0f}; }
 
 INFINITY_FN int nonfinite(Vec a) { return (bits_of(a.value) & 0x7F800000u) == 0x7F800000u; }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from infinity.config.training import TorchAutocast
 from infinity.errors import StateError
@@ -35,6 +37,26 @@ def half(values: Any) -> Any:
     if isinstance(values, dict):
         return {key: half(value) for key, value in values.items()}
     return values
+
+
+def widen_batch_norms(model: nn.Module) -> None:
+    """Let batch norms take their weights in the dtype of their running statistics, which torch demands of them.
+
+    Buffers keep their dtype, and statistics that move by a tenth of a difference need more than 16 bits. Values in and
+    out stay narrow.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and "forward" not in vars(module):
+            module.__dict__["forward"] = partial(_widened, module)
+
+
+def _widened(module: Any, *args: Any, **kwargs: Any) -> Any:
+    params, dtype = module._parameters, module.running_mean.dtype
+    module._parameters = {name: None if each is None else each.to(dtype) for name, each in params.items()}
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        module._parameters = params
 
 
 def scaled(loss: Tensor, factor: float) -> Tensor:

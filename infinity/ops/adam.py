@@ -142,8 +142,8 @@ def split(
 ) -> tuple[Tensor, Tensor]:
     """Split fp32 values on the CPU into bf16, rounded to nearest with ties away from zero, and an int16 remainder.
 
-    `join` restores the bits of every fp32 value, NaN payloads included. The bf16 part alone is infinite for a finite
-    value nearest to a bf16 infinity, and zero for a NaN whose upper fraction bits are all ones.
+    `join` restores the bits of every fp32 value but a NaN's: each is stored as 0x7FC00000, so that the bf16 part shows
+    it. The bf16 part alone is infinite for a finite value nearest to a bf16 infinity.
 
     Arguments:
         values: [numel] fp32, contiguous.

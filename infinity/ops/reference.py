@@ -125,8 +125,10 @@ def block_sums(tensor: Tensor) -> Tensor:
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32 values into (bf16, rounded to nearest with ties away from zero; int16 remainder), shapes kept."""
-    return round_ties_away(values), values.view(torch.int32).to(torch.int16)
+    """Split fp32 values into (bf16, rounded to nearest with ties away from zero; int16 remainder), shapes kept. Of a
+    NaN the remainder is 0.
+    """
+    return round_ties_away(values), _one_nan(values).view(torch.int32).to(torch.int16)
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
@@ -136,7 +138,12 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
 
 def round_ties_away(values: Tensor) -> Tensor:
     """Round fp32 to bf16, to nearest with ties away from zero: add half a unit to the bits and cut off the lower 16."""
-    return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return ((_one_nan(values).view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def _one_nan(values: Tensor) -> Tensor:
+    """Make any NaN the usual one: a GPU's is 0x7FFFFFFF, of which rounding by bits would make -0."""
+    return torch.where(values.isnan(), math.nan, values)
 
 
 def fma(a: Tensor | float, b: Tensor | float, c: Tensor) -> Tensor:

@@ -211,3 +211,37 @@ def test_what_is_no_loss_is_told_what_to_pass_and_shows_no_values() -> None:
         engine.backward(loss)
         engine.step()
         assert engine.was_step_applied()
+
+
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+def test_a_batch_norm_of_16_bits_keeps_its_statistics_in_32(tier: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4))
+    plain = copy.deepcopy(model)
+    for module in (plain[0], plain[3]):
+        module.bfloat16()
+    masters = [param.detach().clone().requires_grad_() for param in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, **ADAM, fused=True)
+    section = {"device": tier, "nvme_path": str(tmp_path)}
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "log_level": "error",
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "zero_optimization": {"stage": 3, "offload_param": section, "offload_optimizer": section},
+    }  # fmt: skip
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        for step in range(2):
+            x = torch.randn(2, 3, 8, 8).bfloat16()
+            out, expected = engine(x), plain(x)
+            assert out.dtype is torch.bfloat16
+            assert torch.equal(out, expected), step
+            engine.backward(out.float().square().mean())
+            engine.step()
+            expected.float().square().mean().backward()
+            for param, master in zip(plain.parameters(), masters, strict=True):
+                master.grad, param.grad = param.grad.bfloat16().float(), None
+            optimizer.step()
+            for param, master in zip(plain.parameters(), masters, strict=True):
+                param.data.copy_(master.bfloat16())
+        for at in (1, 4):
+            assert model[at].running_var.dtype is torch.float32
+            assert torch.equal(model[at].running_var, plain[at].running_var)

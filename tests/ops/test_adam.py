@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from torch import Tensor
 from infinity.errors import ExtensionError
 from infinity.ops import adam, reference
 from infinity.ops.adam import AdamHyper, Piece, adam_step, grad_stats, join, split
+from tests.support.pieces import make_piece
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORAGES = ("plain", "split", "master_half", "master_bfloat")
@@ -154,7 +156,10 @@ def _wide_floats() -> Tensor:
 def test_split_loses_no_bit_of_any_float(use_native: bool) -> None:
     values = _wide_floats()
     param, remainder = split(values, native=use_native)
-    assert _bits(join(param, remainder, native=use_native)).equal(_bits(values))
+    # Of a NaN only that it is one, which the bf16 part says, too.
+    one_nan = torch.where(values.isnan(), math.nan, values)
+    assert _bits(join(param, remainder, native=use_native)).equal(_bits(one_nan))
+    assert param.isnan().equal(values.isnan())
     # The bf16 part is the nearest, ties away from zero: no bf16 is nearer.
     finite = values.isfinite() & param.isfinite()
     ulp_half = torch.ldexp(
@@ -164,6 +169,21 @@ def test_split_loses_no_bit_of_any_float(use_native: bool) -> None:
     assert bool((distance <= ulp_half)[finite].all())
     ties = finite & (_bits(values) & 0xFFFF == 0x8000)
     assert bool((param.double().abs() > values.double().abs())[ties].all())
+
+
+@pytest.mark.parametrize("simd", [None, *adam.simds()])
+@pytest.mark.parametrize("storage", ["split", "master_bfloat"])
+def test_a_weight_that_is_a_gpus_nan_stays_one(storage: str, simd: str | None) -> None:
+    adam.set_simd(simd)
+    piece = make_piece(70, storage, torch.float32)
+    master = join(piece.param, piece.remainder) if piece.remainder is not None else piece.master
+    master.view(torch.int32)[::3] = 0x7FFFFFFF
+    piece.grad.fill_(0.5)
+    if piece.remainder is not None:
+        # Its bits cut in two, rounded: the bf16 half of a checkpoint may say -0.
+        piece.param.view(torch.int16)[::3], piece.remainder[::3] = -0x8000, -1
+    adam.adam_step([piece], step=1, grad_scale=1.0, native=simd is not None)
+    assert bool(piece.param[::3].isnan().all())
 
 
 @native
