@@ -98,7 +98,7 @@ class FirstBatch:
         free, reserve = question.free, question.reserve
         ledger.forecast(ledger.predicted_nbytes, reserve.activation_nbytes, reserve.activations)
         gaps = int(device.allocator.free_gaps * (free.device or 0))
-        beside = free.left({Tier.CPU: reserve.overhead_nbytes, Tier.GPU: gaps})
+        beside = free.left({Tier.CPU: reserve.overhead_nbytes, Tier.GPU: reserve.product_nbytes + gaps})
         self._room = None if free.device is None else beside.room(Tier.GPU, plan.nbytes_by_tier())
         # On fake tensors a whole model runs.
         self._whole = question.axis.size == 1 and question.cut is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from infinity.config import ResolvedConfig
@@ -36,6 +38,7 @@ def set_aside(
         held_max = 0
     reserve = Reserve(
         taken_nbytes=taken_nbytes, overhead_nbytes=ANONYMOUS_OVERHEAD_NBYTES, activation_nbytes=unknown_nbytes,
+        product_nbytes=0 if device.is_accelerator else _product_nbytes(model, config.compute_dtype),
         gaps_nbytes=int(device.allocator.free_gaps * (free.device or 0)),
         model_dtype=dtype_name(floating[0]) if floating else "fp32", model_nbytes_max=held_max,
     )  # fmt: skip
@@ -57,6 +60,22 @@ def with_activations(
         checkpoint_nbytes=elsewhere if tier is Tier.CPU else 0,
         gaps_nbytes=reserve.gaps_nbytes if device.own_memory else found.gaps_nbytes,
     )  # fmt: skip
+
+
+def _product_nbytes(model: nn.Module, dtype: str) -> int:
+    """What the largest gradient of a weight takes beside itself on a CPU without instructions for its 16 bits: there
+    torch has the whole product in fp32 first.
+    """
+    has = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}.get(dtype)
+    if has is None or getattr(torch.ops.mkldnn, has)():
+        return 0
+    weights = (
+        param for module in model.modules() if not isinstance(module, nn.Embedding)
+        for param in module.parameters(recurse=False) if param.requires_grad and param.ndim > 1
+    )  # fmt: skip
+    # Of the experts that lie in one tensor, one at a time.
+    shapes = (weight.shape[-2:] if weight.ndim == 3 else weight.shape for weight in weights)
+    return max((4 * math.prod(shape) for shape in shapes), default=0)
 
 
 def place_of(cut: StageCut | None, config: ResolvedConfig, index: int) -> PipelinePlace | None:

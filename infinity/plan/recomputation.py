@@ -13,7 +13,8 @@ def repeated_blocks(root: ModuleNode, *, classes: Collection[str] = (), every: i
 
     A block is one of several modules of one class that stand side by side, or of a class that the model names as its
     block (`classes`); it has modules of its own, or is a member of a list. What is repeated inside a block is part of
-    it. A module without parameters is none: there is nothing to keep it apart from a function.
+    it, unless the model names that (an encoder and a decoder of one class). A module without parameters is none: there
+    is nothing to keep it apart from a function.
     """
     found: list[str] = []
 
@@ -22,7 +23,9 @@ def repeated_blocks(root: ModuleNode, *, classes: Collection[str] = (), every: i
         names = [child.class_name for child in members]
         for child in members:
             repeated = names.count(child.class_name) > 1 and (node.is_container or bool(child.children))
-            if not child.is_container and (repeated or child.class_name in classes):
+            named = child.class_name in classes
+            repeated = repeated and not any(below.class_name in classes for below in child.walk())
+            if not child.is_container and (named or repeated):
                 found.append(child.path)
             else:
                 visit(child)

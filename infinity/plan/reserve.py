@@ -24,7 +24,8 @@ class Reserve:
 
     taken_nbytes: in memory before the engine; what is free is without it. overhead_nbytes: what first steps add in CPU
     memory. activation_nbytes: on the device, at the busiest moment of a micro-batch; activations: where that figure is
-    from, in words ("" while it is not known). checkpoint_nbytes: activation checkpoints in CPU memory, off an
+    from, in words ("" while it is not known). product_nbytes: on the device, of a product of matrices that it computes
+    in a wider type. checkpoint_nbytes: activation checkpoints in CPU memory, off an
     accelerator. gaps_nbytes: what the device's allocator takes beyond living tensors. model_dtype, model_nbytes_max:
     what the model was built in, and how much of it lies in CPU memory at a time (None: all of it) until its partitions
     are made.
@@ -34,6 +35,7 @@ class Reserve:
     overhead_nbytes: int = 0
     activation_nbytes: int = 0
     activations: str = ""
+    product_nbytes: int = 0
     checkpoint_nbytes: int = 0
     gaps_nbytes: int = 0
     model_dtype: str = "fp32"
@@ -41,7 +43,7 @@ class Reserve:
 
     def by_tier(self) -> dict[Tier, int]:
         """Bytes that are still to come, by the tier that takes them."""
-        on_device = self.activation_nbytes + self.gaps_nbytes
+        on_device = self.activation_nbytes + self.product_nbytes + self.gaps_nbytes
         return {Tier.GPU: on_device, Tier.CPU: self.overhead_nbytes + self.checkpoint_nbytes}
 
     def initial_nbytes(self, plan: Plan) -> int:
@@ -61,6 +63,7 @@ class Reserve:
         parts = {
             "for what a process's first steps add": self.overhead_nbytes,
             f"for activations ({self.activations})": self.activation_nbytes,
+            "for products of 16-bit matrices, which this processor computes in fp32": self.product_nbytes,
             "for activation checkpoints in CPU memory": self.checkpoint_nbytes,
             "for gaps in the device's allocator": self.gaps_nbytes,
         }

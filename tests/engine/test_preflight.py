@@ -146,6 +146,17 @@ def test_what_the_configuration_says_of_activations_is_set_aside(monkeypatch, ca
     assert room is not None and abs(10**9 - nbytes - ANONYMOUS_OVERHEAD_NBYTES - room) < 10**6
 
 
+@pytest.mark.parametrize("has", [False, True])
+def test_a_processor_without_16_bits_has_whole_products_in_32(monkeypatch, caplog, has):
+    """Of one weight's gradient at a time; a lookup's is no product."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has)
+    model = torch.nn.Sequential(torch.nn.Embedding(9000, 512), torch.nn.Linear(512, 3000), torch.nn.Linear(3000, 2))
+    with caplog.at_level(logging.INFO, "infinity"):
+        engine, *_ = infinity.initialize(model=model, config={"bf16": {"enabled": True}, "log_level": "info"})
+    engine.close()
+    assert (f"{format_bytes(4 * 512 * 3000)} for products of 16-bit matrices" in caplog.text) is not has
+
+
 @pytest.mark.parametrize("every", [0, 1])
 def test_a_stated_length_is_measured_at_the_start(caplog, every):
     """Of a model that evaluates, as `from_pretrained` hands it out, and without values: as it will be trained."""

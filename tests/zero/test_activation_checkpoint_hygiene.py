@@ -226,6 +226,9 @@ def test_blocks_are_what_a_model_repeats():
     assert of(Model(), every=2) == ("blocks.0", "blocks.2", "blocks.4")
     assert of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ()
     assert of(nn.Sequential(Model()), classes=("Model",)) == ("0",)
+    assert of(nn.Sequential(Model(), Model())) == ("0", "1")
+    inside = tuple(f"{at}.blocks.{index}" for at in (0, 1) for index in range(LAYERS))
+    assert of(nn.Sequential(Model(), Model()), classes=(type(Model().blocks[0]).__name__,)) == inside
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path):
