@@ -1,6 +1,7 @@
 """The plan is the truth: resident memory of each phase and bytes on NVMe, in real processes of two ranks.
 
-The whole matrix is `benchmarks/memory_truth.py`; here are three cases of it, which mix tiers, stages and precisions.
+The whole matrices are `benchmarks/memory_truth.py` and `benchmarks/first_batch.py`; here are cases of them, which mix
+tiers, stages, models and precisions.
 """
 
 from __future__ import annotations
@@ -40,3 +41,15 @@ def test_activations_are_estimated_within_a_tenth_of_what_is_allocated(tmp_path)
     text = output_of("activations", "--small")
     assert len(re.findall(r"^(?:llama|gpt2), ", text, re.MULTILINE)) == 4, text
     assert text.count("holds") == 2, text
+
+
+# Processes that import torch and transformers, and train a small model for two steps.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["U-Net, 2 rank, fp32, nvme", "T5, 1 rank, fp32, nvme, recomputed"])
+def test_what_the_first_batch_tells_is_what_the_process_takes(case, tmp_path):
+    model, ranks, dtype, tier, *recomputed = case.split(", ")
+    text = output_of(
+        "first_batch", "--models", model, "--ranks", ranks[0], "--dtypes", dtype, "--tiers", tier,
+        "--recompute", str(len(recomputed)), "--folder", str(tmp_path),
+    )  # fmt: skip
+    assert re.search(rf"^{case} ", text, re.MULTILINE) and "1 of 1 between 0.9 and 1.1: all: holds" in text, text
