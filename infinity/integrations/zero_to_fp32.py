@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from infinity.errors import CheckpointError
 from infinity.memory.partition import DTYPES
 
 _WEIGHTS = "pytorch_model"
+_NOT_DEEPSPEEDS = "give the folder of one checkpoint that DeepSpeed saved; `infinity ckpt inspect` shows infinity's own"
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,22 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """Return the files of optimizer states in a checkpoint of DeepSpeed's (its tag's folder), in the order of ranks."""
+    found = [str(path) for path in Path(checkpoint_dir).glob("*_optim_states.pt")]
+    if not found:
+        raise CheckpointError(Path(checkpoint_dir), "it has no files *_optim_states.pt", _NOT_DEEPSPEEDS)
+    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
+
+
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
+    """Return the first rank's file of module states in a checkpoint of DeepSpeed's of this ZeRO stage."""
+    name = ("zero_pp_rank_0_" if zero_stage == 3 else "") + "mp_rank_00_model_states.pt"
+    if not (file := Path(checkpoint_dir) / name).exists():
+        raise CheckpointError(Path(checkpoint_dir), f"it has no file {name}", _NOT_DEEPSPEEDS)
+    return str(file)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

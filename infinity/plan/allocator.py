@@ -26,13 +26,16 @@ class Allocator:
         """Bytes of those of the pieces that stay with the allocator when they are freed."""
         return sum(nbytes for nbytes in pieces if nbytes < self.pooled_nbytes_max)
 
-    def gap_nbytes(self, piece: int) -> int:
-        """Bytes that a piece takes beyond its own."""
-        return int(next((share for below, share in self.pooled_gaps if piece < below), 0.0) * piece)
+    def parts(self, piece: int) -> tuple[int, int]:
+        """Bytes that a piece takes, its gap included: of what goes back to the system, and of what stays."""
+        share = next((share for below, share in self.pooled_gaps if piece < below), 0.0)
+        taken = int((1.0 + share) * piece)
+        return (taken, 0) if piece >= self.pooled_nbytes_max else (0, taken)
 
 
 # The process's memory. Tensors are aligned, and a gap that one left is too small for the next of its size with its
 # alignment: gaps of up to 1.3 were seen among small pieces alone. In whole models less is left: 0.3 is a fit to the 46
-# cells of benchmarks/results/first_batch_xeon.json, nine models in two precisions; first_batch.json checks it.
+# cells of benchmarks/results/first_batch_xeon.json, nine models in two precisions; first_batch.json checks it. What is
+# freed stays, so that small pieces count at their own busiest moment, and large ones at theirs.
 PROCESS = Allocator(pooled_nbytes_max=8 << 20, pooled_gaps=((5 << 18, 0.5), (8 << 20, 0.3)))
 ACCELERATOR = Allocator(free_gaps=0.04)

@@ -146,6 +146,24 @@ class _Tracker(TorchDispatchMode):
         return gone
 
 
+class _Taken:
+    """What living pieces take of the process's memory at most: small ones that are freed stay with its allocator."""
+
+    def __init__(self) -> None:
+        self._now = [0, 0]
+        self._most = [0, 0]
+
+    def add(self, nbytes: int, count: int = 1) -> None:
+        """So many pieces more live, or fewer (negative)."""
+        for at, part in enumerate(PROCESS.parts(nbytes)):
+            self._now[at] += part * count
+            self._most[at] = max(self._most[at], self._now[at])
+
+    @property
+    def most(self) -> int:
+        return sum(self._most)
+
+
 class _Pass(_Tracker):
     """One forward and backward of a copy of a model on fake tensors; tracks every storage that is created."""
 
@@ -190,13 +208,13 @@ class _Pass(_Tracker):
 
     def found(self) -> Activations:
         """What the pass took."""
-        now = peak = gaps = gaps_peak = 0
+        now = peak = 0
+        taken = _Taken()
         for number, nbytes in self._events:
             if number not in self._gradients:
                 now += nbytes
                 peak = max(peak, now)
-                gaps += PROCESS.gap_nbytes(nbytes) if nbytes > 0 else -PROCESS.gap_nbytes(-nbytes)
-                gaps_peak = max(gaps_peak, gaps)
+                taken.add(abs(nbytes), 1 if nbytes > 0 else -1)
         kept: Counter[str] = Counter()
         for number, nbytes, (name, _) in self._kept:
             kept[name] += nbytes if number not in self._gradients else 0
@@ -204,7 +222,8 @@ class _Pass(_Tracker):
         parts = {name: nbytes for name, nbytes in kept.most_common() if nbytes}
         return Activations(
             nbytes=peak, saved_nbytes=saved, source="measured shapes of one pass",
-            parts={**parts, "temporaries": peak - saved} if peak > saved else parts, gaps_nbytes=gaps_peak,
+            parts={**parts, "temporaries": peak - saved} if peak > saved else parts,
+            gaps_nbytes=max(taken.most - peak, 0),
             inputs=len(self._recomputed), input_nbytes=max(self._inputs.values(), default=0),
             blocks=self._by_block(saved, peak) if self._blocks else None,
         )  # fmt: skip
@@ -348,17 +367,20 @@ class LiveBytes(_Tracker):
         """What lives at the end of forward, and at the busiest moment of backward."""
         kept = sorted(self._live.values())
         saved = sum(nbytes for _, nbytes, _ in kept)
-        most = gaps = at = now = now_gaps = 0
+        most = at = now = 0
+        taken = _Taken()
         for made, beside in self._moments:
             while at < len(kept) and kept[at][0] < made:
                 now += kept[at][1]
-                now_gaps += PROCESS.gap_nbytes(kept[at][1])
+                taken.add(kept[at][1])
                 at += 1
             most = max(most, now + sum(nbytes * count for nbytes, count in beside.items()))
-            gaps = max(gaps, now_gaps + sum(PROCESS.gap_nbytes(nbytes) * count for nbytes, count in beside.items()))
+            for sign in (1, -1):
+                for nbytes, count in beside.items():
+                    taken.add(nbytes, sign * count)
         most = max(most, saved)
         parts = {"saved": saved, "temporaries": most - saved}
-        return Activations(most, parts, source, saved_nbytes=saved, gaps_nbytes=gaps)
+        return Activations(most, parts, source, saved_nbytes=saved, gaps_nbytes=max(taken.most - most, 0))
 
     def _created(self, number: int, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -372,7 +394,10 @@ class LiveBytes(_Tracker):
 
     def _end(self, *_: Any) -> None:
         if self._begun:
-            self._moments.append((self._made, self._begun.pop()))
+            made = self._begun.pop()
+            # Backward of its widest operation has a gradient that comes in and one that goes out.
+            made.update({max(made): 2} if made else {})
+            self._moments.append((self._made, made))
 
 
 def _recomputes_itself(module: nn.Module) -> bool:

@@ -24,6 +24,8 @@ from infinity.integrations.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
+    get_model_state_file,
+    get_optim_files,
     load_state_dict_from_zero_checkpoint,
 )
 from tests.support.deepspeed_model import SAVED_STEPS, STEPS, Tied, batch, config, groups
@@ -199,6 +201,20 @@ def test_the_commands_read_one(cell: str, tmp_path: Path, capsys: pytest.Capture
     model = Tied()
     assert load_state_dict_from_zero_checkpoint(model, saved) is model
     assert torch.equal(model.head.weight, values["words.weight.master"]) and int(model.seen) == SAVED_STEPS
+
+
+def test_the_files_of_one_are_found_in_the_order_of_ranks(tmp_path: Path) -> None:
+    """As Lightning asks for them."""
+    for rank in (10, 2, 0, 1):
+        (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    (tmp_path / "mp_rank_00_model_states.pt").touch()
+    found = [Path(file).name.split("_")[3] for file in get_optim_files(tmp_path)]
+    assert found == ["0", "1", "2", "10"]
+    assert get_model_state_file(tmp_path, 2) == str(tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=r"no file zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        get_model_state_file(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=r"no files .*infinity ckpt inspect"):
+        get_optim_files(tmp_path / "elsewhere")
 
 
 def save_ours(rank: int, world: int, folder: str) -> Any:

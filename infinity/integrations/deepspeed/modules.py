@@ -255,8 +255,9 @@ MODULES: dict[str, Names] = {
     "utils.z3_leaf_module": _LEAVES,
     "utils.zero_to_fp32": _of(
         zero_to_fp32, "convert_zero_checkpoint_to_fp32_state_dict", "convert_zero_checkpoint_to_state_dict",
-        "get_fp32_state_dict_from_zero_checkpoint", "load_state_dict_from_zero_checkpoint", "main",
-    ) | _no("`infinity ckpt inspect FOLDER` shows what a checkpoint holds", "get_model_state_file", "get_optim_files"),
+        "get_fp32_state_dict_from_zero_checkpoint", "get_model_state_file", "get_optim_files",
+        "load_state_dict_from_zero_checkpoint", "main",
+    ),
 }  # fmt: skip
 
 # Other names of the same modules.
