@@ -68,8 +68,8 @@ ALLOWED: dict[str, set[str]] = {
         "infinity.distributed.hang_detection.job_end", "infinity.engine.preemption", "infinity.log",
     },
     "infinity.engine.build_runtime": _BELOW_ENGINE | {
-        "infinity.engine.build_parts", "infinity.engine.first_batch", "infinity.engine.preflight",
-        "infinity.engine.runtime",
+        "infinity.engine.build_parts", "infinity.engine.first_batch", "infinity.engine.precision",
+        "infinity.engine.preflight", "infinity.engine.runtime",
     },
     "infinity.engine.build_parts": _BELOW_ENGINE,
     "infinity.engine.checkpoint_manager": _BELOW_ENGINE | {

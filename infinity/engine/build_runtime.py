@@ -10,6 +10,7 @@ from torch import nn
 from infinity.distributed.process_groups import ProcessGroups
 from infinity.engine.build_parts import make_checkpointing, make_observer, make_stepper
 from infinity.engine.first_batch import FirstBatch
+from infinity.engine.precision import widen_batch_norms
 from infinity.engine.runtime import Runtime
 from infinity.memory.ledger import Ledger
 from infinity.memory.open_store import open_store
@@ -68,6 +69,8 @@ def build_runtime(
         publish_model(model, parts=groups.data.size)
     _move_buffers(model, device)
     # Beneath the hooks, and beneath what computes blocks again.
+    if config.compute_dtype != "fp32":
+        widen_batch_norms(model)
     exchanges = apply(model, question.axis, groups.tensor, device.torch)
     undo.callback(exchanges.remove)
     hooks = ModuleHooks(model, units, coordinator, group=groups.stage, synced=plan.policy.collective_forward)

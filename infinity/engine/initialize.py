@@ -27,7 +27,6 @@ from infinity.engine.engine import Engine, close_engines_of, refuse_parts
 from infinity.engine.launch import check_arguments, configuration_of
 from infinity.engine.liger import apply_liger
 from infinity.engine.model_init import ConfigSource, all_ranks_read, groups_of
-from infinity.engine.precision import widen_batch_norms
 from infinity.engine.preflight import preflight, remarks, stages_asked
 from infinity.engine.step import Boundary
 from infinity.errors import ConfigError
@@ -96,8 +95,6 @@ def initialize(
         draw = None if loader is None else loader.example
         plan, question = preflight(resolved, model, trained.group_of(), device, groups, trained.optimizer.spec, draw)
         agree_on_plan(plan, groups.stage, groups.world)
-        if resolved.compute_dtype != "fp32":
-            widen_batch_norms(model)
         applied = apply_liger(resolved.config.kernels.liger, model, device.torch, plan.layouts, tensor=resolved.tensor)
         ledger = Ledger(question.limits, question.reserve.taken_nbytes, question.reserve.peak_nbytes(plan))
         runtime = build_runtime(question, model, plan, groups, device, trained.optimizer, ledger, undo)
