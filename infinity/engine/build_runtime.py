@@ -67,10 +67,8 @@ def build_runtime(
     attach_units(units, coordinator)
     if config.stage == 3 and config.config.provenance.conventions.parameter_attributes:
         publish_model(model, parts=groups.data.size)
-    _move_buffers(model, device)
+    _place_buffers(model, device, config.compute_dtype)
     # Beneath the hooks, and beneath what computes blocks again.
-    if config.compute_dtype != "fp32":
-        widen_batch_norms(model)
     exchanges = apply(model, question.axis, groups.tensor, device.torch)
     undo.callback(exchanges.remove)
     hooks = ModuleHooks(model, units, coordinator, group=groups.stage, synced=plan.policy.collective_forward)
@@ -98,7 +96,10 @@ def build_runtime(
     return runtime
 
 
-def _move_buffers(model: nn.Module, device: Device) -> None:
+def _place_buffers(model: nn.Module, device: Device, dtype: str) -> None:
+    """Move them in their own dtypes, which the weights of batch norms follow."""
+    if dtype != "fp32":
+        widen_batch_norms(model)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
