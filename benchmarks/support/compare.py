@@ -25,7 +25,7 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a process, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--model", choices=("llama", "deep", "large", "tiny"), default="llama")
+    parser.add_argument("--model", choices=("llama", "deep", "tiny"), default="llama")
     parser.add_argument("--batch", type=int, help="sequences in a step, over all ranks (4, with bf16 8)")
     parser.add_argument("--positions", type=int, default=256)
     parser.add_argument("--folder", help="folder on the drive")

@@ -14,13 +14,11 @@ from support.machine import accelerator
 LLAMA = {"vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048, "layers": 12, "heads": 12}
 # 374 M parameters: of more layers, so that less of it is embedding and head.
 DEEP = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "layers": 24, "heads": 16}
-# 1.3 B parameters: for an accelerator.
-LARGE = {"vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632, "layers": 24, "heads": 16}
 # The same shape in small, for smoke runs.
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "layers": 3, "heads": 4}
 # 33 M parameters, of which little is embedding and head, so that two stages of equally many blocks take equally long.
 STAGED = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1376, "layers": 8, "heads": 8}
-MODELS = {"llama": LLAMA, "deep": DEEP, "large": LARGE, "tiny": TINY, "staged": STAGED}
+MODELS = {"llama": LLAMA, "deep": DEEP, "tiny": TINY, "staged": STAGED}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Parameters of one of `Blocks`' units.
 BLOCK_NUMEL = 1 << 24
