@@ -44,6 +44,22 @@ def test_a_rank_without_a_sign_of_life_is_dead_and_a_long_wait_is_told_once() ->
     assert "rank 1 gives no sign of life for 60 s" in dead.verdict.text
 
 
+def test_a_late_rank_is_named_also_by_one_that_waits_for_it_through_another() -> None:
+    channels = Channels(Topology(dp=2, tp=2, local_size=4), axes=("dp", "tp"))
+    gather, reduction = Wait(group=0, number=1, name="gather of a", began=0.0), GATHER._replace(group=1)
+    ranks = {
+        0: Position(0, 1, (1, 0), wait=gather),
+        1: Position(1, 1, (0, 1), wait=reduction),
+        2: Position(2, 1, (0, 0)),
+        3: Position(3, 1, (0, 1), wait=reduction),
+    }
+    for rank in (0, 1, 3):
+        judge, wait = Judge(AxisPlace("world", rank, 4), channels, 10.0), ranks[rank].wait
+        near, late = (judge.judge(ranks, wait, now=now, connection_lost=False) for now in (9.0, 12.0))
+        assert near.ask == (2,), "1 lacks rank 0's part, and rank 0 lacks rank 2's"
+        assert late.verdict is not None and "for rank 2 (dp 1, tp 0) (watchdog" in late.verdict.text
+
+
 def test_a_diagnosis_survives_the_store() -> None:
     gone = Diagnosis("gone", rank=1, counts=(3, 4), interrupt_seconds=None)
     assert Diagnosis.decode(gone.encode()) == gone

@@ -91,6 +91,25 @@ def missing(positions: Positions, rank: int, wait: Wait, channels: Channels) -> 
     return [other for other in members if positions[other].counts[wait.group] < wait.number]
 
 
+def held_by(positions: Positions, rank: int, wait: Wait, channels: Channels) -> list[int]:
+    """Return the ranks that `rank`, which has this wait, waits for in the end: those that lack the collective, and in
+    place of one of them that waits itself those that it waits for. Of a mere circle: those that lack it.
+    """
+    lacking = missing(positions, rank, wait, channels)
+    found, asked, todo = set(), {rank}, list(lacking)
+    while todo:
+        other = todo.pop()
+        if other in asked:
+            continue
+        asked.add(other)
+        theirs = positions[other].wait
+        behind = missing(positions, other, theirs, channels) if theirs is not None else []
+        todo += behind
+        if not behind:
+            found.add(other)
+    return sorted(found) or lacking
+
+
 def parted(positions: Positions, channels: Channels) -> str:
     """Describe the first collective that is not the same on two ranks of a group, a line a rank; empty if there is
     none.

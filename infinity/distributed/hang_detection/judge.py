@@ -13,6 +13,7 @@ from infinity.distributed.hang_detection.flight_record import (
     Wait,
     advice_for,
     circle,
+    held_by,
     missing,
     parted,
     positions_table,
@@ -129,7 +130,7 @@ class Judge:
         return {rank for rank, position in positions.items() if position.beat >= self._since[rank][1] + 2}
 
     def _late(self, positions: Positions, wait: Wait, now: float) -> Judgement:
-        late = self._missing(positions, wait)
+        late = held_by(positions, self._world.index, wait, self._channels)
         names = ", ".join(map(self._channels.place, late)) or "nobody: the bytes do not arrive"
         waited, reminder = now - wait.began, ""
         near = any(limit - _ASK_SECONDS < waited < limit + _GRACE_SECONDS for limit in (self._seconds, _REMIND_SECONDS))
