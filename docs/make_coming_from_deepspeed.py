@@ -107,7 +107,7 @@ What a program may import. A name that is refused can be imported too, subclasse
 of it is an error that says why. Any other name is an `ImportError`, or an `AttributeError`, that points here.
 `deepspeed.comm` also has every name of torch.distributed, and `get_accelerator()` what torch has for the device.
 
-Of 159 of DeepSpeed's own unit tests that need no GPU 62 pass and 23 skip themselves; 33 meet an error of ours that says
+Of 159 of DeepSpeed's own unit tests that need no GPU 67 pass and 23 skip themselves; 32 meet an error of ours that says
 why, and most of the others look into DeepSpeed's own engine. `benchmarks/results/deepspeed_unit.json` lists each with
 its cause.
 """

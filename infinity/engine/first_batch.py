@@ -149,7 +149,7 @@ class FirstBatch:
 
     def _agree(self, found: Activations, group: AxisGroup | None, name: str = "room for activations") -> None:
         """CapacityError, on all ranks where there is a group, if one of them has no room for so much."""
-        exceeds = self._exceeds(found)
+        exceeds = self._room is not None and sum(self._taken(found)) > self._room
         if group is not None:
             mine = [float(exceeds), float(found.nbytes)]
             heard = agree_on_numbers(mine, group, name)
@@ -176,16 +176,18 @@ class FirstBatch:
         question = self._question
         return with_activations(question.reserve, found, question.config, self._device, question.free)
 
-    def _exceeds(self, found: Activations) -> bool:
+    def _taken(self, found: Activations) -> tuple[int, int]:
+        """What the activations take, and what the heap of a process loses in gaps between them."""
         reserve = self._with(found)
-        gaps = 0 if self._device.own_memory else reserve.gaps_nbytes
-        return self._room is not None and reserve.activation_nbytes + gaps > self._room
+        return reserve.activation_nbytes, 0 if self._device.own_memory else reserve.gaps_nbytes
 
     def _refused(self, found: Activations) -> CapacityError:
         free, held = self._question.free, self._plan.nbytes_by_tier()
+        nbytes, gaps = self._taken(found)
+        beside = f" and {format_bytes(gaps)} of gaps in the heap" if gaps else ""
         return CapacityError(
-            f"the activations of this micro-batch take {format_bytes(self._with(found).activation_nbytes)} "
-            f"({found.source}), but {format_bytes(self._room or 0)} of {format_bytes(free.device or 0)} are left for "
+            f"the activations of this micro-batch take {format_bytes(nbytes)} ({found.source}){beside}, "
+            f"but {format_bytes(self._room or 0)} of {format_bytes(free.device or 0)} are left for "
             f"them beside the plan's {format_bytes(held[Tier.GPU])}. Weights and states are as they were: go on with a "
             f"smaller batch, or initialize again with less: {less_activations(self._question)}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import infinity
 import infinity.memory.free_bytes
+from infinity.config.units import parse_bytes
 from infinity.errors import CapacityError
 from infinity.zero.activation_measurement import LiveBytes, measure_call
 from tests.conftest import RankPools
@@ -99,6 +101,21 @@ def test_a_batch_that_does_not_fit_is_refused_and_a_smaller_one_trains(monkeypat
             assert f"activations: {engine.plan.activations}" in engine.plan.explain()
             assert engine.memory().predicted > known.predicted
     assert losses[0] == losses[1]
+
+
+def test_a_refusal_names_all_that_it_has_added_up(monkeypatch):
+    """Batches grow in small steps, so that the first one refused is so for the gaps between what it takes."""
+    machine(monkeypatch, 72 * MB)
+    make, batch = CASES["routed"]
+    engine, *_ = infinity.initialize(model=make(), config={"zero_optimization": {"stage": 3}})
+    amount = r"(\d[\d.]* \w?B)"
+    with engine, pytest.raises(CapacityError) as refusal:
+        for n in range(100, 1000, 5):
+            engine(*batch(n))
+    said = re.search(rf"take {amount} \(.*\) and {amount} of gaps in the heap, but {amount} of ", str(refusal.value))
+    assert said is not None, refusal.value
+    taken, gaps, left = map(parse_bytes, said.groups())
+    assert taken < left < 1.01 * (taken + gaps), "amounts are written in three digits"
 
 
 def refused_on_all(rank: int, world: int, case: str, free: int) -> tuple[str, float]:
