@@ -17,7 +17,6 @@ a cover in which two ranks have collectives on the device's streams in place of 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -41,6 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support import accelerator
+from tests.support.cells import cover
 from tests.support.host_accesses import host_accesses_are_declared
 from tests.support.models import Block
 from tests.support.oracle import CLIP, Case, OnDevice, SmallModel, join, settings, train
@@ -84,6 +84,10 @@ class Cell:
         """What must not."""
         return self.param, self.optimizer, self.ratio, self.own_collectives
 
+    def axes(self) -> tuple[object, ...]:
+        """The value on each axis of the matrix."""
+        return *self.setting, *self.placement
+
     def __str__(self) -> str:
         return (
             f"stage {self.stage} {self.precision} accumulation {self.accumulation} clip {self.clip:g} {self.ranks} "
@@ -106,25 +110,6 @@ def product(ranks: Sequence[int] = (1, 2)) -> list[Cell]:
         # All states are on the device already where the optimizer is.
         for ratio in ((1.0,) if optimizer == "gpu" else (1.0, 0.5))
     ]
-
-
-def cover(cells: Sequence[Cell]) -> list[Cell]:
-    """Few of the cells that together have every pair of values that two of a cell's properties take in any of them."""
-    left, chosen = pairs(cells), []
-    while left:
-        best = max(cells, key=lambda cell: len(pairs([cell]) & left))
-        left -= pairs([best])
-        chosen.append(best)
-    return chosen
-
-
-def pairs(cells: Iterable[Cell]) -> set[tuple[object, ...]]:
-    """The pairs of values that two properties take together in any of the cells."""
-    return {
-        pair
-        for cell in cells
-        for pair in itertools.combinations(enumerate((*cell.setting, *cell.placement)), 2)
-    }  # fmt: skip
 
 
 def delayed(cells: Iterable[Cell], first_seed: int = 1) -> list[Cell]:
@@ -294,11 +279,11 @@ def main() -> int:
     if given.full:
         parts["full product"] = every
     if given.delays:
-        parts["pairwise cover with delays"] = covering = delayed(cover(every))
+        parts["pairwise cover with delays"] = covering = delayed(cover(every, Cell.axes))
         drawn = random.Random(0).choices(every, k=given.cells)
         parts["random cells with delays"] = delayed(drawn, 1 + len(covering))
         several = [replace(cell, own_collectives=True) for cell in every if cell.ranks > 1]
-        parts["pairwise cover with delays and collectives of the device"] = delayed(cover(several))
+        parts["pairwise cover with delays and collectives of the device"] = delayed(cover(several, Cell.axes))
     failed = 0
     for name, cells in parts.items():
         if not cells:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import shutil
 import signal
 from collections.abc import Iterator
@@ -23,8 +24,17 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked gpu where torch finds none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--shuffle SEED`: files in random order, and the tests in them."""
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle where that is asked for. Skip what is marked gpu where torch finds none."""
+    if (seed := config.getoption("--shuffle")) is not None:
+        order = random.Random(seed)
+        files = {item.path: order.random() for item in items}
+        items.sort(key=lambda item: (files[item.path], order.random()))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -19,7 +19,7 @@ import infinity
 from infinity.memory.tiers.device import Accelerator
 from infinity.ops.transfer import Completed, StreamTransfer
 from infinity.zero.partition_copy import PartitionCopy
-from tests.accelerator_matrix import Cell, Matrix, PlainCase, cover, pairs, product, run_on_accelerator
+from tests.accelerator_matrix import Cell, Matrix, PlainCase, product, run_on_accelerator
 from tests.support import accelerator
 from tests.support.accelerator.process import require
 from tests.support.oracle import CLIP, Access
@@ -109,10 +109,3 @@ def test_the_product_has_every_placement_of_every_setting() -> None:
     for setting in settings:
         placements = [cell.placement for cell in cells if cell.setting == setting and cell.ratio == 1]
         assert len(placements) == (9 if setting[0] == 3 else 3)
-
-
-def test_the_cover_has_every_pair_of_values() -> None:
-    cells = product()
-    chosen = cover(cells)
-    assert len(chosen) < 30
-    assert pairs(chosen) == pairs(cells)

@@ -32,6 +32,7 @@ def row(text: str, name: str) -> list[str]:
     return next(line for line in text.splitlines() if line.startswith(name)).removeprefix(name).split()
 
 
+@pytest.mark.matrix
 def test_hooks_prints_the_overhead_of_a_unit(tmp_path):
     figures = row(output_of("hooks", "--units 4 --rounds 2 --ranks 1 --only cpu", tmp_path), "1 rank, cpu")
     gathering, plain, ours, beyond = figures[:4]
@@ -40,12 +41,14 @@ def test_hooks_prints_the_overhead_of_a_unit(tmp_path):
     assert float(ours) - float(plain) == pytest.approx(float(beyond), abs=0.2)
 
 
+@pytest.mark.matrix
 def test_units_compares_a_unit_of_two_sizes(tmp_path):
     text = output_of("units", "--units 2,4 --rounds 1 --only bounded", tmp_path)
     assert all(float(figure) > 0 for figure in row(text, "bounded, 4 units"))
     assert text.count("a unit of 4 costs") == 3
 
 
+@pytest.mark.matrix
 def test_tensor_functions_compares_with_dtensor(tmp_path):
     text = output_of("tensor_functions", "--layers 1 --rounds 1", tmp_path)
     # Attention and MLP: a sum of each in both directions. DTensor sums the gradients of every projection.
@@ -53,6 +56,7 @@ def test_tensor_functions_compares_with_dtensor(tmp_path):
     assert float(row(text, "dtensor")[-1]) > 4
 
 
+@pytest.mark.matrix
 def test_pipeline_executor_compares_with_torchs_runtime(tmp_path):
     for tries_left in (2, 1, 0):
         text = output_of("pipeline_executor", "--micro-batches 4 --rounds 2", tmp_path)
@@ -69,6 +73,7 @@ def test_pipeline_executor_compares_with_torchs_runtime(tmp_path):
     assert re.search(r"a message alone, CPU time: isend \d+ us, irecv \d+ us, wait \d+ us", text)
 
 
+@pytest.mark.matrix
 def test_step_prints_time_and_bytes_of_a_tier(tmp_path):
     text = output_of("step", "--numel 65536 --only infinity:cpu --steps 1 --fio-gib 0.03", tmp_path)
     assert "0 M parameters, bf16" in text
@@ -80,6 +85,7 @@ def test_step_prints_time_and_bytes_of_a_tier(tmp_path):
 
 
 # Two processes that import transformers and train.
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_train_compares_the_peak_with_the_plan(tmp_path):
     text = output_of("train", f"{TINY} --only infinity:nvme", tmp_path)
@@ -92,6 +98,7 @@ def test_train_compares_the_peak_with_the_plan(tmp_path):
 
 
 # Four processes that import transformers and train.
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
 def test_train_says_what_the_drive_takes_from_computation(tmp_path):
@@ -107,6 +114,7 @@ def test_train_says_what_the_drive_takes_from_computation(tmp_path):
 
 
 # Imports transformers and trains.
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_timeline_prints_what_a_recording_costs(tmp_path):
     keep = tmp_path.parent / "kept.html"
@@ -118,6 +126,7 @@ def test_timeline_prints_what_a_recording_costs(tmp_path):
 
 
 # Two processes that import transformers and train.
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_peers_do_the_same_work(tmp_path):
     text = output_of("peers", f"{TINY} --only torch:plain,infinity:memory", tmp_path)
@@ -126,6 +135,7 @@ def test_peers_do_the_same_work(tmp_path):
 
 
 # A process that imports transformers and trains.
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_predict_compares_each_step_with_what_was_foretold(tmp_path):
     save_profile(assumed(accelerator=False), tmp_path / "profile.json")
@@ -203,6 +213,7 @@ def test_the_kernel_counts_what_is_written_past_the_page_cache(support, tmp_path
         assert machine.io_nbytes()[1] - before in (0, 1 << 20)
 
 
+@pytest.mark.matrix
 def test_checkpoint_faults_kills_flips_and_finds(tmp_path):
     """A slice of the 150 kills that the script makes by default."""
     text = output_of("checkpoint_faults", "--saves 4 --trainings 2 --flips 1 --width 64", tmp_path)
@@ -211,6 +222,7 @@ def test_checkpoint_faults_kills_flips_and_finds(tmp_path):
     assert "NO" not in text
 
 
+@pytest.mark.matrix
 def test_checkpoint_async_prints_what_a_save_costs(tmp_path):
     text = output_of("checkpoint_async", "--numel 65536 --tokens 16 --rounds 1", tmp_path)
     _, usual, slowest, call, _, at_once = map(float, row(text, "cpu"))

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 LIMIT_NBYTES = 2 << 30
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.drive(12)
 @pytest.mark.timeout(900)
@@ -39,6 +40,7 @@ def test_four_gigabytes_of_state_train_under_two_of_memory(tmp_path: Path) -> No
     assert (free["losses"], free["sha256"]) == (limited["losses"], limited["sha256"])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.drive(8)
 @pytest.mark.timeout(600)

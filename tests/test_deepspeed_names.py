@@ -112,6 +112,7 @@ def test_install_is_refused_when_a_client_has_looked_already(client, tmp_path):
     assert f"comes too late: {client} is imported already" in reply.stderr.splitlines()[-1]
 
 
+@pytest.mark.matrix
 def test_another_deepspeed_is_shadowed_in_the_tree_of_a_run_and_nowhere_else(tmp_path):
     """A stand-in for an installed DeepSpeed; children see what their parent sees."""
     other = tmp_path / "site" / "deepspeed"
@@ -171,6 +172,7 @@ def test_one_machine_of_several_is_started_without_ssh(monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_machines_of_a_hostfile_are_started_over_ssh(tmp_path):
     """Two "machines" on this one, behind a stand-in for ssh that runs the command here."""
     ssh = tmp_path / "bin" / "ssh"

@@ -38,6 +38,7 @@ def test_declared_dependencies_are_enough_for_everything_without_an_extra(tmp_pa
     assert set(told["refusals"]) == {"infinity.integrations.huggingface", "infinity.cli.completion"}
 
 
+@pytest.mark.matrix
 def test_the_demo_needs_only_what_its_extra_declares(tmp_path):
     small = "--dim 32 --layers 2 --heads 2 --seq 32 --steps 3".split()
     words = ["examples/train_lm.py", *small, "--run-dir", str(tmp_path / "run"), "--nvme-path", str(tmp_path / "drive")]

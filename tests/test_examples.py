@@ -97,6 +97,7 @@ def test_a_vocabulary_below_256_is_refused(run, tmp_path):
         run("--hf", str(tmp_path / "config.json"))
 
 
+@pytest.mark.matrix
 def test_two_ranks_train_under_torchrun_and_one_speaks(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(ROOT / "examples" / "train_lm.py"), "--config", str(CONFIGS / "two_ranks.json")]

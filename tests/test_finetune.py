@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import finetune_hf, make_small_model
+from tests.support.cells import kept
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = "The class of an object is what it was made from. The name of an object is how it is found again. " * 150
@@ -46,8 +47,9 @@ def continued(model: torch.nn.Module, folder: Path) -> str:
     return tokenizer.decode(made[0], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "lora"), kept([(1, False), (1, True), (2, False), (2, True)], [(1, True)])
+)
 def test_it_learns_writes_and_leaves_weights_that_transformers_loads(
     ranks: int, lora: bool, folder: Path, tmp_path: Path
 ) -> None:
@@ -109,6 +111,7 @@ def test_the_command_lines_rate_comes_before_the_configurations(
         assert config["scheduler"]["params"]["warmup_max_lr"] == rate
 
 
+@pytest.mark.matrix
 def test_a_run_goes_on_where_it_was_left(folder: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     finetune_hf.main(options(folder, tmp_path / "drive", whole))

@@ -36,6 +36,7 @@ def _on_the_simulated_device() -> dict[str, Any]:
         return first_run.placements(workers=0)
 
 
+@pytest.mark.matrix
 def test_its_placements_have_one_hash_on_the_simulated_device(process: AcceleratedProcess) -> None:
     found = process.run(_on_the_simulated_device)
     assert len(found) == 30
@@ -49,6 +50,7 @@ def _traced(folder: str) -> int:
         return first_run.PARTS["trace"]()
 
 
+@pytest.mark.matrix
 def test_its_timeline_is_written(process: AcceleratedProcess, tmp_path: Path) -> None:
     assert process.run(_traced, str(tmp_path)) == 0
     events = json.loads((tmp_path / "runs" / "first_run.json").read_text())

@@ -118,6 +118,7 @@ raise SystemExit("it was never told to end")
 """
 
 
+@pytest.mark.matrix
 def test_a_signal_to_one_rank_ends_all_of_them_at_the_same_step(tmp_path):
     """Real processes, of which one is sent SIGTERM."""
     ranks = []

@@ -52,6 +52,7 @@ ELASTIC = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_any_topology_loads_what_any_other_has_saved(rank_pools, tmp_path):
     saved = {}

@@ -26,6 +26,7 @@ def test_a_loop_equals_ddp_and_goes_on_from_a_saved_state():
     assert "ParallelismConfig(tp_size=2) is for models of DTensors" in refused["error"]
 
 
+@pytest.mark.matrix
 def test_processes_that_accelerate_takes_for_single_ones_are_refused(tmp_path):
     """Without an accelerator and without the replacement of its back end, every rank would train a model of its own."""
     script = tmp_path / "script.py"

@@ -53,6 +53,7 @@ def run(ranks: int, script: str, folder: Path, *words: str, client: bool = True)
     return reply.stdout
 
 
+@pytest.mark.matrix
 def test_trainer_trains_goes_on_and_saves(folder):
     words = [
         "--output_dir", str(folder / "trainer"), "--bf16", "--deepspeed", str(folder / "ds.json"), "--max_steps", "6",
@@ -71,6 +72,7 @@ def test_trainer_trains_goes_on_and_saves(folder):
     assert re.search(r"held-out loss (\d+\.\d+)", again)[1] == held_out[1]
 
 
+@pytest.mark.matrix
 def test_a_loop_of_accelerate_goes_on_from_its_state(folder):
     words = ["--deepspeed", str(folder / "ds.json"), "--steps", "15", "--state", str(folder / "state"), "--positions",
              "32"]  # fmt: skip
@@ -84,6 +86,7 @@ def test_a_loop_of_accelerate_goes_on_from_its_state(folder):
     assert abs(float(again["15"]) - float(losses["15"])) < 0.3
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("ranks", "words"), [(1, ["--zero_stage", "2"]), (2, ["--offload"])], ids=["one", "two"])
 def test_the_practice_of_books_learns(ranks, words, folder, tmp_path):
     """With no replacement at all: DeepSpeed's own functions ask for no CUDA."""

@@ -26,10 +26,12 @@ def assert_all_alike(found: list[dict]) -> None:
         assert (each["steps"], each["rate"]) == (plain["steps"], plain["rate"])
 
 
+@pytest.mark.matrix
 def test_fit_checkpoint_resume_and_validate():
     assert_all_alike(run("lightning_cells", CELLS, ranks=1))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_two_ranks_fit_checkpoint_resume_and_validate():
     assert_all_alike(run("lightning_cells", CELLS, ranks=2))

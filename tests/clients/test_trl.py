@@ -68,6 +68,7 @@ def test_trainers_on_every_tier_give_plain_trls_losses_and_files():
         assert_alike(mine, plain)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_two_ranks_give_what_ddp_gives():
     found = run("trl_cells", PLAIN + OFFLOADED, ranks=2)
@@ -75,6 +76,7 @@ def test_two_ranks_give_what_ddp_gives():
         assert_alike(mine, plain)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_reference_model_of_dpo_holds_weights_only():
     cell = {"trainer": "dpo", "stage": 3, "width": 256, "arguments": {"bf16": True, "max_steps": 2}}
@@ -105,6 +107,7 @@ def example(name: str, folder: Path, *words: str) -> Path:
     return folder / "run"
 
 
+@pytest.mark.matrix
 def test_the_sft_example_trains_and_saves_a_model(tmp_path):
     made = example("trl_sft.py", tmp_path)
     before, after = (AutoModelForCausalLM.from_pretrained(made / name) for name in ("tiny", "model"))
@@ -113,6 +116,7 @@ def test_the_sft_example_trains_and_saves_a_model(tmp_path):
     assert all(bool(torch.isfinite(value).all()) for value in after.state_dict().values())
 
 
+@pytest.mark.matrix
 def test_the_lora_example_saves_adapters_that_peft_loads_and_merges(tmp_path):
     made = example("peft_lora.py", tmp_path)
     base = AutoModelForCausalLM.from_pretrained(made / "tiny")

@@ -27,7 +27,7 @@ def sums(rank: int, world: int) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.matrix)])
 def test_sums_and_broadcasts_are_those_of_all_ranks(rank_pools, ranks):
     turns = range(ranks + 2)
     expected = [[sum(rank + turn for rank in range(ranks))] * 3 + [turn % ranks] * 2 for turn in turns]

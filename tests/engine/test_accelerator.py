@@ -561,6 +561,7 @@ raceless(forked_beside, SimulatedDevice, sys.argv[1])
 """
 
 
+@pytest.mark.matrix
 def test_workers_of_a_data_loader(process: AcceleratedProcess, tmp_path: Path) -> None:
     """In a process of its own: one of a pool may not have children."""
     command = [sys.executable, "-W", "ignore", "-c", ALONE, str(tmp_path)]

@@ -22,6 +22,7 @@ from infinity.distributed.consistency import agree_on_numbers
 from infinity.distributed.process_groups import ProcessGroups, detect
 from infinity.errors import DesyncError
 from tests.engine.divergence_process import train
+from tests.support.cells import kept
 
 ROOT = Path(__file__).parents[2]
 # What "within seconds" is for a true mismatch, which no watchdog has to find; and beyond `watchdog_seconds` for a rank
@@ -30,7 +31,7 @@ MISMATCH_SECONDS, LATE_SECONDS = 10.0, 5.0
 LONG, SHORT = 300.0, 2.0
 # The smallest row that ranks read from each other's memory: more than any of these models has, or every one.
 SOCKETS, MEMORY = 1 << 30, 1
-WAYS = pytest.mark.parametrize("smallest", [SOCKETS, MEMORY], ids=["sockets", "memory"])
+WAYS = pytest.mark.parametrize("smallest", kept([SOCKETS, MEMORY], [MEMORY]), ids=["sockets", "memory"])
 
 
 def diverge(
@@ -59,7 +60,7 @@ def run(
     return [row[:2] for row in found]
 
 
-WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
+WORLDS = [2, pytest.param(4, marks=pytest.mark.matrix)]
 
 
 @WAYS
@@ -69,7 +70,7 @@ WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
         ("branch", "gather of second", 2),
         ("same size", "gather of second", 2),
         ("expert", "gather of experts.1", 2),
-        pytest.param("expert", "gather of experts.1", 4, marks=pytest.mark.slow),
+        pytest.param("expert", "gather of experts.1", 4, marks=pytest.mark.matrix),
     ],
 )
 def test_ranks_that_go_different_ways_name_each_others_module(rank_pools, case, theirs, world, smallest):
@@ -95,7 +96,9 @@ def test_ranks_that_drop_different_layers_raise_before_bytes_of_another_size_arr
         assert text == found[0][1], "both ranks say the same"
 
 
-@pytest.mark.parametrize(("stage", "smallest"), [(1, SOCKETS), (1, MEMORY), (3, SOCKETS), (3, MEMORY)])
+@pytest.mark.parametrize(
+    ("stage", "smallest"), kept([(1, SOCKETS), (1, MEMORY), (3, SOCKETS), (3, MEMORY)], [(1, SOCKETS), (3, MEMORY)])
+)
 def test_an_exception_on_one_rank_ends_the_others_with_its_traceback(rank_pools, stage, smallest):
     other, own = run(rank_pools, "raises", stage=stage, smallest=smallest)
     assert own == ("ArithmeticError", "the batch of rank 1 is broken")
@@ -197,9 +200,9 @@ def take_part(rank: int, world: int, kinds: Sequence[str], numels: Sequence[int]
     ("numels", "world"),
     [
         pytest.param((4, 12), 2, id="more"),
-        pytest.param((12, 4), 2, id="fewer", marks=pytest.mark.slow),
-        pytest.param((4, 4), 2, id="equal", marks=pytest.mark.slow),
-        pytest.param((4, 12), 4, id="halves", marks=pytest.mark.slow),
+        pytest.param((12, 4), 2, id="fewer", marks=pytest.mark.matrix),
+        pytest.param((4, 4), 2, id="equal", marks=pytest.mark.matrix),
+        pytest.param((4, 12), 4, id="halves", marks=pytest.mark.matrix),
     ],
 )
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from infinity.memory.tiers.nvme import NvmeTier
 from infinity.plan.capacity import Capacity
 from infinity.zero import deferred_init
 from infinity.zero.parameter import is_released
+from tests.support.cells import kept
 from tests.support.models import token_batch
 from tests.support.oracle import Case, join, settings
 from tests.support.spawn import RankPool
@@ -283,12 +284,13 @@ def growth(tmp_path: Path) -> Iterator[Any]:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("home", ["gpu", "cpu", "nvme"])
+@pytest.mark.parametrize("home", kept(["gpu", "cpu", "nvme"], ["nvme"]))
 def test_the_process_keeps_the_weights_and_nothing_else(home: str, growth: Any) -> None:
     grown, held = growth(home, home, "memory")
     assert held > 50e6 and held - 4e6 <= grown <= 1.05 * held + 8e6
 
 
+@pytest.mark.matrix
 def test_a_spool_keeps_them_out_of_memory(growth: Any) -> None:
     grown, held = growth("nvme", "nvme", "spool")
     assert grown < 0.25 * held

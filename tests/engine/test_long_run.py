@@ -43,6 +43,7 @@ def run(rank: int, world: int, folder: str) -> tuple[list[dict[str, int]], list[
     return held, files, keep.lines
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_thousand_steps_need_no_more_than_two_hundred(rank_pools, tmp_path):
     """On NVMe: resident memory grows by at most 1 MB in a hundred steps, everything else not at all."""

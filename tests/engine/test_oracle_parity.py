@@ -15,6 +15,7 @@ from infinity.config import load_config
 from infinity.engine import Engine
 from infinity.optim.lr import build_scheduler
 from tests.engine.cases import CASES, LEAF, Routed
+from tests.support.cells import kept
 from tests.support.oracle import (
     ADAM,
     CLIP,
@@ -77,9 +78,13 @@ def check(rank_pools: Any, folder: Any, world: int, cells: list[Cell], steps: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world", "stage", "accumulation"),
+    kept(
+        list(itertools.product((1, 2, 4), (0, 1, 2, 3), (1, 4))),
+        [(1, 0, 4), (1, 3, 1), (2, 1, 4), (2, 2, 1), (2, 3, 4), (4, 2, 4), (4, 3, 1)],
+    ),
+)
 def test_training_equals_the_oracle(rank_pools, tmp_path, world, stage, accumulation):
     cells = []
     for clip, name in itertools.product((0.0, CLIP), ("everything awkward", "split")):
@@ -90,7 +95,7 @@ def test_training_equals_the_oracle(rank_pools, tmp_path, world, stage, accumula
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "world"), RUNS)
+@pytest.mark.parametrize(("stage", "world"), kept(RUNS, [(1, 1), (3, 2)]))
 def test_models_of_every_habit_equal_the_oracle(rank_pools, tmp_path, stage, world):
     cells = []
     for name in CASES:
@@ -141,7 +146,7 @@ def ways_of_backward(rank: int, world: int, folder: str, stage: int) -> list[tup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 1), (2, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "world"), kept([(0, 2), (1, 1), (2, 2), (3, 1), (3, 2)], [(1, 1), (3, 2)]))
 def test_every_way_of_backward_equals_the_oracle(rank_pools, tmp_path, stage, world):
     for rows in rank_pools[world].run(ways_of_backward, str(tmp_path / "nvme"), stage):
         assert all(weights <= WEIGHTS and norms <= NORMS for weights, norms, _ in rows), rows

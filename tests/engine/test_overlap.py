@@ -20,6 +20,7 @@ from infinity.optim import stepper
 from infinity.optim.sub_group_update import SubGroupUpdater
 from infinity.plan.layout import SubGroup
 from infinity.plan.types import Key, Kind
+from tests.support.cells import covered
 from tests.support.late_copies import copies_are_late
 from tests.support.models import token_batch
 from tests.support.oracle import CLIP, STEPS, Case, SmallModel, SplitBackward, join, settings, train
@@ -76,9 +77,7 @@ def run(rank: int, folder: str, case: Case, row: dict[str, Any]) -> tuple[str, i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("dtype", list(EARLY))
+@pytest.mark.parametrize(*covered(dtype=list(EARLY), case=list(CASES), world=[1, 2]))
 def test_a_step_inside_backward_has_the_same_bits(rank_pools, tmp_path, dtype, case, world):
     begun_early, waiting = EARLY[dtype]
     # As many sub-groups on each rank: few enough to stay in memory never begin early.

@@ -16,6 +16,7 @@ import infinity
 from infinity.config import DEEPSPEED, STRICT
 from infinity.errors import ConfigError, StateError
 from infinity.plan.types import Kind, Tier
+from tests.support.cells import kept
 from tests.support.models import TinyLlama, token_batch
 from tests.support.oracle import Case, join, settings, train
 from tests.support.spawn import RankPool
@@ -257,7 +258,7 @@ for last in (False, True):
 """
 
 
-@pytest.mark.parametrize("home", ["gpu", "cpu", "nvme"])
+@pytest.mark.parametrize("home", kept(["gpu", "cpu", "nvme"], ["nvme"]))
 def test_the_process_grows_by_the_weights(home: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", GROWTH, str(tmp_path), home]
     reply = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)

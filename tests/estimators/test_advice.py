@@ -71,6 +71,7 @@ def test_the_choices_fit_differ_and_are_the_fastest_first():
     assert speeds == sorted(speeds, reverse=True)
 
 
+@pytest.mark.matrix
 def test_a_drive_that_wears_out_is_not_used_where_anything_else_fits():
     """States on NVMe are written at every step; in memory they are slower here, and last."""
     advice = advise(wish(3, 16, 500))
@@ -78,6 +79,7 @@ def test_a_drive_that_wears_out_is_not_used_where_anything_else_fits():
     assert all(lasts(choice) for choice in advice.choices)
 
 
+@pytest.mark.matrix
 def test_what_cannot_last_is_said():
     drives = tuple(drive.model_copy(update={"endurance_nbytes": 5 * 10**12}) for drive in ASSUMED.drives)
     weak = ASSUMED.model_copy(update={"drives": drives})
@@ -105,6 +107,7 @@ def test_fit_shows_the_three_best_and_saves_the_first(tmp_path, capsys):
     assert max(map(len, text.splitlines())) <= 100
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [["--gpu", "1GB", "--ram", "4GB"]])
 def test_advice_where_nothing_fits_says_what_it_takes(options, capsys):
     assert main(["llama-3.1-8b", "--fit", *options]) == 1

@@ -73,6 +73,7 @@ def test_ranks_on_the_cpu_share_one_memory():
     assert found.peak(Tier.GPU) + found.peak(Tier.CPU) <= (found.capacity.process or 0)
 
 
+@pytest.mark.matrix
 def test_the_largest_model_is_the_last_that_fits():
     member, deepest = largest(wish(8, 12, 100, model="gpt2"))
     assert member is not None

@@ -301,6 +301,7 @@ def test_memory_moves_by_whole_vectors(ptx: list[str]) -> None:
     assert not any(re.search(r"\.local\b", text) for text in ptx)
 
 
+@pytest.mark.matrix
 @needs_nvcc
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a device: tests/test_gpu.py shows more")
 def test_nvcc_builds_a_library_that_says_why_it_cannot_run_here(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_a_weight_tied_across_stages_is_trained_as_on_one_rank(rank_pools: RankP
     assert told(found[0][0]) == pytest.approx(told(whole), abs=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_stages_and_data_ranks_together_have_the_bits_of_data_ranks_alone(rank_pools: RankPools, tmp_path: Path):
     (whole,) = rank_pools[2].run(run_program, str(tmp_path), ["--layers 6 --stage 2"])[0]
@@ -74,6 +75,7 @@ def test_stages_and_data_ranks_together_have_the_bits_of_data_ranks_alone(rank_p
         assert told(found) == told(whole)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_program_runs_with_deepspeeds_own_imports(rank_pools: RankPools, tmp_path: Path):
     """Unchanged but for these, started as a user starts it."""

@@ -12,6 +12,7 @@ from tests.pipeline_divergences import CASES, all_cases
 SECONDS_MAX = 60.0
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(600)
 def test_every_rank_is_told_which_rank_of_three_axes_has_left_and_where() -> None:
     names = [name for name in CASES if name not in ("killed", "skipped micro-batch")]
@@ -21,6 +22,7 @@ def test_every_rank_is_told_which_rank_of_three_axes_has_left_and_where() -> Non
     assert all(row["seconds"] < SECONDS_MAX for row in rows), rows
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_rank_killed_in_the_middle_of_a_step_is_named_by_all_others() -> None:

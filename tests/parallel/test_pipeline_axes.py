@@ -21,6 +21,7 @@ LOOPS = (
 )  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(600)
 def test_three_axes_on_eight_ranks_have_one_hash_and_the_weights_of_one_rank() -> None:
     axes = Axes(2, 2, 2)
@@ -38,6 +39,7 @@ def test_gradients_that_are_summed_once_a_step_have_the_bits_of_stage_1(rank_poo
     assert all(row["right"] for row in rows), rows
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_tied_weights_beside_each_other_axis_have_one_hash(rank_pools: RankPools) -> None:
     for axes, family in ((Axes(2, 2, 1), "gpt2"), (Axes(2, 1, 2), "gemma2")):
@@ -55,6 +57,7 @@ def test_tied_weights_of_several_stages_stay_those_of_plain_torch(rank_pools: Ra
     assert all(row["right"] for row in rows), rows
 
 
+@pytest.mark.matrix
 def test_programs_that_do_more_than_train_have_the_bits_of_accumulation(rank_pools: RankPools) -> None:
     expected = rank_pools[1].run(on_one, LOOPS, timeout=280)[0]
     rows = rank_pools[2].run(compare_loops, expected, (("zero_bubble", 1),), timeout=280)[0]
@@ -62,6 +65,7 @@ def test_programs_that_do_more_than_train_have_the_bits_of_accumulation(rank_poo
     assert [row for row in rows if not row["right"]] == []
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_on_an_accelerator_a_pipeline_has_the_hash_of_the_cpu() -> None:
     require()

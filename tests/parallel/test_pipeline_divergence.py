@@ -46,7 +46,7 @@ Told = tuple[str, str, float]
 
 
 # Of ranks that lie on two axes, beside the data axis.
-PIPELINES = [4, pytest.param(2, marks=pytest.mark.slow)]
+PIPELINES = [4, pytest.param(2, marks=pytest.mark.matrix)]
 
 
 def diverge(rank: int, world: int, pp: int) -> dict[str, Told]:

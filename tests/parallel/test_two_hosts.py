@@ -35,6 +35,7 @@ def read(folder: Path, verb: str, rank: int) -> dict[str, object]:
     return found
 
 
+@pytest.mark.matrix
 def test_two_hosts_train_save_and_go_on_from_what_they_saved(hosts: Hosts, tmp_path: Path) -> None:
     for verb in ("train", "resume"):
         ended = hosts.run(tmp_path, verb, timeout=LAUNCH_SECONDS)
@@ -48,6 +49,7 @@ def test_two_hosts_train_save_and_go_on_from_what_they_saved(hosts: Hosts, tmp_p
     assert [each["digests"] for each in gone_on] == [each["digests"] for each in whole]
 
 
+@pytest.mark.matrix
 def test_a_host_that_is_gone_is_named_by_the_other(hosts: Hosts, tmp_path: Path) -> None:
     launchers = hosts.start(tmp_path, "wait")
     try:

@@ -19,6 +19,7 @@ import infinity
 from infinity.engine import Engine
 from infinity.memory.activation_tier import ActivationTier
 from tests.engine.cases import CASES
+from tests.support.cells import kept
 from tests.support.hub import hf_model
 from tests.support.models import token_batch
 from tests.support.oracle import Case, join, settings, swap_files, train
@@ -100,8 +101,7 @@ def parity(rank: int, world: int, folder: str, stage: int) -> list[tuple[str, st
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "world"), kept([(0, 1), (0, 2), (3, 1), (3, 2)], [(0, 1), (3, 2)]))
 def test_checkpoints_on_any_tier_give_the_same_bits_with_dropout(rank_pools, tmp_path, stage, world):
     for cells in rank_pools[world].run(parity, str(tmp_path), stage):
         for same in (cells[:4], cells[4:]):
@@ -162,6 +162,7 @@ def _held(engine: Engine) -> dict[str, int]:
         time.sleep(0.01)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 2), (3, 2)])
 def test_models_of_every_habit_are_served(rank_pools, tmp_path, stage, world):

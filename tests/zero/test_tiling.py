@@ -16,6 +16,7 @@ import infinity
 from infinity.errors import StateError
 from tests.engine.cases import CASES, LEAF
 from tests.engine.test_oracle_parity import check
+from tests.support.cells import kept
 from tests.support.oracle import Case, join, settings, swap_files, train
 
 # Smaller than every matrix of the cases, so that all of them are in tiles.
@@ -30,7 +31,7 @@ OF_TWO = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", kept([1, 2], [1]))
 def test_models_of_every_habit_train_in_tiles(rank_pools: Any, tmp_path: Path, world: int) -> None:
     cells = []
     for name, (param, optimizer) in zip(
@@ -337,7 +338,7 @@ def read_heads(rank: int, world: int, folder: str, tile_parameters: int | str) -
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", kept([1, 2], [1]))
 def test_a_weight_that_a_program_reads_whole_in_training_is_trained(
     rank_pools: Any, tmp_path: Path, world: int
 ) -> None:
