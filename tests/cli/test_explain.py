@@ -19,6 +19,7 @@ from infinity.config.section import Absent, Honoured, mark, reply_of, section_le
 from infinity.distributed.process_groups import detect
 from infinity.engine.initialize import _resolve
 from infinity.errors import ConfigError
+from tests.support.cells import kept
 
 _OFFLOAD = {"offload_param": {}, "offload_optimizer": {}}
 DOCUMENTS: dict[str, dict[str, Any]] = {
@@ -31,6 +32,8 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "cycle": {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}},
     "range": {"optimizer": {"type": "Lion"}, "scheduler": {"type": "LRRangeTest"}},
 }  # fmt: skip
+# The first has all sections.
+DOCUMENT = pytest.mark.parametrize("document", kept(list(DOCUMENTS), ["warm-up"]))
 HIDDEN = 8
 
 
@@ -75,7 +78,7 @@ def keys(document: dict[str, Any]) -> list[str]:
     return [leaf.path for leaf in found if not sections_of(leaf.field) and not mark(leaf.field, Absent)]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@DOCUMENT
 def test_every_auto_is_shown_as_initialize_takes_it(document, tmp_path, capsys):
     for path in keys(DOCUMENTS[document]):
         raw = with_auto(DOCUMENTS[document], path)
@@ -92,7 +95,7 @@ def test_every_auto_is_shown_as_initialize_takes_it(document, tmp_path, capsys):
             assert complaint == f"infinity config: {refused}\n", path
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@DOCUMENT
 def test_without_a_model_nothing_is_shown_that_a_model_would_change(document, tmp_path, capsys):
     """A value is shown only where every program gets it: otherwise it is "auto", with who decides."""
     for path in keys(DOCUMENTS[document]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -15,33 +16,54 @@ AGAIN = ["train", "predict", "train", "engine", "train", "evaluate"]
 PAIR = {**SAVES, "save_steps": 6, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8}
 
 
+NVME = {"stage": 3, "offload": "nvme"}
+
+
+def run(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each cell gives on two ranks."""
+    return run_client("tests.clients.trainer_cells", 2, json.dumps(cells), timeout=500)
+
+
 @pytest.mark.timeout(600)
 def test_trainer_equals_ddp_saves_and_resumes(tmp_path):
     folder = str(tmp_path / "saved")
     cells = [
         {"arguments": SAVES, "acts": ALL},
-        {"stage": 3, "offload": "nvme", "arguments": SAVES, "acts": ALL, "folder": folder},
-        {"stage": 3, "offload": "nvme", "arguments": SAVES, "acts": ALL, "folder": folder, "resume": "checkpoint-3"},
-        {"arguments": FOUR, "rows": 22},
-        {"stage": 2, "offload": "cpu", "in_file": True, "arguments": FOUR, "rows": 22},
+        {**NVME, "arguments": SAVES, "acts": ALL, "folder": folder},
+        {**NVME, "arguments": SAVES, "acts": ALL, "folder": folder, "resume": "checkpoint-3"},
         {"arguments": {"optim": "rmsprop"}},
         {"stage": 2, "offload": "cpu", "arguments": {"optim": "rmsprop"}},
-        {"acts": AGAIN},
-        {"stage": 1, "acts": AGAIN},
-        {"stage": 3, "offload": "nvme", "in_file": True, "acts": ["evaluate", *AGAIN]},
-        {"stage": 3, "offload": "cpu", "keys": {"parallel": {"tensor": 2}}, "acts": ALL, "arguments": PAIR},
         {"stage": 2, "offload": "cpu", "arguments": {"optim": "adafactor"}},
-        {"stage": 1, "keys": {"pipeline": {"stages": 2}}},
     ]  # fmt: skip
-    *found, refused, cut = run_client("tests.clients.trainer_cells", 2, json.dumps(cells), timeout=500)
+    *found, refused = run(cells)
     assert [row.get("error") for row in found] == [None] * len(found)
-    plain, trained, resumed, plain_four, four, plain_rmsprop, rmsprop, plain_again, again, evaluated, divided = found
+    plain, trained, resumed, plain_rmsprop, rmsprop = found
     assert difference(plain, trained, resumed=False) < DIGITS
     assert difference(trained, resumed, resumed=True) == 0.0
-    assert difference(plain_four, four, resumed=False) < DIGITS
     # accelerate would have DeepSpeed's Adam step where states are offloaded.
     assert difference(plain_rmsprop, rmsprop, resumed=False) < DIGITS
     assert "ConfigError: optimizer Adafactor is not elementwise" in refused["error"]
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_trainer_accumulates_trains_again_and_divides_the_model(tmp_path):
+    folder = str(tmp_path / "saved")
+    cells = [
+        {"arguments": SAVES, "acts": ALL},
+        {**NVME, "arguments": SAVES, "acts": ALL, "folder": folder},
+        {"arguments": FOUR, "rows": 22},
+        {"stage": 2, "offload": "cpu", "in_file": True, "arguments": FOUR, "rows": 22},
+        {"acts": AGAIN},
+        {"stage": 1, "acts": AGAIN},
+        {**NVME, "in_file": True, "acts": ["evaluate", *AGAIN]},
+        {"stage": 3, "offload": "cpu", "keys": {"parallel": {"tensor": 2}}, "acts": ALL, "arguments": PAIR},
+        {"stage": 1, "keys": {"pipeline": {"stages": 2}}},
+    ]  # fmt: skip
+    *found, cut = run(cells)
+    assert [row.get("error") for row in found] == [None] * len(found)
+    plain, trained, plain_four, four, plain_again, again, evaluated, divided = found
+    assert difference(plain_four, four, resumed=False) < DIGITS
     # The engine stays: states go on and rates begin anew, as plain Trainer's do. A second Trainer has new states.
     assert difference(plain_again, again, resumed=False) < DIGITS
     assert again["rates"] == plain_again["rates"]
@@ -50,6 +72,7 @@ def test_trainer_equals_ddp_saves_and_resumes(tmp_path):
     assert difference(plain, divided, resumed=False) < DIGITS
     assert "pipeline.stages is 2, and a program of accelerate's or Trainer's runs the whole model" in cut["error"]
     # Two ranks saved it, one goes on with the same batches.
-    fewer = {**cells[2], "arguments": {**SAVES, "per_device_train_batch_size": 4}}
+    fewer = {**NVME, "acts": ALL, "folder": folder, "resume": "checkpoint-3"}
+    fewer["arguments"] = {**SAVES, "per_device_train_batch_size": 4}
     (on_one,) = run_client("tests.clients.trainer_cells", 1, json.dumps([fewer]))
     assert difference(trained, on_one, resumed=True) < DIGITS

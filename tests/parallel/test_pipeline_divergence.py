@@ -79,6 +79,7 @@ def test_every_rank_raises_in_time_and_names_ranks_and_messages(
             assert all(word.format(odd=PLACES[pp]) in text for word in words), (rank, text)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pp", PIPELINES)
 def test_a_killed_rank_takes_the_others_with_it(pp: int) -> None:
     with socket.socket() as probe:

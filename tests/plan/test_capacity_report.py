@@ -20,6 +20,7 @@ from infinity.plan.spec import ModuleNode, ParamSpec
 from infinity.plan.topology import Topology
 from infinity.plan.types import Tier
 from tests.plan.test_plan import llama_70b
+from tests.support.cells import kept
 from tests.support.clock import fewest_seconds
 
 
@@ -66,10 +67,11 @@ def question(chance: random.Random) -> PlanInputs:
     )
 
 
-def test_100_plans_that_do_not_fit_are_refused_with_a_table_and_a_way_out():
+@pytest.mark.parametrize("count", kept([15, 100], [15]))
+def test_plans_that_do_not_fit_are_refused_with_a_table_and_a_way_out(count):
     chance = random.Random(2)
     refused = fits = hardware = 0
-    while refused < 100:
+    while refused < count:
         asked = question(chance)
         plan = asked.plan()
         if asked.limits.fits(plan.nbytes_by_tier()):
@@ -97,7 +99,7 @@ def test_100_plans_that_do_not_fit_are_refused_with_a_table_and_a_way_out():
                 assert found.as_json() in text and json.loads(found.as_json())["zero_optimization"]
             if found.ranks != asked.topology.world_size:
                 assert f"on {found.ranks} ranks" in text
-    assert fits > 15 and hardware > 5, (fits, hardware)
+    assert fits > count / 7 and hardware > count / 20, (fits, hardware)
 
 
 def test_the_nearest_changes_the_fewest_keys():
