@@ -236,6 +236,7 @@ def test_one_wheel_serves_other_versions_of_python(wheel, tmp_path):
     assert len({tuple(words[:2]) for words in told}) == len(pythons)
 
 
+@pytest.mark.matrix
 def test_a_wheel_without_libraries_gives_the_same_bits_without_a_compiler(wheel, bare_wheel, tmp_path):
     folders = [tmp_path / "native", tmp_path / "bare"]
     for archive, folder in zip((wheel, bare_wheel), folders, strict=True):
@@ -246,6 +247,7 @@ def test_a_wheel_without_libraries_gives_the_same_bits_without_a_compiler(wheel,
     assert fallback_digest == digest
 
 
+@pytest.mark.matrix
 def test_the_native_build_takes_seconds_without_a_cuda_compiler(tmp_path):
     with usual_seconds(children=True) as taken:
         subprocess.run(
@@ -256,6 +258,7 @@ def test_the_native_build_takes_seconds_without_a_cuda_compiler(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {f"lib{name}.so" for name in NAMES if name != "kernels"}
 
 
+@pytest.mark.matrix
 def test_a_wheel_can_be_built_without_a_compiler(bare_wheel):
     names = set(zipfile.ZipFile(bare_wheel).namelist())
     assert not any(name.startswith("infinity/_native") for name in names)

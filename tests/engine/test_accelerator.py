@@ -30,6 +30,7 @@ from tests.accelerator_matrix import TIGHT, PlainCase
 from tests.memory.test_pages import private_dirty_nbytes
 from tests.support import accelerator
 from tests.support.accelerator.process import AcceleratedProcess
+from tests.support.cells import kept
 from tests.support.clock import garbage_collector_spared
 from tests.support.host_accesses import host_accesses_are_declared
 from tests.support.models import token_batch
@@ -523,7 +524,13 @@ ACTS: dict[str, tuple[Callable[[str], None], type[Device]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ACTS)
+SUITE = (
+    "fp16 that overflows", "activation checkpointing", "checkpoints and exports", "access to values",
+    "a failure in backward", "memory that runs out", "pinning by allocation",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", kept(list(ACTS), SUITE))
 def test_on_the_accelerator(process: AcceleratedProcess, tmp_path: Path, name: str) -> None:
     act, device = ACTS[name]
     process.run(raceless, act, device, str(tmp_path))

@@ -32,6 +32,7 @@ def watched(budget: int, folder: Path) -> dict[str, Any]:
     return json.loads(reply.stdout.splitlines()[-1])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_same_model_trains_to_the_same_bits_in_each_of_six_budgets(tmp_path):

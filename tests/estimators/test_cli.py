@@ -83,6 +83,7 @@ def test_the_whole_command_takes_less_than_three_seconds_and_no_torch():
     assert "| transformers" not in reply.stderr
 
 
+@pytest.mark.matrix
 def test_every_line_of_a_report_fits_a_hundred_columns(capsys):
     for arguments in (["--config", NVME_FILE, "--ranks", "16"], SMALL_MACHINE, ["--gpu", "2GB", "--ram", "4GB"]):
         code = 1 if arguments[-1] == "4GB" else 0
@@ -133,6 +134,7 @@ def test_nothing_that_fits_is_not_saved(tmp_path, capsys):
     assert not file.exists()
 
 
+@pytest.mark.matrix
 def test_what_does_not_fit_is_answered_with_what_it_takes(capsys):
     text = answer(["llama-3.1-70b", "--gpu", "24GB", "--ram", "128GB", "--nvme", "2TB"], capsys, code=1)
     assert "It does not fit" in text

@@ -88,6 +88,7 @@ def ranks_plan(rank: int, world_size: int, folder: str, config: dict[str, Any]) 
     return engine_plan(wrapped("llama", SMALL, 16), at(folder, config))
 
 
+@pytest.mark.matrix
 def test_of_two_ranks_it_is_the_plan_too(tmp_path):
     config = CONFIGS["stage 3 on NVMe, accumulating"][1]
     plans = run_ranks(ranks_plan, 2, str(tmp_path), config)
@@ -224,6 +225,7 @@ def test_a_search_finds_more_room_for_adapters_than_for_all():
     assert again == adapters.estimate
 
 
+@pytest.mark.matrix
 def test_the_largest_model_is_searched_for_with_its_adapters():
     wish = Wish(described("gpt2").with_adapters(Lora.of(16)), Machine(4 * GB, 8 * GB, None), {"sequence": 512})
     for choice in largest(wish):

@@ -53,6 +53,7 @@ def test_the_saved_file_is_given_to_initialize_and_trains(machine, tmp_path, cap
     assert moved == pytest.approx(3e-5, rel=0.1)
 
 
+@pytest.mark.matrix
 def test_a_relative_folder_becomes_an_absolute_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     machine = ["--gpu", "4GB", "--ram", "5GB", "--nvme", "100GB", "--sequence", "512"]

@@ -314,6 +314,7 @@ def test_a_model_that_peft_wraps_is_tiled_before_or_after(task: str | None, firs
     assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.matrix
 def test_a_tiled_loss_is_measured_on_shapes_alone() -> None:
     model = hf_model("llama")
     ids = torch.zeros(2, 300, dtype=torch.int64)

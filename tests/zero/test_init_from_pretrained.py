@@ -17,7 +17,6 @@ from infinity.zero import deferred_init
 from infinity.zero.parameter import is_released
 from tests.conftest import RankPools
 from tests.init_from_pretrained import FORMATS, save
-from tests.support.cells import kept
 from tests.support.zero3_names import transformers_at_stage_3
 
 SIZE = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 400, "n_positions": 32}
@@ -94,7 +93,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "tier"), kept([(1, "nvme"), (2, "nvme"), (2, "cpu")], [(2, "nvme")]))
+@pytest.mark.matrix
+@pytest.mark.parametrize(("ranks", "tier"), [(1, "nvme"), (2, "nvme"), (2, "cpu")])
 def test_values_are_those_without_the_engine(
     ranks: int, tier: str, folder: Path, tmp_path: Path, rank_pools: RankPools
 ) -> None:
