@@ -12,7 +12,8 @@ from infinity.distributed.process_groups import ProcessGroups, detect
 
 
 def sums(rank: int, world: int) -> list[list[float]]:
-    """Sums and broadcasts one after the other, some of the same name and size, each rank late once."""
+    """Sums and broadcasts one after the other, some of the same name and size, each rank late once; then this rank's
+    slice of a sum of slices that differ, of 16 bits, which are rounded once."""
     groups = ProcessGroups(detect(), timeout_seconds=60)
     found = []
     for turn in range(world + 2):
@@ -23,6 +24,10 @@ def sums(rank: int, world: int) -> list[list[float]]:
         mine = torch.full((2,), float(rank))
         collectives.broadcast(mine, groups.reduction, turn % world, "broadcast")
         found.append([*values.tolist(), *mine.tolist()])
+    slices = torch.tensor([(256.0 if rank == 0 else 1.0) * 2**at for at in range(world)], dtype=torch.bfloat16)
+    reduction = collectives.reduce_scatter(slices, group=groups.reduction)
+    reduction.wait()
+    found.append([value for _, piece in reduction.sums() for value in piece.tolist()])
     groups.close()
     return found
 
@@ -31,4 +36,5 @@ def sums(rank: int, world: int) -> list[list[float]]:
 def test_sums_and_broadcasts_are_those_of_all_ranks(rank_pools, ranks):
     turns = range(ranks + 2)
     expected = [[sum(rank + turn for rank in range(ranks))] * 3 + [turn % ranks] * 2 for turn in turns]
-    assert rank_pools[ranks].run(sums) == [expected] * ranks
+    total = float(torch.tensor(256.0 + ranks - 1).bfloat16())
+    assert rank_pools[ranks].run(sums) == [[*expected, [total * 2**rank]] for rank in range(ranks)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import infinity
 import infinity.memory.free_bytes
 from infinity.config.units import format_bytes
+from infinity.engine import preflight
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory.growable_pool import FILE_NBYTES
+from infinity.plan.capacity import Capacity
 from infinity.plan.reserve import ANONYMOUS_OVERHEAD_NBYTES
 from infinity.plan.types import Tier
 from infinity.zero.activation_measurement import measure_call
@@ -120,6 +123,11 @@ def test_the_refusal_says_what_is_set_aside_and_what_was_taken(monkeypatch):
     assert re.search(r"Free: 53\.\d MB of memory\. Of that is set aside: 50\.3 MB for what", text)
     assert re.search(r"The process had \d+ MB before", text)
     assert "for what a process's first steps add" in text and "for activations (4 x 48, measured)" in text
+
+
+def test_every_rank_plans_with_what_the_poorest_has(monkeypatch):
+    monkeypatch.setattr(preflight.collectives, "exchange", lambda mine, _: [mine, [3.0, 3.0, math.inf, math.inf]])
+    assert preflight._agreed(Capacity(2, 4, 5, None), None) == Capacity(2, 3, 5, None)
 
 
 def test_the_start_line_says_what_the_process_will_take_without_activations(caplog):

@@ -63,6 +63,9 @@ class Copied:
     def numel(self) -> int:
         return self.values.numel()
 
+    def untyped_storage(self) -> Any:
+        return self.values.untyped_storage()
+
     def copy_(self, source: Copied, non_blocking: bool = False) -> None:
         assert non_blocking or source.is_cuda == self.is_cuda, "the host would stop"
         self._cuda.current.log.append(f"{source.dtype} to {self.dtype}".replace("torch.", ""))
@@ -178,6 +181,27 @@ def test_memory_on_its_way_down_is_bounded_and_given_back_in_order(
     assert len(device._held) == 1, "what has arrived is let go of"
     device.synchronize()
     assert not device._held
+
+
+def test_memory_on_its_way_down_is_overwritten_after_it(cuda: FakeCuda) -> None:
+    device = CudaDevice(torch.device("cuda", 0))
+    below, scratch = Copied(cuda, torch.zeros(4), False), torch.ones(8)
+    for part in (scratch[:4], torch.ones(4), scratch[4:]):
+        device.copy(below, Copied(cuda, part, True))
+    device.before_overwrite(torch.ones(4))
+    assert cuda.compute.log == []
+    device.before_overwrite(scratch[:4])
+    assert cuda.compute.log[-1] == "after event 3 of down" and stopped == []
+
+
+def test_a_copy_since_a_mark_follows_what_was_queued_before_it_alone(cuda: FakeCuda) -> None:
+    device = CudaDevice(torch.device("cuda", 0))
+    above, below = Copied(cuda, torch.zeros(4), True), Copied(cuda, torch.ones(4), False)
+    begun = Event(device.torch)
+    begun.record(cuda.compute)
+    for target, source in ((above, below), (below, above)):
+        device.copy_since(target, source, begun)
+    assert [stream.log for stream in cuda.side] == [["after event 1 of compute", "float32 to float32", "event"]] * 2
 
 
 def test_a_refused_registration_leaves_no_error_for_the_next_kernel(

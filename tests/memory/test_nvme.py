@@ -392,21 +392,28 @@ def test_bytes_that_are_not_those_of_the_latest_write_are_never_taken(tmp_path, 
     other.close()
 
 
+class Waited:
+    """A request that is over once it has been waited for, cancelled or not."""
+
+    over = False
+
+    def cancel(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        self.over = True
+
+
 def test_a_submission_that_fails_half_way_leaves_nothing_in_flight(tmp_path, monkeypatch):
     tier = NvmeTier.open(drives_in(tmp_path, 2), nbytes=16 << 20, rank=0, options=QueueOptions(weights=(1, 1)))
-    submitted = []
-    first, second = tier._drives
-
-    def note(*words, **named):
-        submitted.append(Queue.write(first.queue, *words, **named))
-        return submitted[-1]
+    submitted, (first, second) = Waited(), tier._drives
 
     def refuse(*words, **named):
         raise TransferError("write", path="there", offset=0, nbytes=1, errno=errno.ETIMEDOUT, reason="no room")
 
-    monkeypatch.setattr(first.queue, "write", note)
+    monkeypatch.setattr(first.queue, "write", lambda *words, **named: submitted)
     monkeypatch.setattr(second.queue, "write", refuse)
     with pytest.raises(TransferError, match="no room"):
         tier.write(Extent(0, 16 << 20), page_aligned(16 << 20))
-    assert submitted and all(request.done() for request in submitted)
+    assert submitted.over
     tier.close()

@@ -61,6 +61,14 @@ def test_prefetch_never_waits_and_says_what_did_not_fit(bench):
     assert (made.content(C) == 1).all()
 
 
+def test_the_largest_is_brought_first_into_the_room_beside_a_lease(bench):
+    made = bench([param(index, pages) for index, pages in enumerate((3, 1, 2, 2, 3))], param_pages=6)
+    for key in (A, B, C):
+        made.fill(key, 1)
+    with made.store.read(B), made.store.read(D, Key(Kind.PARAM, 4)):
+        made.store.check()
+
+
 def test_room_is_made_by_writing_back_what_nobody_flushed(bench):
     made = bench([param(index, 2) for index in range(3)], param_pages=2)
     for value, key in enumerate((A, B, C)):

@@ -75,3 +75,10 @@ def test_a_unit_whose_gradients_change_leaves_the_batch_that_waits(mixed, monkey
     mixed.unqueue(0)
     assert mixed.batch(2) == []
     assert mixed.batch(3) == [1, 2, 3]
+
+
+def test_a_unit_whose_gradients_change_is_measured_again(mixed, monkeypatch):
+    mixed.measure([0, 1], None)
+    monkeypatch.setattr(grad_norm, "grad_stats", lambda tensors: [GradStats(0.5, 0) for _ in tensors])
+    mixed.forget(0)
+    assert mixed.by_unit() == {0: (0.5, 0), 1: (5.0, 1), 2: (0.5, 0), 3: (0.5, 0)}

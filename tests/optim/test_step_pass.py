@@ -58,3 +58,11 @@ def test_a_sub_group_is_done_only_once_its_write_back_is_submitted(full: bool) -
         step.run(1, threading.Event())
     keys = (Key(Kind.STATES, 0), Key(Kind.PARAM, 0), Key(Kind.GRAD, 0))
     assert store.ended == [() if full else keys]
+
+
+def test_a_partition_is_done_once_no_sub_group_is_left_to_step_it() -> None:
+    groups, store = [SubGroup(index, (Slice(0, 64 * index, 64),)) for index in range(2)], Store(full=False)
+    step: Any = StepPass(groups, store, Updater(), Reservation())  # type: ignore[arg-type]
+    step.add(groups, None)
+    step.run(2, threading.Event())
+    assert store.ended == [(Key(Kind.STATES, 0),), (Key(Kind.STATES, 1), Key(Kind.PARAM, 0), Key(Kind.GRAD, 0))]

@@ -99,7 +99,9 @@ ssize_t faulty_read(int fd, void* buffer, size_t nbytes, off_t offset) {
     // O_DIRECT refuses the cut length: the cut is then made afterwards.
     if (moved >= 0 || allowed == nbytes || errno != EINVAL) return moved;
     const ssize_t whole = through(fd, buffer, nbytes, offset);
-    return whole > static_cast<ssize_t>(allowed) ? static_cast<ssize_t>(allowed) : whole;
+    if (whole <= static_cast<ssize_t>(allowed)) return whole;
+    memset(static_cast<char*>(buffer) + allowed, 0, static_cast<size_t>(whole) - allowed);
+    return static_cast<ssize_t>(allowed);
 }
 
 ssize_t faulty_write(int fd, const void* buffer, size_t nbytes, off_t offset) {
