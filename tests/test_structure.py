@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from tests.mutants import astray, mutants
 from tests.structure import PAIRS, fan_out, foreign, largest, named_twice, old_names, sources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,3 +45,8 @@ def test_a_public_name_has_one_meaning() -> None:
 
 def test_no_name_of_the_old_vocabulary_comes_back() -> None:
     assert [where for path, text in TEXTS.items() for where in old_names(str(path.relative_to(ROOT)), text)] == []
+
+
+def test_every_planted_fault_has_its_place_and_its_tests() -> None:
+    """A row of tests/data/mutants.tsv moves with its text: widen or mend what no longer stands there exactly once."""
+    assert list(astray(mutants())) == []
