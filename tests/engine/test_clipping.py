@@ -12,6 +12,7 @@ from torch import nn
 
 import infinity
 from infinity import log
+from infinity.optim.clip import clip_factor
 from tests.support.oracle import CLIP, Case, difference, reference, settings, train
 
 # Of the averaged gradients, which reach 0.5, some hundred elements lie above it; of the clipped ones too, with NORM.
@@ -110,3 +111,8 @@ def test_torchs_clipping_of_partitioned_parameters_is_told_that_the_engine_clips
         assert '"gradient_clipping"' in said and "engine.get_global_grad_norm()" in said
         engine.step()
         assert engine.get_global_grad_norm() > 0
+
+
+@pytest.mark.parametrize(("norm", "factor"), [(0.5, 1.0), (4.0, 0.5)])
+def test_a_norm_within_the_limit_scales_nothing_up(norm: float, factor: float) -> None:
+    assert clip_factor(norm, 2.0) == pytest.approx(factor)

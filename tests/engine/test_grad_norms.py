@@ -105,6 +105,22 @@ def test_what_had_no_gradient_is_left_out_and_what_is_not_finite_shows(tmp_path:
         assert engine.get_grad_norms() == {"used.weight": math.inf, "used.bias": pytest.approx(math.sqrt(8))}
 
 
+def norms_beside_padding(rank: int, world: int) -> tuple[float, float]:
+    """(the global norm, that of all parameters) where another unit has left its gradients between two of a unit's."""
+    join(world)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 64))
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        engine.backward(engine(torch.ones(1, 5)).sum())
+        engine.step()
+        return engine.get_global_grad_norm(), math.hypot(*engine.get_grad_norms().values())
+
+
+def test_what_another_unit_leaves_in_the_padding_of_a_sum_is_no_gradient(rank_pools: Any) -> None:
+    for whole, of_parameters in rank_pools[2].run(norms_beside_padding):
+        assert whole == pytest.approx(of_parameters, rel=1e-9)
+
+
 # Of each unit: whether it is partitioned over the data axis, and what the ranks of a tensor group have of it.
 UNITS = [(True, Replica.NONE), (False, Replica.NONE), (True, Replica.SAME), (False, Replica.PARTIAL)]
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from infinity.memory.access_control import Reservation
+from infinity.optim.step_context import Segment, StepContext
 from infinity.optim.step_pass import StepPass
-from infinity.plan.layout import Slice, SubGroup
+from infinity.plan.layout import Slice, Slot, SubGroup, UnitLayout
 from infinity.plan.types import Key, Kind
 
 
@@ -66,3 +67,11 @@ def test_a_partition_is_done_once_no_sub_group_is_left_to_step_it() -> None:
     step.add(groups, None)
     step.run(2, threading.Event())
     assert store.ended == [(Key(Kind.STATES, 0),), (Key(Kind.STATES, 1), Key(Kind.PARAM, 0), Key(Kind.GRAD, 0))]
+
+
+def test_a_parameter_without_a_gradient_is_not_stepped_between_two_that_have_one() -> None:
+    slots = tuple(Slot(name, (16,), 16 * at, 16, 0) for at, name in enumerate("abc"))
+    layout = UnitLayout(0, "unit", (), "fp32", True, slots, 48)
+    context = StepContext((), dict.fromkeys("abc", 0), 1.0, {0: [True, False, True]}, {0: [1, 1, 1]})
+    segments = context.segments(layout, Slice(0, 0, 48), 0, joins=True)
+    assert segments == [Segment(0, 16, 0, 1), Segment(32, 16, 0, 1)]
