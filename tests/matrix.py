@@ -47,14 +47,13 @@ ROWS = [
     Row("tests/distributed", ("infinity/distributed",)),
     Row("tests/engine", (*_TRAINING, "infinity/plan", "infinity/config", "infinity/observability")),
     Row("tests/estimators", ("estimators", "infinity/plan", "infinity/simulator")),
-    Row("tests/memory", ("infinity/memory", "csrc/aio")),
     Row("tests/ops", ("infinity/ops", "csrc")),
     Row("tests/parallel", (*_AXES, "infinity/engine", "infinity/zero", "infinity/integrations")),
     Row("tests/plan", ("infinity/plan",)),
     Row("tests/tiling", ("infinity/tiling",)),
     Row("tests/zero", ("infinity/zero", "infinity/memory", "infinity/tiling")),
     Row("tests/zoo", ("infinity/zero", "infinity/engine")),
-    # The files beside the folders: wheels, benchmarks, examples, pages, more than the memory holds.
+    # The files beside the folders: wheels, benchmarks, examples, more than the memory holds.
     *(
         Row(f"tests/test_{name}.py", of)
         for name, of in {
@@ -63,13 +62,10 @@ ROWS = [
             "bigger_than_memory": (*_TRAINING, "infinity/plan"),
             "deepspeed_names": ("infinity/integrations",),
             "dependencies": ("pyproject.toml", "infinity"),
-            "docs": ("docs",),
             "examples": ("examples",),
             "finetune": ("examples",),
             "first_run": ("csrc/kernels",),
-            "launch": ("infinity/integrations", "infinity/cli"),
             "wheel": ("pyproject.toml", "setup.py", "csrc"),
-            "wrong_inputs": ("infinity/checkpoint", "estimators"),
         }.items()
     ),
     Row("tests.bit_hashes", (*_TRAINING, "infinity/plan")),
