@@ -111,4 +111,5 @@ def test_damaged_files_through_whole_loads_touch_nothing_outside(what: str, save
     # The watch itself: an open, a link and a new file, and an open by native code.
     assert [line.split()[0] for line in told["planted"][:4]] == ["open", "os.link", "os.link", "open"]
     assert told["planted"][-1].startswith("inotify: ") and told["seen"]["open"] > loads
-    assert told["counts"]["load: done"] >= loads / 40 and told["counts"]["load: CheckpointError"]
+    refused = sum(count for end, count in told["counts"].items() if end.endswith("Error"))
+    assert told["counts"]["load: done"] >= loads / 40 and refused >= loads / 40, told["counts"]
