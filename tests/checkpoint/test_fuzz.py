@@ -27,7 +27,7 @@ from tests.support.hostile import damaged, headed, mutated, sealed
 ROOT = Path(__file__).resolve().parents[2]
 # How many, and how many whole loads.
 COUNTS = pytest.mark.parametrize("count", kept([600, 10_000], [600]))
-LOADS = pytest.mark.parametrize("loads", kept([40, 500], [40]))
+LOADS = pytest.mark.parametrize("loads", kept([100, 500], [100]))
 
 
 @pytest.fixture(scope="module")
@@ -111,5 +111,4 @@ def test_damaged_files_through_whole_loads_touch_nothing_outside(what: str, save
     # The watch itself: an open, a link and a new file, and an open by native code.
     assert [line.split()[0] for line in told["planted"][:4]] == ["open", "os.link", "os.link", "open"]
     assert told["planted"][-1].startswith("inotify: ") and told["seen"]["open"] > loads
-    refused = sum(count for end, count in told["counts"].items() if end.endswith("Error"))
-    assert told["counts"]["load: done"] >= loads / 40 and refused >= loads / 40, told["counts"]
+    assert told["counts"]["load: done"] > loads / 20 and told["counts"]["load: CheckpointError"]

@@ -9,8 +9,9 @@ when a rank raises, dies or is late, all are killed and the caller gets RankErro
 group is the function's own affair: every call gets a fresh MASTER_PORT, and what a function left open is destroyed.
 The default timeout is below pytest's own, which could not say which rank is late.
 
-Ranks are forked from one server a test process, which has imported what they need: a start takes a tenth of a second,
-not the eight of torch and transformers. They have the caller's environment of that moment, but the server's hash seed.
+Ranks are forked from one server a test process, which has imported what they need: a start is a fork, and not
+the nine seconds of a processor that these imports take. They have the caller's environment of that moment, but the
+server's hash seed.
 """
 
 from __future__ import annotations
