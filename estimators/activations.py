@@ -383,9 +383,9 @@ def _gpt2_block(values: Mapping[str, Any], run: _Pass) -> _Block:
     hidden, heads = _size(values, "n_embd"), int(values.get("n_head") or 12)
     inner = int(values.get("n_inner") or 4 * hidden)
     tokens, width = run.tokens, run.width
-    noise = run.noise_nbytes(tokens * hidden, float(values.get("resid_pdrop", _GPT2_DROPOUT)))
+    noise = run.noise_nbytes(tokens * hidden, values.get("resid_pdrop", _GPT2_DROPOUT) or 0.0)
     function = values.get("activation_function") or "gelu_new"
-    dropout = float(values.get("attn_pdrop", _GPT2_DROPOUT))
+    dropout = values.get("attn_pdrop", _GPT2_DROPOUT) or 0.0
     # torch has no fused attention with dropout on the CPU: it computes in fp32 there.
     inputs_width = DTYPE_NBYTES["fp32"] if dropout and run.attention == "sdpa" and not run.accelerator else width
     normed = 2 + run.keeps("c_attn") + run.keeps("c_fc")

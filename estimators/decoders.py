@@ -42,7 +42,7 @@ _MOST = {
         (
             "vocab_size", "hidden_size", "n_embd", "intermediate_size", "n_inner", "moe_intermediate_size",
             "shared_expert_intermediate_size", "num_attention_heads", "n_head", "num_key_value_heads", "head_dim",
-            "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+            "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "n_positions",
         ),
         1 << 24,
     ),

@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from estimators.architectures import block_classes, known, model_tree
+from estimators.architectures import block_classes, completed, known, model_tree
+from estimators.estimate import estimate
 from infinity.errors import ConfigError
 from infinity.plan.spec import ModuleNode, UnitRules, find_units, module_tree
 
@@ -94,3 +95,20 @@ def test_an_unknown_model_type_is_refused_with_what_is_known():
 def test_a_size_that_is_none_is_named(value):
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         model_tree({"model_type": "llama", "num_hidden_layers": value}, compute_dtype="bf16")
+
+
+@pytest.mark.parametrize("model_type", known())
+def test_a_value_that_is_null_is_left_out_or_named(model_type):
+    values = {**completed({"model_type": model_type}), "resid_pdrop": 0.1, "attn_pdrop": 0.1, "attention_dropout": 0.0}
+    values = {**values, **dict.fromkeys({"num_hidden_layers", "n_layer"} & set(values), 2)}
+    for name in values:
+        try:
+            said = None if estimate({**values, name: None}, sequence=16).of_micro_batch else "nothing"
+        except ConfigError as error:
+            said = str(error)
+        assert said is None or name in said
+
+
+def test_positions_without_bound_are_refused_and_not_walked():
+    with pytest.raises(ConfigError, match="n_positions is 1180591620717411303424; it must be a whole number up to"):
+        model_tree({"model_type": "gpt2", "n_positions": 1 << 70}, compute_dtype="bf16")
