@@ -12,8 +12,7 @@ from torch import Tensor
 
 from infinity.errors import TierMemoryError
 from infinity.memory.eviction import arena_name
-from infinity.memory.ledger import Ledger, mb
-from infinity.memory.memory_report import PoolUse
+from infinity.memory.ledger import Ledger, PoolUse, mb
 from infinity.memory.partition import Partition
 from infinity.memory.pool import Arena, piece_nbytes
 from infinity.memory.tiers.base import MemoryBackend

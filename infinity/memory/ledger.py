@@ -20,6 +20,15 @@ from infinity.plan.types import Kind, Tier
 _OWNERS = 5
 
 
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """An arena in CPU memory: bytes reserved, in use now, and in use at most."""
+
+    reserved: int
+    used: int
+    most: int
+
+
 @dataclass(slots=True)
 class Ledger:
     """Bytes that the engine holds. `now` and `peak` are keyed by (tier, kind), `most` by tier.

@@ -6,20 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from infinity.memory.ledger import Ledger, mb
+from infinity.memory.ledger import Ledger, PoolUse, mb
 from infinity.plan.types import Kind, Tier
 
 # Units that a printed report lists, the largest first; one more line sums the rest.
 _UNITS_SHOWN = 10
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUse:
-    """An arena in CPU memory: bytes reserved, in use now, and in use at most."""
-
-    reserved: int
-    used: int
-    most: int
 
 
 @dataclass(frozen=True, slots=True)

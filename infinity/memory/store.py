@@ -21,8 +21,7 @@ from infinity.errors import TierMemoryError
 from infinity.memory.access_control import AccessControl, Reservation, Snapshot
 from infinity.memory.buffers import Buffers
 from infinity.memory.eviction import Rank, arena_name
-from infinity.memory.ledger import Ledger
-from infinity.memory.memory_report import PoolUse
+from infinity.memory.ledger import Ledger, PoolUse
 from infinity.memory.offloaded import Offloaded, Refuge
 from infinity.memory.partition import Partition, State
 from infinity.memory.residency import Residency

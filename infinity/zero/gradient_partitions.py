@@ -15,7 +15,7 @@ from infinity.memory.store import TieredStore
 from infinity.memory.tiers.device import Device
 from infinity.observability import trace
 from infinity.ops.transfer import Transfer
-from infinity.plan.types import Key, Kind
+from infinity.plan.types import Kind
 from infinity.zero.unit import Unit
 
 
@@ -39,13 +39,13 @@ class GradientPartitions:
     @contextmanager
     def read(self, unit: Unit) -> Iterator[Tensor]:
         """A unit's partition [numel / parts] in the gradients' dtype, for reading."""
-        with self._store.read(key_of(unit)) as (partition,):
+        with self._store.read(unit.grad_key) as (partition,):
             yield partition.view(Kind.GRAD)
 
     @contextmanager
     def write(self, unit: Unit) -> Iterator[Tensor]:
         """The same for writing."""
-        with self._store.write(key_of(unit)) as (partition,):
+        with self._store.write(unit.grad_key) as (partition,):
             yield partition.view(Kind.GRAD)
 
     def put_sums(self, unit: Unit, reduced: Reduction, *, first: bool) -> None:
@@ -79,7 +79,7 @@ class GradientPartitions:
         arrived: list[Unit] = []
         while self._arriving and (wait or all(copy.done() for copy in self._arriving[0].copies)):
             each = self._arriving.popleft()
-            with each.lease, trace.span(trace.WAIT, "copy from the device", key_of(each.unit)):
+            with each.lease, trace.span(trace.WAIT, "copy from the device", each.unit.grad_key):
                 for copy in each.copies:
                     self._device.arrived(copy)
             arrived.append(each.unit)
@@ -95,7 +95,7 @@ class GradientPartitions:
         before: list[Transfer] = []
         with ExitStack() as lease:
             if earlier is None:
-                (partition,) = lease.enter_context(self._store.write(key_of(unit)))
+                (partition,) = lease.enter_context(self._store.write(unit.grad_key))
             else:
                 self._arriving.remove(earlier)
                 lease.push(earlier.lease)
@@ -106,8 +106,3 @@ class GradientPartitions:
     def _put(self, target: Tensor, source: Tensor, first: bool, before: Sequence[Transfer]) -> Transfer:
         """Replace or add, in the target's dtype, across devices."""
         return self._device.copy(target, source) if first else self._device.add(target, source, before)
-
-
-def key_of(unit: Unit) -> Key:
-    """The key of a unit's GRAD partition."""
-    return Key(Kind.GRAD, unit.layout.index)

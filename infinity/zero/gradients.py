@@ -27,7 +27,7 @@ from infinity.observability import trace
 from infinity.plan.plan import Plan
 from infinity.plan.shards import Replica
 from infinity.zero.frozen_gradients import FrozenGradients
-from infinity.zero.gradient_partitions import GradientPartitions, key_of
+from infinity.zero.gradient_partitions import GradientPartitions
 from infinity.zero.reducer import Reducer
 from infinity.zero.reduction_order import ReductionOrders
 from infinity.zero.unit import Unit
@@ -251,7 +251,7 @@ class Gradients:
         """Take the gradients that autograd has left on the unit's parameters."""
         if not self._in_turn and unit.layout.numel and all(param.grad is None for param in unit.params):
             return
-        with trace.span(trace.ENGINE, "collect gradients", key_of(unit)):
+        with trace.span(trace.ENGINE, "collect gradients", unit.grad_key):
             self._take(unit)
 
     def _take(self, unit: Unit) -> None:
@@ -285,7 +285,7 @@ class Gradients:
         """
         grads = [param.grad for param in unit.params if param.grad is not None]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        with trace.span(trace.WAIT, "sum of partial gradients", key_of(unit), flat.nbytes):
+        with trace.span(trace.WAIT, "sum of partial gradients", unit.grad_key, flat.nbytes):
             collectives.sum_in_order(flat, self._groups.tensor, f"sum of partial gradients of {unit.layout.name}")
         for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(summed.view(grad.shape))

@@ -16,7 +16,6 @@ from infinity.observability import trace
 from infinity.plan.gradient_bytes import MINE_COUNT, travels_alone
 from infinity.plan.plan import Plan
 from infinity.plan.types import Kind, Tier
-from infinity.zero.gradient_partitions import key_of
 from infinity.zero.unit import Unit
 
 
@@ -53,7 +52,7 @@ class Reducer:
         """Begin to sum the gradients on a unit's parameters over ranks. No other reduction is in flight. Collective."""
         assert self._in_flight is None
         full = self._flat(unit)
-        trace.begin_async("reductions", key_of(unit), full.nbytes)
+        trace.begin_async("reductions", unit.grad_key, full.nbytes)
         self._in_flight = unit, self._start(unit, full)
 
     def wait(self) -> tuple[Unit, Reduction] | None:
@@ -62,16 +61,16 @@ class Reducer:
         if finished is None:
             return None
         unit, reduction = finished
-        with trace.span(trace.WAIT, "reduction", key_of(unit), unit.layout.numel * self.dtype.itemsize):
+        with trace.span(trace.WAIT, "reduction", unit.grad_key, unit.layout.numel * self.dtype.itemsize):
             reduction.wait()
-        trace.end_async("reductions", key_of(unit))
+        trace.end_async("reductions", unit.grad_key)
         return finished
 
     def reduce(self, unit: Unit, whole: Tensor, target: Tensor) -> None:
         """Sum a unit's whole gradients [numel] over ranks, and wait for it. `target` gets this rank's slice, or all of
         the sum where nothing is partitioned. Collective.
         """
-        full, key = self._copy_of(whole), key_of(unit)
+        full, key = self._copy_of(whole), unit.grad_key
         trace.begin_async("reductions", key, full.nbytes)
         with trace.span(trace.WAIT, "reduction", key, full.nbytes):
             if unit.placed.parts == 1:

@@ -87,6 +87,11 @@ class Unit:
         return self.full[start : start + numel]
 
     @property
+    def grad_key(self) -> Key:
+        """The key of its GRAD partition."""
+        return Key(Kind.GRAD, self.layout.index)
+
+    @property
     def rank_in_parts(self) -> int:
         """Which of the unit's partitions is this rank's."""
         return self._group.index if self.placed.parts > 1 else 0

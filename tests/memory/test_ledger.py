@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from infinity.errors import TierMemoryError
-from infinity.memory.ledger import Ledger
-from infinity.memory.memory_report import MemoryReport, PoolUse, Process
+from infinity.memory.ledger import Ledger, PoolUse
+from infinity.memory.memory_report import MemoryReport, Process
 from infinity.memory.refusal import MemoryRefused, is_refusal
 from infinity.plan.plan import Capacity
 from infinity.plan.types import Kind, Tier
