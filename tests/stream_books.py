@@ -36,8 +36,8 @@ from infinity.memory.access_control import AccessControl
 from infinity.memory.partition import Partition
 from infinity.memory.store import TieredStore
 from infinity.memory.tiers import device as device_module
+from infinity.memory.tiers.device import StreamTransfer
 from infinity.ops.piece import Piece
-from infinity.ops.transfer import StreamTransfer
 from infinity.optim import update_rules
 from infinity.optim.sub_group_update import SubGroupUpdater
 from infinity.plan.layout import SubGroup

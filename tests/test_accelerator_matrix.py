@@ -16,8 +16,8 @@ import pytest
 from torch import Tensor
 
 import infinity
-from infinity.memory.tiers.device import Accelerator
-from infinity.ops.transfer import Completed, StreamTransfer
+from infinity.memory.tiers.device import Accelerator, StreamTransfer
+from infinity.ops.transfer import Completed
 from infinity.zero.partition_copy import PartitionCopy
 from tests.accelerator_matrix import Cell, Matrix, PlainCase, product, run_on_accelerator
 from tests.support import accelerator

@@ -82,9 +82,9 @@ def _types_with(schema: type[Section], path: list[str], types: tuple[str, ...]) 
 def _places(schema: type[Section], path: str = "") -> list[str]:
     """Return every dotted path of a schema, in all spellings."""
     places = []
-    for name, field in spellings_of(schema).items():
+    for name, declared in spellings_of(schema).items():
         places.append(dotted(path, name))
-        for section in sections_of(schema.model_fields[field]):
+        for section in sections_of(schema.model_fields[declared]):
             places += _places(section, dotted(path, name))
     return list(dict.fromkeys(places))
 

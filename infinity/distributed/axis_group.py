@@ -23,7 +23,6 @@ from infinity.distributed.cma_transport import RowCopier
 from infinity.distributed.hang_detection.collective_log import words_and_digest
 from infinity.distributed.hang_detection.watchdog import Watchdog
 from infinity.errors import StateError
-from infinity.ops.transfer import WorkTransfer
 
 # Of a tag's 31 bits, those that identify the collective; the ones above tell its messages apart.
 _SAID_BITS, _FACTOR = 28, 2_654_435_761
@@ -131,16 +130,23 @@ def _tag(number: int, name: str, nbytes: int) -> int:
     return (words_and_digest(name, nbytes)[1] + number * _FACTOR) & ((1 << _SAID_BITS) - 1)
 
 
-class CollectiveTransfer(WorkTransfer):
-    """A collective in flight."""
+class CollectiveTransfer:
+    """A collective in flight; it keeps the tensors `keep` alive until `wait` returns."""
 
     def __init__(self, group: AxisGroup, work: Any, keep: Sequence[Tensor], number: int, name: str) -> None:
-        # As the base class does; once for each message, so without a call.
         self._work = work
-        self._keep = keep
+        self._keep: Sequence[Tensor] = keep
         self._group = group
         self._number = number
         self._name = name
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        """The tensors that it keeps alive; none once it has been waited for."""
+        return self._keep
+
+    def done(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
         if self._work is not None:

@@ -33,14 +33,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from infinity.errors import StateError
+from infinity.memory.residency import Residency
 from infinity.observability import trace
 from infinity.plan.types import Key, Kind
-
-if TYPE_CHECKING:
-    from infinity.memory.residency import Residency
 
 
 class Reservation:

@@ -31,7 +31,7 @@ from torch import Tensor
 from infinity.memory.pages import page_aligned
 from infinity.memory.resizable_buffer import ElasticBuffer, SparePages
 from infinity.observability import trace
-from infinity.ops.transfer import Completed, StreamTransfer, Transfer
+from infinity.ops.transfer import Completed, Transfer
 from infinity.plan.allocator import ACCELERATOR, PROCESS
 from infinity.plan.types import HUGE_PAGE
 
@@ -47,6 +47,23 @@ _COLLECTIVES = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}
 
 # How CPU memory is pinned: any mapping by a call of the driver; what the driver has allocated; not at all.
 Pinning = Literal["registration", "allocation", "none"]
+
+
+class StreamTransfer:
+    """A copy on a side stream; `wait` makes the current stream wait for it, not the host."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._event.device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Block the host until the bytes have arrived; needed before the CPU reads them."""
+        self._event.synchronize()
 
 
 class Device:
